@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -42,7 +42,7 @@ class ClientLeftError(APIError):
 
 
 class IncomingBodies:
-    """Memory of the bodies that are still arriving, and the turn of large ones to be decoded.
+    """Memory of the bodies that are not decoded yet, and the turn of large ones to be.
 
     limit: bytes of all together, beside a small part of each.
     """
@@ -50,6 +50,15 @@ class IncomingBodies:
     def __init__(self, limit: int) -> None:
         self.limit, self.num_bytes = limit, 0
         self._decoding = asyncio.Lock()
+
+    @contextmanager
+    def body(self) -> Iterator[bytearray]:
+        """A body, empty yet, which is counted until the block ends."""
+        body = bytearray()
+        try:
+            yield body
+        finally:
+            self.grow(len(body), 0)
 
     @asynccontextmanager
     async def turn(self, num_bytes: int) -> AsyncIterator[None]:
@@ -99,7 +108,7 @@ class Decoder(Generic[T]):
         self._typed = msgspec.json.Decoder(kind)
         self._names = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
-    def decode(self, body: bytes, request_id: str) -> T:
+    def decode(self, body: bytes | bytearray, request_id: str) -> T:
         """Decode a body. request_id: for the warning.
 
         Raises:
@@ -124,7 +133,7 @@ class Decoder(Generic[T]):
             logger.warning("request %s: fields without effect here: %s", request_id, shortened(ignored))
         return request
 
-    def _check_bounds(self, body: bytes, name: str) -> None:
+    def _check_bounds(self, body: bytes | bytearray, name: str) -> None:
         """Refuse a field that is out of its bounds: msgspec's own error would not give the value.
 
         Raises:
@@ -160,9 +169,11 @@ async def decoded_body(
     Raises:
         Exceptions of `read_body` and `Decoder.decode`.
     """
-    body = await read_body(scope, receive, options)
-    async with scope["app"].state.incoming_bodies.turn(len(body)):
-        return decoder.decode(body, name)
+    bodies: IncomingBodies = scope["app"].state.incoming_bodies
+    with bodies.body() as body:
+        await read_body(scope, receive, options, bodies, body)
+        async with bodies.turn(len(body)):
+            return decoder.decode(body, name)
 
 
 def shortened(names: Iterable[str]) -> str:
@@ -172,8 +183,10 @@ def shortened(names: Iterable[str]) -> str:
     return ", ".join(repr(name[:MAX_NAME]) for name in some[:MAX_NAMED]) + more
 
 
-async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> bytes:
-    """Read the body of a request, whose content type must be JSON.
+async def read_body(
+    scope: Scope, receive: Receive, options: ServerOptions, bodies: IncomingBodies, body: bytearray
+) -> None:
+    """Read the body of a request, whose content type must be JSON, into `body`, which is one of `bodies`.
 
     Raises:
         APIError: the body is too large, too slow or of another type, or the client disconnected.
@@ -187,37 +200,32 @@ async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> b
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > options.max_request_bytes:
         raise too_long(options.max_request_bytes)
-    bodies: IncomingBodies = scope["app"].state.incoming_bodies
-    arrival = receive_body(receive, options.max_request_bytes, bodies)
+    arrival = receive_body(receive, options.max_request_bytes, bodies, body)
     try:
-        return await asyncio.wait_for(arrival, options.body_seconds)
+        await asyncio.wait_for(arrival, options.body_seconds)
     except asyncio.TimeoutError:
         raise APIError(
             408, f"the body did not arrive within {options.body_seconds:g} s", headers=CLOSE
         ) from None
 
 
-async def receive_body(receive: Receive, limit: int, bodies: IncomingBodies) -> bytes:
-    """Read the whole body.
+async def receive_body(receive: Receive, limit: int, bodies: IncomingBodies, body: bytearray) -> None:
+    """Read the whole body into `body`.
 
     Raises:
         APIError: it has more than `limit` bytes, or there is no room for it, or the client disconnected.
     """
-    body, more = bytearray(), True
-    try:
-        while more:
-            message: Any = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeftError
-            part = message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) + len(part) > limit:
-                raise too_long(limit)
-            bodies.grow(len(body), len(body) + len(part))
-            body += part
-        return bytes(body)
-    finally:
-        bodies.grow(len(body), 0)
+    more = True
+    while more:
+        message: Any = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeftError
+        part = message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) + len(part) > limit:
+            raise too_long(limit)
+        bodies.grow(len(body), len(body) + len(part))
+        body += part
 
 
 def too_long(limit: int) -> APIError:

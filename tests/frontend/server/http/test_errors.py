@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.frontend.server.http.body import LARGE_BODIES, IncomingBodies
+from pagewire.frontend.server.http.body import LARGE_BODIES, SMALL_BODY_BYTES, IncomingBodies
 from pagewire.ipc.budget import MAX_NAME_CHARS
 from pagewire.ipc.logs import TEXT, TextFormatter
 from pagewire.ipc.messages import Abort, Submit, TokenDelta
@@ -131,6 +131,23 @@ def test_bodies(serve: Callable[..., Client], core: FakeCore) -> None:
         assert client.post(COMPLETIONS, {"prompt": "w5"}, **{"content-type": kind}).status == 415
     kind = "Application/JSON; charset=utf-8"
     assert client.post(COMPLETIONS, {"prompt": "w5"}, **{"content-type": kind}).status == 200
+
+
+def test_bodies_that_wait_to_be_decoded_count_as_well(client: Client) -> None:
+    """Else many large ones could wait for their turn."""
+    bodies: IncomingBodies = client.app.state.incoming_bodies
+    large = json.dumps({"prompt": "w5"}).encode() + b" " * (1 << 20)
+
+    async def play() -> None:
+        async with bodies.turn(len(large)):
+            calls = [client.call("POST", COMPLETIONS, large) for _ in range(2)]
+            while bodies.num_bytes < 2 * (len(large) - SMALL_BODY_BYTES):
+                await asyncio.sleep(0)
+            assert not any(call.task.done() for call in calls)
+        assert [(await call.answer()).status for call in calls] == [200, 200]
+        assert bodies.num_bytes == 0
+
+    client.run(play)
 
 
 def test_bodies_that_arrive_have_a_limit_in_all(serve: Callable[..., Client], core: FakeCore) -> None:
