@@ -37,6 +37,7 @@ from pagewire.ipc.gguf.file import read_gguf
 from pagewire.ipc.gguf.tokenizer import tokenizer_json
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.attention import AttentionBatch
+from pagewire.workers.collective.single import SingleRank
 from pagewire.workers.device.cpu import CpuDevice
 from pagewire.workers.model.attention import DryRunRecorder
 from pagewire.workers.model.loading import Phases, load_model
@@ -180,7 +181,7 @@ def expected(config: WorkerConfig, tokens: Tensor) -> Result:
 def served(config: WorkerConfig, tokens: Tensor) -> Result:
     """By the engine's model, each context as a request of its own."""
     device = CpuDevice()
-    model = load_model(config, Phases(lambda *_: None), device).model
+    model = load_model(config, Phases(lambda *_: None), device, SingleRank()).model
     results = [run(model, row, device) for row in tokens]
     return Result(*(torch.stack(same).float() for same in zip(*results, strict=True)))
 
