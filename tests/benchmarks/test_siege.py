@@ -22,6 +22,7 @@ from tests.benchmarks.loading import load_from
 load = partial(load_from, "siege")
 attack, attackers, bodies, client = map(load, ("attack", "attackers", "bodies", "client"))
 fortress, report, values, watcher = map(load, ("fortress", "report", "values", "watcher"))
+attack_frames = load("frames")
 
 
 # ------------------------------------------------------------ attacks
@@ -59,8 +60,9 @@ class Sink:
 async def received(name: str, numbers: list[int], folder: Path) -> tuple[list[bytes], set[str]]:
     """The beginning of all that a peer receives in the attacks with these numbers, and what came of them."""
     sink, address = Sink(), f"ipc://{folder}/core.sock"
-    context = zmq.asyncio.Context()
-    router = context.socket(zmq.ROUTER)
+    router = attack_frames.context().socket(
+        zmq.ROUTER
+    )  # to end a context may wait for what a sender left behind
     router.bind(address)
     server = await asyncio.start_server(sink.http, "127.0.0.1", 0)
     core = asyncio.create_task(sink.core(router))
@@ -71,8 +73,9 @@ async def received(name: str, numbers: list[int], folder: Path) -> tuple[list[by
         statuses.add(await attackers.ATTACKERS[name].attack(target, rng))
     await asyncio.wait_for(sink.reached.wait(), 20)  # what is sent last may come after the sender has left
     core.cancel()
+    await asyncio.wait((core,))
     server.close()
-    context.destroy(0)
+    router.close(0)
     port = str(target.port).encode()
     return [data.replace(port, b"PORT")[:1000] for data in sink.received], statuses
 
