@@ -29,9 +29,8 @@ SMALL_BODY_BYTES = 64 << 10  # of each body, which are not counted: small reques
 LARGE_BODIES = 16  # bodies of `max_request_bytes` that may arrive at the same time
 MAX_NAMED = 16  # unknown fields named in a log line: the client chooses how many it sends
 MAX_NAME = 64  # characters of each of these names
-MAX_CHECKED_BYTES = (
-    1 << 20
-)  # of a field that is out of its bounds: of a larger one the error does not give the value
+# Of a field that is out of its bounds; of a larger one the error does not give the value.
+MAX_CHECKED_BYTES = 1 << 20
 
 
 class ClientLeftError(APIError):
