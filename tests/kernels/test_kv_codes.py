@@ -30,6 +30,15 @@ def test_an_element_is_wrong_by_half_a_scale_at_most() -> None:
     assert (rows[:, :-4].int().abs().amax(1) == 127).all()
 
 
+@pytest.mark.parametrize("size", [32, 33, 34, 35])
+def test_a_single_row_within_a_cache(size: int) -> None:
+    x = torch.randn(2, size, generator=torch.Generator().manual_seed(0))
+    rows = kv_codes.quantise(x)
+    kept = kv_codes.dequantise(rows, torch.float32)
+    for row in range(2):
+        assert torch.equal(kv_codes.dequantise(rows[row : row + 1], torch.float32), kept[row : row + 1])
+
+
 def test_zeros_and_numbers_that_are_none() -> None:
     x = torch.zeros(4, 8)
     x[1, 3], x[2, 3], x[3, 3] = 1e-35, torch.inf, torch.nan
