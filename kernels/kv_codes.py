@@ -44,6 +44,6 @@ def quantise(x: Tensor) -> Tensor:
 def dequantise(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of a cache, int8 [..., size + SCALE_BYTES], as floats [..., size] of `dtype`."""
     codes, scale = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:]
-    # One row is contiguous already, but its scale may lie at any byte, and a view needs a multiple of four: so copy.
+    # A single row is contiguous, but its scale may lie at any byte, and a view needs a multiple of four: copy.
     scale = scale.clone(memory_format=torch.contiguous_format).view(torch.float32)
     return codes.to(dtype) * scale.to(dtype)

@@ -77,8 +77,13 @@ class Report:
 
     @property
     def late(self) -> list[Wait]:
-        """The waits that were too long."""
-        return [wait for wait in [*self.client.waits, *self.client.open_wait()] if wait.seconds > wait.limit]
+        """The waits that were too long, also without the time in which the client's process could not run."""
+        return [
+            wait
+            for wait in [*self.client.waits, *self.client.open_wait()]
+            if wait.seconds > wait.limit
+            and wait.seconds - self.lag.within(wait.begin, wait.begin + wait.seconds) > wait.limit
+        ]
 
     @property
     def failures(self) -> list[str]:

@@ -17,6 +17,7 @@ SAMPLE_SECONDS = 0.25
 GROWTH_MIB = 300.0  # most that server, core and worker together may grow
 MEMORY_LIMIT_MIB = 3000.0  # of all processes: over it the siege is called off, for the machine's sake
 KILL_SECONDS = 30.0  # between two kills of workers, on average
+LAG_SECONDS = 0.05  # between two looks whether this process is awake
 
 
 class Watcher:
@@ -47,8 +48,11 @@ class Watcher:
         return sizes | {"all": sum(size for role, size in sizes.items() if role != JOB)}
 
     async def watch(self) -> None:
-        """Sample until the server or the core has died, or memory is over the limit."""
-        while not (self.overflow or self._look()):
+        """Sample until the server or the core has died, or memory is over the limit.
+
+        In a thread, so that the client of this process does not wait for it.
+        """
+        while not (self.overflow or await asyncio.to_thread(self._look)):
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def _look(self) -> bool:
@@ -131,14 +135,28 @@ def own_seconds() -> float:
 
 
 class Lag:
-    """How late this process wakes up: the waits of the client that are the machine's doing. longest: in seconds."""
+    """How late this process wakes up: the waits of the client that are the machine's doing.
+
+    longest: in seconds. times: from when to when it should have been awake, and was not.
+    """
 
     def __init__(self) -> None:
         self.longest = 0.0
+        self.times: list[tuple[float, float]] = []
 
     async def run(self) -> None:
         """Measure until cancelled."""
         while True:
-            due = time.monotonic() + 0.05
-            await asyncio.sleep(0.05)
-            self.longest = max(self.longest, time.monotonic() - due)
+            due = time.monotonic() + LAG_SECONDS
+            await asyncio.sleep(LAG_SECONDS)
+            self.note(due, time.monotonic())
+
+    def note(self, due: float, woke: float) -> None:
+        """Note that this process should have been awake at `due`, and was at `woke`."""
+        self.longest = max(self.longest, woke - due)
+        if woke - due > LAG_SECONDS:
+            self.times.append((due, woke))
+
+    def within(self, begin: float, end: float) -> float:
+        """Seconds of this time in which this process should have been awake, and was not."""
+        return sum(max(0.0, min(end, woke) - max(begin, due)) for due, woke in self.times)

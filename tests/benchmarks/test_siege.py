@@ -194,6 +194,17 @@ def test_what_a_siege_fails_by(processes: Processes) -> None:
     assert found.failures == ["the client got no answer at all"]
 
 
+def test_the_client_is_not_late_by_what_its_own_process_was(processes: Processes) -> None:
+    found = siege_of(processes)
+    found.client.waits.append(client.Wait("token", 10.0, 2.5))
+    for due, woke in ((9.0, 9.9), (10.2, 10.24), (12.4, 13.0)):
+        found.lag.note(due, woke)
+    assert found.lag.within(10.0, 12.5) == pytest.approx(0.1) and found.lag.longest == pytest.approx(0.9)
+    assert "2.5 s for token" in found.failures[0]
+    found.lag.note(11.0, 11.45)
+    assert not found.failures
+
+
 @pytest.mark.parametrize("role", ["server", "core"])
 def test_a_death_is_seen(processes: Processes, role: str) -> None:
     found = siege_of(processes)

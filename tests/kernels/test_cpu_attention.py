@@ -66,8 +66,8 @@ def check(kernels: CpuKernels, paged: Paged, options: Options, padding: int = 0)
     expected = reference.paged_attention(
         q, k_cache, v_cache, paged.batch, q.shape[2] ** -0.5, **vars(options)
     )
-    # Queries become codes of 16 bits, each to within 1.5e-5 of the largest: some 2e-4 of a score if all errors add up,
-    # which counts most where few keys have all the weight. Probabilities add less.
+    # Queries become codes of 16 bits, each to within 1.5e-5 of the largest: some 2e-4 of a score if all errors
+    # add up, which counts most where few keys have all the weight. Probabilities add less.
     tolerance = TOLERANCE[out.dtype] + (0.0 if k_cache.is_floating_point() else 6e-4)
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=0)
     assert not out[len(out) - padding :].any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from pagewire.ipc.version import __version__
 
 ANSWER_SECONDS = 5.0  # a scrape that takes longer has failed
 HEALTH_SECONDS = 1.0  # for which the core's answer about its health is given again
+KEPT_SECONDS = 5.0  # likewise while the core is asked anew, and answers late: it may have much to send before
+PATIENCE_SECONDS = 0.25
 
 
 def routes(service: Service) -> list[Operation]:
@@ -64,12 +67,18 @@ def routes(service: Service) -> list[Operation]:
 
 
 class HealthMonitor:
-    """Asks the core for its health, at most once a second however many clients ask."""
+    """Asks the core for its health, at most once a second however many clients ask.
+
+    The answer stands behind what else the core sends to this server. Where that is much, the answer before is given
+    again, so that a probe is not late because others ask for a lot.
+    """
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
         self._asked: asyncio.Task[dict[str, Any]] | None = None
         self._asked_at = 0.0
+        self._answer: dict[str, Any] = {}  # the last one
+        self._answered_at = -math.inf
 
     async def report(self) -> dict[str, Any]:
         """What `AsyncLLM.health` returns.
@@ -81,8 +90,24 @@ class HealthMonitor:
             raise EngineDeadError(*dead.args)
         now = time.monotonic()
         if self._asked is None or (self._asked.done() and now - self._asked_at > HEALTH_SECONDS):
-            self._asked, self._asked_at = asyncio.create_task(self._engine.health()), now
+            self._asked, self._asked_at = asyncio.create_task(self._ask()), now
+            self._asked.add_done_callback(seen)
+        if not self._asked.done() and now - self._answered_at < KEPT_SECONDS:
+            await asyncio.wait([self._asked], timeout=PATIENCE_SECONDS)
+            if not self._asked.done():
+                return self._answer
         return await asyncio.shield(self._asked)
+
+    async def _ask(self) -> dict[str, Any]:
+        self._answer = await self._engine.health()
+        self._answered_at = time.monotonic()
+        return self._answer
+
+
+def seen(asked: asyncio.Task[dict[str, Any]]) -> None:
+    """Take note of an error, for which perhaps nobody waits any more."""
+    if not asked.cancelled():
+        asked.exception()
 
 
 def answered(state: str, reports: Sequence[dict[str, Any]]) -> Response:

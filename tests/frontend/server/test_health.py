@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.server.operate import monitoring
 from pagewire.ipc.errors import EngineDeadError
 
 from ..conftest import FakeCore
@@ -53,6 +55,34 @@ def test_any_number_of_clients_ask_the_core_once(serve: Callable[..., Client], c
 
     assert client.run(play) == [200] * 40
     assert len(asked) <= 2
+
+
+def test_a_late_answer_is_not_waited_for_while_the_last_one_is_young(
+    serve: Callable[..., Client], core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitoring, "HEALTH_SECONDS", 0.0)  # ask each time
+    monkeypatch.setattr(monitoring, "PATIENCE_SECONDS", 0.01)
+    asked = says(core, True, True, "")
+    client = serve()
+    assert client.get("/health").status == 200
+    released = threading.Event()
+
+    def late() -> dict[str, Any]:
+        asked.append(len(asked))
+        released.wait(60)
+        return {"alive": False, "ready": False, "reason": "the worker is starting"}
+
+    core.calls["check_health"] = late
+    try:
+        assert [client.get(path).status for path in ("/health", "/ready")] == [200, 200]
+        assert len(asked) == 2  # and the second is not answered yet
+        monkeypatch.setattr(
+            monitoring, "KEPT_SECONDS", 0.0
+        )  # the last answer is too old now: wait for the next
+    finally:
+        released.set()
+    answer = client.get("/health")
+    assert answer.status == 503 and "starting" in answer.error["message"]
 
 
 def test_check_health_raises_the_reason(engine: AsyncLLM, core: FakeCore) -> None:
