@@ -143,16 +143,18 @@ class Clients:
         lost, self._lost = self._lost, []
         return lost
 
-    def messages(self, now: float) -> Iterator[tuple[bytes, ToCore | None]]:
-        """Messages that have arrived, each with its sender's identity; invalid ones are answered with `Refused`.
+    def messages(self, now: float) -> Iterator[tuple[bytes, ToCore | None, int]]:
+        """Messages that have arrived, each with its sender's identity and its size in bytes.
 
-        Of an invalid one, None is given. There is no limit; ZeroMQ takes messages from all frontends in turn.
+        An invalid one is answered with `Refused`, and None is given. There is no limit; ZeroMQ takes messages from
+        all frontends in turn.
         """
         while True:
             try:
                 sender, peer, frames = receive_from(self.socket, zmq.NOBLOCK)
             except zmq.Again:
                 return
+            num_bytes = sum(len(frame) for frame in frames)
             client = self.attached.get(sender)
             if client is not None and client.peer != peer:
                 self.detach(client, f"{peer} has taken its place")
@@ -164,16 +166,16 @@ class Clients:
             except ProtocolError as error:
                 self.warn("refused a message from %s: %s", client.label if client else sender, error)
                 self.send(sender, refusal(error, frames))
-                yield sender, None
+                yield sender, None, num_bytes
                 continue
             if isinstance(message, Hello):
                 if not self._access.rights(peer):
                     self.refuse(sender, PermissionError(f"{peer} may no longer attach"))
-                    yield sender, None
+                    yield sender, None, num_bytes
                     continue
                 if message.protocol == PROTOCOL:  # the core refuses others
                     self._peers[sender] = peer
-            yield sender, message
+            yield sender, message, num_bytes
 
     def send(self, identity: bytes, message: Any) -> bool:
         """Send without waiting. Returns False if the frontend is gone or its queue is full."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 from pagewire.engine_core.adapters import Adapters
 from pagewire.engine_core.admission import check_request, vocab_size_of
 from pagewire.engine_core.clients.access import may_name_paths
+from pagewire.engine_core.clients.arrivals import Arrivals
 from pagewire.engine_core.clients.clients import Client
 from pagewire.engine_core.clients.contents import Contents
 from pagewire.engine_core.clients.control import Control, ControlledEngine
@@ -20,6 +20,7 @@ from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.ipc import messages
 from pagewire.ipc.calls import Right
 from pagewire.ipc.errors import EngineBusyError, error_text, error_type
+from pagewire.ipc.items import Task
 from pagewire.ipc.messages import PROTOCOL, Request, ToCore, TokenDelta
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.pooling import PoolingParams
@@ -30,6 +31,7 @@ from pagewire.ipc.version import __version__
 RECEIVE_SECONDS = 0.003
 MAX_EARLY = 1024  # frontends that may wait for the engine to be ready
 PING_SECONDS = 1.0  # interval at which frontends send `Ping`
+UNORDERED = {"check_health"}  # calls that need not wait for the requests before them
 
 
 class ServedEngine(ControlledEngine, Protocol):
@@ -57,44 +59,50 @@ class Intake:
         self._core = core
         self._early_hellos: dict[bytes, messages.Hello] = {}
         self._num_arrivals = 0
-        self._submitted: deque[tuple[Client, Request]] = deque()
+        self._arrivals = Arrivals()
         self._contents = Contents()
         self._numbers: list[int] = []
-        # The last one that was checked, and its parts: the prompts of a batch have one task (`share_tasks`).
-        self._task: SamplingParams | PoolingParams | None = None
-        self._parameters: Parts = ()
+        # By tenant, the last one that was checked, and its parts: the prompts of a batch have one (`share_tasks`).
+        self._checked: dict[str, tuple[Task, Parts]] = {}
 
     @property
     def has_work(self) -> bool:
-        """True while requests of a message that was read wait for the next `receive`."""
-        return bool(self._submitted)
+        """True while requests of messages that were read wait for the next `receive`."""
+        return len(self._arrivals) > 0
 
     def receive(self) -> None:
         """Handle messages that have arrived, for about `RECEIVE_SECONDS`; the others wait for the next call.
 
-        Requests count one by one, since a message may have a thousand. What a message raises is answered, and ends
-        no more than its sender.
+        Requests count one by one, since a message may have a thousand. While some wait, messages are read on: the
+        next may be of another tenant. What a message raises is answered, and ends no more than its sender.
         """
         now = time.monotonic()
         deadline = now + RECEIVE_SECONDS
-        self._take_requests(deadline)
-        if self._submitted:
+        self._take_requests(now + RECEIVE_SECONDS / 2)
+        if self._arrivals.full:
             return
-        for identity, message in self._core.clients.messages(now):
+        for identity, message, num_bytes in self._core.clients.messages(now):
             if message is not None:
-                self._guarded(identity, self._handle, identity, message)
+                self._guarded(identity, self._handle, identity, message, num_bytes)
+            if not self._arrivals or time.monotonic() < deadline:
                 self._take_requests(deadline)
-            if time.monotonic() >= deadline:
+            if self._arrivals.full or time.monotonic() >= deadline:
                 return
 
     def _take_requests(self, deadline: float) -> None:
-        """Submit the requests of the message that was read last: all, or as many as there is time for, and one."""
-        while self._submitted:
-            client, request = self._submitted.popleft()
-            if self._core.clients.attached.get(client.identity) is client:
+        """Submit requests that were read: all, or as many as there is time for, and one. Then make due calls."""
+        attached = self._core.clients.attached
+        while self._arrivals:
+            client, request = self._arrivals.pop()
+            if attached.get(client.identity) is client:
                 self._guarded(client.identity, self._submit, client, request)
             if time.monotonic() >= deadline:
-                return
+                break
+        else:
+            self._checked.clear()
+        for client, call in self._arrivals.pop_calls():
+            if attached.get(client.identity) is client:
+                self._guarded(client.identity, self._core.control.call, client.identity, call)
 
     def _guarded(self, identity: bytes, handle: Callable[..., None], *args: Any) -> None:
         """Call `handle`; an exception of any kind ends at most this frontend's attachment."""
@@ -115,7 +123,7 @@ class Intake:
             self._core.clients.turn_away(identity, cause)
         self._early_hellos.clear()
 
-    def _handle(self, identity: bytes, message: ToCore) -> None:
+    def _handle(self, identity: bytes, message: ToCore, num_bytes: int) -> None:
         clients = self._core.clients
         client = clients.attached.get(identity)
         if isinstance(message, messages.Hello):
@@ -125,14 +133,17 @@ class Intake:
             clients.send(identity, messages.Detached(cause))
         elif isinstance(message, messages.Submit):
             try:
-                self._submitted += [(client, request) for request in submitted(message)]
+                self._arrivals.add(client, submitted(message), num_bytes)
             except ValueError as error:
                 clients.warn("refused a message from %s: %s", client.label, error)
                 clients.refuse(identity, error)
         elif isinstance(message, messages.Abort):
             self._abort(client, message)
         elif isinstance(message, messages.Call):
-            self._core.control.call(identity, message)
+            if message.method in UNORDERED:
+                self._core.control.call(identity, message)
+            else:
+                self._arrivals.add_call(client, message)
         elif isinstance(message, messages.Goodbye):
             clients.detach(client, "it disconnected")
 
@@ -174,8 +185,7 @@ class Intake:
                 )
             if core.stopping:
                 raise EngineBusyError("the engine core is shutting down and accepts no new requests")
-            self._check(request)
-            charge = self._charge(client, request)
+            charge = self._charge(client, request, self._check(request))
             try:
                 group = self._sequences(client, request, now)
                 core.lobby.add(group, core.scheduler.waiting.num_before(group[0].tenant), now)
@@ -190,20 +200,25 @@ class Intake:
         client.requests.add(request.key, group, charge)
         core.admit()
 
-    def _check(self, request: Request) -> None:
-        """Check a request, and its task unless the one before had the same; raises as `check_request`."""
-        known = request.task is self._task
-        check_request(request, self._core.info, task_known=known)
-        if not known:
-            self._task, self._parameters = request.task, large_parameters(request.task)
+    def _check(self, request: Request) -> Parts:
+        """Check a request, and its task unless the one before had the same; raises as `check_request`.
+
+        Returns the task's large parameters.
+        """
+        task, parameters = self._checked.get(request.tenant, (None, ()))
+        check_request(request, self._core.info, task_known=request.task is task)
+        if request.task is not task:
+            parameters = large_parameters(request.task)
+            self._checked[request.tenant] = request.task, parameters
+        return parameters
 
     @cached_property
     def _memory(self) -> Memory:
         """The memory of unfinished requests, whose limit follows from the sizes of the engine."""
         return Memory(self._core.info.max_unfinished_bytes)
 
-    def _charge(self, client: Client, request: Request) -> Charge:
-        """Make a request as small as it can be, and charge its memory to the frontend.
+    def _charge(self, client: Client, request: Request, parameters: Parts) -> Charge:
+        """Make a request as small as it can be, and charge its memory to the frontend. parameters: large ones.
 
         Raises:
             ValueError, EngineBusyError: as `Memory.charge`.
@@ -214,7 +229,7 @@ class Intake:
             request.task.extra_args = None  # the core does not read them
         resumed = request.output_token_ids is not None
         return self._memory.charge(
-            client.number, request.tenant, footprint_of(request, self._parameters), resumed=resumed
+            client.number, request.tenant, footprint_of(request, parameters), resumed=resumed
         )
 
     def _sequences(self, client: Client, request: Request, now: float) -> list[Sequence]:
@@ -271,6 +286,10 @@ class Intake:
         self._core.clients.deliver(client, deltas)
 
     def _abort(self, client: Client, abort: messages.Abort) -> None:
+        if len(self._arrivals):
+            self._arrivals.remove(client, set(abort.keys))
+            for request in self._arrivals.remove(client, {key for key, _ in abort.sequences}):
+                self._submit(client, request)
         for key in abort.keys:
             self._core.drop(client.requests.end_all(key))
             client.backlog.forget(key)

@@ -65,7 +65,7 @@ def test_before_the_engine_is_ready_only_greetings_fit(tmp_path: Path) -> None:
         clients.socket.poll(WAIT_MS)
         greetings: list[Any] = []
         while not greetings:
-            greetings += [message for _, message in clients.messages(0.0) if message is not None]
+            greetings += [message for _, message, _ in clients.messages(0.0) if message is not None]
         assert isinstance(greetings[0], Hello)
         refused = stranger.hear()
         assert isinstance(refused, Refused) and f"over the limit of {MAX_HELLO_BYTES}" in refused.error

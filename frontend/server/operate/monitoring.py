@@ -69,7 +69,7 @@ def routes(service: Service) -> list[Operation]:
 class HealthMonitor:
     """Asks the core for its health, at most once a second however many clients ask.
 
-    The answer stands behind what else the core sends to this server. Where that is much, the answer before is given
+    The answer stands behind what else the core sends to this server. Where that is much, a good answer is given
     again, so that a probe is not late because others ask for a lot.
     """
 
@@ -77,7 +77,7 @@ class HealthMonitor:
         self._engine = engine
         self._asked: asyncio.Task[dict[str, Any]] | None = None
         self._asked_at = 0.0
-        self._answer: dict[str, Any] = {}  # the last one
+        self._answer: dict[str, Any] = {"ready": False}  # the last one
         self._answered_at = -math.inf
 
     async def report(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class HealthMonitor:
         if self._asked is None or (self._asked.done() and now - self._asked_at > HEALTH_SECONDS):
             self._asked, self._asked_at = asyncio.create_task(self._ask()), now
             self._asked.add_done_callback(seen)
-        if not self._asked.done() and now - self._answered_at < KEPT_SECONDS:
+        if not self._asked.done() and self._answer["ready"] and now - self._answered_at < KEPT_SECONDS:
             await asyncio.wait([self._asked], timeout=PATIENCE_SECONDS)
             if not self._asked.done():
                 return self._answer

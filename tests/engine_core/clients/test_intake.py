@@ -14,7 +14,7 @@ import pytest
 from pagewire.engine_core import admission
 from pagewire.engine_core.clients.clients import MAX_FAULTS, Client
 from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import PROTOCOL, Abort, Deltas, Hello, Refused, Request, Submit, Welcome
+from pagewire.ipc.messages import PROTOCOL, Abort, Call, Deltas, Hello, Refused, Request, Submit, Welcome
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.tasks import submission
 
@@ -236,7 +236,7 @@ def test_a_flood_of_refusals_does_not_fill_the_log(
 def test_requests_of_one_message_are_taken_in_turns(
     start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A message of many requests is spread over iterations, and what comes after it waits for the last of them."""
+    """A message of many requests is spread over iterations; an abort meets those that still wait, too."""
     monkeypatch.setattr("pagewire.engine_core.clients.intake.RECEIVE_SECONDS", 0.0)
     core = start_core()
     many, other = attached(core, "many"), attached(core, "other")
@@ -245,18 +245,55 @@ def test_requests_of_one_message_are_taken_in_turns(
 
     def receive() -> None:
         real()
-        waiting.append(len(intake._submitted))
+        waiting.append(len(intake._arrivals))
 
     monkeypatch.setattr(intake, "receive", receive)
     params = SamplingParams(max_tokens=100)
     many.say(Submit([Request(key, "r", Prompt([key + 1]), params, 7, eos_token_id=999) for key in range(60)]))
+    many.status()  # a call waits for the requests before it
+    assert set(range(1, 60)) <= set(waiting), "several requests were taken at once"
     many.say(Abort(keys=list(range(1, 60))))
     other.submit(1, [5, 6], max_tokens=20)
     many.finish((0, 0))
     other.finish((1, 0))
     assert other.outputs[1, 0] == roll_out([5, 6], 20) and many.outputs[0, 0] == roll_out([1], 100)
-    assert set(range(1, 60)) <= set(waiting), "several requests were taken at once"
-    assert other.status()["running"] == other.status()["waiting"] == 0 and core.error is None
+    many.say(Submit([Request(key, "r", Prompt([key + 1]), params, 7, eos_token_id=999) for key in range(60)]))
+    many.say(Abort(keys=list(range(1, 60)), sequences=[(0, 0)]))
+    assert many.status()["running"] == many.status()["waiting"] == 0 and core.error is None
+
+
+def test_a_tenant_does_not_wait_until_the_prompts_of_another_are_submitted(
+    start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both come through one frontend, as those of a server do; so does the question for its health."""
+    monkeypatch.setattr("pagewire.engine_core.clients.intake.RECEIVE_SECONDS", 0.0)
+    core = start_core()
+    server = attached(core, "server")
+    order: list[str] = []
+    real = core.core.lobby.add
+
+    def add(group: list[Any], *rest: Any) -> None:
+        order.append(group[0].request.tenant)
+        real(group, *rest)
+
+    def call(identity: bytes, message: Call) -> None:
+        order.append(message.method)
+        real_call(identity, message)
+
+    monkeypatch.setattr(core.core.lobby, "add", add)
+    real_call = core.core.control.call
+    monkeypatch.setattr(core.core.control, "call", call)
+    params = SamplingParams(max_tokens=2)
+    for first in range(0, 500, 50):
+        keys = range(first, first + 50)
+        server.say(Submit([Request(key, "r", Prompt([5]), params, 7, tenant="many") for key in keys]))
+    server.say(Submit([Request(500, "r", Prompt([6]), params, 7, tenant="one")]))
+    assert server.call("check_health").result["alive"]
+    server.status()
+    server.finish((500, 0), (499, 0))
+    assert order.index("one") < 30 and order.index("check_health") < 30, "they waited for the others"
+    assert order[-1] == "status" and len(order) == 503 and core.error is None
+    assert server.outputs[500, 0] == roll_out([6], 2)
 
 
 def test_equal_tasks_of_one_message_take_memory_once(start_core: Callable[..., RunningCore]) -> None:

@@ -85,6 +85,18 @@ def test_a_late_answer_is_not_waited_for_while_the_last_one_is_young(
     assert answer.status == 503 and "starting" in answer.error["message"]
 
 
+def test_a_bad_answer_is_not_given_again(
+    serve: Callable[..., Client], core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitoring, "HEALTH_SECONDS", 0.0)
+    monkeypatch.setattr(monitoring, "PATIENCE_SECONDS", 0.0)
+    says(core, True, False, "the engine sleeps")
+    client = serve()
+    assert client.get("/ready").status == 503
+    says(core, True, True, "")
+    assert client.get("/ready").status == 200
+
+
 def test_check_health_raises_the_reason(engine: AsyncLLM, core: FakeCore) -> None:
     says(core, False, False, "the worker has not answered ping for 6 s")
     with pytest.raises(EngineDeadError, match="has not answered ping"):
