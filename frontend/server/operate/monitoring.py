@@ -67,16 +67,15 @@ def routes(service: Service) -> list[Operation]:
 
 
 class HealthMonitor:
-    """Asks the core for its health, at most once a second however many clients ask.
+    """Asks the core for its health, at most once a second while it is well, however many clients ask.
 
     The answer stands behind what else the core sends to this server. Where that is much, a good answer is given
-    again, so that a probe is not late because others ask for a lot.
+    again, so that a probe is not late because others ask for a lot. A bad one is given once.
     """
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
         self._asked: asyncio.Task[dict[str, Any]] | None = None
-        self._asked_at = 0.0
         self._answer: dict[str, Any] = {"ready": False}  # the last one
         self._answered_at = -math.inf
 
@@ -88,11 +87,13 @@ class HealthMonitor:
         """
         if (dead := self._engine.dead_error) is not None:
             raise EngineDeadError(*dead.args)
-        now = time.monotonic()
-        if self._asked is None or (self._asked.done() and now - self._asked_at > HEALTH_SECONDS):
-            self._asked, self._asked_at = asyncio.create_task(self._ask()), now
+        age = time.monotonic() - self._answered_at if self._answer["ready"] else math.inf
+        if age < HEALTH_SECONDS:
+            return self._answer
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.create_task(self._ask())
             self._asked.add_done_callback(seen)
-        if not self._asked.done() and self._answer["ready"] and now - self._answered_at < KEPT_SECONDS:
+        if age < KEPT_SECONDS:
             await asyncio.wait([self._asked], timeout=PATIENCE_SECONDS)
             if not self._asked.done():
                 return self._answer

@@ -85,11 +85,7 @@ def test_a_late_answer_is_not_waited_for_while_the_last_one_is_young(
     assert answer.status == 503 and "starting" in answer.error["message"]
 
 
-def test_a_bad_answer_is_not_given_again(
-    serve: Callable[..., Client], core: FakeCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(monitoring, "HEALTH_SECONDS", 0.0)
-    monkeypatch.setattr(monitoring, "PATIENCE_SECONDS", 0.0)
+def test_a_bad_answer_is_not_given_again(serve: Callable[..., Client], core: FakeCore) -> None:
     says(core, True, False, "the engine sleeps")
     client = serve()
     assert client.get("/ready").status == 503
