@@ -198,7 +198,7 @@ class Clients:
     def refuse_all(self, error: BaseException, wait_ms: int = 1000) -> None:
         """Answer frontends that try to attach within `wait_ms` with `error`, because the core fails to start."""
         while self.socket.poll(wait_ms):
-            for identity, _ in islice(self.messages(0.0), MAX_REFUSED):
+            for identity, _, _ in islice(self.messages(0.0), MAX_REFUSED):
                 self.refuse(identity, error)
             wait_ms = 0
 
