@@ -27,6 +27,7 @@ from itertools import islice
 from typing import Any
 
 from pagewire.frontend.link import PING, Link, attach, core_exit
+from pagewire.ipc.budget import MAX_BATCH_BYTES
 from pagewire.ipc.codec import MAX_FRAMES, MAX_MESSAGE_BYTES, Buffer, Codec
 from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import (
@@ -220,7 +221,10 @@ class CoreClient:
         """The messages that submit the requests; too large ones are halved. What none can hold is `refused`."""
         frames = self._encoder.encode(submission(requests))
         name = f"request {requests[0].request_id[:100]!r}"
-        if (error := too_large(frames, name, self.info.max_message_bytes)) is None:
+        limit = self.info.max_message_bytes
+        if len(requests) > 1:
+            limit = min(limit, MAX_BATCH_BYTES)
+        if (error := too_large(frames, name, limit)) is None:
             yield frames
         elif len(requests) == 1:
             refused.append((requests[0], error))

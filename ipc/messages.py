@@ -8,28 +8,32 @@ Increase `PROTOCOL` with every change, here or in the parts that messages share,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
-from msgspec import Meta
+import msgspec
+from msgspec import Meta, Raw, Struct
 
 from pagewire.ipc.adapters import AdapterSource
 from pagewire.ipc.budget import (
     MAX_ABORTS_PER_MESSAGE,
     MAX_ARGUMENTS,
+    MAX_BATCH_BYTES,
     MAX_REQUESTS_PER_MESSAGE,
     MAX_RESUMED_SEQUENCES,
     message_bytes,
     unfinished_bytes,
 )
-from pagewire.ipc.codec import Tensor
+from pagewire.ipc.codec import Buffer, Tensor
 from pagewire.ipc.embeddings import EmbeddingsInfo
+from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.items import Item, LogprobRows, Message, Prompt, Task, TokenIds
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.model_figures import ModelFigures
 from pagewire.ipc.params import Name, SamplingParams
 from pagewire.ipc.pooling import PoolingInfo
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 class EngineInfo(Message):
@@ -145,6 +149,31 @@ class Submit(Message, tag="submit"):
 
     requests: Annotated[list[Request], Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
     task_of: Annotated[list[int], Meta(max_length=MAX_REQUESTS_PER_MESSAGE)] = []
+
+
+class Outline(Struct):
+    """What is read of a message to know how many requests it has."""
+
+    requests: Annotated[list[Raw], Meta(max_length=MAX_REQUESTS_PER_MESSAGE)] = []
+
+
+def check_batch(frames: Sequence[Buffer]) -> None:
+    """Check the size of a message to the core, before it is decoded.
+
+    Raises:
+        ProtocolError: it has several requests, and a first frame of over `MAX_BATCH_BYTES`.
+    """
+    if not frames or len(frames[0]) <= MAX_BATCH_BYTES:
+        return
+    try:
+        num_requests = len(msgspec.msgpack.decode(frames[0], type=Outline).requests)
+    except (ValueError, RecursionError):
+        return  # decoding it will say what is wrong
+    if num_requests > 1:
+        raise ProtocolError(
+            f"message of {len(frames[0])} bytes with {num_requests} requests is over the limit of "
+            f"{MAX_BATCH_BYTES} for several: send fewer requests in it"
+        )
 
 
 class Abort(Message, tag="abort"):

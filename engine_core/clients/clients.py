@@ -31,6 +31,7 @@ from pagewire.ipc.messages import (
     Refused,
     ToCore,
     TokenDelta,
+    check_batch,
 )
 from pagewire.ipc.refusal import refusal
 from pagewire.ipc.sockets import receive_from, send
@@ -162,6 +163,7 @@ class Clients:
             if client is not None:
                 client.last_seen = now
             try:
+                check_batch(frames)
                 message = self._codec.decode(frames)
             except ProtocolError as error:
                 self.warn("refused a message from %s: %s", client.label if client else sender, error)

@@ -11,8 +11,10 @@ import pytest
 import zmq
 
 from pagewire.engine_core.clients.clients import Clients
-from pagewire.ipc.budget import MAX_HELLO_BYTES
-from pagewire.ipc.messages import PROTOCOL, Hello, Refused
+from pagewire.ipc.budget import MAX_BATCH_BYTES, MAX_HELLO_BYTES
+from pagewire.ipc.items import Prompt
+from pagewire.ipc.messages import PROTOCOL, Hello, Refused, Request, Submit
+from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.sockets import bind_router, send
 
 from .conftest import WAIT_MS, RawFrontend, RunningCore
@@ -35,6 +37,24 @@ def test_the_first_frame_of_a_message_is_bounded_by_the_sizes_of_the_engine(core
     for frontend in (other, greedy):  # it is still attached
         frontend.submit(1, [1, 2, 3], max_tokens=2)
         frontend.finish((1, 0))
+
+
+def test_several_requests_have_less_room_than_one(core: RunningCore) -> None:
+    """Decoding a message holds up the core; requests that are large come one by one."""
+    greedy = core.frontend("greedy")
+    greedy.attach()
+    words = SamplingParams(bad_words=["x" * 250] * 100, max_tokens=2)
+    large = [Request(key, "r", Prompt([1, 2]), words, 7) for key in range(100)]
+    assert len(greedy.codec.encode(Submit(large))[0]) > MAX_BATCH_BYTES
+    greedy.say(Submit(large))
+    refused = greedy.hear()
+    assert isinstance(refused, Refused) and "with 100 requests is over the limit" in refused.error
+    long = Request(1, "r", Prompt([5] * (MAX_BATCH_BYTES + 1)), SamplingParams(), 7)
+    greedy.say(Submit([long]))  # is decoded, and refused as any other
+    greedy.finish((1, 0))
+    assert "tokens" in (greedy.ends[1, 0].error or "")
+    greedy.submit(2, [1, 2, 3], max_tokens=2)
+    greedy.finish((2, 0))
 
 
 def test_parameters_over_their_limits_are_refused(core: RunningCore) -> None:

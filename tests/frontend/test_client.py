@@ -264,6 +264,23 @@ def test_messages_stay_below_the_limit_of_the_cores_socket(
     assert keys == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 99]
 
 
+def test_several_requests_have_less_room_than_one(
+    core: Any, attach: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagewire.frontend.client.MAX_BATCH_BYTES", 5_000)
+    client = attach(core.address).client
+    assert client.submit([sized_request(key, 20_000 if key == 5 else 2_000) for key in range(9)]) == []
+    submits = [core.expect(Submit)]
+    while submits[-1].requests[-1].key != 8:
+        submits.append(core.expect(Submit))
+    sizes = [len(Codec[Any](Submit).encode(submit)[0]) for submit in submits]
+    assert all(
+        size <= 5_000 or len(submit.requests) == 1 for size, submit in zip(sizes, submits, strict=True)
+    )
+    assert max(sizes) > 20_000 and any(len(submit.requests) == 2 for submit in submits)
+    assert [one.key for submit in submits for one in submit.requests] == list(range(9))
+
+
 def test_an_error_in_a_callback_is_not_swallowed(core: Any) -> None:
     deaths: queue.Queue[EngineDeadError] = queue.Queue()
 
