@@ -178,7 +178,9 @@ def test_an_unloaded_adapter_finishes_its_requests(
     frontend.finish((1, 0), (2, 0))
     assert frontend.outputs[1, 0] == roll_out([1, 2], 100, adapter.content)
     assert frontend.ends[2, 0].error == "no adapter is registered as 'mine': add it, or give its path"
-    assert frontend.call("remove_lora", 1).result is False and num_loaded(frontend) == 0
+    assert frontend.call("remove_lora", 1).result is False
+    while num_loaded(frontend):  # until the last step with it is over
+        pass
 
 
 def test_only_the_engines_own_user_with_the_right_control_may_name_paths(
