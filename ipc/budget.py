@@ -38,7 +38,7 @@ MAX_LOGIT_EDITS = 1 << 20
 # ---------------------------------------------------------------- a message from a frontend
 
 MAX_REQUESTS_PER_MESSAGE = 1024
-# First frame of a message with several requests. It is decoded at once, which takes the core 25 ms a MiB at most.
+# First frame of a message with several requests. It is decoded in one go: 25 ms a MiB where it is full of numbers.
 MAX_BATCH_BYTES = 2 << 20
 MAX_ABORTS_PER_MESSAGE = 1 << 18  # keys, and sequences, of one `Abort`: more than may wait and run
 MAX_ARGUMENTS = 1 << 10  # of a call

@@ -63,6 +63,7 @@ class RemoteCall:
         signature: the method's, without `self`. sent: the same without what stays in the frontend.
         types: by argument, bounds and description included. result: type that the method returns.
         seconds: time limit. Then the core answers TimeoutError; a worker that has not answered counts as hung.
+        overtakes: the core runs it before requests that the same frontend sent earlier, where they still wait.
     """
 
     name: str
@@ -74,6 +75,7 @@ class RemoteCall:
     types: Mapping[str, Any]
     result: Any
     seconds: float = CALL_SECONDS
+    overtakes: bool = False
 
     def local(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The given arguments of the method that stay in the frontend.
@@ -156,18 +158,19 @@ def remote(
     local: tuple[str, ...] = (),
     seconds: float = CALL_SECONDS,
     right: Right = Right.CONTROL,
+    overtakes: bool = False,
     **arguments: Meta,
 ) -> Callable[[Callable[Concatenate[C, P], R]], Callable[Concatenate[C, P], R]]:
     """Declare a call: put it into `CALLS`, and give the method its body, which calls and waits for the answer.
 
     name: on the wire, if not the method's. local: arguments that stay in the frontend. seconds: its time limit.
-    right: needed to call it.
+    right: needed to call it. overtakes: it does not wait for the frontend's earlier requests.
     arguments: bounds and description of arguments.
     """
 
     def declare(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
         call = described(method, runs_in, right, name or method.__name__, local, arguments)
-        call = replace(call, seconds=seconds)
+        call = replace(call, seconds=seconds, overtakes=overtakes)
         CALLS[call.name] = call
 
         @functools.wraps(method)
@@ -387,7 +390,7 @@ class AdapterCalls(Caller):
 class ReportCalls(Caller):
     """The calls by which the core reports on itself, for monitoring."""
 
-    @remote(RunsIn.CORE, right=Right.READ, seconds=60.0)
+    @remote(RunsIn.CORE, right=Right.READ, seconds=60.0, overtakes=True)
     def check_health(self) -> dict[str, Any]:
         """Whether the engine is proven to live, and whether it takes requests.
 

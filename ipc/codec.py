@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -87,12 +87,20 @@ class Codec(Generic[T]):
     Attributes:
         max_head_bytes: the largest first frame to decode. Its bytes become Python objects, unlike those of a
             tensor, so a receiver that does not trust its peer sets it to what the peer has reason to send.
+        check: called with a first frame that is within its limit, before it is decoded; raises ProtocolError.
         trusts: messages may have any number of bytes and frames, since the peer bounds them, as the core does those
             to a worker.
     """
 
-    def __init__(self, kinds: Any, max_head_bytes: int = MAX_MESSAGE_BYTES, *, trusts: bool = False) -> None:
-        self.max_head_bytes, self.trusts = max_head_bytes, trusts
+    def __init__(
+        self,
+        kinds: Any,
+        max_head_bytes: int = MAX_MESSAGE_BYTES,
+        *,
+        check: Callable[[Buffer], None] | None = None,
+        trusts: bool = False,
+    ) -> None:
+        self.max_head_bytes, self.check, self.trusts = max_head_bytes, check, trusts
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._pack)
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kinds, dec_hook=self._unpack)
         self._frames: list[Buffer] = []
@@ -122,6 +130,8 @@ class Codec(Generic[T]):
             raise ProtocolError(
                 f"message of {size} bytes is over the limit of {self.max_head_bytes}: send fewer requests in it"
             )
+        if self.check is not None:
+            self.check(frames[0])
         self._frames = list(frames[1:])
         try:
             return self._decoder.decode(frames[0])

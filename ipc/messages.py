@@ -8,7 +8,6 @@ Increase `PROTOCOL` with every change, here or in the parts that messages share,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -157,21 +156,21 @@ class Outline(Struct):
     requests: Annotated[list[Raw], Meta(max_length=MAX_REQUESTS_PER_MESSAGE)] = []
 
 
-def check_batch(frames: Sequence[Buffer]) -> None:
-    """Check the size of a message to the core, before it is decoded.
+def check_batch(head: Buffer) -> None:
+    """Check the size of a message's first frame, before it is decoded.
 
     Raises:
-        ProtocolError: it has several requests, and a first frame of over `MAX_BATCH_BYTES`.
+        ProtocolError: it has several requests, and over `MAX_BATCH_BYTES`.
     """
-    if not frames or len(frames[0]) <= MAX_BATCH_BYTES:
+    if len(head) <= MAX_BATCH_BYTES:
         return
     try:
-        num_requests = len(msgspec.msgpack.decode(frames[0], type=Outline).requests)
+        num_requests = len(msgspec.msgpack.decode(head, type=Outline).requests)
     except (ValueError, RecursionError):
         return  # decoding it will say what is wrong
     if num_requests > 1:
         raise ProtocolError(
-            f"message of {len(frames[0])} bytes with {num_requests} requests is over the limit of "
+            f"message of {len(head)} bytes with {num_requests} requests is over the limit of "
             f"{MAX_BATCH_BYTES} for several: send fewer requests in it"
         )
 

@@ -78,11 +78,12 @@ class Report:
     @property
     def late(self) -> list[Wait]:
         """The waits that were too long, also without the time in which the client's process could not run."""
+        given = [*self.client.waits, *self.client.open_wait()]
+        long = [wait for wait in given if wait.seconds > wait.limit]
         return [
             wait
-            for wait in [*self.client.waits, *self.client.open_wait()]
-            if wait.seconds > wait.limit
-            and wait.seconds - self.lag.within(wait.begin, wait.begin + wait.seconds) > wait.limit
+            for wait in long
+            if wait.seconds - self.lag.within(wait.begin, wait.begin + wait.seconds) > wait.limit
         ]
 
     @property

@@ -137,11 +137,10 @@ def own_seconds() -> float:
 class Lag:
     """How late this process wakes up: the waits of the client that are the machine's doing.
 
-    longest: in seconds. times: from when to when it should have been awake, and was not.
+    times: from when to when it should have been awake, and was not, on the monotonic clock.
     """
 
     def __init__(self) -> None:
-        self.longest = 0.0
         self.times: list[tuple[float, float]] = []
 
     async def run(self) -> None:
@@ -153,9 +152,13 @@ class Lag:
 
     def note(self, due: float, woke: float) -> None:
         """Note that this process should have been awake at `due`, and was at `woke`."""
-        self.longest = max(self.longest, woke - due)
         if woke - due > LAG_SECONDS:
             self.times.append((due, woke))
+
+    @property
+    def longest(self) -> float:
+        """The longest of these times in seconds; 0 if none was noticed."""
+        return max((woke - due for due, woke in self.times), default=0.0)
 
     def within(self, begin: float, end: float) -> float:
         """Seconds of this time in which this process should have been awake, and was not."""

@@ -27,9 +27,10 @@ class Arrival(NamedTuple):
 
 
 class Arrivals:
-    """Tenants take turns, request by request: nobody waits until a thousand prompts of another are submitted.
+    """Gives out one request of each tenant in turn.
 
-    A call waits for the requests that its frontend sent before it.
+    So a tenant with one prompt does not wait for the thousand prompts of another tenant. A call waits for the
+    requests that its frontend sent before it.
     """
 
     def __init__(self) -> None:

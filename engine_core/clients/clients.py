@@ -111,7 +111,7 @@ class Clients:
         self._peers: dict[bytes, str] = {}  # of those that have sent `Hello` and are not attached yet
         self._silence_seconds, self._max_backlog_bytes = silence_seconds, max_backlog_bytes
         self._num_warnings = 0
-        self._codec: Codec[ToCore] = Codec(ToCore, MAX_HELLO_BYTES)
+        self._codec: Codec[ToCore] = Codec(ToCore, MAX_HELLO_BYTES, check=check_batch)
         self._lost: list[Client] = []
         self._numbers = count(1)
 
@@ -163,7 +163,6 @@ class Clients:
             if client is not None:
                 client.last_seen = now
             try:
-                check_batch(frames)
                 message = self._codec.decode(frames)
             except ProtocolError as error:
                 self.warn("refused a message from %s: %s", client.label if client else sender, error)

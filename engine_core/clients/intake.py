@@ -18,7 +18,7 @@ from pagewire.engine_core.clients.footprint import Parts, footprint_of, large_pa
 from pagewire.engine_core.clients.memory import Charge, Memory
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.ipc import messages
-from pagewire.ipc.calls import Right
+from pagewire.ipc.calls import CALLS, Right
 from pagewire.ipc.errors import EngineBusyError, error_text, error_type
 from pagewire.ipc.items import Task
 from pagewire.ipc.messages import PROTOCOL, Request, ToCore, TokenDelta
@@ -31,7 +31,7 @@ from pagewire.ipc.version import __version__
 RECEIVE_SECONDS = 0.003
 MAX_EARLY = 1024  # frontends that may wait for the engine to be ready
 PING_SECONDS = 1.0  # interval at which frontends send `Ping`
-UNORDERED = {"check_health"}  # calls that need not wait for the requests before them
+MAX_CHECKED = 256  # tenants whose last task is known to be right
 
 
 class ServedEngine(ControlledEngine, Protocol):
@@ -84,6 +84,7 @@ class Intake:
         for identity, message, num_bytes in self._core.clients.messages(now):
             if message is not None:
                 self._guarded(identity, self._handle, identity, message, num_bytes)
+            # A call is made now if no request waits: nothing would bring this loop back to it.
             if not self._arrivals or time.monotonic() < deadline:
                 self._take_requests(deadline)
             if self._arrivals.full or time.monotonic() >= deadline:
@@ -140,7 +141,7 @@ class Intake:
         elif isinstance(message, messages.Abort):
             self._abort(client, message)
         elif isinstance(message, messages.Call):
-            if message.method in UNORDERED:
+            if (declared := CALLS.get(message.method)) is not None and declared.overtakes:
                 self._core.control.call(identity, message)
             else:
                 self._arrivals.add_call(client, message)
@@ -209,6 +210,8 @@ class Intake:
         check_request(request, self._core.info, task_known=request.task is task)
         if request.task is not task:
             parameters = large_parameters(request.task)
+            if len(self._checked) >= MAX_CHECKED:
+                self._checked.clear()
             self._checked[request.tenant] = request.task, parameters
         return parameters
 
@@ -289,7 +292,7 @@ class Intake:
         if len(self._arrivals):
             self._arrivals.remove(client, set(abort.keys))
             for request in self._arrivals.remove(client, {key for key, _ in abort.sequences}):
-                self._submit(client, request)
+                self._guarded(client.identity, self._submit, client, request)
         for key in abort.keys:
             self._core.drop(client.requests.end_all(key))
             client.backlog.forget(key)

@@ -60,9 +60,8 @@ class Sink:
 async def received(name: str, numbers: list[int], folder: Path) -> tuple[list[bytes], set[str]]:
     """The beginning of all that a peer receives in the attacks with these numbers, and what came of them."""
     sink, address = Sink(), f"ipc://{folder}/core.sock"
-    router = attack_frames.context().socket(
-        zmq.ROUTER
-    )  # to end a context may wait for what a sender left behind
+    # In the attackers' own context: to end another one may wait for what a sender has left behind.
+    router = attack_frames.context().socket(zmq.ROUTER)
     router.bind(address)
     server = await asyncio.start_server(sink.http, "127.0.0.1", 0)
     core = asyncio.create_task(sink.core(router))

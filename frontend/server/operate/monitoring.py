@@ -23,7 +23,7 @@ from pagewire.ipc.version import __version__
 
 ANSWER_SECONDS = 5.0  # a scrape that takes longer has failed
 HEALTH_SECONDS = 1.0  # for which the core's answer about its health is given again
-KEPT_SECONDS = 5.0  # likewise while the core is asked anew, and answers late: it may have much to send before
+KEPT_SECONDS = 5.0  # likewise while the core is asked anew, and has not answered for `PATIENCE_SECONDS`
 PATIENCE_SECONDS = 0.25
 
 
@@ -106,7 +106,7 @@ class HealthMonitor:
 
 
 def seen(asked: asyncio.Task[dict[str, Any]]) -> None:
-    """Take note of an error, for which perhaps nobody waits any more."""
+    """Read the error of a task, if it has one: asyncio logs errors of tasks that nobody reads."""
     if not asked.cancelled():
         asked.exception()
 

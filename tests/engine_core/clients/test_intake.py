@@ -268,6 +268,7 @@ def test_a_tenant_does_not_wait_until_the_prompts_of_another_are_submitted(
 ) -> None:
     """Both come through one frontend, as those of a server do; so does the question for its health."""
     monkeypatch.setattr("pagewire.engine_core.clients.intake.RECEIVE_SECONDS", 0.0)
+    monkeypatch.setattr("pagewire.engine_core.clients.intake.MAX_CHECKED", 1)
     core = start_core()
     server = attached(core, "server")
     order: list[str] = []
@@ -275,6 +276,7 @@ def test_a_tenant_does_not_wait_until_the_prompts_of_another_are_submitted(
 
     def add(group: list[Any], *rest: Any) -> None:
         order.append(group[0].request.tenant)
+        assert len(core.core.intake._checked) == 1
         real(group, *rest)
 
     def call(identity: bytes, message: Call) -> None:
