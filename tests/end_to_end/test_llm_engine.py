@@ -183,6 +183,22 @@ def test_the_bar_and_a_bar_of_ones_own(llm: LLM, capsys: pytest.CaptureFixture[s
     assert totals == [3] and "output:" in capsys.readouterr().err
 
 
+def interrupt(program: subprocess.Popen[str]) -> str:
+    """Press Ctrl-C, once more whenever Python lost it, and return what the program and its engine wrote to the end.
+
+    An interrupt during a garbage collection is raised in the first Python code that runs after it. Where
+    that is the callback of a weak reference, Python writes "Exception ignored" and goes on.
+    """
+    assert program.stderr is not None
+    written = []
+    program.send_signal(signal.SIGINT)
+    for line in program.stderr:
+        written.append(line)
+        if line.startswith("Exception ignored in"):
+            program.send_signal(signal.SIGINT)
+    return "".join(written)
+
+
 def test_ctrl_c_leaves_no_process_behind(address: str) -> None:
     with LLM.attach(address) as watcher:  # an engine is up: imports are in the page cache
         assert watcher.info.model == "demo"
@@ -193,9 +209,8 @@ def test_ctrl_c_leaves_no_process_behind(address: str) -> None:
     core = psutil.Process(int(program.stdout.readline()))
     family = [core, *core.children(recursive=True)]
     assert len(family) == 2
-    program.send_signal(signal.SIGINT)
-    _, errors = program.communicate(timeout=60)
-    assert program.returncode in (-signal.SIGINT, 130, 1) and "KeyboardInterrupt" in errors, errors
+    errors = interrupt(program)
+    assert program.wait(60) in (-signal.SIGINT, 130, 1) and "\nKeyboardInterrupt\n" in errors, errors
     gone, alive = psutil.wait_procs(family, timeout=60)
     assert len(gone) == 2 and not alive
 
