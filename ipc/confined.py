@@ -110,7 +110,8 @@ class Confined:
         try:
             return self._result(job, limits)
         except JobKilledError as error:
-            self._killed[key] = (time.monotonic() + REMEMBER_SECONDS, error)
+            # An error of its own: that one holds the job, by its frames.
+            self._killed[key] = (time.monotonic() + REMEMBER_SECONDS, type(error)(*error.args))
             if len(self._killed) > MAX_REMEMBERED:
                 self._killed.popitem(last=False)
             raise

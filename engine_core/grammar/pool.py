@@ -232,9 +232,12 @@ class Grammars:
             return self._compile_proven(structure.kind, proof, tokenizer)
         except JobTimeoutError:
             raise
-        except Exception as error:  # no input may end the thread
-            if isinstance(error, (GrammarError, EngineBusyError)):
-                return error
+        # No input may end the thread. An error of its own: what was caught holds, by its frames, the whole grammar.
+        except EngineBusyError as error:
+            return EngineBusyError(*error.args)
+        except GrammarError as error:
+            return GrammarError(*error.args)
+        except Exception as error:
             return GrammarError(f"{structure.kind}: {error}")
 
     def _compile_proven(self, kind: str, proof: Proof, tokenizer: LLTokenizer) -> Grammar:
@@ -284,9 +287,9 @@ class Grammars:
                 try:
                     self._tokenizer = self._load()
                 except GrammarError as error:
-                    self._tokenizer = error
+                    self._tokenizer = GrammarError(*error.args)
             if isinstance(self._tokenizer, GrammarError):
-                raise self._tokenizer
+                raise GrammarError(*self._tokenizer.args)
             if self._prover is None:
                 self._prover = self._open_prover()
             return self._tokenizer, self._prover

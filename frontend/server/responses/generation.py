@@ -87,8 +87,9 @@ class Generation:
         async with aclosing(self.steps()) as steps:
             async for _ in steps:
                 pass
+        answer = sse.ENCODER.encode(self.stored.response)
         self.keep()
-        return sse.ENCODER.encode(self.stored.response)
+        return answer
 
     async def stream(self) -> Events:
         """Yield the response's events; all events of a step are one piece."""

@@ -155,8 +155,8 @@ class StoredResponses:
         """DELETE /v1/responses/{response_id}."""
         stored = self._stored(request)
         await stop(stored)
-        self._store.forget(stored.response.id)
-        return json_response(DeletedResponse(stored.response.id))
+        self._store.forget(stored.id)
+        return json_response(DeletedResponse(stored.id))
 
     async def list_items(self, request: Request) -> HTTPResponse:
         """GET /v1/responses/{response_id}/input_items."""

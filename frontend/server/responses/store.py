@@ -16,15 +16,15 @@ from pagewire.ipc.quoting import quoted
 JSON = dict[str, Any]
 RUNNING = ("queued", "in_progress")
 USABLE = ("completed", "incomplete")
+DECODER = msgspec.json.Decoder(tuple[Response, list[JSON]])
 FOLLOWED_AT_ONCE = 256  # events in one write: a follower that reads slowly holds no copy of all of them
 
 
 class StoredResponse:
-    """A response and its input.
+    """A response and its input: objects while it grows, JSON once it has ended, which takes a tenth of the memory.
 
     Attributes:
-        response: the response, which grows while it is generated. items: its own input items.
-        owner: name of the tenant that made it; for all others it does not exist.
+        id: that of the response. owner: name of the tenant that made it; for all others it does not exist.
         task: generates the response in the background; None: not a background response.
         events: its encoded events, by sequence number, for a streamed background response; else None.
     """
@@ -32,9 +32,30 @@ class StoredResponse:
     def __init__(
         self, response: Response, items: list[JSON], events: list[bytes] | None = None, owner: str = ""
     ) -> None:
-        self.response, self.items, self.events, self.owner = response, items, events, owner
+        self.id, self.events, self.owner = response.id, events, owner
         self.task: asyncio.Task[None] | None = None
+        self._growing: tuple[Response, list[JSON]] | None = (response, items)
+        self._packed = b""
         self._added = asyncio.Event()
+
+    @property
+    def response(self) -> Response:
+        """The response, which grows while it is generated; of a packed one, a copy."""
+        return self.contents()[0]
+
+    @property
+    def items(self) -> list[JSON]:
+        """Its own input items; of a packed one, a copy."""
+        return self.contents()[1]
+
+    def pack(self) -> None:
+        """Keep as JSON what has ended: it does not change any more."""
+        if self._growing is not None and self.response.status not in RUNNING:
+            self._packed, self._growing = msgspec.json.encode(self._growing), None
+
+    def contents(self) -> tuple[Response, list[JSON]]:
+        """`response` and `items`."""
+        return DECODER.decode(self._packed) if self._growing is None else self._growing
 
     @property
     def busy(self) -> bool:
@@ -42,9 +63,9 @@ class StoredResponse:
         return self.task is not None and not self.task.done()
 
     def size(self) -> int:
-        """Return the approximate size in bytes, measured as JSON."""
-        size = sum(map(len, self.events or ()))
-        return len(msgspec.json.encode(self.response)) + len(msgspec.json.encode(self.items)) + size
+        """Return the size in bytes, measured as JSON."""
+        packed = self._packed or msgspec.json.encode(self._growing)
+        return len(packed) + sum(map(len, self.events or ()))
 
     def add_events(self, events: list[bytes]) -> None:
         """Add events and wake up the followers."""
@@ -91,11 +112,12 @@ class ResponseStore:
 
         The least recently used responses are dropped to make room, except those that are still generated.
         """
-        name = stored.response.id
+        name = stored.id
         self.forget(name)
         size = stored.size()
         if not self._make_room(size):
             return False
+        stored.pack()
         self._stored[name], self._sizes[name] = stored, size
         for item in item_ids(stored):
             self._places.setdefault(item, []).append(name)
@@ -107,7 +129,7 @@ class ResponseStore:
 
         For one that is still generated: others are dropped as by `put`, which counts exactly once it has ended.
         """
-        name = stored.response.id
+        name = stored.id
         if name not in self._sizes or not self._make_room(num_bytes):
             return False
         self._sizes[name] += num_bytes
@@ -143,7 +165,7 @@ class ResponseStore:
         if place is None:
             return None
         stored = self.get(place, owner)
-        return next(item for item in (*stored.items, *output_of(stored)) if item["id"] == name)
+        return next(item for item in all_items(stored) if item["id"] == name)
 
     def conversation(self, name: str | None, owner: str = "") -> list[JSON]:
         """Return all items of the conversation that ends with this response, including its output.
@@ -152,7 +174,7 @@ class ResponseStore:
             APIError: a response of the conversation is not stored, is another's, or has failed or not ended.
         """
         turns = reversed(list(self._turns(name, owner)))
-        return [item for stored in turns for item in (*stored.items, *output_of(stored))]
+        return [item for stored in turns for item in all_items(stored)]
 
     def _has(self, name: str, owner: str) -> bool:
         return name in self._stored and self._stored[name].owner == owner
@@ -164,11 +186,12 @@ class ResponseStore:
                 message = f"previous_response_id: response {quoted(name)} is not stored (any more)"
                 raise APIError(404, message, param="previous_response_id", code="previous_response_not_found")
             stored = self.get(name, owner)
-            if stored.response.status not in USABLE:
-                message = f"previous_response_id: response {name} is {stored.response.status}"
+            response = stored.response
+            if response.status not in USABLE:
+                message = f"previous_response_id: response {name} is {response.status}"
                 raise APIError(400, message, param="previous_response_id")
             yield stored
-            name = stored.response.previous_response_id
+            name = response.previous_response_id
 
     def forget(self, name: str) -> None:
         """Remove a response, if it is stored."""
@@ -183,10 +206,12 @@ class ResponseStore:
 
 def item_ids(stored: StoredResponse) -> list[str]:
     """Return the ids of a response's input and output items."""
-    return [*(item["id"] for item in stored.items), *(item.id for item in stored.response.output)]
+    response, items = stored.contents()
+    return [*(item["id"] for item in items), *(item.id for item in response.output)]
 
 
-def output_of(stored: StoredResponse) -> list[JSON]:
-    """Return the output's items as plain dicts."""
-    items: list[JSON] = msgspec.to_builtins(stored.response.output)
-    return items
+def all_items(stored: StoredResponse) -> list[JSON]:
+    """Return a response's input and output items as plain dicts."""
+    response, items = stored.contents()
+    output: list[JSON] = msgspec.to_builtins(response.output)
+    return items + output

@@ -297,7 +297,10 @@ def test_equal_grammars_are_compiled_once_and_the_oldest_is_forgotten(tokenizer:
 
 def test_failures_are_remembered_too(tokenizer: LLTokenizer) -> None:
     woken = Woken(lambda: tokenizer)
-    assert woken.compile(regex="(") is woken.compile(regex="(")
+    compilation = woken.compile(regex="(")
+    assert woken.compile(regex="(") is compilation
+    outcome = compilation.outcome  # without the frames that raised it: they hold the whole grammar
+    assert isinstance(outcome, GrammarError) and outcome.__traceback__ is None and outcome.__context__ is None
 
 
 def test_masks_behind_drafts_end_with_the_first_that_is_not_allowed(

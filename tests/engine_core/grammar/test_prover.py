@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,15 @@ def test_grammars_that_would_end_a_core_are_refused(
 def test_a_grammar_that_takes_too_long_is_ended(prover: ConfinedProver) -> None:
     with pytest.raises(JobTimeoutError):
         prove(prover, 0.1, regex="a?" * 20_000)
+
+
+def test_what_took_too_long_is_remembered_but_not_held(prover: ConfinedProver) -> None:
+    structure = StructuredOutputsParams(regex="b?" * 20_000)
+    holders = sys.getrefcount(structure)
+    with suppress(JobTimeoutError):
+        prover.prove(structure, WAIT, 0.1)
+        pytest.fail("it was compiled in a tenth of a second")
+    assert sys.getrefcount(structure) == holders
 
 
 def test_a_lost_process_is_replaced(prover: ConfinedProver) -> None:

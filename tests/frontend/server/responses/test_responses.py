@@ -15,12 +15,24 @@ from hypothesis import strategies as st
 
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.openai.protocol import Usage
+from pagewire.frontend.server.openai.protocol import TokenLogprob, Usage
 from pagewire.frontend.server.parsing.deltas import call_id
 from pagewire.frontend.server.parsing.hermes import Hermes
 from pagewire.frontend.server.parsing.reply import ReplyParser, ReplyWithCalls, TextReply, read
 from pagewire.frontend.server.responses.items import messages_of, read_input
-from pagewire.frontend.server.responses.protocol import ReasoningOptions, Response, TextOptions
+from pagewire.frontend.server.responses.protocol import (
+    CallItem,
+    Item,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningOptions,
+    ReasoningText,
+    Response,
+    ResponseFailure,
+    TextFormat,
+    TextOptions,
+)
 from pagewire.frontend.server.responses.store import ResponseStore, StoredResponse
 from pagewire.frontend.server.responses.writer import ResponseWriter
 from pagewire.ipc.messages import Abort, Submit
@@ -236,6 +248,29 @@ def test_the_store_is_bounded_and_drops_the_least_recently_used() -> None:
     store.forget("resp_1")
     assert len(store) * size == store.num_bytes
     assert not ResponseStore(0).put(StoredResponse(new_response(), items))
+
+
+def test_what_has_ended_is_given_back_as_it_was() -> None:
+    items = read_input([{"role": "user", "content": "h\u00e9 \U0001f600"}])
+    token = TokenLogprob(token="\u00e9", bytes=[195, 169], logprob=-0.25, top_logprobs=[])
+    output: list[Item] = [
+        ReasoningItem(id="rs_1", status="completed", content=[ReasoningText(text="hm")]),
+        MessageItem(id="msg_1", status="completed", content=[OutputText(text="\u00e9", logprobs=[token])]),
+        CallItem(id="fc_1", status="completed", call_id="call_1", name="clock", arguments='{"a": 1}'),
+    ]
+    fields: dict[str, Any] = {
+        "status": "completed", "output": output, "tools": [{"type": "function", "name": "clock"}],
+        "tool_choice": {"type": "function", "name": "clock"}, "metadata": {"a": "b"},
+        "text": TextOptions(format=TextFormat("json_object")), "error": ResponseFailure("server_error", "lost"),
+    }  # fmt: skip
+    store, growing = ResponseStore(10_000), StoredResponse(new_response(**fields), items)
+    size = growing.size()
+    assert store.put(growing) and store.num_bytes == size
+    ended = store.get("resp_1")
+    assert ended.contents() == (new_response(**fields), items) and ended.response is not ended.response
+    assert store.item("fc_1") == msgspec.to_builtins(output[2])
+    growing = StoredResponse(new_response("resp_2"), items)
+    assert store.put(growing) and store.get("resp_2").response is growing.response  # the one that grows
 
 
 def test_responses_in_progress_are_not_dropped() -> None:
