@@ -49,7 +49,7 @@ logger = logging.getLogger("pagewire.core")
 TICK_SECONDS = (
     1.0  # interval of heartbeats, and the longest wait for a message: timeouts are checked this often
 )
-TIDY_SECONDS = 2.0  # between two times that spare memory is given back
+TIDY_SECONDS = 1.0  # between two times that spare memory is given back
 # The longest wait while a frontend has unsent deltas. No event says when its socket has room again, so sending
 # is retried this often.
 BEHIND_SECONDS = 0.02

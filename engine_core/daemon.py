@@ -31,6 +31,7 @@ from pagewire.ipc.environment import env_float
 from pagewire.ipc.gate import Gate
 from pagewire.ipc.heap import return_freed_memory
 from pagewire.ipc.options import EngineArgs
+from pagewire.ipc.priority import take_short_turns
 from pagewire.ipc.sockets import CurveKeys, bind_router, runtime_dir
 
 logger = logging.getLogger("pagewire.core")
@@ -89,6 +90,7 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     """
     raise_descriptor_limit()
     return_freed_memory()
+    take_short_turns()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stack.callback(context.term)
     lock = AddressLock(listen.address)

@@ -96,7 +96,7 @@ MAX_HTTP_LOGPROBS = 1 << 18  # default of --max-request-logprobs
 # Characters of a prompt that are tokenized, per token of the model's context length. Text has four, source code
 # with deep indentation ten.
 MAX_CHARS_PER_TOKEN = 16
-MIN_CHARS = 1 << 18  # limit for models of short contexts: a text may be truncated, or only be counted
+MIN_CHARS = 1 << 17  # limit for models of short contexts: a text may be truncated, or only be counted
 MIN_DETOKENIZED = (
     1 << 17
 )  # tokens that /detokenize takes for any model; for one with a longer context, as many as that

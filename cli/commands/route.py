@@ -78,9 +78,11 @@ def run(options: argparse.Namespace) -> int:
     from pagewire.ipc import logs
     from pagewire.ipc.descriptors import raise_descriptor_limit
     from pagewire.ipc.heap import return_freed_memory
+    from pagewire.ipc.priority import take_short_turns
 
     raise_descriptor_limit()
     return_freed_memory()
+    take_short_turns()
     check_cores(options)
     server_options = take_server_options(options)
     if server_options.restarts:

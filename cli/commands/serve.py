@@ -32,7 +32,7 @@ logger = logging.getLogger("pagewire.server")
 # For clients to get the error of their open requests, and for new requests to be answered with 503, when the engine
 # core is lost for good.
 GRACE_SECONDS = 3.0
-TIDY_SECONDS = 2.0
+TIDY_SECONDS = 1.0
 NAMES = frozenset(field.name for field in dataclasses.fields(ServerOptions))
 
 
@@ -71,9 +71,11 @@ def run(options: argparse.Namespace) -> int:
     from pagewire.ipc import logs
     from pagewire.ipc.descriptors import raise_descriptor_limit
     from pagewire.ipc.heap import return_freed_memory
+    from pagewire.ipc.priority import take_short_turns
 
     raise_descriptor_limit()
     return_freed_memory()
+    take_short_turns()
     server_options = take_server_options(options)
     os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "INFO")  # inherited by a spawned core
     logs.configure(server_options.log_format)

@@ -50,7 +50,7 @@ def test_a_dense_text_is_tokenized_only_until_it_is_too_long(counting: Counting)
 
 
 def test_a_text_that_is_to_be_truncated_is_tokenized(counting: Counting) -> None:
-    text = DENSE * 10_000
+    text = DENSE * (MIN_CHARS // len(DENSE))
     assert encode_within(counting, text, 100, truncates=True) == FastTokenizer.encode(counting, text)
 
 
