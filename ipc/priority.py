@@ -12,7 +12,7 @@ from pathlib import Path
 AUTOGROUP = Path("/proc/self/autogroup")
 # A thread that answers takes its turn soon if it asks for a short one. 0: as long as is usual, a few milliseconds.
 SHORT_TURN_NS, USUAL_TURN_NS = 100_000, 0
-# Numbers of the system call, for which the C library has no function, by machine (asm/unistd.h).
+# Numbers of Linux's system call, for which the C library has no function, by machine (asm/unistd.h).
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 # sched_attr (linux/sched/types.h): size, policy, flags, nice, priority, runtime, deadline, period.
 SCHED_ATTR = struct.Struct("=IIQiIQQQ")
