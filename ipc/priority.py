@@ -42,7 +42,7 @@ def take_short_turns() -> None:
 
 
 def take_usual_turns() -> None:
-    """Undo `take_short_turns` of a parent."""
+    """Undo `take_short_turns` of a parent: this process computes, with threads that wait for each other."""
     _set_turn(USUAL_TURN_NS)
 
 

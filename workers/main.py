@@ -31,6 +31,7 @@ from pagewire.ipc.group_key import GroupKey
 from pagewire.ipc.heap import release_spare_memory
 from pagewire.ipc.lifeline import die_with_parent
 from pagewire.ipc.lora import DropAdapter, LoadAdapter
+from pagewire.ipc.priority import take_usual_turns
 from pagewire.ipc.sockets import CurveKeys, connect_dealer, receive, send
 from pagewire.ipc.worker_messages import (
     Loading,
@@ -340,6 +341,7 @@ def main() -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported
     die_with_parent(options.lifeline)
+    take_usual_turns()
     logs.configure()
     key = None if options.key is None else read_key(options.key)
     connection = Connection(options.connect, options.identity, None if key is None else key.worker)
