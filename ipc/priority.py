@@ -22,7 +22,7 @@ def go_behind(niceness: int) -> None:
     """Lower the priority of this process, which leads its session, by `niceness` steps of `nice`.
 
     Linux compares the nice values of processes within a session only, where it schedules sessions as groups (see
-    sched(7), "The autogroup feature"). So the session's own value is set, too.
+    sched(7), "The autogroup feature"). So the session's own value is set, too. Turns are of the usual length again.
     """
     os.nice(niceness)
     with suppress(OSError):  # the kernel has no such groups
@@ -33,10 +33,9 @@ def go_behind(niceness: int) -> None:
 def take_short_turns() -> None:
     """Let this thread, and the threads and processes that it starts, run for short times, but soon once they wake.
 
-    The share of the processor stays the same. Without this, a thread may wait for seconds where Linux schedules
-    sessions or services as groups: it divides the weight of a group by the load that it has had on each processor,
-    and a group's first thread on another processor gets a turn in proportion to that. Linux does as asked from 6.12
-    (see its sched-eevdf.rst); before, and on other machines, this has no effect.
+    The share of the processor stays the same. Without this, threads that could run were seen to wait for up to 3 s,
+    where Linux schedules sessions as groups and more threads run than there are processors. It does as asked from
+    6.12 (see its sched-eevdf.rst); before, and on other machines, this has no effect.
     """
     _set_turn(SHORT_TURN_NS)
 

@@ -43,7 +43,7 @@ logger = logging.getLogger("pagewire.core")
 RECEIVE_QUEUE = 4
 SEND_QUEUE = 64
 # Unsent output (tokens, refusals, answers) of all frontends, over which that with most of it is detached. That of
-# 10 s at 15,000 tokens a second with 20 log probabilities each is about this much; of a minute without these.
+# 10 s at 15,000 tokens a second with 20 log probabilities each is about this much.
 MAX_BACKLOG_BYTES = 32 << 20
 MAX_REFUSED = 1000  # messages that a core which does not start answers before it looks whether it should end
 MAX_FAULTS = 3  # messages that the core failed to handle, after which their sender is detached

@@ -27,11 +27,9 @@ from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.tasks import submitted
 from pagewire.ipc.version import __version__
 
-# Time for messages before the loop turns to the worker again, by which a flood of them delays each step: this part
-# of the time since the last look, within limits. It is processor time: on a busy machine, a single message may take
-# all of it on the clock.
-RECEIVE_SHARE = 0.2
-MIN_RECEIVE_SECONDS, MAX_RECEIVE_SECONDS = 0.003, 0.02
+# Processor time for messages before the loop turns to the worker again: a flood of them delays each step by this.
+# On a busy machine the loop waits for longer than this within a message, and would read one in each turn.
+RECEIVE_SECONDS = 0.003
 MAX_EARLY = 1024  # frontends that may wait for the engine to be ready
 PING_SECONDS = 1.0  # interval at which frontends send `Ping`
 MAX_CHECKED = 256  # tenants whose last task is known to be right
@@ -62,7 +60,6 @@ class Intake:
         self._core = core
         self._early_hellos: dict[bytes, messages.Hello] = {}
         self._num_arrivals = 0
-        self._last_look = time.monotonic()
         self._arrivals = Arrivals()
         self._contents = Contents()
         self._numbers: list[int] = []
@@ -75,19 +72,17 @@ class Intake:
         return len(self._arrivals) > 0
 
     def receive(self) -> None:
-        """Handle messages that have arrived, for a short time; the others wait for the next call.
+        """Handle messages that have arrived, for about `RECEIVE_SECONDS`; the others wait for the next call.
 
         Requests count one by one, since a message may have a thousand. While some wait, messages are read on: the
         next may be of another tenant. What a message raises is answered, and ends no more than its sender.
         """
-        now, begin = time.monotonic(), time.thread_time()
-        share = RECEIVE_SHARE * (now - self._last_look)
-        seconds = min(max(share, MIN_RECEIVE_SECONDS), MAX_RECEIVE_SECONDS)
-        self._last_look, deadline = now, begin + seconds
-        self._take_requests(begin + seconds / 2)
+        begin = time.thread_time()
+        deadline = begin + RECEIVE_SECONDS
+        self._take_requests(begin + RECEIVE_SECONDS / 2)
         if self._arrivals.full:
             return
-        for identity, message, num_bytes in self._core.clients.messages(now):
+        for identity, message, num_bytes in self._core.clients.messages(time.monotonic()):
             if message is not None:
                 self._guarded(identity, self._handle, identity, message, num_bytes)
             # A call is made now if no request waits: nothing would bring this loop back to it.

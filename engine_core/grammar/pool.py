@@ -233,10 +233,8 @@ class Grammars:
         except JobTimeoutError:
             raise
         # No input may end the thread. An error of its own: what was caught holds, by its frames, the whole grammar.
-        except EngineBusyError as error:
-            return EngineBusyError(*error.args)
-        except GrammarError as error:
-            return GrammarError(*error.args)
+        except (GrammarError, EngineBusyError) as error:
+            return type(error)(*error.args)
         except Exception as error:
             return GrammarError(f"{structure.kind}: {error}")
 

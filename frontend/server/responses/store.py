@@ -21,7 +21,7 @@ FOLLOWED_AT_ONCE = 256  # events in one write: a follower that reads slowly hold
 
 
 class StoredResponse:
-    """A response and its input: objects while it grows, JSON once it has ended, which takes a tenth of the memory.
+    """A response and its input: objects while it grows, and JSON, which is smaller, once it has ended.
 
     Attributes:
         id: that of the response. owner: name of the tenant that made it; for all others it does not exist.
@@ -48,10 +48,14 @@ class StoredResponse:
         """Its own input items; of a packed one, a copy."""
         return self.contents()[1]
 
-    def pack(self) -> None:
-        """Keep as JSON what has ended: it does not change any more."""
+    def encoded(self) -> bytes:
+        """Response and items as JSON."""
+        return self._packed if self._growing is None else msgspec.json.encode(self._growing)
+
+    def pack(self, encoded: bytes) -> None:
+        """Keep no more than `encoded()` of what has ended: it does not change any more."""
         if self._growing is not None and self.response.status not in RUNNING:
-            self._packed, self._growing = msgspec.json.encode(self._growing), None
+            self._packed, self._growing = encoded, None
 
     def contents(self) -> tuple[Response, list[JSON]]:
         """`response` and `items`."""
@@ -62,10 +66,9 @@ class StoredResponse:
         """True while the response is generated in the background."""
         return self.task is not None and not self.task.done()
 
-    def size(self) -> int:
-        """Return the size in bytes, measured as JSON."""
-        packed = self._packed or msgspec.json.encode(self._growing)
-        return len(packed) + sum(map(len, self.events or ()))
+    def size(self, encoded: bytes | None = None) -> int:
+        """Return the size in bytes, measured as JSON. encoded: `encoded()`, if it is at hand."""
+        return len(encoded or self.encoded()) + sum(map(len, self.events or ()))
 
     def add_events(self, events: list[bytes]) -> None:
         """Add events and wake up the followers."""
@@ -114,14 +117,15 @@ class ResponseStore:
         """
         name = stored.id
         self.forget(name)
-        size = stored.size()
+        encoded = stored.encoded()
+        size = stored.size(encoded)
         if not self._make_room(size):
             return False
-        stored.pack()
         self._stored[name], self._sizes[name] = stored, size
         for item in item_ids(stored):
             self._places.setdefault(item, []).append(name)
         self.num_bytes += size
+        stored.pack(encoded)
         return True
 
     def grow(self, stored: StoredResponse, num_bytes: int) -> bool:

@@ -238,7 +238,7 @@ def test_requests_of_one_message_are_taken_in_turns(
     start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message of many requests is spread over iterations; an abort meets those that still wait, too."""
-    monkeypatch.setattr("pagewire.engine_core.clients.intake.MAX_RECEIVE_SECONDS", 0.0)
+    monkeypatch.setattr("pagewire.engine_core.clients.intake.RECEIVE_SECONDS", 0.0)
     core = start_core()
     many, other = attached(core, "many"), attached(core, "other")
     intake, waiting = core.core.intake, []
@@ -267,7 +267,7 @@ def test_a_tenant_does_not_wait_until_the_prompts_of_another_are_submitted(
     start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both come through one frontend, as those of a server do; so does the question for its health."""
-    monkeypatch.setattr("pagewire.engine_core.clients.intake.MAX_RECEIVE_SECONDS", 0.0)
+    monkeypatch.setattr("pagewire.engine_core.clients.intake.RECEIVE_SECONDS", 0.0)
     monkeypatch.setattr("pagewire.engine_core.clients.intake.MAX_CHECKED", 1)
     core = start_core()
     server = attached(core, "server")
