@@ -56,15 +56,17 @@ class RequestMetrics(msgspec.Struct):
 
     Attributes:
         arrival_time: the request was submitted to the frontend, or arrived before that at the caller.
+        received_time: the core had it; the same as `arrival_time` if the core is on another machine.
         first_scheduled_time: it was first part of a step.
         first_token_time: its first token was generated. last_token_time: its last token arrived at the frontend.
         finished_time: its end arrived at the frontend.
-        time_in_queue: duration in seconds from the arrival to the first step.
+        time_in_queue: duration in seconds from when the core had it to the first step.
         num_draft_tokens: proposed tokens that were verified for it (speculative decoding).
         num_accepted_tokens: its tokens that had been proposed.
     """
 
     arrival_time: float
+    received_time: float | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
@@ -406,15 +408,30 @@ class RequestState:
         return taken or None
 
     def _clock(self, timing: RequestTiming | None) -> None:
-        """Record times. The core's clock may differ from the local one, so only its differences are used."""
+        """Record times."""
         metrics, now = self._metrics, time.time()
         metrics.last_token_time = now
         if self.finished:
             metrics.finished_time = now
         if timing is not None and timing.first_token and metrics.first_token_time is None:
+            received = received_time(timing, metrics.arrival_time, now, time.monotonic())
+            metrics.received_time = received
             metrics.time_in_queue = timing.scheduled - timing.arrived
-            metrics.first_scheduled_time = metrics.arrival_time + metrics.time_in_queue
-            metrics.first_token_time = metrics.arrival_time + timing.first_token - timing.arrived
+            metrics.first_scheduled_time = received + metrics.time_in_queue
+            metrics.first_token_time = received + timing.first_token - timing.arrived
+
+
+def received_time(timing: RequestTiming, arrival: float, now: float, monotonic: float) -> float:
+    """When the core had a request, in seconds since the epoch.
+
+    The core's clock is ours if it runs on this machine. If it is another, what it says is seldom a time between
+    arrival and now; then only its differences count, and the way to the core as nothing.
+
+    arrival: its time here, in seconds since the epoch. now, monotonic: the present, by both clocks.
+    """
+    received = timing.arrived + now - monotonic
+    latest = now - (timing.first_token - timing.arrived)
+    return received if arrival <= received <= latest else arrival
 
 
 class Outputs:

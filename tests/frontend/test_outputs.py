@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.frontend.outputs import CompletionOutput, Outputs, RequestOutput, RequestState
+from pagewire.frontend.outputs import (
+    CompletionOutput,
+    Outputs,
+    RequestOutput,
+    RequestState,
+    received_time,
+)
 from pagewire.frontend.text.logprobs import FlatLogprobs
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.errors import EngineDeadError, RequestError
@@ -361,6 +369,28 @@ def test_metrics(tokenizer: Tokenizer, ids: list[int]) -> None:
     metrics = take(state).metrics
     assert metrics is not None and metrics.finished_time == metrics.last_token_time
     assert metrics.finished_time is not None and metrics.finished_time >= metrics.arrival_time
+
+
+def test_the_way_to_a_core_counts_if_its_clock_is_ours() -> None:
+    timing = RequestTiming(arrived=100.0, scheduled=102.0, first_token=105.0, finished=0.0)
+    assert received_time(timing, arrival=5000.0, now=5010.0, monotonic=106.0) == 5004.0
+    assert received_time(timing, arrival=5000.0, now=5010.0, monotonic=110.0) == 5000.0
+    assert received_time(timing, arrival=5000.0, now=5010.0, monotonic=105.0) == 5005.0
+    for elsewhere in (104.0, 111.0, 0.0, 1e6):
+        assert received_time(timing, arrival=5000.0, now=5010.0, monotonic=elsewhere) == 5000.0
+
+
+def test_metrics_of_a_core_on_this_machine(tokenizer: Tokenizer, ids: list[int]) -> None:
+    state = new_state(tokenizer)
+    state = RequestState(msgspec.structs.replace(state.request, age=60.0), "prompt", tokenizer)
+    now = time.monotonic()
+    state.apply(TokenDelta(0, 0, ids[:1], timing=RequestTiming(now - 20, now - 19, now - 10, 0.0)))
+    metrics = take(state).metrics
+    assert metrics is not None and metrics.received_time is not None
+    assert metrics.received_time - metrics.arrival_time >= 40
+    assert metrics.first_scheduled_time == metrics.received_time + 1
+    assert metrics.first_token_time == metrics.received_time + 10
+    assert metrics.last_token_time is not None and metrics.last_token_time >= metrics.first_token_time
 
 
 def test_outputs_can_be_read(tokenizer: Tokenizer, ids: list[int]) -> None:

@@ -105,14 +105,15 @@ class Exchange:
     def server_timing(self) -> str:
         """Value of the header Server-Timing (W3C): where the time until now went, in milliseconds by stage.
 
-        body: reading and decoding it. prepare: templates, tokenizing, checks. queue: until its first step.
-        prefill: until its first token. decode: until the last token that is sent now arrived here. deliver: since
-        then, or since the last stage known. With several prompts, queue to decode are those of the first answer.
-        The core's clock may be another: what a request took to the core counts as decode.
+        body: reading and decoding it. prepare: templates, tokenizing, checks. submit: its way to the core, which
+        counts as decode if the core is on another machine. queue: until its first step. prefill: until its first
+        token. decode: until the last token that is sent now arrived here. deliver: since then, or since the last
+        stage known. With several prompts, submit to decode are those of the first answer.
         """
         ends = [("body", self._decoded)]
         if (times := self._times) is not None:
             ends.append(("prepare", times.arrival_time))
+            ends.append(("submit", times.received_time))
             ends.append(("queue", times.first_scheduled_time))
             ends.append(("prefill", times.first_token_time))
             ends.append(("decode", times.last_token_time))
