@@ -1,6 +1,6 @@
 """The connection to the engine core. One thread owns the socket; any thread may use the client.
 
-    submit, abort, call --> outbox --> [IO thread] --DEALER--> core
+    submit, abort, call --> Outbox --> [IO thread] --DEALER--> core
     on_deltas, on_dead, futures <----- [IO thread] <---------- core
                                Ping -- [heartbeat]
 
@@ -20,13 +20,13 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from itertools import islice
 from typing import Any
 
 from pagewire.frontend.link import PING, Link, attach, core_exit
+from pagewire.frontend.outbox import Outbox
 from pagewire.ipc.budget import MAX_BATCH_BYTES
 from pagewire.ipc.codec import MAX_FRAMES, MAX_MESSAGE_BYTES, Buffer, Codec
 from pagewire.ipc.environment import env_float
@@ -101,7 +101,7 @@ class CoreClient:
         self._encoder: Codec[Any] = Codec(ToFrontend)
         self._call_ids = itertools.count()
         self._calls: dict[int, Future[Any]] = {}
-        self._outbox: deque[list[Buffer]] = deque()
+        self._outbox = Outbox(self._fence)
         self._lock = threading.Lock()  # guards what several threads use: outbox, encoder, wake-up pipe, dead
         self._waking = False  # a byte is in the wake-up pipe
         self._wake_read_fd, self._wake_write_fd = os.pipe()
@@ -157,7 +157,9 @@ class CoreClient:
     # -------------------------------------------------------------- any thread
 
     def submit(self, requests: Sequence[Request]) -> list[tuple[Request, ValueError]]:
-        """Send new requests, in this order, in as many messages as their sizes need.
+        """Send new requests, those of a tenant in this order, in as many messages as their sizes need.
+
+        They wait here while the core has as many of their tenant as it wants (`ipc.window`).
 
         Returns the requests that no message can hold, each with its error; the others are sent.
 
@@ -167,9 +169,15 @@ class CoreClient:
         """
         refused: list[tuple[Request, ValueError]] = []
         with self._lock:
-            batches = [requests[at : at + SUBMIT_BATCH] for at in range(0, len(requests), SUBMIT_BATCH)]
-            messages = [frames for batch in batches for frames in self._encode_requests(batch, refused)]
-            self._post(messages)
+            messages = [
+                (tenant, frames, num_requests)
+                for tenant, batch in batches(requests)
+                for frames, num_requests in self._encode_requests(batch, refused)
+            ]
+            self._check_open()
+            for message in messages:
+                self._outbox.add(*message)
+            self._wake()
         return refused
 
     def abort(self, keys: Sequence[int] = (), sequences: Sequence[tuple[int, int]] = ()) -> None:
@@ -213,19 +221,26 @@ class CoreClient:
             frames = self._encoder.encode(message)
             if (error := too_large(frames, "the message", self.info.max_message_bytes)) is not None:
                 raise error
-            self._post([frames], urgent, closing)
+            self._check_open(urgent)
+            if closing:
+                self._close_by = time.monotonic() + FLUSH_SECONDS
+            self._outbox.add_control(frames)
+            self._wake()
 
     def _encode_requests(
         self, requests: Sequence[Request], refused: list[tuple[Request, ValueError]]
-    ) -> Iterator[list[Buffer]]:
-        """The messages that submit the requests; too large ones are halved. What none can hold is `refused`."""
+    ) -> Iterator[tuple[list[Buffer], int]]:
+        """The messages that submit the requests, each with their number; too large ones are halved.
+
+        What no message can hold is `refused`.
+        """
         frames = self._encoder.encode(submission(requests))
         name = f"request {requests[0].request_id[:100]!r}"
         limit = self.info.max_message_bytes
         if len(requests) > 1:
             limit = min(limit, MAX_BATCH_BYTES)
         if (error := too_large(frames, name, limit)) is None:
-            yield frames
+            yield frames, len(requests)
         elif len(requests) == 1:
             refused.append((requests[0], error))
         else:
@@ -233,20 +248,31 @@ class CoreClient:
             yield from self._encode_requests(requests[:half], refused)
             yield from self._encode_requests(requests[half:], refused)
 
-    def _post(self, messages: Sequence[list[Buffer]], urgent: bool = False, closing: bool = False) -> None:
-        """Put messages into the outbox, all or none. The caller holds the lock."""
+    def _check_open(self, urgent: bool = False) -> None:
+        """Raise as `submit` if the outbox takes nothing more. The caller holds the lock, as of those below."""
         if self.dead is not None:
             raise EngineDeadError(*self.dead.args)
         if self._close_by is not None:
             raise EngineDeadError("the engine was shut down")
         if len(self._outbox) >= MAX_OUTBOX and not urgent:
             raise EngineBusyError(f"the engine core reads no messages; {MAX_OUTBOX} are waiting")
-        if closing:
-            self._close_by = time.monotonic() + FLUSH_SECONDS
-        self._outbox.extend(messages)
+
+    def _wake(self) -> None:
         if not self._waking:  # one wake-up for all messages until the thread empties the outbox
             self._waking = True
             os.write(self._wake_write_fd, b"!")
+
+    def _fence(self) -> tuple[int, list[Buffer]]:
+        """A call behind which the outbox goes on, whatever the answer is."""
+        call_id = next(self._call_ids)
+        future: Future[Any] = Future()
+        self._calls[call_id] = future
+        future.add_done_callback(lambda _: self._passed(call_id))
+        return call_id, self._encoder.encode(Call(call_id, "fence", []))
+
+    def _passed(self, call_id: int) -> None:
+        with self._lock:
+            self._outbox.passed(call_id)
 
     # -------------------------------------------------------------- the heartbeat thread
 
@@ -306,7 +332,9 @@ class CoreClient:
         if self._close_by is not None:
             deadlines.append(self._close_by)
         seconds = max(0.0, min(deadlines) - now)
-        if self._link.wait(self._wake_read_fd, seconds, to_send=bool(self._outbox)):
+        with self._lock:
+            to_send = self._outbox.next() is not None
+        if self._link.wait(self._wake_read_fd, seconds, to_send=to_send):
             os.read(self._wake_read_fd, 1)
             self._waking = False  # before the outbox is read, so that no wake-up is lost
         self._silence += min(time.monotonic() - now, seconds + WAKE_SECONDS)
@@ -345,8 +373,12 @@ class CoreClient:
 
     def _send(self) -> None:
         """Send what can be sent without waiting. The caller holds the link's lock."""
-        while self._outbox and self._link.send(self._outbox[0]):
-            self._outbox.popleft()
+        while True:
+            with self._lock:
+                frames = self._outbox.next()
+                if frames is None or not self._link.send(frames):
+                    return
+                self._outbox.sent()
 
     def _end(self, cause: EngineDeadError | None) -> None:
         self._ended.set()
@@ -361,6 +393,16 @@ class CoreClient:
             fail(self._calls.pop(call_id), EngineDeadError(*self.dead.args))
         if cause is not None:
             self._on_dead(cause)
+
+
+def batches(requests: Sequence[Request]) -> Iterator[tuple[str, list[Request]]]:
+    """The requests of each tenant, in order, in parts for one message."""
+    by_tenant: dict[str, list[Request]] = {}
+    for request in requests:
+        by_tenant.setdefault(request.tenant, []).append(request)
+    for tenant, own in by_tenant.items():
+        for at in range(0, len(own), SUBMIT_BATCH):
+            yield tenant, own[at : at + SUBMIT_BATCH]
 
 
 def too_large(frames: Sequence[Buffer], name: str, limit: int) -> ValueError | None:

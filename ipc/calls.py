@@ -426,6 +426,14 @@ class EventCalls(Caller):
         """
 
 
+class FlowCalls(Caller):
+    """The calls that frontends make by themselves."""
+
+    @remote(RunsIn.CORE, right=Right.GENERATE)
+    def fence(self) -> None:
+        """Answered when the core has taken the requests that the same frontend sent earlier (`ipc.window`)."""
+
+
 class WorkerCalls(Caller):
     """The other methods of a worker, for `collective_rpc`."""
 

@@ -32,7 +32,7 @@ from pagewire.ipc.model_figures import ModelFigures
 from pagewire.ipc.params import Name, SamplingParams
 from pagewire.ipc.pooling import PoolingInfo
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 
 class EngineInfo(Message):

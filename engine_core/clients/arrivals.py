@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Sequence
 from typing import NamedTuple, TypeAlias
 
 from pagewire.engine_core.clients.clients import Client
 from pagewire.ipc.messages import Call, Request
+from pagewire.ipc.window import Load
 
 MAX_REQUESTS = 8192
 MAX_BYTES = 8 << 20  # of the messages that they came in; in memory they take several times as much
@@ -35,6 +36,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._queues: dict[Owner, deque[Arrival]] = {}  # none is empty; the first is next
+        self._loads: dict[Owner, Load] = {}  # of those with a queue
         self._calls: list[
             tuple[Client, Call, int]
         ] = []  # each with the number of requests that came before it
@@ -54,6 +56,14 @@ class Arrivals:
             or self._num_bytes >= MAX_BYTES
             or len(self._calls) >= MAX_CALLS
         )
+
+    def admits(self, client: Client, requests: Sequence[Request], num_bytes: int) -> bool:
+        """Whether a frontend may have sent a message with these requests now; see `ipc.window`."""
+        for tenant, count in Counter(request.tenant for request in requests).items():
+            load = self._loads.get((client.number, tenant))
+            if load is not None and not load.admits(count, num_bytes // len(requests) * count):
+                return False
+        return True
 
     def add(self, client: Client, requests: Sequence[Request], num_bytes: int) -> None:
         """Keep the requests of a message of this size."""
@@ -115,5 +125,10 @@ class Arrivals:
         return removed
 
     def _count(self, arrival: Arrival, sign: int) -> None:
+        owner = arrival.client.number, arrival.request.tenant
+        load = self._loads.setdefault(owner, Load())
+        load.add(sign, sign * arrival.num_bytes)
+        if not load:
+            del self._loads[owner]
         self._num_requests += sign
         self._num_bytes += sign * arrival.num_bytes

@@ -26,6 +26,7 @@ from pagewire.ipc.messages import (
     PROTOCOL,
     CallAnswer,
     Deltas,
+    Detached,
     Hello,
     Pong,
     Refused,
@@ -47,6 +48,7 @@ SEND_QUEUE = 64
 MAX_BACKLOG_BYTES = 32 << 20
 MAX_REFUSED = 1000  # messages that a core which does not start answers before it looks whether it should end
 MAX_FAULTS = 3  # messages that the core failed to handle, after which their sender is detached
+NOT_ATTACHED = "it is not attached, or was silent or read nothing for too long"
 MAX_WARNINGS = 50  # lines about frontends' messages that are logged between two heartbeats
 
 
@@ -162,6 +164,10 @@ class Clients:
                 client = None
             if client is not None:
                 client.last_seen = now
+            elif len(frames[0]) > MAX_HELLO_BYTES:  # no greeting, and to decode it would take long
+                self.send(sender, Detached(NOT_ATTACHED))
+                yield sender, None, num_bytes
+                continue
             try:
                 message = self._codec.decode(frames)
             except ProtocolError as error:

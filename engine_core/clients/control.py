@@ -216,6 +216,10 @@ class Control:
         self._deferred = [deferred for deferred in self._deferred if not deferred.drain]
         self._reply(caller, None)
 
+    def fence(self, caller: Caller) -> None:
+        """Answer: the requests before it are taken, since the call waited for them."""
+        self._reply(caller, None)
+
     def is_paused(self, caller: Caller) -> None:
         """Answer whether new requests are held back."""
         self._reply(caller, self._core.lobby.held)

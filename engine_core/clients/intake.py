@@ -11,7 +11,7 @@ from pagewire.engine_core.adapters import Adapters
 from pagewire.engine_core.admission import check_request, vocab_size_of
 from pagewire.engine_core.clients.access import may_name_paths
 from pagewire.engine_core.clients.arrivals import Arrivals
-from pagewire.engine_core.clients.clients import Client
+from pagewire.engine_core.clients.clients import NOT_ATTACHED, Client
 from pagewire.engine_core.clients.contents import Contents
 from pagewire.engine_core.clients.control import Control, ControlledEngine
 from pagewire.engine_core.clients.footprint import Parts, footprint_of, large_parameters
@@ -74,20 +74,19 @@ class Intake:
     def receive(self) -> None:
         """Handle messages that have arrived, for about `RECEIVE_SECONDS`; the others wait for the next call.
 
-        Requests count one by one, since a message may have a thousand. While some wait, messages are read on: the
-        next may be of another tenant. What a message raises is answered, and ends no more than its sender.
+        Half of the time is for reading, so that a message does not wait until the thousand requests of one before
+        it are taken. What a message raises is answered, and ends no more than its sender.
         """
         begin = time.thread_time()
-        deadline = begin + RECEIVE_SECONDS
-        self._take_requests(begin + RECEIVE_SECONDS / 2)
+        self._read(begin + RECEIVE_SECONDS / 2)
+        self._take_requests(begin + RECEIVE_SECONDS)
+
+    def _read(self, deadline: float) -> None:
         if self._arrivals.full:
             return
         for identity, message, num_bytes in self._core.clients.messages(time.monotonic()):
             if message is not None:
                 self._guarded(identity, self._handle, identity, message, num_bytes)
-            # A call is made now if no request waits: nothing would bring this loop back to it.
-            if not self._arrivals or time.thread_time() < deadline:
-                self._take_requests(deadline)
             if self._arrivals.full or time.thread_time() >= deadline:
                 return
 
@@ -131,14 +130,9 @@ class Intake:
         if isinstance(message, messages.Hello):
             self._handshake(identity, message)
         elif client is None:
-            cause = "it is not attached, or was silent or read nothing for too long"
-            clients.send(identity, messages.Detached(cause))
+            clients.send(identity, messages.Detached(NOT_ATTACHED))
         elif isinstance(message, messages.Submit):
-            try:
-                self._arrivals.add(client, submitted(message), num_bytes)
-            except ValueError as error:
-                clients.warn("refused a message from %s: %s", client.label, error)
-                clients.refuse(identity, error)
+            self._arrived(client, message, num_bytes)
         elif isinstance(message, messages.Abort):
             self._abort(client, message)
         elif isinstance(message, messages.Call):
@@ -148,6 +142,21 @@ class Intake:
                 self._arrivals.add_call(client, message)
         elif isinstance(message, messages.Goodbye):
             clients.detach(client, "it disconnected")
+
+    def _arrived(self, client: Client, message: messages.Submit, num_bytes: int) -> None:
+        clients = self._core.clients
+        try:
+            requests = submitted(message)
+        except ValueError as error:
+            clients.warn("refused a message from %s: %s", client.label, error)
+            clients.refuse(client.identity, error)
+            return
+        if self._arrivals.admits(client, requests, num_bytes):
+            self._arrivals.add(client, requests, num_bytes)
+            return
+        cause = "it sent requests before the core had taken as many earlier ones as it must"
+        clients.detach(client, cause)
+        clients.send(client.identity, messages.Detached(cause))
 
     def _handshake(self, identity: bytes, hello: messages.Hello) -> None:
         if hello.protocol != PROTOCOL:

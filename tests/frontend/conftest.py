@@ -67,6 +67,7 @@ class FakeCore:
         self.auto = False
         self.welcomes = True
         self.pongs = True
+        self.fences = True  # whether it takes requests as soon as they come
         self.answer: Callable[[Request, int], list[int]] = lambda request, index: [2, 3, 4]
         self.reason = "length"  # finish reason of all answers
         self.logprobs: Callable[[Request], LogprobRows | None] = lambda request: (
@@ -136,7 +137,10 @@ class FakeCore:
         if isinstance(message, Hello):
             self._handshake(message)
         elif isinstance(message, Call):
-            self._reply(self._called(message))
+            if message.method != "fence":
+                self._reply(self._called(message))
+            elif self.fences:
+                self._reply(CallAnswer(message.call_id))
         elif isinstance(message, Submit):
             requests = submitted(message)
             self.submitted |= {request.key: request for request in requests}

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
-from pagewire.frontend.client import CoreClient, too_large
+from pagewire.frontend.client import SUBMIT_BATCH, CoreClient, too_large
 from pagewire.ipc.codec import MAX_FRAMES, Codec
 from pagewire.ipc.errors import (
     DetachedError,
@@ -28,6 +29,8 @@ from pagewire.ipc.items import Prompt
 from pagewire.ipc.lifeline import Child
 from pagewire.ipc.messages import (
     Abort,
+    Call,
+    CallAnswer,
     CoreDying,
     Detached,
     EngineInfo,
@@ -40,6 +43,7 @@ from pagewire.ipc.messages import (
 )
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.sockets import CurveKeys, bind_router
+from pagewire.ipc.window import WINDOW_REQUESTS
 
 PATIENCE = 20.0
 
@@ -105,6 +109,31 @@ def test_messages_of_many_threads_all_arrive_in_each_ones_order(
     keys = [core.expect(Submit).requests[0].key for _ in range(600)]
     for start in (0, 1000, 2000):
         assert [key for key in keys if start <= key < start + 200] == list(range(start, start + 200))
+
+
+def test_a_tenants_requests_wait_here_while_the_core_has_enough_of_them(
+    core: Any, attach: Callable[..., Watched]
+) -> None:
+    """Those of another do not; what is called behind them does."""
+    core.fences, core.calls["echo"] = False, lambda text: text
+    client = attach(core.address).client
+    count = WINDOW_REQUESTS + SUBMIT_BATCH
+    client.submit([msgspec.structs.replace(request(key), tenant="many") for key in range(count)])
+    echo = client.call("echo", "behind")
+    client.submit([msgspec.structs.replace(request(count), tenant="one")])
+    keys: list[int] = []
+    fences: list[int] = []
+    while len(keys) <= WINDOW_REQUESTS:
+        message = core.seen.get(timeout=PATIENCE)
+        keys += [one.key for one in getattr(message, "requests", [])]
+        fences += [message.call_id] if isinstance(message, Call) else []
+    assert sorted(keys) == [*range(WINDOW_REQUESTS), count]
+    while not fences:
+        fences.append(core.expect(Call).call_id)
+    assert not echo.done()
+    core.send(CallAnswer(fences[0]))
+    assert [one.key for one in core.expect(Submit).requests] == list(range(WINDOW_REQUESTS, count))
+    assert echo.result(PATIENCE) == "behind"
 
 
 def test_call_gives_results_and_named_errors(core: Any, attach: Callable[..., Watched]) -> None:

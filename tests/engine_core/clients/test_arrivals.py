@@ -15,6 +15,7 @@ from pagewire.engine_core.clients.clients import Client
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import Call, Request
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.window import WINDOW_BYTES, WINDOW_REQUESTS
 
 
 def client(number: int) -> Client:
@@ -56,6 +57,25 @@ def test_limits() -> None:
         assert not waiting.full
         waiting.add_call(server, Call(number, "status"))
     assert waiting.full
+
+
+def test_each_tenant_has_a_window() -> None:
+    waiting, server, other = Arrivals(), client(1), client(2)
+    full = [request(key) for key in range(WINDOW_REQUESTS)]
+    assert waiting.admits(server, full * 2, 1 << 30), "where nothing waits, anything may come"
+    waiting.add(server, full, 1000)
+    assert not waiting.admits(server, [request(0)], 1)
+    assert not waiting.admits(server, [request(0, "a"), request(1)], 1)
+    assert waiting.admits(server, [request(0, "a")], 1) and waiting.admits(other, full, 1000)
+    waiting.pop()
+    assert waiting.admits(server, [request(0)], 1) and not waiting.admits(server, full[:2], 1)
+    waiting.remove(server, range(10))
+    assert waiting.admits(server, full[:10], 1) and not waiting.admits(server, full[:11], 1)
+    waiting.add(other, full[:1], WINDOW_BYTES)
+    assert not waiting.admits(other, full[:1], 1)
+    waiting.remove(server, range(WINDOW_REQUESTS))
+    waiting.remove(other, [0])
+    assert not waiting._loads
 
 
 def test_what_is_removed_costs_nobody_a_turn() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,20 @@ import pytest
 
 from pagewire.engine_core import admission
 from pagewire.engine_core.clients.clients import MAX_FAULTS, Client
+from pagewire.ipc.budget import MAX_HELLO_BYTES
 from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import PROTOCOL, Abort, Call, Deltas, Hello, Refused, Request, Submit, Welcome
+from pagewire.ipc.messages import (
+    PROTOCOL,
+    Abort,
+    Call,
+    Deltas,
+    Detached,
+    Hello,
+    Refused,
+    Request,
+    Submit,
+    Welcome,
+)
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.tasks import submission
 
@@ -127,6 +139,7 @@ def test_a_frontend_that_leaves_too_much_unread_is_detached(
     caplog.set_level(logging.INFO, "pagewire.core")
     core = start_core(max_backlog_bytes=1 << 20)
     watcher, greedy = attached(core, "watcher"), attached(core, "greedy")
+    monkeypatch.setattr("pagewire.ipc.window.WINDOW_REQUESTS", 10_000)  # it does not wait to be told to go on
     greedy.submit(1, [4, 4], max_tokens=120)
     client = FullQueue(core, greedy, monkeypatch).client
     for key in range(0, 5000, 50):
@@ -369,6 +382,81 @@ def test_prompts_have_their_numbers_in_common(start_core: Callable[..., RunningC
         numbers = [*sequence.request.prompt.token_ids, *sequence.token_ids[:5]]
         assert len(set(map(id, numbers))) == 4 and {*map(id, numbers)} == {*map(id, first.token_ids[:5])}
     frontend.say(Abort(keys=[0, 1]))
+
+
+def test_messages_are_read_before_the_requests_of_earlier_ones_are_taken(
+    start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message of many requests takes long, and the next may be of somebody else."""
+    monkeypatch.setattr("pagewire.engine_core.clients.intake.RECEIVE_SECONDS", 10.0)
+    core = start_core()
+    many, other = attached(core, "many"), attached(core, "other")
+    order: list[bytes] = []
+    real_add, real_messages = core.core.lobby.add, core.clients.messages
+    held: list[Any] = []
+    both = threading.Event()
+
+    def add(group: list[Any], *rest: Any) -> None:
+        order.append(group[0].client)
+        real_add(group, *rest)
+
+    def messages(now: float) -> Iterator[Any]:
+        held.extend(real_messages(now))
+        if sum(isinstance(message, Submit) for _, message, _ in held) == 2:
+            both.set()
+        if both.is_set():
+            yield from sorted(held, key=lambda one: one[0])  # those of "many" first
+            held.clear()
+
+    monkeypatch.setattr(core.core.lobby, "add", add)
+    monkeypatch.setattr(core.clients, "messages", messages)
+    params = SamplingParams(max_tokens=2)
+    many.say(Submit([Request(key, "r", Prompt([5]), params, 7, eos_token_id=999) for key in range(300)]))
+    other.submit(1, [6], max_tokens=2)
+    other.finish((1, 0))
+    many.finish((299, 0))
+    assert order.index(b"other") == 1 and len(order) == 301
+
+
+def test_who_sends_more_than_the_window_is_detached(
+    start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = start_core()
+    flood, other = attached(core, "flood"), attached(core, "other")
+    monkeypatch.setattr(core.core.intake, "_take_requests", lambda deadline: None)
+    flood.say(refused_requests(1000))
+    flood.say(refused_requests(1, first=1000))
+    message = flood.hear()
+    assert isinstance(message, Detached) and "before the core had taken" in message.cause
+    monkeypatch.undo()
+    other.submit(1, [5, 6])
+    other.finish((1, 0))
+    flood.say(refused_requests(1))
+    assert isinstance(flood.hear(), Detached)
+    flood.attach()
+    flood.submit(1, [5, 6])
+    flood.finish((1, 0))
+    assert core.error is None
+
+
+def test_large_messages_of_who_is_not_attached_are_not_decoded(
+    start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = start_core()
+    stranger, decoded = core.frontend("stranger"), []
+    real = core.clients._codec.decode
+
+    def decode(frames: list[Any]) -> Any:
+        decoded.append(len(frames[0]))
+        return real(frames)
+
+    monkeypatch.setattr(core.clients._codec, "decode", decode)
+    stranger.say(refused_requests(1000))
+    assert isinstance(stranger.hear(), Detached)
+    stranger.say(refused_requests(1))
+    assert isinstance(stranger.hear(), Detached)
+    stranger.attach()
+    assert decoded and max(decoded) < MAX_HELLO_BYTES
 
 
 def test_requests_of_a_frontend_that_is_detached_meanwhile_are_dropped(

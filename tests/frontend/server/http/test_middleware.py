@@ -252,7 +252,8 @@ def test_the_time_to_the_first_token(
     client.run(play)
     assert 2000 <= caplog.records[-1].facts["ttft_ms"] < 3000
     stages = dict(stage.split(";dur=") for stage in answers[0].headers["server-timing"].split(", "))
-    assert list(stages) == ["body", "prepare", "queue", "prefill", "decode", "deliver"]
+    assert list(stages) == ["body", "prepare", "submit", "queue", "prefill", "decode", "deliver"]
+    assert stages["submit"] == "0.0"  # on the clock of another machine
     assert stages["queue"] == stages["prefill"] == "1000.0"
 
 
