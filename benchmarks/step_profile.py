@@ -1,6 +1,6 @@
 """Where a decode step's time goes, in a worker without a core.
 
-    python -m benchmarks.step_profile MODEL REQUESTS TOKENS
+    python -m benchmarks.step_profile MODEL REQUESTS TOKENS [--quantization int8]
 
 Two passes over the same steps. The first takes the steps' times as they are. The second runs the layers kernel by
 kernel, with a clock around each kind, and says which share of the step each has. What the worker waits for between
@@ -50,8 +50,10 @@ KINDS = {
 class Steps:
     """A runner with requests that decode for ever."""
 
-    def __init__(self, model: str, num_requests: int, num_tokens: int, num_steps: int) -> None:
-        args = EngineArgs(model=model, max_num_seqs=num_requests)
+    def __init__(
+        self, model: str, quantization: str | None, num_requests: int, num_tokens: int, num_steps: int
+    ) -> None:
+        args = EngineArgs(model=model, quantization=quantization, max_num_seqs=num_requests)
         load = EngineConfig.resolve(args).worker_config()
         self.runner, ready = worker.Runner.start(load, lambda *_: None)
         self.num_requests, self.length = num_requests, num_tokens
@@ -95,8 +97,9 @@ def main() -> None:
     parser.add_argument("requests", type=int, help="how many decode at once")
     parser.add_argument("tokens", type=int, help="tokens in each one's cache when the steps begin")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--quantization", help="quantise plain numbers so, for example int8 or int4")
     options = parser.parse_args()
-    steps = Steps(options.model, options.requests, options.tokens, options.steps)
+    steps = Steps(options.model, options.quantization, options.requests, options.tokens, options.steps)
     whole = statistics.median(steps.run(options.steps))
 
     seconds: dict[str, float] = defaultdict(float)

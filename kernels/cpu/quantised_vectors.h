@@ -11,7 +11,18 @@ constexpr int kRows = 4;  // beside 16 vectors of integer sums, as many of total
 #else
 constexpr int kRows = 2;
 #endif
-constexpr int64_t kLead = 2048;  // bytes that reading a panel runs ahead
+constexpr int64_t kLine = 64;
+
+// Fetch the line that is read some time after `at`. How far ahead, and into which cache, was measured (Zen 4, one row):
+// a token of a model in 8 bits takes 0.88 of the time with this instead of what is best for 4 bits, and one in 4 bits
+// 1.2 of it with that for 8.
+template <class Codes>
+INLINE void fetch_ahead(const char* at) {
+  if constexpr (Codes::kParts == 1)
+    __builtin_prefetch(at + 6144, 0, 2);
+  else
+    __builtin_prefetch(at + 2048, 0, 3);
+}
 
 // The sums of some rows and the columns of a panel, in float32.
 struct alignas(64) PanelSums {
@@ -96,7 +107,7 @@ class VectorBlock {
   INLINE void add_products(const int8_t* x, const char* packed, Ints (&sums)[kCount][kVectors]) const {
     for (int64_t i = 0; i < layout_.group; i += 4 * Codes::kParts, packed += 4 * kPanel) {
       if (kFetch)
-        for (int64_t line = 0; line < 4 * kStrip; line += 64) __builtin_prefetch(packed + kLead + line, 0, 3);
+        for (int64_t at = 0; at < 4 * kStrip; at += kLine) fetch_ahead<Codes>(packed + at);
 #pragma GCC unroll 2
       for (int part = 0; part < Codes::kParts; ++part) {
         Words weights[kVectors];
