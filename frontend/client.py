@@ -170,9 +170,9 @@ class CoreClient:
         refused: list[tuple[Request, ValueError]] = []
         with self._lock:
             messages = [
-                (tenant, frames, num_requests)
+                (tenant, frames, keys)
                 for tenant, batch in batches(requests)
-                for frames, num_requests in self._encode_requests(batch, refused)
+                for frames, keys in self._encode_requests(batch, refused)
             ]
             self._check_open()
             for message in messages:
@@ -182,6 +182,8 @@ class CoreClient:
 
     def abort(self, keys: Sequence[int] = (), sequences: Sequence[tuple[int, int]] = ()) -> None:
         """Drop requests, or single sequences (key, index) of them. Does nothing once the core is lost."""
+        with self._lock:
+            self._outbox.drop(set(keys))
         try:
             self._send_later(Abort(list(keys), list(sequences)), urgent=True)
         except EngineDeadError:
@@ -229,8 +231,8 @@ class CoreClient:
 
     def _encode_requests(
         self, requests: Sequence[Request], refused: list[tuple[Request, ValueError]]
-    ) -> Iterator[tuple[list[Buffer], int]]:
-        """The messages that submit the requests, each with their number; too large ones are halved.
+    ) -> Iterator[tuple[list[Buffer], list[int]]]:
+        """The messages that submit the requests, each with their keys; too large ones are halved.
 
         What no message can hold is `refused`.
         """
@@ -240,7 +242,7 @@ class CoreClient:
         if len(requests) > 1:
             limit = min(limit, MAX_BATCH_BYTES)
         if (error := too_large(frames, name, limit)) is None:
-            yield frames, len(requests)
+            yield frames, [request.key for request in requests]
         elif len(requests) == 1:
             refused.append((requests[0], error))
         else:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -20,11 +20,16 @@ Frames: TypeAlias = list[Buffer]
 
 
 class Message(NamedTuple):
-    """An encoded message. number: counts all messages of the outbox. num_requests: 0 for a call or an abort."""
+    """An encoded message. number: counts all messages of the outbox. keys: of its requests; a call has none."""
 
     frames: Frames
     number: int
-    num_requests: int = 0
+    keys: Sequence[int] = ()
+
+    @property
+    def num_requests(self) -> int:
+        """How many it submits."""
+        return len(self.keys)
 
     @property
     def num_bytes(self) -> int:
@@ -82,9 +87,9 @@ class Outbox:
         """The number of messages that wait, without fences."""
         return self._num_waiting
 
-    def add(self, tenant: str, frames: Frames, num_requests: int) -> None:
-        """Put a message with requests of a tenant behind its earlier ones."""
-        message = Message(frames, self._num_added, num_requests)
+    def add(self, tenant: str, frames: Frames, keys: Sequence[int]) -> None:
+        """Put a message with requests of a tenant, which have these keys, behind its earlier ones."""
+        message = Message(frames, self._num_added, keys)
         self._tenants.setdefault(tenant, Tenant()).waiting.append(message)
         self._count()
 
@@ -92,6 +97,15 @@ class Outbox:
         """Put any other message behind all earlier ones."""
         self._controls.append(Message(frames, self._num_added))
         self._count()
+
+    def drop(self, keys: Set[int]) -> None:
+        """Drop messages that submit nothing but requests with these keys."""
+        for name, tenant in list(self._tenants.items()):
+            kept = deque(one for one in tenant.waiting if not all(key in keys for key in one.keys))
+            self._num_waiting -= len(tenant.waiting) - len(kept)
+            tenant.waiting = kept
+            if not kept and not tenant.open:
+                del self._tenants[name]
 
     def next(self) -> Frames | None:
         """The frames of the message whose turn it is; None if none may be sent now."""

@@ -131,9 +131,14 @@ def test_a_tenants_requests_wait_here_while_the_core_has_enough_of_them(
     while not fences:
         fences.append(core.expect(Call).call_id)
     assert not echo.done()
+    client.submit([msgspec.structs.replace(request(-1), tenant="many")])
+    client.abort([-1])  # it is given up before it is sent
     core.send(CallAnswer(fences[0]))
     assert [one.key for one in core.expect(Submit).requests] == list(range(WINDOW_REQUESTS, count))
     assert echo.result(PATIENCE) == "behind"
+    while not isinstance(message := core.seen.get(timeout=PATIENCE), Abort):
+        assert not isinstance(message, Submit)
+    assert message.keys == [-1]
 
 
 def test_call_gives_results_and_named_errors(core: Any, attach: Callable[..., Watched]) -> None:

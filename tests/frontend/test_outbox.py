@@ -27,7 +27,7 @@ class Core:
         return call_id, [b"fence %d" % call_id]
 
     def add(self, tenant: str, name: str, num_requests: int = 1, size: int = 0) -> None:
-        self.outbox.add(tenant, [name.encode(), bytes(size)], num_requests)
+        self.outbox.add(tenant, [name.encode(), bytes(size)], range(num_requests))
 
     def control(self, name: str) -> None:
         self.outbox.add_control([name.encode()])
@@ -106,6 +106,20 @@ def test_what_is_dropped_is_forgotten() -> None:
     core.answer()  # of a core that is lost
     core.add("many", "new")
     assert core.take() == ["new"]
+
+
+def test_requests_that_are_given_up_are_not_sent() -> None:
+    core = Core()
+    core.outbox.add("a", [b"both"], [1, 2])
+    core.outbox.add("a", [b"one"], [1])
+    core.outbox.add("b", [b"two"], [2])
+    core.control("abort")
+    core.outbox.drop({1})
+    assert len(core.outbox) == 3
+    core.outbox.drop({2})
+    assert core.take() == ["both", "abort"] and not core.outbox
+    core.outbox.drop({1, 2})
+    assert core.take() == []
 
 
 def test_it_can_begin_again_after_each_answer() -> None:
