@@ -150,6 +150,7 @@ def main() -> int:
     parser.add_argument("--options-stdin", action="store_true", required=True)
     parser.add_argument("--lifeline", type=int, default=-1)
     options = parser.parse_args()
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it logs to the terminal of another process group
     try:
         logs.configure()
     except ValueError as error:

@@ -165,7 +165,7 @@ class JobServer:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             fd = theirs.fileno()
-            self._child = Child([*command, "--control", str(fd)], pass_fds=[fd])
+            self._child = Child([*command, "--control", str(fd)], pass_fds=[fd], own_session=True)
         self._killed = False
         self._control.settimeout(START_SECONDS)
         try:

@@ -11,9 +11,16 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from typing import IO, Any
+
+# Ctrl-C in the terminal goes to the parent only. The session stays the same where Python allows it: Linux schedules
+# sessions as groups, and a thread of another one that could run was seen to wait for minutes.
+OWN_GROUP: dict[str, Any] = (
+    {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+)
 
 
 class Child:
@@ -21,6 +28,7 @@ class Child:
 
     command: gets the additional arguments `--lifeline FD`, the read end of the pipe.
     stdin: bytes to write to its standard input. pass_fds: descriptors that it inherits, under the same numbers.
+    own_session: it leads a session, which may go behind others (`priority.go_behind`).
 
     Raises:
         OSError, MemoryError: it cannot be started.
@@ -37,6 +45,7 @@ class Child:
         stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
         pass_fds: Sequence[int] = (),
+        own_session: bool = False,
     ) -> None:
         read_fd, self._write_fd = os.pipe()
         try:
@@ -47,7 +56,7 @@ class Child:
                 stderr=stderr,
                 pass_fds=[read_fd, *pass_fds],
                 env=env,
-                start_new_session=True,  # Ctrl-C in the terminal goes to the parent only
+                **({"start_new_session": True} if own_session else OWN_GROUP),
             )
         finally:
             os.close(read_fd)

@@ -19,14 +19,15 @@ SCHED_ATTR = struct.Struct("=IIQiIQQQ")
 
 
 def go_behind(niceness: int) -> None:
-    """Lower the priority of this process, which leads its session, by `niceness` steps of `nice`.
+    """Lower the priority of this process by `niceness` steps of `nice`, and that of its session if it leads one.
 
     Linux compares the nice values of processes within a session only, where it schedules sessions as groups (see
-    sched(7), "The autogroup feature"). So the session's own value is set, too. Turns are of the usual length again.
+    sched(7), "The autogroup feature"), so a session's own value is set, too. Turns are of the usual length again.
     """
     os.nice(niceness)
-    with suppress(OSError):  # the kernel has no such groups
-        AUTOGROUP.write_text(str(niceness))
+    if os.getsid(0) == os.getpid():
+        with suppress(OSError):  # the kernel has no such groups
+            AUTOGROUP.write_text(str(niceness))
     take_usual_turns()
 
 

@@ -1,6 +1,6 @@
 """Signs of life while a model is loaded: a thread that tells the core when the start has got on.
 
-It compares the processor time and the bytes read of all processes of the worker's session, compilers included. A
+It compares the processor time and the bytes read of all processes of the worker's group, compilers included. A
 start that waits for ever (a dead network disk, a lock) gives no sign, although this thread runs.
 """
 
@@ -19,20 +19,20 @@ BYTES_PER_TICK = 1 << 16  # reading this much counts as a tick of processor time
 MIN_WORK = 6  # ticks in an interval; fewer are the noise of looking
 
 
-def work_done(session: int) -> int:
-    """A number that grows with the work of a session's processes: processor ticks, and bytes read."""
+def work_done(group: int) -> int:
+    """A number that grows with the work of a process group: processor ticks, and bytes read."""
     total = 0
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            total += work_of(folder, session)
+            total += work_of(folder, group)
     return total
 
 
-def work_of(folder: Path, session: int) -> int:
-    """The work of the process with this folder in /proc; 0 if it is of another session, or has ended."""
+def work_of(folder: Path, group: int) -> int:
+    """The work of the process with this folder in /proc; 0 if it is of another group, or has ended."""
     try:
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        if int(fields[3]) != session:
+        if int(fields[2]) != group:
             return 0
         ticks = sum(map(int, fields[11:15]))  # of its own, and of children that have ended
     except (OSError, ValueError, LookupError):
@@ -69,10 +69,10 @@ class LoadingSigns:
         self._thread.join()
 
     def _run(self) -> None:
-        session = os.getsid(0)
-        before = work_done(session) - own_ticks()
+        group = os.getpgrp()
+        before = work_done(group) - own_ticks()
         while not self._over.wait(self._interval):
-            now = work_done(session) - own_ticks()
+            now = work_done(group) - own_ticks()
             if now - before >= MIN_WORK:
                 self._send()
             before = now

@@ -338,6 +338,7 @@ def main() -> int:
     parser.add_argument("--key", metavar="FILE", help="key of the group, needed over TCP; -: standard input")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which stops this process
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it logs to the terminal of another process group
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported
     die_with_parent(options.lifeline)

@@ -117,7 +117,7 @@ class Siege:
         command = [sys.executable, "-m", "benchmarks.siege.attackers", "--target", json.dumps(asdict(target))]
         command += ["--seed", str(self._options.seed), "--seconds", str(self._seconds)]
         command += ["--attackers", self._options.attackers, "--attacks", self._options.replay]
-        return Child(command, stdout=subprocess.PIPE)
+        return Child(command, stdout=subprocess.PIPE, own_session=True)
 
     def _read(self, attackers: Child) -> None:
         """Read the attackers' log to its end."""

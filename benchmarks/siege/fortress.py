@@ -144,7 +144,7 @@ class Fortress:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                # As services are: Linux shares processors between sessions first, and the worker has its own.
+                # As services are: Linux shares processors between sessions first.
                 start_new_session=True,
                 preexec_fn=_confine,
             )

@@ -87,11 +87,12 @@ class Intake:
         for identity, message, num_bytes in self._core.clients.messages(time.monotonic()):
             if message is not None:
                 self._guarded(identity, self._handle, identity, message, num_bytes)
+                self._make_calls()  # that wait for nothing: requests which are read after a call come after it
             if self._arrivals.full or time.thread_time() >= deadline:
                 return
 
     def _take_requests(self, deadline: float) -> None:
-        """Submit requests that were read: all, or as many as there is time for, and one. Then make due calls."""
+        """Submit requests that were read: all, or as many as there is time for, and one. Then make calls."""
         attached = self._core.clients.attached
         while self._arrivals:
             client, request = self._arrivals.pop()
@@ -101,6 +102,11 @@ class Intake:
                 break
         else:
             self._checked.clear()
+        self._make_calls()
+
+    def _make_calls(self) -> None:
+        """Make the calls that wait for no request."""
+        attached = self._core.clients.attached
         for client, call in self._arrivals.pop_calls():
             if attached.get(client.identity) is client:
                 self._guarded(client.identity, self._core.control.call, client.identity, call)

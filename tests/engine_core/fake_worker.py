@@ -104,6 +104,7 @@ class FakeWorker:
         self.num_embeddings = 0
         self.asleep: set[str] = set()
         self.doomed = False  # the next step ends this process
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.passes_on = False  # it is a stage before the last
         self.adapters: dict[int, bytes] = {0: b""}  # contents by index
         self.slow: list[AdapterLoaded] = []
@@ -206,6 +207,7 @@ class FakeWorker:
             os.kill(os.getpid(), signal.SIGSTOP)
         if CRASH_AFTER_A_STEP in token_ids or self.doomed:
             if self.doomed and Path(os.environ.get("CRASH_WHILE", "/")).exists():
+                self.context.destroy(linger=10_000)  # the result of the step before has gone
                 os.kill(os.getpid(), signal.SIGKILL)
             self.doomed = True
         if FAIL in token_ids:
@@ -230,9 +232,9 @@ def main() -> None:
     die_with_parent(options.lifeline)
     rank = options.identity.rpartition("-")[-1]
     keys = None if options.key is None else GroupKey.read(options.key).worker
-    socket = connect_dealer(zmq.Context(), options.connect, options.identity.encode(), keys)
-    codec: Codec[ToWorker] = Codec(ToWorker)
     worker = FakeWorker()
+    socket = connect_dealer(worker.context, options.connect, options.identity.encode(), keys)
+    codec: Codec[ToWorker] = Codec(ToWorker)
     early: list[ToWorker] = []
     send(socket, codec.encode(WorkerHello(PROTOCOL, os.getpid())))
     while True:

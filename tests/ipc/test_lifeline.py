@@ -128,11 +128,16 @@ def test_a_command_that_is_not_there() -> None:
         Child(["/no/such/command"])
 
 
-def test_a_child_has_a_session_of_its_own(pipe: tuple[int, int]) -> None:
+def test_a_child_has_a_group_of_its_own(pipe: tuple[int, int]) -> None:
     """Ctrl-C at the terminal reaches the parent alone."""
     child = spawn(BUSY, pipe)
-    assert os.getsid(child.pid) == child.pid != os.getsid(0)
+    assert os.getpgid(child.pid) == child.pid != os.getpgrp()
+    if sys.version_info >= (3, 11):
+        assert os.getsid(child.pid) == os.getsid(0)
     child.kill()
+    alone = Child([sys.executable, "-c", "import time; time.sleep(60)"], own_session=True)
+    assert os.getsid(alone.pid) == alone.pid
+    alone.kill()
 
 
 def test_children_do_not_hold_each_others_lifelines(pipe: tuple[int, int]) -> None:
