@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 # Ctrl-C in the terminal goes to the parent only. The session stays the same where Python allows it: Linux schedules
-# sessions as groups, and a thread of another one that could run was seen to wait for minutes.
+# sessions as groups, and a thread of another one that could run was seen to wait for 6 s.
 OWN_GROUP: dict[str, Any] = (
     {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 )
