@@ -31,7 +31,7 @@ class Load:
         self.num_bytes += num_bytes
 
     def admits(self, num_requests: int, num_bytes: int) -> bool:
-        """Whether so many more may be sent: within the window, or any message if nothing is on its way."""
+        """Whether so many more fit into the window. A message of any size fits into an empty one."""
         return not self or (
             self.num_requests + num_requests <= WINDOW_REQUESTS and self.num_bytes + num_bytes <= WINDOW_BYTES
         )

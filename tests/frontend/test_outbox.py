@@ -14,11 +14,10 @@ from pagewire.ipc.window import FENCES, WINDOW_BYTES, WINDOW_REQUESTS, Load
 
 
 class Core:
-    """What takes the messages of an outbox, and answers fences when it is told to."""
+    """Takes the messages of an outbox. A test says when it answers the oldest fence."""
 
     def __init__(self) -> None:
         self.outbox = Outbox(self._fence)
-        self.sent: list[bytes] = []
         self.fences: list[int] = []
         self._ids = itertools.count()
 

@@ -139,7 +139,7 @@ def test_a_frontend_that_leaves_too_much_unread_is_detached(
     caplog.set_level(logging.INFO, "pagewire.core")
     core = start_core(max_backlog_bytes=1 << 20)
     watcher, greedy = attached(core, "watcher"), attached(core, "greedy")
-    monkeypatch.setattr("pagewire.ipc.window.WINDOW_REQUESTS", 10_000)  # it does not wait to be told to go on
+    monkeypatch.setattr("pagewire.ipc.window.WINDOW_REQUESTS", 10_000)  # it sends no fences
     greedy.submit(1, [4, 4], max_tokens=120)
     client = FullQueue(core, greedy, monkeypatch).client
     for key in range(0, 5000, 50):
