@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from pagewire.ipc.lifeline import OWN_GROUP
+
 GOOD_KEY, EVIL_KEY = "key-of-the-good", "key-of-the-others"
 OPEN_FILES = 512  # descriptors that server and core may have: fewer than the attackers' connections
 KV_BYTES = 64 << 20
@@ -144,9 +146,8 @@ class Fortress:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                # As services are: Linux shares processors between sessions first.
-                start_new_session=True,
                 preexec_fn=_confine,
+                **OWN_GROUP,
             )
         assert process.stdout is not None
         ready, _, where = process.stdout.readline().strip().partition(" ")
