@@ -12,14 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from pagewire.ipc.codec import Buffer, Codec
 from pagewire.ipc.errors import EngineDeadError, ProtocolError, received_error
 from pagewire.ipc.gate import Gate, owner_of
 from pagewire.ipc.lifeline import Child, exit_cause
 from pagewire.ipc.messages import PROTOCOL, CoreDying, Hello, Ping, Refused, ToFrontend, Welcome
-from pagewire.ipc.sockets import CurveKeys, new_dealer, receive, send
+from pagewire.ipc.sockets import CurveKeys, new_dealer, next_event, receive, send
 from pagewire.ipc.version import __version__
 
 EXIT_SECONDS = 1.0  # wait for the exit status of a core that has closed the connection
@@ -108,7 +107,7 @@ class Link:
     def lost(self) -> bool:
         """True once the core has closed the connection or refused the handshake; ZeroMQ may connect again later."""
         while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
+            event = next_event(self._monitor)
             self.reached |= bool(event & REACHED)
             self._lost |= bool(event & LOST)
             if event & zmq.EVENT_HANDSHAKE_FAILED_AUTH:

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ from pagewire.ipc.calls import CALLS
 from pagewire.ipc.errors import (
     EngineDeadError,
 )
+from pagewire.ipc.hub import DEMO, model_folder
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
@@ -95,13 +96,13 @@ class Session:
         """
         args.check()
         connect = partial(Connection, SpawnedCores(args, restarts))
-        session = cls(connect, args.otlp_traces_endpoint).with_tokenizer(
-            None,
-            salt=0,
-            token=args.hf_token,
-            cache_dir=args.download_dir,
-            trust_remote_code=args.trust_remote_code,
-        )
+        source = {
+            "token": args.hf_token,
+            "cache_dir": args.download_dir,
+            "trust_remote_code": args.trust_remote_code,
+        }
+        ahead = tokenizer_ahead(args, source)
+        session = cls(connect, args.otlp_traces_endpoint).with_tokenizer(None, salt=0, ahead=ahead, **source)
         session.stat_loggers = StatLoggers(stat_loggers or {}, session.get_metrics)
         return session
 
@@ -138,11 +139,18 @@ class Session:
             tokenizer, salt, trust_remote_code=trust_remote_code
         )
 
-    def with_tokenizer(self, name: str | None, salt: int, **source: Any) -> Session:
-        """Load the tokenizer, unless `skip_tokenizer_init` is set and no `name` is given. Returns this session."""
+    def with_tokenizer(
+        self, name: str | None, salt: int, ahead: Future[Tokenizer] | None = None, **source: Any
+    ) -> Session:
+        """Load the tokenizer, unless `skip_tokenizer_init` is set and no `name` is given. Returns this session.
+
+        ahead: loads it already (see `tokenizer_ahead`).
+        """
         try:
             tokenizer = None
-            if name is not None or not self.info.skip_tokenizer_init:
+            if ahead is not None:
+                tokenizer = ahead.result()
+            elif name is not None or not self.info.skip_tokenizer_init:
                 tokenizer = load_tokenizer(
                     name or self.info.tokenizer,
                     self.info.tokenizer_mode,
@@ -345,6 +353,27 @@ class Session:
     @property
     def _spawned(self) -> SpawnedCore | None:
         return self._requests.connection.spawned
+
+
+def tokenizer_ahead(args: EngineArgs, source: dict[str, Any]) -> Future[Tokenizer] | None:
+    """Load the tokenizer that the core of these options will name, while that core starts.
+
+    None if there is nothing to load, or if it is no folder or file yet, which the core downloads.
+    source: further options of `load_tokenizer`, whose errors the future has.
+    """
+    name = args.tokenizer or args.model
+    is_here = name == DEMO or os.path.exists(name)  # noqa: PTH110 - Path.exists fails for a name that is too long
+    if args.skip_tokenizer_init or args.tokenizer_revision is not None or not is_here:
+        return None
+
+    def load() -> Tokenizer:
+        folder = args.tokenizer or model_folder(args.model, load_format=args.load_format)
+        return load_tokenizer(folder, args.tokenizer_mode, **source)
+
+    threads = ThreadPoolExecutor(1, "tokenizer")
+    future = threads.submit(load)
+    threads.shutdown(wait=False)
+    return future
 
 
 def ignore_usage_context(usage_context: Any) -> None:

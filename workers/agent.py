@@ -20,7 +20,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.environment import env_float
@@ -42,7 +41,7 @@ from pagewire.ipc.join_messages import (
 from pagewire.ipc.lifeline import Child, exit_cause
 from pagewire.ipc.messages import PROTOCOL
 from pagewire.ipc.quoting import shortened
-from pagewire.ipc.sockets import new_dealer, receive, send
+from pagewire.ipc.sockets import new_dealer, next_event, receive, send
 from pagewire.ipc.version import __version__
 
 logger = logging.getLogger("pagewire.worker")
@@ -128,7 +127,7 @@ class Agent:
 
     def _look_at_connection(self) -> None:
         while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
+            event = next_event(self._monitor)
             if event & REACHED:
                 self._reached, self._parting, self._heard_at = True, False, time.monotonic()
                 self._send(self._join)

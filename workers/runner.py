@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.worker_messages import Masks, Ready, Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.kernels.deltas import AdapterRows
-from pagewire.workers.adapters.loader import Adapters
 from pagewire.workers.batch import AdapterOrder, Batch, build_batch
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.single import SingleRank
@@ -33,10 +32,13 @@ from pagewire.workers.model.encoder import EncoderModel, in_pages
 from pagewire.workers.model.loading import LoadedModel, Phases
 from pagewire.workers.sample.typical import TypicalAcceptance
 from pagewire.workers.slots import Slots
-from pagewire.workers.speculation.open import open_drafter
+from pagewire.workers.speculation.interface import Drafter, NoDrafter
 from pagewire.workers.step import RunningStep
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import load
+
+if TYPE_CHECKING:
+    from pagewire.workers.adapters.loader import Adapters
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -74,16 +76,14 @@ class Runner:
     ) -> None:
         self.config, self.phases, self.collective = config, phases, collective
         self.device = open_device(config)
-        self.adapters = None if config.lora is None else Adapters(config, self.device, wake)
+        self.adapters = self._open_adapters(wake)
         self.loaded: LoadedModel | None = self._load(ahead, phases)
         self.slots = Slots(
             *(config.max_num_seqs, self.loaded.max_model_len, config.block_size, self.loaded.vocab_size),
             *([] if self.adapters is None else [self.adapters.num_extra_tokens]),
         )
         self.sampler = self.device.sampler(max_samples(config), self.loaded.vocab_size, MOST_LIKELY)
-        self.drafter = open_drafter(
-            *(config, self.loaded, self.slots, phases, self.device, self.sampler, collective)
-        )
+        self.drafter = self._open_drafter(self.loaded)
         self.block_bytes = sum(shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
         self.block_bytes += self.drafter.block_bytes
         self.typical = TypicalAcceptance.of(config.speculative)
@@ -94,6 +94,22 @@ class Runner:
         self.embedding_size = 0
         self.num_blocks = self._size_kv(self.loaded)
         self.allocate_kv()
+
+    def _open_adapters(self, wake: Callable[[], None]) -> Adapters | None:
+        if self.config.lora is None:
+            return None
+        from pagewire.workers.adapters.loader import Adapters  # engines without adapters start sooner
+
+        return Adapters(self.config, self.device, wake)
+
+    def _open_drafter(self, target: LoadedModel) -> Drafter:
+        if self.config.speculative is None or self.config.speculative.in_core:
+            return NoDrafter()
+        from pagewire.workers.speculation.open import open_drafter  # as with adapters
+
+        return open_drafter(
+            *(self.config, target, self.slots, self.phases, self.device, self.sampler, self.collective)
+        )
 
     @classmethod
     def start(

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import zmq
 import zmq.auth
-from zmq.utils.monitor import recv_monitor_message
 
 from pagewire.ipc.gate import Gate, Peer, described, owner_of
-from pagewire.ipc.sockets import CurveKeys, bind_router, new_dealer, receive_from, send
+from pagewire.ipc.sockets import CurveKeys, bind_router, new_dealer, next_event, receive_from, send
 
 WAIT_MS = 20_000
 UNANSWERED_MS = 300  # after which a handshake that nobody answers is given up
@@ -72,7 +71,7 @@ def connected(
     with suppress(zmq.Again):  # refused already: a socket without a connection has no queue
         send(dealer, [b"hello"], zmq.NOBLOCK)
     assert events.poll(WAIT_MS), "neither admitted nor refused"
-    succeeded = recv_monitor_message(events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+    succeeded = next_event(events) == zmq.EVENT_HANDSHAKE_SUCCEEDED
     dealer.disable_monitor()
     dealer.close(WAIT_MS if succeeded else 0)
     return succeeded

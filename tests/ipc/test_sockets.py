@@ -25,6 +25,7 @@ from pagewire.ipc.sockets import (
     connect_dealer,
     is_loopback,
     new_dealer,
+    next_event,
     private_address,
     receive,
     runtime_dir,
@@ -306,14 +307,12 @@ def test_other_keys_get_nothing_through(
 
 def await_refusal(events: zmq.Socket[bytes]) -> None:
     """Wait until the other side has hung up on a handshake."""
-    from zmq.utils.monitor import recv_monitor_message
-
     refusals = (
         zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     )
     while True:
         assert events.poll(WAIT_MS), "nobody refused"
-        event = recv_monitor_message(events)["event"]
+        event = next_event(events)
         assert event != zmq.EVENT_HANDSHAKE_SUCCEEDED
         if event & refusals:
             return

@@ -20,7 +20,7 @@ from pagewire.workers.model.loading import LoadedModel, Phases
 from pagewire.workers.slots import Slots
 from pagewire.workers.speculation.draft_model import DraftModel
 from pagewire.workers.speculation.eagle3 import Eagle3
-from pagewire.workers.speculation.interface import Drafter, NoDrafter
+from pagewire.workers.speculation.interface import Drafter
 from pagewire.workers.speculation.mlp_speculator import MlpSpeculator
 from pagewire.workers.speculation.mtp import Mtp
 from pagewire.workers.speculation.ranks import over_ranks
@@ -42,7 +42,7 @@ def open_drafter(
     sampler: TokenSampler,
     collective: Collective,
 ) -> Drafter:
-    """The drafter of a model that is loaded; `NoDrafter` if the configuration has none in the worker.
+    """The drafter that the configuration has in the worker, for a model that is loaded.
 
     slots, sampler: of the model. collective: of the ranks that run it.
 
@@ -50,8 +50,7 @@ def open_drafter(
         LoadError: it cannot be loaded, does not fit the model, or is not served; the text says why.
     """
     speculative = config.speculative
-    if speculative is None or speculative.in_core:
-        return NoDrafter()
+    assert speculative is not None, "the configuration names a drafter"
     check_target(speculative, target, config.parallel.stages)
     path, num_drafts = speculative.model, speculative.num_speculative_tokens
     quantization = speculative.quantization
