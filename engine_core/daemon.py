@@ -1,16 +1,13 @@
 """The engine core as a process: sockets, signals, exit status.
 
-A frontend starts it as `python -m pagewire.engine_core.daemon`, a user as `pagewire core`.
+A frontend starts it as `python -m pagewire.engine_core` (`__main__.py`), a user as `pagewire core`.
 Exit status: 0 after a stop, 1 after a failure; the last line of the log is then its cause.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import signal
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +21,7 @@ from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.launchers.choose import open_launcher
-from pagewire.ipc import logs
+from pagewire.engine_core.workers.launchers.early import EarlyWorker
 from pagewire.ipc.address_lock import AddressLock, sweep
 from pagewire.ipc.descriptors import raise_descriptor_limit
 from pagewire.ipc.environment import env_float
@@ -70,11 +67,14 @@ class Listen:
             )
 
 
-def serve(args: EngineArgs, listen: Listen, lifeline_fd: int = -1) -> int:
-    """Run a core until it is stopped. Returns the exit status: 0, or 1 after logging the cause of a failure."""
+def serve(args: EngineArgs, listen: Listen, lifeline_fd: int = -1, early: EarlyWorker | None = None) -> int:
+    """Run a core until it is stopped. Returns the exit status: 0, or 1 after logging the cause of a failure.
+
+    early: a worker that was started already.
+    """
     try:
         with ExitStack() as stack:
-            run(args, listen, lifeline_fd, stack)
+            run(args, listen, lifeline_fd, early, stack)
         return 0
     except Exception as error:
         logger.debug("traceback", exc_info=True)
@@ -82,7 +82,9 @@ def serve(args: EngineArgs, listen: Listen, lifeline_fd: int = -1) -> int:
         return 1
 
 
-def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) -> None:
+def run(
+    args: EngineArgs, listen: Listen, lifeline_fd: int, early: EarlyWorker | None, stack: ExitStack
+) -> None:
     """Bind the address, load the model and serve; everything opened is closed with `stack`.
 
     The address is bound first, so frontends may connect at once; they get an answer when the model is loaded,
@@ -115,7 +117,7 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     stack.callback(socket.close, FLUSH_MS)
     logger.info("listening on %s", listen.address)
     clients = Clients(socket, env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0), access)
-    config, workers, publisher = prepare(args, clients, context)
+    config, workers, publisher = prepare(args, clients, context, early)
     if publisher is not None:
         stack.callback(publisher.close)
     core = EngineCore(config, workers, clients, lifeline_fd, publisher)
@@ -128,36 +130,16 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
 
 
 def prepare(
-    args: EngineArgs, clients: Clients, context: zmq.Context[zmq.Socket[bytes]]
+    args: EngineArgs, clients: Clients, context: zmq.Context[zmq.Socket[bytes]], early: EarlyWorker | None
 ) -> tuple[EngineConfig, WorkerGroup, KVPublisher | None]:
-    """The configuration, the workers, which are not started yet, and the publisher of KV events.
+    """The configuration, the workers, of which an early one is started at most, and the publisher of KV events.
 
     An error, as of `EngineConfig.resolve` and `open_launcher`, is also sent to the frontends that wait to attach.
     """
     try:
         config, events = EngineConfig.resolve(args), args.resolved_kv_events()
         publisher = None if events is None else KVPublisher(context, events, args.block_size)
-        return config, WorkerGroup(config.worker_config(), open_launcher(args, context)), publisher
+        return config, WorkerGroup(config.worker_config(), open_launcher(args, context, early)), publisher
     except Exception as error:
         clients.refuse_all(error)
         raise
-
-
-def main() -> int:
-    """Entry point of a core spawned by a frontend, which writes `EngineArgs` as JSON to standard input."""
-    parser = argparse.ArgumentParser(description="pagewire engine core (spawned by a frontend)")
-    parser.add_argument("--listen", required=True)
-    parser.add_argument("--options-stdin", action="store_true", required=True)
-    parser.add_argument("--lifeline", type=int, default=-1)
-    options = parser.parse_args()
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it logs to the terminal of another process group
-    try:
-        logs.configure()
-    except ValueError as error:
-        parser.exit(1, f"engine core failed: {error}\n")
-    args = EngineArgs(**json.load(sys.stdin))
-    return serve(args, Listen(options.listen, drain_seconds=0.0), options.lifeline)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -328,6 +328,13 @@ class EngineArgs:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def has_local_worker(self) -> bool:
+        """True if there is one worker, which the core starts on its own machine."""
+        return (
+            self.num_workers == 1 and self.distributed_executor_backend in (None, "mp") and not self.uses_ray
+        )
+
+    @property
     def parallel_sizes(self) -> str:
         """The options that make several workers, for messages."""
         names = ("tensor_parallel_size", "pipeline_parallel_size")

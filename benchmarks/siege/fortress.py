@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 ROLES = {
     "pagewire.cli.main serve": "server",
     "pagewire.cli.main core": "core",
-    "pagewire.engine_core.daemon": "core",
+    "pagewire.engine_core": "core",
     "pagewire.workers.main": "worker",
 }
 JOB = "job"  # a process that server and core may end and start again at any time

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import zmq
 
+from pagewire.engine_core.workers.launchers.early import EarlyWorker
 from pagewire.engine_core.workers.launchers.interface import Launcher
 from pagewire.engine_core.workers.launchers.join import JoinLauncher
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
@@ -21,8 +22,10 @@ DEFAULT_PORT = 5710
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def open_launcher(args: EngineArgs, context: zmq.Context[zmq.Socket[bytes]]) -> Launcher:
-    """The launcher of an engine's workers.
+def open_launcher(
+    args: EngineArgs, context: zmq.Context[zmq.Socket[bytes]], early: EarlyWorker | None = None
+) -> Launcher:
+    """The launcher of an engine's workers. early: the first of them, if it was started already; it is a local one.
 
     Raises:
         ValueError: it cannot start as many workers, or Ray is not installed. OSError: its socket cannot be bound.
@@ -35,7 +38,7 @@ def open_launcher(args: EngineArgs, context: zmq.Context[zmq.Socket[bytes]]) -> 
         key_file = default_key_file() if args.join_key is None else Path(args.join_key)
         return JoinLauncher(args.join_address or join_address(), key_file, args.num_workers)
     check_devices(args)
-    return LocalLauncher(context)
+    return LocalLauncher(context, early=early)
 
 
 def join_address() -> str:

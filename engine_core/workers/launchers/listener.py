@@ -24,13 +24,13 @@ class Listener:
     """Shows other processes that an ipc address is in use."""
 
     @classmethod
-    def local(cls, context: zmq.Context[zmq.Socket[bytes]]) -> Listener:
-        """A socket for this user's processes on this machine.
+    def local(cls, context: zmq.Context[zmq.Socket[bytes]], address: str | None = None) -> Listener:
+        """A socket for this user's processes on this machine. address: default: one that nobody uses.
 
         Raises:
             OSError: it cannot be bound.
         """
-        address = private_address(f"worker-{os.getpid()}-{os.urandom(4).hex()}")
+        address = address or private_address(f"worker-{os.getpid()}-{os.urandom(4).hex()}")
         lock = AddressLock(address)
         return cls(bind_router(context, address), address, lock)
 

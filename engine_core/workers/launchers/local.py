@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 
 import zmq
 
+from pagewire.engine_core.workers.launchers.early import FIRST_IDENTITY, WORKER_COMMAND, EarlyWorker
 from pagewire.engine_core.workers.launchers.listener import Listener
 from pagewire.ipc.lifeline import Child, exit_cause
-
-WORKER_COMMAND = (sys.executable, "-m", "pagewire.workers.main")
 
 
 class LocalProcess:
     """A child process as a `Process`.
 
-    command: program and arguments; those for address, identity and lifeline are added.
-
     Raises:
-        OSError, MemoryError: the process cannot be started.
+        OSError: there are too few file descriptors; then it is ended.
     """
 
     obstacle = None
 
-    def __init__(self, command: Sequence[str], address: str, identity: str, rank: int) -> None:
+    def __init__(self, child: Child, identity: str, rank: int) -> None:
         self.rank, self.identity = rank, identity.encode()
-        self._child = Child([*command, "--connect", address, "--identity", identity])
+        self._child = child
         try:
             self.exit_fd = os.pidfd_open(self._child.pid)
         except BaseException:
@@ -67,21 +63,29 @@ class LocalProcess:
 class LocalLauncher:
     """Starts worker processes as children of this one.
 
-    command: the program of a worker.
+    command: program and arguments of a worker; those for address, identity and lifeline are added.
+    early: the first worker, if it was started already.
 
     Raises:
         OSError: the socket cannot be bound.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], command: Sequence[str] = WORKER_COMMAND
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        command: Sequence[str] = WORKER_COMMAND,
+        early: EarlyWorker | None = None,
     ) -> None:
-        self.listener = Listener.local(context)
-        self._command = command
+        self.listener = Listener.local(context, None if early is None else early.address)
+        self._command, self._early = command, early
 
     def start(self, rank: int, address: str, identity: str) -> LocalProcess:
         """See `Launcher.start`."""
-        return LocalProcess(self._command, address, identity, rank)
+        early, self._early = self._early, None
+        if early is not None and identity == FIRST_IDENTITY:
+            return LocalProcess(early.child, identity, rank)
+        child = Child([*self._command, "--connect", address, "--identity", identity])
+        return LocalProcess(child, identity, rank)
 
     def close(self) -> None:
         """Close the listener."""

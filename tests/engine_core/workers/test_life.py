@@ -9,18 +9,21 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+import zmq
 
 from pagewire.engine_core.clients import calls
 from pagewire.engine_core.clients.control import MAX_OPEN_CALLS
-from pagewire.engine_core.workers.launchers.local import LocalProcess
+from pagewire.engine_core.workers.launchers import early
+from pagewire.engine_core.workers.launchers.early import EarlyWorker
+from pagewire.engine_core.workers.launchers.local import LocalLauncher
 from pagewire.ipc.budget import MAX_NAME_CHARS
 from pagewire.ipc.calls import CALLS
+from pagewire.ipc.lifeline import Child
 from pagewire.ipc.messages import Refused
 
-from ..conftest import RawFrontend, RunningCore
+from ..conftest import FAKE_WORKER, RawFrontend, RunningCore
 from ..fake_worker import CRASH_AFTER_A_STEP
 from ..test_core import roll_out
 
@@ -142,16 +145,36 @@ def test_what_the_machine_lacks_for_a_start_it_may_have_later(
     frontend = attached(core)
     tries: list[int] = []
 
-    def start(command: Any, address: str, identity: str, rank: int) -> LocalProcess:
-        tries.append(rank)
-        if rank == 1 and len(tries) <= 6:
+    def start(command: list[str]) -> Child:
+        tries.append(int(command[-1].rpartition("-")[2]))  # the rank, at the end of the identity
+        if tries[-1] == 1 and len(tries) <= 6:
             raise error
-        return LocalProcess(command, address, identity, rank)
+        return Child(command)
 
-    monkeypatch.setattr("pagewire.engine_core.workers.launchers.local.LocalProcess", start)
+    monkeypatch.setattr("pagewire.engine_core.workers.launchers.local.Child", start)
     os.kill(core.workers.pids[1], signal.SIGKILL)
     assert_runs(frontend, 1)
     assert tries == [0, 1] * 4 and core.error is None and len(core.workers.pids) == 2
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_worker_that_was_started_early_is_the_first(
+    start_core: StartCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
+) -> None:
+    monkeypatch.setattr(early, "WORKER_COMMAND", FAKE_WORKER)
+    first = EarlyWorker.start(f"ipc://{tmp_path}/workers.sock")  # where nobody listens yet
+    if not lives:
+        first.child.process.kill()
+    with zmq.Context() as context:
+        launcher = LocalLauncher(context, FAKE_WORKER, first)
+        core = start_core(launcher=launcher)
+        frontend = attached(core)
+        assert_runs(frontend, 1)
+        assert (core.workers.pids == [first.child.pid]) is lives
+        os.kill(core.workers.pids[0], signal.SIGKILL)
+        assert_runs(frontend, 2)
+        assert core.workers.num_starts == (2 if lives else 3) and first.child.pid not in core.workers.pids
+        core.stop()
 
 
 # ---------------------------------------------------------------- calls

@@ -1,0 +1,31 @@
+"""A worker that is started before the core has imported what starts workers, so that both load at the same time."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from pagewire.ipc.lifeline import Child
+
+WORKER_COMMAND = (sys.executable, "-m", "pagewire.workers.main")
+FIRST_IDENTITY = "worker-1-0"  # as `WorkerGroup` names the first process of the first rank
+
+
+@dataclass(frozen=True)
+class EarlyWorker:
+    """A worker that `LocalLauncher` will find running.
+
+    child: its process. address: where it connects, as soon as the core listens there.
+    """
+
+    child: Child
+    address: str
+
+    @classmethod
+    def start(cls, address: str) -> EarlyWorker:
+        """Start it.
+
+        Raises:
+            OSError, MemoryError: the process cannot be started.
+        """
+        return cls(Child([*WORKER_COMMAND, "--connect", address, "--identity", FIRST_IDENTITY]), address)
