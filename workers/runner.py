@@ -29,7 +29,7 @@ from pagewire.workers.device.relay import Relay
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import StepContext
 from pagewire.workers.model.encoder import EncoderModel, in_pages
-from pagewire.workers.model.loading import LoadedModel, Phases
+from pagewire.workers.model.loaded import LoadedModel, Phases
 from pagewire.workers.sample.typical import TypicalAcceptance
 from pagewire.workers.slots import Slots
 from pagewire.workers.speculation.interface import Drafter, NoDrafter

@@ -28,7 +28,7 @@ from pagewire.workers.batch import AdapterOrder, Batch
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device, Event, PendingTokens, TokenSampler
 from pagewire.workers.device.kv_size import LOGIT_CHUNK
-from pagewire.workers.model.loading import LoadedModel
+from pagewire.workers.model.loaded import LoadedModel
 from pagewire.workers.model.pooler import PoolingSlot
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, logprob_rows

@@ -1,4 +1,4 @@
-"""What becomes of an attached session when its core is lost."""
+"""How a session starts, and what becomes of it when its core is lost."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import pytest
 from pagewire.frontend import session as session_module
 from pagewire.frontend.mailbox import Inbox
 from pagewire.frontend.outputs import RequestOutput
-from pagewire.frontend.session import Session
+from pagewire.frontend.session import Session, tokenizer_ahead
 from pagewire.frontend.text import tokenizer as tokenizer_module
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.messages import EngineInfo, Hello, Refused, Request, Submit
+from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import RequestOutputKind, SamplingParams
 
 from .conftest import FakeCore
@@ -229,3 +230,16 @@ def test_closing_does_not_wait_for_another_core(
     [state] = inbox.get()
     with pytest.raises(EngineDeadError):
         session.take(state)
+
+
+def test_the_tokenizer_of_a_folder_is_loaded_while_the_core_starts(tmp_path: Path) -> None:
+    for options in (
+        {"model": "somebody/model"},
+        {"skip_tokenizer_init": True},
+        {"tokenizer": "demo", "tokenizer_revision": "main"},
+    ):
+        assert tokenizer_ahead(EngineArgs(**options), {}) is None
+    ahead = tokenizer_ahead(EngineArgs(), {})
+    assert ahead is not None and ahead.result().encode("A") == load_tokenizer("demo").encode("A")
+    broken = tokenizer_ahead(EngineArgs(tokenizer=str(tmp_path)), {})
+    assert broken is not None and isinstance(broken.exception(), ValueError)

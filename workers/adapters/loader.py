@@ -28,7 +28,7 @@ from pagewire.workers.batch import AdapterOrder
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.loading import LoadedModel
+from pagewire.workers.model.loaded import LoadedModel
 
 logger = logging.getLogger("pagewire.worker")
 

@@ -26,7 +26,7 @@ from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import current_adapters
 from pagewire.workers.model.encoder import EncoderModel
 from pagewire.workers.model.experts import up_name
-from pagewire.workers.model.loading import LoadedModel
+from pagewire.workers.model.loaded import LoadedModel
 from pagewire.workers.model.model import Model
 from pagewire.workers.model.parallel_layers import DividedEmbedding, GatheredLinear
 from pagewire.workers.model.pooling_model import Headless

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from pagewire.ipc.heap import release_spare_memory
 from pagewire.ipc.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.kernels.experts import GroupedExperts
-from pagewire.kernels.paging import KVScales
 from pagewire.workers.collective.agreement import all_have
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.parts import shards_of
@@ -29,6 +27,7 @@ from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.encoder_stack import EncoderStack
 from pagewire.workers.model.experts import pack_experts
 from pagewire.workers.model.kv_scales import kv_scales
+from pagewire.workers.model.loaded import LoadedModel, Phases
 from pagewire.workers.model.model import (
     Model,
     head_dim,
@@ -39,10 +38,9 @@ from pagewire.workers.model.model import (
 )
 from pagewire.workers.model.modules import build_module
 from pagewire.workers.model.parallel_layers import fit_modules
-from pagewire.workers.model.pooler import Pooler
 from pagewire.workers.model.proof import DryRun, check_config, expected_logits, prove
 from pagewire.workers.model.sharded_state import ShardedState
-from pagewire.workers.model.shards import Cut, Shards
+from pagewire.workers.model.shards import Shards
 from pagewire.workers.model.shares import stage_layers
 from pagewire.workers.model.stack import DecoderStack, build_stack
 from pagewire.workers.model.stage_cut import CutBase
@@ -58,49 +56,6 @@ from pagewire.workers.model.transforms import (
 from pagewire.workers.model.weights import Weights
 
 logger = logging.getLogger("pagewire.worker")
-
-
-@dataclass
-class Phases:
-    """Measures the phases of the start. `report` is called with name and seconds of each; `seconds` keeps them."""
-
-    report: Callable[[str, float], None]
-    seconds: dict[str, float] = field(default_factory=dict)
-    _since: float = field(default_factory=time.monotonic)
-
-    def end(self, name: str) -> None:
-        """End the current phase under this name; the next one begins."""
-        now = time.monotonic()
-        self.seconds[name] = now - self._since
-        self._since = now
-        self.report(name, self.seconds[name])
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model that has passed the proof (`proof.py`), with its properties.
-
-    kv_scales: see `StepContext`. kv_shapes: of each layer; empty for an encoder.
-    pooler: of a model that pools; None: it generates.
-    cuts: how parameters are divided over the ranks, by name; what is not there, every rank has as a whole.
-    """
-
-    model: Model
-    architecture: str
-    dtype: torch.dtype
-    vocab_size: int
-    max_model_len: int
-    eos_token_id: int | None
-    kv_shapes: list[KVShape]
-    kv_scales: list[KVScales]
-    weight_bytes: int
-    pooler: Pooler | None = None
-    cuts: dict[str, Cut] = field(default_factory=dict)
-
-    @property
-    def is_stack(self) -> bool:
-        """True if its layers run as a `DecoderStack`."""
-        return isinstance(self.model.base, DecoderStack)
 
 
 @torch.inference_mode()

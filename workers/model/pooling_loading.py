@@ -28,9 +28,8 @@ from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.encoder import EncoderModel, in_pages, max_positions, takes_token_types
 from pagewire.workers.model.encoder_stack import EncoderStack, build_encoder_stack
 from pagewire.workers.model.kv_scales import kv_scales
+from pagewire.workers.model.loaded import LoadedModel, Phases
 from pagewire.workers.model.loading import (
-    LoadedModel,
-    Phases,
     end_of_sequence,
     own_shards,
     transform,

@@ -21,7 +21,7 @@ from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import StepContext
-from pagewire.workers.model.loading import LoadedModel, Phases
+from pagewire.workers.model.loaded import LoadedModel, Phases
 from pagewire.workers.slots import Slots
 from pagewire.workers.speculation.coverage import Coverage
 from pagewire.workers.speculation.interface import RowOver

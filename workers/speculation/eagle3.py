@@ -33,7 +33,7 @@ from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import KVShape
-from pagewire.workers.model.loading import LoadedModel
+from pagewire.workers.model.loaded import LoadedModel
 from pagewire.workers.model.online import online
 from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.model.weights import keep

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from pagewire.ipc.worker_messages import StepPlan
-from pagewire.workers.model.loading import LoadedModel
+from pagewire.workers.model.loaded import LoadedModel
 
 
 class RowOver(NamedTuple):

@@ -36,7 +36,7 @@ from pagewire.workers.collective.single import SingleRank
 from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.checkpoint import Checkpoint
-from pagewire.workers.model.loading import LoadedModel
+from pagewire.workers.model.loaded import LoadedModel
 from pagewire.workers.model.online import online
 from pagewire.workers.model.products import packed
 from pagewire.workers.model.weights import keep

@@ -30,7 +30,7 @@ from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.model.attention import StepContext
 from pagewire.workers.model.invariant import Invariant
-from pagewire.workers.model.loading import LoadedModel
+from pagewire.workers.model.loaded import LoadedModel
 from pagewire.workers.model.model import Model
 from pagewire.workers.model.overlay import input_embedding
 from pagewire.workers.speculation.mtp_checkpoint import MtpLayers, read_layers

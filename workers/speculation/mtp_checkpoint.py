@@ -25,7 +25,8 @@ from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model import attention
 from pagewire.workers.model.checkpoint import WeightSource
 from pagewire.workers.model.checkpoint_headers import WITHOUT_HEADERS
-from pagewire.workers.model.loading import LoadedModel, module_bytes, transform_parts
+from pagewire.workers.model.loaded import LoadedModel
+from pagewire.workers.model.loading import module_bytes, transform_parts
 from pagewire.workers.model.model import load_config
 from pagewire.workers.model.modules import module_on_meta, quantisation, read_by_transformers, weight_source
 from pagewire.workers.model.mtp_layers import mtp_prefixes

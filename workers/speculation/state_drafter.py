@@ -25,7 +25,7 @@ from pagewire.ipc.worker_messages import StepPlan, WorkerConfig
 from pagewire.kernels.attention import AttentionBatch
 from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.model.attention import KVShape
-from pagewire.workers.model.loading import LoadedModel
+from pagewire.workers.model.loaded import LoadedModel
 from pagewire.workers.slots import Slots
 from pagewire.workers.speculation.interface import RowOver
 from pagewire.workers.speculation.places import Places

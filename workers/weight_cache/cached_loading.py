@@ -16,8 +16,7 @@ from pagewire.workers.collective.agreement import all_have
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.parts import shards_of
 from pagewire.workers.device.interface import Device
-from pagewire.workers.model.loading import LoadedModel, Phases, load_model
-from pagewire.workers.model.pooling_loading import is_pooling, load_pooling_model
+from pagewire.workers.model.loaded import LoadedModel, Phases
 from pagewire.workers.weight_cache import file, folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.file import PackedFile
@@ -45,6 +44,9 @@ def load(ahead: WeightsAhead, phases: Phases, device: Device, collective: Collec
         phases.end("packed weights")
         return loaded
     loaded = ahead.packed = None  # another rank lacks its own: these make room for those that are loaded now
+    from pagewire.workers.model.loading import load_model  # a start from packed weights does without
+    from pagewire.workers.model.pooling_loading import is_pooling, load_pooling_model
+
     load_it = load_pooling_model if is_pooling(ahead.config) else load_model
     with reserved(ahead.reserve):
         return load_it(ahead.config, phases, device, collective)

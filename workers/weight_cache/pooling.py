@@ -16,7 +16,7 @@ from pagewire.workers.collective.interface import Collective
 from pagewire.workers.model.dense import Dense
 from pagewire.workers.model.encoder import EncoderModel
 from pagewire.workers.model.encoder_stack import EncoderEmbeddings, EncoderStack
-from pagewire.workers.model.loading import LoadedModel
+from pagewire.workers.model.loaded import LoadedModel
 from pagewire.workers.model.pooler import Pooler
 from pagewire.workers.model.pooling_model import PoolingModel
 from pagewire.workers.model.pooling_spec import PoolingSpec, TokenHead

@@ -20,7 +20,7 @@ from pagewire.workers.adapters.embedding import embedding_of
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.parts import shards_of
 from pagewire.workers.model.attention import KVShape
-from pagewire.workers.model.loading import LoadedModel
+from pagewire.workers.model.loaded import LoadedModel
 from pagewire.workers.model.model import Model
 from pagewire.workers.model.parallel_layers import DividedEmbedding, Gather, GatheredLinear
 from pagewire.workers.model.shards import Axis, Cut
