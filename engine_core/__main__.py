@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--lifeline", type=int, default=-1)
     options = parser.parse_args()
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it logs to the terminal of another process group
-    raise_descriptor_limit()
+    raise_descriptor_limit()  # before the worker, which inherits the limit
     early = start_early(options.worker_address)
 
     from pagewire.engine_core.daemon import Listen, serve  # while the worker starts
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def start_early(address: str | None) -> EarlyWorker | None:
-    """A worker that connects to this address; None if none is wanted, or the core has to try again later."""
+    """A worker that connects to this address; None without an address, or if none can be started now."""
     try:
         return None if address is None else EarlyWorker.start(address)
     except (OSError, MemoryError):

@@ -31,7 +31,7 @@ class Load:
         self.num_bytes += num_bytes
 
     def admits(self, num_requests: int, num_bytes: int) -> bool:
-        """Whether so many more fit into the window. A message of any size fits into an empty one."""
+        """Whether this many more requests and bytes fit. An empty window takes a message of any size."""
         return not self or (
             self.num_requests + num_requests <= WINDOW_REQUESTS and self.num_bytes + num_bytes <= WINDOW_BYTES
         )

@@ -147,7 +147,7 @@ class Fortress:
                 stderr=log,
                 text=True,
                 preexec_fn=_confine,
-                **OWN_GROUP,
+                **OWN_GROUP,  # and the session of the client: Linux divides processors among sessions first
             )
         assert process.stdout is not None
         ready, _, where = process.stdout.readline().strip().partition(" ")

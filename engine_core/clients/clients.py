@@ -164,9 +164,8 @@ class Clients:
                 client = None
             if client is not None:
                 client.last_seen = now
-            elif (
-                MAX_HELLO_BYTES < len(frames[0]) <= self._codec.max_head_bytes
-            ):  # to decode it would take long
+            elif MAX_HELLO_BYTES < len(frames[0]) <= self._codec.max_head_bytes:
+                # No greeting is that large, and to decode it would take long.
                 self.send(sender, Detached(NOT_ATTACHED))
                 yield sender, None, num_bytes
                 continue

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import msgspec
 import zmq
 
+from pagewire.engine_core.workers.launchers.early import identity_of
 from pagewire.engine_core.workers.launchers.interface import Launcher, Process
 from pagewire.engine_core.workers.places import places
 from pagewire.ipc.codec import Buffer, Codec
@@ -156,7 +157,7 @@ class WorkerGroup:
             raise
 
     def _start_process(self, number: int) -> None:
-        identity = f"worker-{self.num_starts}-{number}"
+        identity = identity_of(self.num_starts, number)
         process = self._launcher.start(number, self.address, identity)
         rank = self._ranks[process.identity] = Rank(process, time.monotonic())
         self._exits.register(process.exit_fd, select.EPOLLIN)

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pagewire.ipc.lifeline import Child
 
 WORKER_COMMAND = (sys.executable, "-m", "pagewire.workers.main")
-FIRST_IDENTITY = "worker-1-0"  # as `WorkerGroup` names the first process of the first rank
+
+
+def identity_of(start: int, rank: int) -> str:
+    """The name of a rank's process at its socket. start: how often the group was started by then."""
+    return f"worker-{start}-{rank}"
+
+
+FIRST_IDENTITY = identity_of(1, 0)
 
 
 @dataclass(frozen=True)

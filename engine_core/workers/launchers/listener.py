@@ -25,7 +25,9 @@ class Listener:
 
     @classmethod
     def local(cls, context: zmq.Context[zmq.Socket[bytes]], address: str | None = None) -> Listener:
-        """A socket for this user's processes on this machine. address: default: one that nobody uses.
+        """A socket for this user's processes on this machine.
+
+        address: where it listens; None: at an address that is made for it.
 
         Raises:
             OSError: it cannot be bound.

@@ -162,7 +162,7 @@ def test_a_worker_that_was_started_early_is_the_first(
     start_core: StartCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
 ) -> None:
     monkeypatch.setattr(early, "WORKER_COMMAND", FAKE_WORKER)
-    first = EarlyWorker.start(f"ipc://{tmp_path}/workers.sock")  # where nobody listens yet
+    first = EarlyWorker.start(f"ipc://{tmp_path}/workers.sock")  # the core does not listen there yet
     if not lives:
         first.child.process.kill()
     with zmq.Context() as context:
