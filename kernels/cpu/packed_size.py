@@ -33,10 +33,15 @@ class IntegerForm(NamedTuple):
 
 
 def panel(isa: str) -> int:
-    """Outputs of a panel."""
+    """Outputs of a panel of floats."""
     if isa == REFERENCE:
         return 1
-    return {"avx2": 16, "portable": 8}.get(isa, 64)
+    return {"avx2": 16, "avx_vnni": 16, "portable": 8}.get(isa, 64)
+
+
+def integer_panel(isa: str) -> int:
+    """Outputs of a panel of integers: half of those of floats where AVX-512 multiplies them by vectors alone."""
+    return 32 if isa.startswith("avx512") else panel(isa)
 
 
 def packed_bytes(rows: int, columns: int, dtype: str, isa: str) -> int:
@@ -54,8 +59,7 @@ def packed_integer_bytes(rows: int, columns: int, form: IntegerForm, isa: str) -
     width = columns if form.group else _up(columns, WHOLE_ROW_DEPTH)
     groups = -(-columns // form.group) if form.group else 1
     scales = groups * form.scale_bytes * (2 if form.has_offsets else 1)
-    height = _up(rows, 64 if isa in TILED else panel(isa))
-    return height * (width * form.bits // 8 + scales)
+    return _up(rows, integer_panel(isa)) * (width * form.bits // 8 + scales)
 
 
 def _up(size: int, step: int) -> int:

@@ -65,26 +65,41 @@ class Product {
   int64_t items() const { return groups_ * ((output_.count + kRowChunk - 1) / kRowChunk); }
   int64_t work() const { return output_.count * output_.n * layout_.columns(); }
 
-  void run(int64_t item) const {
+  const char* first_panel(int64_t item) const { return packed_ + item % groups_ * group_ * layout_.bytes(); }
+
+  // `after`: the panel that this thread most likely takes next.
+  void run(int64_t item, const char* after) const {
     const int64_t first = item % groups_ * group_, last = std::min(first + group_, panels_);
     const int64_t begin = item / groups_ * kRowChunk, end = std::min(begin + kRowChunk, output_.count);
-    for (int64_t p = first; p < last; ++p) chunk(p, packed_ + p * layout_.bytes(), begin, end);
+    for (int64_t p = first; p < last; ++p) {
+      const char* const panel = packed_ + p * layout_.bytes();
+      chunk(p, panel, p + 1 < last ? panel + layout_.bytes() : after, begin, end);
+    }
   }
 
  private:
-  void chunk(int64_t p, const char* panel, int64_t begin, int64_t end) const {
+  // `next`: the panel after this one.
+  void chunk(int64_t p, const char* panel, const char* next, int64_t begin, int64_t end) const {
 #if defined(PAGEWIRE_TILES)
     if (end - begin > kRows && is_tiled(layout_)) return tiled_chunk(p, panel, begin, end);
 #endif
     PanelSums sums;
     const VectorBlock<Codes> block(layout_, zero_, codes_);
+    const char* const fetched = next + layout_.bytes();
+    Fetch fetch = fetch_for(end - begin);
     for_blocks(begin, end, kRows, [&](int64_t row, int64_t count) {
-      if (row == begin)
-        block.template run<true>(rows_.from(row), count, panel, sums);
-      else
-        block.template run<false>(rows_.from(row), count, panel, sums);
+      next = block.run(fetch, rows_.from(row), count, panel, next, sums);
+      if (next >= fetched) fetch = Fetch::nothing;
       output_.keep(sums.row, row, count, p);
     });
+  }
+
+  // One row reads a panel as fast as memory gives it, so what is fetched is soon needed. More rows leave time to fetch the
+  // next panel as a whole.
+  static Fetch fetch_for(int64_t rows) {
+    if (rows == 1) return Fetch::own;
+    if (rows <= kRows) return Fetch::next;
+    return Fetch::next_slowly;
   }
 
 #if defined(PAGEWIRE_TILES)
@@ -145,8 +160,11 @@ class AnyProduct {
   int64_t work() const {
     return std::visit([](const auto& product) { return product.work(); }, product_);
   }
-  void run(int64_t item) const {
-    std::visit([&](const auto& product) { product.run(item); }, product_);
+  const char* first_panel(int64_t item) const {
+    return std::visit([&](const auto& product) { return product.first_panel(item); }, product_);
+  }
+  void run(int64_t item, const char* after) const {
+    std::visit([&](const auto& product) { product.run(item, after); }, product_);
   }
 
  private:
@@ -261,7 +279,9 @@ EXPORT void pagewire_quantised_grouped(const GroupedCall* call) {
   const Batch<AnyProduct> products = codes.products();
   const int num_threads = products.work() < kParallelWork ? 1 : call->num_threads;
   parallel_for(products.items(), num_threads, [&](int64_t item) {
+    // Threads take items in turn, so what comes after the others' next ones is most likely this thread's.
+    const auto next = products.find(std::min(item + num_threads, products.items() - 1));
     const auto mine = products.find(item);
-    mine.product.run(mine.item);
+    mine.product.run(mine.item, next.product.first_panel(next.item));
   });
 }

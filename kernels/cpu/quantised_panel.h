@@ -11,17 +11,12 @@
 
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(PAGEWIRE_TILES)
 constexpr int kVectors = 4;
 #else
 constexpr int kVectors = 2;
 #endif
-constexpr int64_t kStrip = kVectors * kLanes;  // columns whose sums are in registers at a time
-#if defined(PAGEWIRE_TILES)
-constexpr int64_t kPanel = 64;
-#else
-constexpr int64_t kPanel = kStrip;
-#endif
+constexpr int64_t kPanel = kVectors * kLanes;  // columns whose sums are in registers at a time
 constexpr int64_t kDepth = 64;  // what k is rounded up to without groups: the depth of a matrix tile of bytes
 
 struct PanelLayout {

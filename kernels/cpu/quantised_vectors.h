@@ -6,17 +6,33 @@
 
 namespace {
 
-#if defined(__AVX2__)
-constexpr int kRows = 4;  // beside 16 vectors of integer sums, as many of totals: all registers of AVX512
+// Rows of a block. Where a panel has two vectors of columns, their integer sums and as many totals take three quarters of the
+// registers: with more, the compiler moves sums to memory and back within the loop along k. Matrix tiles want panels of four
+// vectors, and there four rows were faster than three nevertheless.
+#if defined(PAGEWIRE_TILES)
+constexpr int kRows = 4;
+#elif defined(__AVX512F__)
+constexpr int kRows = 6;
+#elif defined(__AVX2__)
+constexpr int kRows = 3;
 #else
 constexpr int kRows = 2;
 #endif
 constexpr int64_t kLine = 64;
+constexpr int kStepLines = 4 * kPanel > kLine ? int(4 * kPanel / kLine) : 1;  // of a panel, in one step along k
 
-// Fetch a line that is read some time after the one at `at`. Distances and caches are those that were fastest (Zen 4,
-// one row): with those of 4 bits a token in 8 bits takes 1.14 of the time, with those of 8 bits one in 4 bits 1.2.
+// What is fetched from memory while rows are multiplied: lines of the panel itself, which are read some time later, or
+// lines of the panel after it, for each step as many as the step reads, or half as many.
+enum class Fetch { nothing, own, next, next_slowly };
+
+constexpr int lines_of(Fetch fetch) {
+  return fetch == Fetch::next ? kStepLines : fetch == Fetch::next_slowly ? (kStepLines + 1) / 2 : 0;
+}
+
+// Distances and caches are those that were fastest (Zen 4, one row): with those of 4 bits a token in 8 bits takes 1.14 of
+// the time, with those of 8 bits one in 4 bits 1.2.
 template <class Codes>
-INLINE void fetch_ahead(const char* at) {
+INLINE void fetch_own(const char* at) {
   if constexpr (Codes::kParts == 1)
     __builtin_prefetch(at + 6144, 0, 2);
   else
@@ -34,86 +50,88 @@ class VectorBlock {
   VectorBlock(const PanelLayout& layout, int32_t zero, const Codes& codes)
       : layout_(layout), codes_(codes), taken_((Codes::kSmall ? 0 : kTaken) - zero) {}
 
-  // `count` rows, at most kRows, times a panel. kFetch: the panel comes from memory.
-  template <bool kFetch>
-  void run(const QuantisedRows& rows, int64_t count, const char* panel, PanelSums& sums) const {
-    add<kFetch, true>(rows, count, panel, sums);
-    if (rows.has_finer()) return add<false, false>(rows.finer(), count, panel, sums);
-    for (int64_t row = 0; row < count; ++row) add_outliers(rows.from(row), panel, sums.row[row]);
+  // `count` rows, at most kRows, times a panel. Returns what to fetch next where `next` was fetched meanwhile.
+  const char* run(Fetch fetch, const QuantisedRows& rows, int64_t count, const char* panel, const char* next,
+                  PanelSums& sums) const {
+    if (fetch == Fetch::nothing) next = add<Fetch::nothing, true>(rows, count, panel, next, sums);
+    if (fetch == Fetch::own) next = add<Fetch::own, true>(rows, count, panel, next, sums);
+    if (fetch == Fetch::next) next = add<Fetch::next, true>(rows, count, panel, next, sums);
+    if (fetch == Fetch::next_slowly) next = add<Fetch::next_slowly, true>(rows, count, panel, next, sums);
+    if (rows.has_finer())
+      add<Fetch::nothing, false>(rows.finer(), count, panel, next, sums);
+    else
+      for (int64_t row = 0; row < count; ++row) add_outliers(rows.from(row), panel, sums.row[row]);
+    return next;
   }
 
   // The products of a row's outliers, in ascending order, as if each were a group of one column.
   void add_outliers(const QuantisedRows& row, const char* panel, float* to) const {
-    for (int64_t strip = 0; strip < kPanel; strip += kStrip) {
-      Floats totals[kVectors];
-      for (int v = 0; v < kVectors; ++v) totals[v] = load(to + strip + v * kLanes);
-      for (int64_t i = 0; i < row.layout.num_outliers; ++i) add_outlier(row.outliers[i], panel, strip, totals);
-      for (int v = 0; v < kVectors; ++v) store(to + strip + v * kLanes, totals[v]);
-    }
+    dispatch(layout_.scale_dtype, [&](auto scale) { add_outliers<decltype(scale)>(row, panel, to); });
   }
 
  private:
-  INLINE void add_outlier(const Outlier& outlier, const char* panel, int64_t strip, Floats (&totals)[kVectors]) const {
-    const char* const group = panel + outlier.group * layout_.group_bytes();
-    const char* const packed = group + (outlier.four / Codes::kParts * kPanel + strip) * 4;
-    const char* const scales = group + layout_.code_bytes() + strip * layout_.scale_size();
-    const Words element = (Words)broadcast(outlier.codes);
-    for (int v = 0; v < kVectors; ++v) {
-      const Words weights = codes_.bytes(load_raw<Words>(packed + v * int64_t(sizeof(Words))), outlier.four % Codes::kParts);
-      const Ints sum = multiply_add<Codes::kSmall>(broadcast(taken_), weights, element);
-      const char* const at = scales + v * kLanes * layout_.scale_size();
-      const Floats both = load_scales(at, layout_.scale_dtype) * outlier.value;
-      totals[v] = exact_fma(__builtin_convertvector(sum, Floats), both, totals[v]);
-      if (!layout_.offsets) continue;
-      const Floats offset = load_scales(at + layout_.scale_bytes(), layout_.scale_dtype);
-      totals[v] = exact_fma(broadcast(outlier.value), offset, totals[v]);
+  template <class Scale>
+  void add_outliers(const QuantisedRows& row, const char* panel, float* to) const {
+    const Ints taken = broadcast(taken_);
+    Floats totals[kVectors];
+    for (int v = 0; v < kVectors; ++v) totals[v] = load(to + v * kLanes);
+    for (int64_t i = 0; i < row.layout.num_outliers; ++i) {
+      const Outlier& outlier = row.outliers[i];
+      const Words element = (Words)broadcast(outlier.element);
+      const Floats value = broadcast(outlier.value);
+      const Scale* const scales = reinterpret_cast<const Scale*>(panel + outlier.scales_at);
+      for (int v = 0; v < kVectors; ++v) {
+        const Words packed = load_raw<Words>(panel + outlier.codes_at + v * int64_t(sizeof(Words)));
+        const Ints code = multiply_add<Codes::kSmall>(taken, codes_.bytes(packed, outlier.part), element);
+        totals[v] = exact_fma(__builtin_convertvector(code, Floats), load(scales + v * kLanes) * value, totals[v]);
+        if (layout_.offsets) totals[v] = exact_fma(value, load(scales + kPanel + v * kLanes), totals[v]);
+      }
     }
+    for (int v = 0; v < kVectors; ++v) store(to + v * kLanes, totals[v]);
   }
 
   // kFirst: onto zeros, whatever `sums` holds.
-  template <bool kFetch, bool kFirst>
-  void add(const QuantisedRows& rows, int64_t count, const char* panel, PanelSums& sums) const {
-    for (int64_t strip = 0; strip < kPanel; strip += kStrip) {
-      if (count == 1) multiply<1, kFetch, kFirst>(rows, panel, strip, sums);
-      if (count == 2) multiply<2, kFetch, kFirst>(rows, panel, strip, sums);
-      if constexpr (kRows >= 4) {
-        if (count == 3) multiply<3, kFetch, kFirst>(rows, panel, strip, sums);
-        if (count == 4) multiply<4, kFetch, kFirst>(rows, panel, strip, sums);
-      }
-    }
+  template <Fetch kFetch, bool kFirst, int kCount = kRows>
+  const char* add(const QuantisedRows& rows, int64_t count, const char* panel, const char* next, PanelSums& sums) const {
+    if constexpr (kCount > 1)
+      if (count < kCount) return add<kFetch, kFirst, kCount - 1>(rows, count, panel, next, sums);
+    return multiply<kFetch, kFirst, kCount>(rows, panel, next, sums);
   }
 
-  template <int kCount, bool kFetch, bool kFirst>
-  void multiply(const QuantisedRows& rows, const char* panel, int64_t strip, PanelSums& to) const {
+  template <Fetch kFetch, bool kFirst, int kCount>
+  const char* multiply(const QuantisedRows& rows, const char* panel, const char* next, PanelSums& to) const {
     const int8_t* x = rows.codes;
     Floats totals[kCount][kVectors];
     for (int r = 0; r < kCount; ++r)
-      for (int v = 0; v < kVectors; ++v) totals[r][v] = kFirst ? Floats{} : load(&to.row[r][strip + v * kLanes]);
+      for (int v = 0; v < kVectors; ++v) totals[r][v] = kFirst ? Floats{} : load(&to.row[r][v * kLanes]);
     for (int64_t g = 0; g < layout_.groups; ++g, panel += layout_.group_bytes(), x += layout_.group) {
       Ints sums[kCount][kVectors];
       for (int r = 0; r < kCount; ++r) {
         const Ints start = broadcast(rows.groups[r * layout_.groups + g].sum * taken_);
         for (int v = 0; v < kVectors; ++v) sums[r][v] = start;
       }
-      add_products<kCount, kFetch>(x, panel + 4 * strip, sums);
-      add_group<kCount>(rows.groups + g, panel + layout_.code_bytes() + strip * layout_.scale_size(), sums, totals);
+      next = add_products<kFetch, kCount>(x, panel, next, sums);
+      add_group<kCount>(rows.groups + g, panel + layout_.code_bytes(), sums, totals);
     }
     for (int r = 0; r < kCount; ++r)
-      for (int v = 0; v < kVectors; ++v) store(&to.row[r][strip + v * kLanes], totals[r][v]);
+      for (int v = 0; v < kVectors; ++v) store(&to.row[r][v * kLanes], totals[r][v]);
+    return next;
   }
 
-  template <int kCount, bool kFetch>
-  INLINE void add_products(const int8_t* x, const char* packed, Ints (&sums)[kCount][kVectors]) const {
+  template <Fetch kFetch, int kCount>
+  INLINE const char* add_products(const int8_t* x, const char* packed, const char* next,
+                                  Ints (&sums)[kCount][kVectors]) const {
     for (int64_t i = 0; i < layout_.group; i += 4 * Codes::kParts, packed += 4 * kPanel) {
-      if (kFetch)
-        for (int64_t at = 0; at < 4 * kStrip; at += kLine) fetch_ahead<Codes>(packed + at);
+      if (kFetch == Fetch::own)
+        for (int64_t at = 0; at < 4 * kPanel; at += kLine) fetch_own<Codes>(packed + at);
+      for (int line = 0; line < lines_of(kFetch); ++line, next += kLine) __builtin_prefetch(next, 0, 2);
 #pragma GCC unroll 2
       for (int part = 0; part < Codes::kParts; ++part) {
         Words weights[kVectors];
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v)
           weights[v] = codes_.bytes(load_raw<Words>(packed + v * int64_t(sizeof(Words))), part);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int r = 0; r < kCount; ++r) {
           int32_t four;
           std::memcpy(&four, x + r * layout_.columns() + i + 4 * part, sizeof(four));
@@ -124,6 +142,7 @@ class VectorBlock {
         }
       }
     }
+    return next;
   }
 
   // scales: a group's, and its offsets behind them.
