@@ -10,8 +10,9 @@
         --options '{"quantization": "int8"}' --bits 8.5 --peer llama_cpp=python,MODEL.gguf
 
 Every engine runs in a process of its own, started once and stopped while it is not its turn; each work is done
-`--runs` times by each, in turn, with prompts that no engine has seen. The table gives medians, their spread, and
-ours over theirs. Everything goes to `benchmarks/results/` as JSON too.
+`--runs` times by each, in turn, with prompts that no engine has seen. The table gives medians, their spread, ours
+over theirs, and how near our runs came to what the machine gave just before each. Everything goes to
+`benchmarks/results/` as JSON too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,8 @@ class Measured:
 
     values: list[float] = field(default_factory=list)
     idle_shares: list[float] = field(default_factory=list)
+    floor_shares: list[float] = field(default_factory=list)
+    """Ours only: how near each run came to what the machine allowed just before it."""
 
     @property
     def median(self) -> float:
@@ -166,8 +170,10 @@ def measure(engine: Engine, work: Work, seed: int) -> tuple[float, float | None]
     return work.count * work.output / found["seconds"], idle
 
 
-def compare(engines: list[Engine], works: tuple[Work, ...], runs: int) -> dict[Work, dict[str, Measured]]:
-    """All works by all engines, in turn."""
+def compare(
+    engines: list[Engine], works: tuple[Work, ...], runs: int, floor_now: Callable[[Work], float]
+) -> dict[Work, dict[str, Measured]]:
+    """All works by all engines, in turn. floor_now: the best value of a work that the machine allows now."""
     results: dict[Work, dict[str, Measured]] = {}
     for number, work in enumerate(works):
         results[work] = {engine.name: Measured() for engine in engines}
@@ -175,10 +181,14 @@ def compare(engines: list[Engine], works: tuple[Work, ...], runs: int) -> dict[W
             engine.run(count=min(work.count, 4), input=work.input, shared=0, output=4, seed=10**6 + number)
         for run in range(runs):
             for engine in engines[run % len(engines) :] + engines[: run % len(engines)]:
+                measured = results[work][engine.name]
+                floor = floor_now(work) if engine is engines[0] else None
                 value, idle = measure(engine, work, 1000 * number + run)
-                results[work][engine.name].values.append(value)
+                measured.values.append(value)
                 if idle is not None:
-                    results[work][engine.name].idle_shares.append(idle)
+                    measured.idle_shares.append(idle)
+                if floor is not None:
+                    measured.floor_shares.append(speed_ratio(work, value, floor))
                 print(f"{work.label}  {engine.name}  {shown(work, value)}", file=sys.stderr, flush=True)
     return results
 
@@ -193,8 +203,8 @@ def speed_ratio(work: Work, ours: float, theirs: float) -> float:
     return ours / theirs if work.what == "out/s" else theirs / ours
 
 
-def floor(work: Work, limits: Limits, model: Path, bits: float) -> float:
-    """The best value that the machine allows with weights of `bits`."""
+def floor_of(work: Work, limits: Limits, model: Path, bits: float) -> float:
+    """The best value that such limits allow with weights of `bits`."""
     prefill = floor_seconds(limits, model, work.count, work.input, 1, work.shared, bits)
     if work.what == "ttft":
         return prefill
@@ -204,7 +214,7 @@ def floor(work: Work, limits: Limits, model: Path, bits: float) -> float:
     return work.count * work.output / whole
 
 
-def table(results: dict[Work, dict[str, Measured]], limits: Limits, model: Path, bits: float) -> str:
+def table(results: dict[Work, dict[str, Measured]]) -> str:
     """Markdown."""
     names = list(next(iter(results.values())))
     rows = [["work", *names, *(f"over {name}" for name in names[1:]), "of the floor", "worker idle"]]
@@ -212,7 +222,7 @@ def table(results: dict[Work, dict[str, Measured]], limits: Limits, model: Path,
         ours = by_engine[names[0]]
         cells = [f"{shown(work, m.median)} ±{50 * m.spread:.0f}%" for m in by_engine.values()]
         ratios = [f"{speed_ratio(work, ours.median, by_engine[name].median):.2f}" for name in names[1:]]
-        share = speed_ratio(work, ours.median, floor(work, limits, model, bits))
+        share = statistics.median(ours.floor_shares)
         idle = f"{100 * statistics.median(ours.idle_shares):.1f}%" if ours.idle_shares else ""
         rows.append([work.label, *cells, *ratios, f"{100 * share:.0f}%", idle])
     rows.insert(1, ["---"] * len(rows[0]))
@@ -238,29 +248,32 @@ def main() -> None:
     options = parser.parse_args()
     options.model = options.model.resolve()
     works = tuple(work for work in WORKS[options.works] if (options.only or "") in work.label)
-    limits = measure_limits()
-    print(processor(), limits, file=sys.stderr)
     engines = [Engine("pagewire", sys.executable, str(options.model), options.options)]
     for peer in options.peer:
         name, _, rest = peer.partition("=")
         python, _, model = rest.partition(",")
         engines.append(Engine(name, python, model or str(options.model)))
-    results = compare(engines, works, options.runs)
+
+    def floor_now(work: Work) -> float:
+        """Measured anew each time: neighbours on a shared machine take of its memory's bandwidth what they need."""
+        return floor_of(work, measure_limits(statistics.median), options.model, options.bits)
+
+    results = compare(engines, works, options.runs, floor_now)
     peaks = {engine.name: engine.peak_rss_bytes() for engine in engines}
     for engine in engines:
         engine.close()
-    limits = limits.best(measure_limits())  # neighbours on the machine may have slowed either
-    print(table(results, limits, options.model, options.bits))
+    print(processor())
+    print(table(results))
     print("start to ready: " + ", ".join(f"{engine.name} {engine.start_s:.1f} s" for engine in engines))
     print("peak RSS: " + ", ".join(f"{name} {peak / 2**20:,.0f} MiB" for name, peak in peaks.items()))
     written: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": processor(),
         "options": options.options,
-        "limits": asdict(limits),
         "start_s": {engine.name: engine.start_s for engine in engines},
         "peak_rss_bytes": peaks,
         "works": {work.label: {name: m.values for name, m in row.items()} for work, row in results.items()},
+        "floor_shares": {work.label: row[engines[0].name].floor_shares for work, row in results.items()},
     }
     RESULTS.mkdir(exist_ok=True)
     name = "-".join(["compare", options.works, *re.findall(r"\w+", options.options or ""), written["date"]])

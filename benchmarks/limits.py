@@ -48,15 +48,15 @@ class Limits:
         return max(num_bytes / self.read_bytes_per_s, flop / self.flop_per_s)
 
 
-def best_seconds(work: Callable[[], object]) -> float:
-    """The fastest of several runs, after a warm-up."""
+def seconds(work: Callable[[], object], chosen: Callable[[list[float]], float] = min) -> float:
+    """The time of one of several runs, after a warm-up; the fastest one unless another is chosen."""
     work()
     times = []
     for _ in range(REPEATS):
         begin = time.perf_counter()
         work()
         times.append(time.perf_counter() - begin)
-    return min(times)
+    return chosen(times)
 
 
 @functools.cache
@@ -78,13 +78,15 @@ def probes() -> ctypes.CDLL:
     return loaded
 
 
-def measure_limits() -> Limits:
-    """Measured on all cores that this process may use."""
+def measure_limits(chosen: Callable[[list[float]], float] = min) -> Limits:
+    """Measured on all cores that this process may use. chosen: of several times; the least is the machine's own."""
     library, num_threads = probes(), torch.get_num_threads()
     source = torch.ones(READ_BYTES, dtype=torch.uint8)
-    read = READ_BYTES / best_seconds(lambda: library.probe_read(source.data_ptr(), READ_BYTES, num_threads))
+    read = READ_BYTES / seconds(
+        lambda: library.probe_read(source.data_ptr(), READ_BYTES, num_threads), chosen
+    )
     flop = library.probe_multiply(1, num_threads) * ROUNDS
-    return Limits(read, flop / best_seconds(lambda: library.probe_multiply(ROUNDS, num_threads)))
+    return Limits(read, flop / seconds(lambda: library.probe_multiply(ROUNDS, num_threads), chosen))
 
 
 def processor() -> str:
