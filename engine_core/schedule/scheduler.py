@@ -136,7 +136,8 @@ class Scheduler:
         step = PlannedStep(self._next_step_id, self.config.max_num_batched_tokens)
         step.late = not self.in_flight and self.config.depth > 1
         newcomer, leaving = self._hand_over(now)
-        if self._plan_running(step, leaving):
+        # Until `leaving` is preempted none is admitted: it would take blocks that are about to change hands.
+        if self._plan_running(step, leaving) and leaving is None:
             self._plan_waiting(step, newcomer, now)
         if not step.rows:
             return None

@@ -164,6 +164,25 @@ def test_a_tenant_without_a_slot_does_not_wait_behind_one_that_has_got_its_own()
     assert served("late") < served("modest") and not any(sequence.finished for sequence in [*greedy, *late])
 
 
+def test_blocks_that_are_about_to_change_hands_are_nobody_elses() -> None:
+    """Who gives them has a step in flight; meanwhile who is first in the queue fits into what is free already."""
+    simulation = Simulation(num_blocks=64, block_size=1, max_model_len=64, depth=3, share_prefixes=False)
+    simulation.submit([7], tenant="modest", max_tokens=30)
+    simulation.drain()
+    greedy = [simulation.submit([6] * 8, tenant="greedy", max_tokens=40)[0] for _ in range(2)]
+    for _ in range(7):
+        simulation.step()
+    simulation.submit([5] * 6, tenant="least", max_tokens=40)
+    simulation.step()
+    (first,) = simulation.submit([8] * 16, tenant="least", max_tokens=SHORT)
+    (large,) = simulation.submit([7] * 32, tenant="modest", max_tokens=SHORT)
+    while large.state is State.WAITING:
+        simulation.step()
+    assert first.state is State.WAITING and not any(sequence.finished for sequence in greedy)
+    assert simulation.scheduler.stats.num_preemptions == 1
+    simulation.drain()
+
+
 def test_the_beginning_of_a_request_gets_a_slot_of_a_batch() -> None:
     simulation = Simulation(max_num_seqs=3, num_blocks=64)
     batch = [simulation.submit([5, rank + 2], max_tokens=LONG, rank=rank)[0] for rank in range(3)]
