@@ -36,6 +36,8 @@ from benchmarks.limits import Limits, floor_seconds, measure_limits, processor
 
 ENGINES = Path(__file__).parent / "engines"
 RESULTS = Path(__file__).parent / "results"
+QUIET_CPU_S = 0.1
+"""Processor time of an engine within a second that does not disturb another one."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,18 @@ class Engine:
             for process in (root, *root.children(recursive=True)):
                 process.send_signal(number)
 
+    def wait_until_quiet(self) -> None:
+        """Wait for what is done in idle moments after a start: ours has the system make its KV cache's pages."""
+        spent, before = self._cpu_seconds(), -1.0
+        while spent - before > QUIET_CPU_S:
+            time.sleep(1.0)
+            spent, before = self._cpu_seconds(), spent
+
+    def _cpu_seconds(self) -> float:
+        root = psutil.Process(self.process.pid)
+        times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+        return sum(spent.user + spent.system for spent in times)
+
     def peak_rss_bytes(self) -> int:
         """Largest resident sizes of its processes, added up; shared pages count in each."""
         root = psutil.Process(self.process.pid)
@@ -174,6 +188,8 @@ def compare(
     engines: list[Engine], works: tuple[Work, ...], runs: int, floor_now: Callable[[Work], float]
 ) -> dict[Work, dict[str, Measured]]:
     """All works by all engines, in turn. floor_now: the best value of a work that the machine allows now."""
+    for engine in engines:
+        engine.wait_until_quiet()
     results: dict[Work, dict[str, Measured]] = {}
     for number, work in enumerate(works):
         results[work] = {engine.name: Measured() for engine in engines}
