@@ -222,7 +222,11 @@ class RayLauncher:
         self._context.destroy(0)
         # A thread that still called Ray after this would make it connect again.
         if all(follower.stop() for follower in self._followers):
-            self._ray.shutdown()
+            try:
+                self._ray.shutdown()
+            except OSError as error:
+                # It prints what workers said last, and our output may have no reader any more.
+                logger.debug("Ray was left: %s", error)
 
 
 def carried(environment: Any) -> dict[str, str]:
