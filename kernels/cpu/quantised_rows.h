@@ -24,23 +24,21 @@ struct GroupInput {
 };
 
 struct Outlier {
-  int32_t codes_at, scales_at;  // bytes from the start of a panel: codes of its four columns, scales of its group
-  int32_t part;                 // of the packed codes there
-  int32_t element;              // a 1 in its byte of four
+  int32_t group;  // of the weight
+  int32_t four;   // which four columns of the group
+  int32_t codes;  // of these: 1 for its own
   float value;
 };
 
 // How the columns of a row are quantised. Groups are the weight's.
 struct RowLayout {
-  PanelLayout panel;
   int64_t columns, groups, group;
   int64_t shared;  // columns that share a scale
   int64_t block;   // columns with one outlier
   int64_t num_outliers;
 
   explicit RowLayout(const PanelLayout& layout)
-      : panel(layout),
-        columns(layout.columns()),
+      : columns(layout.columns()),
         groups(layout.groups),
         group(layout.group),
         shared(std::max(kLeastShared, layout.group)),
@@ -118,15 +116,8 @@ class RowQuantiser {
     const int64_t column = min_lanes(columns);
     const float value = values[column];
     values[column] = 0;
-    return outlier(column, is_finite(value) ? value : std::numeric_limits<float>::quiet_NaN());
-  }
-
-  Outlier outlier(int64_t column, float value) const {
-    const PanelLayout& panel = layout_.panel;
-    const int64_t four = column % layout_.group / 4, parts = 8 / panel.bits;
-    const int64_t group_at = column / layout_.group * panel.group_bytes();
-    return {int32_t(group_at + four / parts * 4 * kPanel), int32_t(group_at + panel.code_bytes()), int32_t(four % parts),
-            1 << 8 * (column % 4), value};
+    return {int32_t(column / layout_.group), int32_t(column % layout_.group / 4), 1 << 8 * (column % 4),
+            is_finite(value) ? value : std::numeric_limits<float>::quiet_NaN()};
   }
 
   // The groups that share the scale of the columns from `start` on.

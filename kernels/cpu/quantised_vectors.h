@@ -66,28 +66,28 @@ class VectorBlock {
 
   // The products of a row's outliers, in ascending order, as if each were a group of one column.
   void add_outliers(const QuantisedRows& row, const char* panel, float* to) const {
-    dispatch(layout_.scale_dtype, [&](auto scale) { add_outliers<decltype(scale)>(row, panel, to); });
+    Floats totals[kVectors];
+    for (int v = 0; v < kVectors; ++v) totals[v] = load(to + v * kLanes);
+    for (int64_t i = 0; i < row.layout.num_outliers; ++i) add_outlier(row.outliers[i], panel, totals);
+    for (int v = 0; v < kVectors; ++v) store(to + v * kLanes, totals[v]);
   }
 
  private:
-  template <class Scale>
-  void add_outliers(const QuantisedRows& row, const char* panel, float* to) const {
-    const Ints taken = broadcast(taken_);
-    Floats totals[kVectors];
-    for (int v = 0; v < kVectors; ++v) totals[v] = load(to + v * kLanes);
-    for (int64_t i = 0; i < row.layout.num_outliers; ++i) {
-      const Outlier& outlier = row.outliers[i];
-      const Words element = (Words)broadcast(outlier.element);
-      const Floats value = broadcast(outlier.value);
-      const Scale* const scales = reinterpret_cast<const Scale*>(panel + outlier.scales_at);
-      for (int v = 0; v < kVectors; ++v) {
-        const Words packed = load_raw<Words>(panel + outlier.codes_at + v * int64_t(sizeof(Words)));
-        const Ints code = multiply_add<Codes::kSmall>(taken, codes_.bytes(packed, outlier.part), element);
-        totals[v] = exact_fma(__builtin_convertvector(code, Floats), load(scales + v * kLanes) * value, totals[v]);
-        if (layout_.offsets) totals[v] = exact_fma(value, load(scales + kPanel + v * kLanes), totals[v]);
-      }
+  INLINE void add_outlier(const Outlier& outlier, const char* panel, Floats (&totals)[kVectors]) const {
+    const char* const group = panel + outlier.group * layout_.group_bytes();
+    const char* const packed = group + outlier.four / Codes::kParts * kPanel * 4;
+    const char* const scales = group + layout_.code_bytes();
+    const Words element = (Words)broadcast(outlier.codes);
+    for (int v = 0; v < kVectors; ++v) {
+      const Words weights = codes_.bytes(load_raw<Words>(packed + v * int64_t(sizeof(Words))), outlier.four % Codes::kParts);
+      const Ints sum = multiply_add<Codes::kSmall>(broadcast(taken_), weights, element);
+      const char* const at = scales + v * kLanes * layout_.scale_size();
+      const Floats both = load_scales(at, layout_.scale_dtype) * outlier.value;
+      totals[v] = exact_fma(__builtin_convertvector(sum, Floats), both, totals[v]);
+      if (!layout_.offsets) continue;
+      const Floats offset = load_scales(at + layout_.scale_bytes(), layout_.scale_dtype);
+      totals[v] = exact_fma(broadcast(outlier.value), offset, totals[v]);
     }
-    for (int v = 0; v < kVectors; ++v) store(to + v * kLanes, totals[v]);
   }
 
   // kFirst: onto zeros, whatever `sums` holds.
