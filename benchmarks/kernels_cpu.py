@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from benchmarks.limits import Limits, measure_limits, processor
 from pagewire.kernels import linear
-from pagewire.kernels.attention import AttentionBatch, paged_attention, store_kv
+from pagewire.kernels.attention import AttentionBatch, Cache, paged_attention, store_kv
 from pagewire.kernels.integers import INT8, Integers, quantise
 from pagewire.kernels.kv_codes import row_width
 from pagewire.kernels.weight import Weight
@@ -105,7 +105,8 @@ def paged_call(case: Case, dtype: torch.dtype, cache_dtype: torch.dtype) -> Call
     width = row_width(case.head_dim, cache_dtype)
     k, v = (torch.empty(num_blocks, case.num_kv_heads, BLOCK_SIZE, width, dtype=cache_dtype) for _ in "kv")
     tokens = torch.randn(num_blocks * BLOCK_SIZE, case.num_kv_heads, case.head_dim).to(dtype)
-    store_kv(tokens, tokens, k, v, torch.arange(len(tokens)))
+    cache = Cache(k, v)
+    store_kv(tokens, tokens, cache, torch.arange(len(tokens)))
     batch = AttentionBatch(
         query_start_loc=torch.arange(case.num_requests + 1, dtype=torch.int32) * case.query_len,
         seq_lens=torch.full((case.num_requests,), case.seq_len, dtype=torch.int32),
@@ -115,7 +116,7 @@ def paged_call(case: Case, dtype: torch.dtype, cache_dtype: torch.dtype) -> Call
         max_seq_len=case.seq_len,
     )
     q = torch.randn(case.num_requests * case.query_len, case.num_heads, case.head_dim).to(dtype)
-    return lambda: paged_attention(q, k, v, batch, case.head_dim**-0.5)
+    return lambda: paged_attention(q, cache, batch, case.head_dim**-0.5)
 
 
 def dense_call(case: Case, dtype: torch.dtype) -> Callable[[], object]:

@@ -18,9 +18,9 @@ from pagewire.kernels.adapted import adapt
 from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import ACTIVATIONS, GroupedExperts, add_gated, route
-from pagewire.kernels.layer import Activation, Layer, Norm, mixture_products
+from pagewire.kernels.layer import Activation, Angles, Layer, Norm, mixture_products
 from pagewire.kernels.layers import add_rms_norm, rms_norm
-from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
+from pagewire.kernels.paging import AttentionBatch, Cache
 from pagewire.kernels.reduced import Sum
 from pagewire.kernels.weight import Linear
 
@@ -45,8 +45,7 @@ class Stack:
         cos: Tensor,
         sin: Tensor,
         batch: AttentionBatch,
-        caches: Sequence[tuple[Tensor, Tensor]],
-        scales: Sequence[KVScales] = (),
+        caches: Sequence[Cache],
         adapters: AdapterRows | None = None,
     ) -> Tensor:
         """Run the batch's tokens through all layers.
@@ -56,22 +55,20 @@ class Stack:
             cos: [T, rot_dim], see `layers.rotary`.
             sin: likewise.
             batch: see `AttentionBatch`.
-            caches: K and V of each layer.
-            scales: of each layer's keys and values, in caches of 8-bit floats; empty for 1.
+            caches: of each layer.
             adapters: the rows that have adapters, whose products have the numbers of `layer.product_shapes`.
 
         Returns:
             [T, H], normed by the last layer's `next_norm`.
         """
-        if self.compiled is not None and not scales:
+        if self.compiled is not None:
             return self.compiled(residual, cos, sin, batch, caches, adapters)
         norm = self.input_norm
         x = rms_norm(residual, norm.weight, norm.eps, offset=norm.offset)
-        scales = scales or [UNSCALED] * len(self.layers)
-        parts = zip(self.layers, self._experts, caches, scales, strict=True)
-        for i, (layer, experts, cache, of_cache) in enumerate(parts):
+        parts = zip(self.layers, self._experts, caches, strict=True)
+        for i, (layer, experts, cache) in enumerate(parts):
             products = Products(layer, 4 * i, self._numbers[i], adapters)
-            attended = _attend(layer, products.qkv(x), cos, sin, batch, cache, of_cache)
+            attended = _attend(layer, products.qkv(x), (cos, sin), batch, cache)
             x = _add(_add_up(products.out(attended), layer.ranks), residual, layer.attention_norm)
             x = products.feed_forward(x) if experts is None else products.mixture(x, experts)
             x = _add(_add_up(x, layer.ranks), residual, layer.next_norm)
@@ -127,20 +124,11 @@ def _add(x: Tensor, residual: Tensor, norm: Norm) -> Tensor:
     return add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset)
 
 
-def _attend(
-    layer: Layer,
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    batch: AttentionBatch,
-    cache: tuple[Tensor, Tensor],
-    scales: KVScales,
-) -> Tensor:
+def _attend(layer: Layer, qkv: Tensor, angles: Angles, batch: AttentionBatch, cache: Cache) -> Tensor:
     num_tokens = len(qkv)
     heads = qkv.view(num_tokens, -1, layer.head_dim)
     q, k, v = torch.split(heads, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
     kernels = implementation_for(q, k, v)
-    slots = batch.slot_mapping
-    q = kernels.rotate_and_store(q, k, v, cos, sin, layer.head_norms, *cache, slots, scales)
-    attended = kernels.paged_attention(q, *cache, batch, layer.scale, window=layer.window, scales=scales)
+    q = kernels.rotate_and_store(q, k, v, angles, layer.head_norms, cache, batch.slot_mapping)
+    attended = kernels.paged_attention(q, cache, batch, layer.scale, layer.terms)
     return attended.view(num_tokens, -1)

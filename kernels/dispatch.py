@@ -12,8 +12,17 @@ from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
-from pagewire.kernels.layer import Activation, EncoderLayer, Experts, HeadNorms, Layer, LayerNorm, Norm
-from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
+from pagewire.kernels.layer import (
+    Activation,
+    Angles,
+    EncoderLayer,
+    Experts,
+    HeadNorms,
+    Layer,
+    LayerNorm,
+    Norm,
+)
+from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.weight import Linear, Weight
 
 
@@ -38,31 +47,14 @@ class Kernels(Protocol):
     def paged_attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: Cache,
         batch: AttentionBatch,
         scale: float,
-        *,
-        window: int | None = None,
-        future: int = 0,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        alibi: Tensor | None = None,
-        relative_bias: Tensor | None = None,
-        scales: KVScales = UNSCALED,
+        terms: LogitTerms = CAUSAL,
         out: Tensor | None = None,
     ) -> Tensor: ...
 
-    def store_kv(
-        self,
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        scales: KVScales = UNSCALED,
-    ) -> None: ...
+    def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None: ...
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, out: Tensor | None = None
@@ -93,13 +85,10 @@ class Kernels(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        angles: Angles,
         head_norms: HeadNorms | None,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: Cache,
         slot_mapping: Tensor,
-        scales: KVScales = UNSCALED,
     ) -> Tensor:
         """Norm heads, rotate queries and keys, store keys and values. Returns the queries; may overwrite q, k."""
 

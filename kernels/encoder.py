@@ -20,9 +20,9 @@ from torch import Tensor
 from pagewire.kernels.attention import paged_attention, store_kv
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import ACTIVATIONS
-from pagewire.kernels.layer import EncoderLayer, LayerNorm
+from pagewire.kernels.layer import Angles, EncoderLayer, LayerNorm
 from pagewire.kernels.layers import activate_each, layer_norm
-from pagewire.kernels.paging import WHOLE, AttentionBatch
+from pagewire.kernels.paging import AttentionBatch, Cache
 
 __all__ = ["EncoderLayer", "EncoderStack", "LayerNorm"]
 
@@ -49,15 +49,15 @@ class EncoderStack:
         self,
         x: Tensor,
         batch: AttentionBatch,
-        cache: tuple[Tensor, Tensor],
-        angles: Sequence[tuple[Tensor, Tensor]] = (),
+        cache: Cache,
+        angles: Sequence[Angles] = (),
     ) -> Tensor:
         """Run whole prompts through all layers.
 
         Args:
             x: [T, H], contiguous; may be overwritten.
             batch: see `AttentionBatch`; of whole prompts, without padding.
-            cache: K and V, which every layer overwrites.
+            cache: which every layer overwrites.
             angles: tables of cosines and sines [T, rot_dim], see `layers.rotary`; a layer says which is its own.
 
         Returns:
@@ -92,22 +92,16 @@ def _attend(
     layer: EncoderLayer,
     x: Tensor,
     batch: AttentionBatch,
-    cache: tuple[Tensor, Tensor],
-    angles: Sequence[tuple[Tensor, Tensor]],
+    cache: Cache,
+    angles: Sequence[Angles],
 ) -> Tensor:
     num_tokens = len(x)
     qkv = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
     q, k, v = torch.split(qkv, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
     if layer.angles is None:
-        store_kv(k, v, *cache, batch.slot_mapping)
+        store_kv(k, v, cache, batch.slot_mapping)
     else:
         kernels = implementation_for(q, k, v)
-        q = kernels.rotate_and_store(q, k, v, *angles[layer.angles], None, *cache, batch.slot_mapping)
-    future = WHOLE if layer.window is None else layer.window - 1
-    attended = paged_attention(
-        *(q, *cache, batch, layer.scale),
-        window=layer.window,
-        future=future,
-        relative_bias=layer.relative_bias,
-    )
+        q = kernels.rotate_and_store(q, k, v, angles[layer.angles], None, cache, batch.slot_mapping)
+    attended = paged_attention(q, cache, batch, layer.scale, layer.terms)
     return attended.view(num_tokens, -1)

@@ -8,6 +8,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from pagewire.kernels.deltas import Shapes
+from pagewire.kernels.paging import LogitTerms
 from pagewire.kernels.reduced import Sum
 from pagewire.kernels.weight import Linear
 
@@ -36,6 +37,8 @@ class Norm:
 
 HeadNorms = tuple[Norm, Norm]
 """The norms of query heads and of key heads, before they are rotated."""
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines [T, rot_dim] of the angles by which heads are rotated, see `layers.rotary`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,8 @@ class Layer:
     num_kv_heads: int
     head_dim: int
     scale: float
-    window: int | None
+    """Of the dot products of queries and keys."""
+    terms: LogitTerms
     activation: Activation
     mixture: Mixture | None = None
     ranks: Sum | None = None
@@ -149,12 +153,10 @@ class EncoderLayer:
     head_dim: int
     scale: float
     """Of the dot products of queries and keys."""
-    window: int | None = None
-    """Keys to each side that a query sees, its own among them; None: all."""
+    terms: LogitTerms
+    """Those of `LogitTerms.two_sided`; a `relative_bias` is float32."""
     angles: int | None = None
     """Which of the call's tables of angles turns queries and keys; None: none does."""
-    relative_bias: Tensor | None = None
-    """float32 [Hq, 2 R], added to logits by distance: see `attention.paged_attention`."""
 
     @property
     def num_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The paged KV cache: its layout, and the metadata of a batch that attention needs.
+"""The paged KV cache: its layout, and what attention over it takes beside queries.
 
 The layout, one pair of tensors per layer:
 
@@ -15,6 +15,8 @@ without touching its neighbours'. Only this module knows the order of the axes. 
 own (`cpu/layout.h`).
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +25,8 @@ from torch import Tensor
 
 from pagewire.kernels.kv_codes import row_width
 
-WHOLE = 1 << 30  # keys after its own position of a query that sees its whole request
+WHOLE = 1 << 30
+"""`LogitTerms.future` of a query that sees its whole request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +65,63 @@ class KVScales(NamedTuple):
 UNSCALED = KVScales()
 
 
-def check_scales(cache_dtype: torch.dtype, scales: KVScales) -> None:
+@dataclass(frozen=True)  # no slots: there are weak references to it
+class Cache:
+    """The keys and values of a layer, in the layout of the kernels that read and write them."""
+
+    k: Tensor
+    """[num_blocks, Hkv, block_size, D], or wider rows, see `kv_codes.row_width`."""
+    v: Tensor
+    """[num_blocks, Hkv, block_size, Dv], likewise; of k's dtype."""
+    scales: KVScales = UNSCALED
+    """Of caches of 8-bit floats."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.k.nbytes + self.v.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTerms:
+    """Which keys a query sees, and what becomes of their logits `q . k * scale` before the softmax.
+
+    A logit is softcapped first, then biased by distance.
+    """
+
+    window: int | None = None
+    """How many keys up to its own a query sees, that included; None: all."""
+    future: int = 0
+    """How many keys after its own a query sees; `WHOLE`: all, as in encoders."""
+    softcap: float | None = None
+    """Logits become `softcap * tanh(logit / softcap)`."""
+    sinks: Tensor | None = None
+    """[Hq], one more logit per head in the softmax's denominator, with no value."""
+    alibi: Tensor | None = None
+    """[Hq], slopes of the bias `slope * (key position - query position)`."""
+    relative_bias: Tensor | None = None
+    """[Hq, 2 R], the bias of distances from -R on: `[:, R + key position - query position]`. R is at least a
+    request's length, rounded up to a multiple of 256."""
+
+    @classmethod
+    def two_sided(cls, window: int | None = None, relative_bias: Tensor | None = None) -> LogitTerms:
+        """Every key is seen, or those within a window to each side, the query's own among them."""
+        return cls(window, WHOLE if window is None else window - 1, relative_bias=relative_bias)
+
+
+CAUSAL = LogitTerms()
+"""A query sees the keys up to its own."""
+
+
+def check_scales(cache: Cache) -> None:
     """Refuse scales for a cache that takes none.
 
     Raises:
         ValueError: the cache is not of 8-bit floats, and a scale is not 1.
     """
-    if scales != UNSCALED and not (cache_dtype.is_floating_point and cache_dtype.itemsize == 1):
-        raise ValueError(f"a cache of {cache_dtype} takes no {scales}")
+    dtype = cache.k.dtype
+    if cache.scales != UNSCALED and not (dtype.is_floating_point and dtype.itemsize == 1):
+        raise ValueError(f"a cache of {dtype} takes no {cache.scales}")
 
 
 def kv_block_bytes(

@@ -17,9 +17,9 @@ from pagewire.kernels.deltas import adapt_with
 from pagewire.kernels.elementwise import elementwise
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.integers import quantise as quantise
-from pagewire.kernels.layer import HeadNorms
-from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, check_scales, token_view
-from pagewire.kernels.reference_bias import Bias, attend_at_once
+from pagewire.kernels.layer import Angles, HeadNorms
+from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache, LogitTerms, check_scales, token_view
+from pagewire.kernels.reference_bias import apply_terms, attend_at_once
 from pagewire.kernels.reference_encoder import activate_each as activate_each
 from pagewire.kernels.reference_encoder import encoder as encoder
 from pagewire.kernels.reference_encoder import gelu_and_mul as gelu_and_mul
@@ -43,18 +43,10 @@ QUERIES, KEYS = 16, 256  # shape of every product in attention; tiles are counte
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: Cache,
     batch: AttentionBatch,
     scale: float,
-    *,
-    window: int | None = None,
-    future: int = 0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    alibi: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    scales: KVScales = UNSCALED,
+    terms: LogitTerms = CAUSAL,
     out: Tensor | None = None,
 ) -> Tensor:
     """See `pagewire.kernels.attention.paged_attention`.
@@ -63,15 +55,13 @@ def paged_attention(
     keys, with zeros where a request has none. On a GPU so small products take long; there an encoder's prompts are
     attended to at once, each by itself.
     """
-    at_once = future > 0 and q.device.type != "cpu" and softcap is None and sinks is None
-    check_scales(k_cache.dtype, scales)
+    at_once = terms.future > 0 and q.device.type != "cpu" and terms.softcap is None and terms.sinks is None
+    check_scales(cache)
     dtype = _accumulation_dtype(q)
-    num_heads, block_size = q.shape[1], k_cache.shape[2]
+    num_heads, block_size = q.shape[1], cache.k.shape[2]
     if out is None:
-        out = q.new_empty(q.shape[0], num_heads, kv_codes.head_size(v_cache))
+        out = q.new_empty(q.shape[0], num_heads, kv_codes.head_size(cache.v))
     out.zero_()
-    alibi = None if alibi is None else alibi.to(dtype)
-    sinks = None if sinks is None else sinks.to(dtype)[:, None, None]
     starts = batch.query_start_loc.tolist()
     for request, seq_len in enumerate(batch.seq_lens.tolist()):
         rows = slice(starts[request], starts[request + 1])
@@ -79,15 +69,12 @@ def paged_attention(
         if first == seq_len:
             continue
         blocks = batch.block_table[request, : -(-seq_len // block_size)]
-        gathered = (_gather(cache, blocks, seq_len, num_heads, dtype) for cache in (k_cache, v_cache))
-        k, v = (x if by == 1 else x * by for x, by in zip(gathered, scales, strict=True))
-        if window is not None:
-            v[:, : max(0, first - window + 1)] = (
-                0  # seen by no query, it may hold anything, and 0 x NaN is NaN
-            )
-        bias = Bias(window, future, seq_len, softcap, alibi, relative_bias)
+        gathered = (_gather(x, blocks, seq_len, num_heads, dtype) for x in (cache.k, cache.v))
+        k, v = (x if by == 1 else x * by for x, by in zip(gathered, cache.scales, strict=True))
+        if terms.window is not None:  # what no query sees may hold anything, and 0 x NaN is NaN
+            v[:, : max(0, first - terms.window + 1)] = 0
         if at_once:
-            out[rows] = attend_at_once(q[rows].to(dtype), k, v, scale, bias).to(out.dtype)
+            out[rows] = attend_at_once(q[rows].to(dtype), k, v, scale, terms).to(out.dtype)
             continue
         tiles = list(zip(_tiles(k), _tiles(v), strict=True))
         queries = q[rows].to(dtype).transpose(0, 1) * scale
@@ -95,25 +82,25 @@ def paged_attention(
             start, stop = max(begin, first), min(begin + QUERIES, seq_len)
             block = _padded(queries[:, start - first : stop - first], QUERIES, start - begin)
             positions = torch.arange(begin, begin + QUERIES, device=q.device)[:, None]
-            attended = _attend(
-                block, tiles[: -(-min(stop + future, seq_len) // KEYS)], positions, bias, sinks
-            )
+            num_tiles = -(-min(stop + terms.future, seq_len) // KEYS)
+            attended = _attend(block, tiles[:num_tiles], positions, seq_len, terms)
             real = attended[:, start - begin : stop - begin].transpose(0, 1)
             out[rows][start - first : stop - first] = real.to(out.dtype)
     return out
 
 
 def _attend(
-    q: Tensor, tiles: list[tuple[Tensor, Tensor]], positions: Tensor, bias: Bias, sinks: Tensor | None
+    q: Tensor, tiles: list[tuple[Tensor, Tensor]], positions: Tensor, seq_len: int, terms: LogitTerms
 ) -> Tensor:
     """The outputs [heads, QUERIES, Dv] of queries at positions [QUERIES, 1]; tiles: keys and values, from 0 on."""
     logits = []
     for i, (k, _) in enumerate(tiles):
         keys = torch.arange(i * KEYS, (i + 1) * KEYS, device=q.device)
-        logits.append(bias.apply(q @ k.transpose(1, 2), positions, keys))
+        logits.append(apply_terms(terms, q @ k.transpose(1, 2), positions, keys, seq_len))
     largest_logit = torch.stack([tile.amax(-1, keepdim=True) for tile in logits]).amax(0)
     total = torch.zeros_like(largest_logit)
-    if sinks is not None:
+    if terms.sinks is not None:
+        sinks = terms.sinks.to(q.dtype)[:, None, None]
         largest_logit = largest_logit.maximum(sinks)
         total = elementwise(torch.exp, sinks - largest_logit)
     attended = q.new_zeros(*q.shape[:2], tiles[0][1].shape[2])
@@ -147,22 +134,14 @@ def _as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     return (x.float() * (1 / scale)).clamp(-largest, largest).to(dtype)
 
 
-def store_kv(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scales: KVScales = UNSCALED,
-) -> None:
+def store_kv(k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
     """See `pagewire.kernels.attention.store_kv`."""
-    check_scales(k_cache.dtype, scales)
+    check_scales(cache)
     kept = slot_mapping >= 0
     slots = slot_mapping[kept].long()
-    blocks, offsets = slots // k_cache.shape[2], slots % k_cache.shape[2]
-    for cache, rows, scale in ((k_cache, k, scales.k), (v_cache, v, scales.v)):
-        token_view(cache)[blocks, offsets] = _as_stored(rows[kept], cache.dtype, scale)
+    blocks, offsets = slots // cache.k.shape[2], slots % cache.k.shape[2]
+    for stored, rows, scale in ((cache.k, k, cache.scales.k), (cache.v, v, cache.scales.v)):
+        token_view(stored)[blocks, offsets] = _as_stored(rows[kept], stored.dtype, scale)
 
 
 def rms_norm(
@@ -216,16 +195,7 @@ class HeadKernels(Protocol):
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
 
-    def store_kv(
-        self,
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        scales: KVScales = UNSCALED,
-    ) -> None: ...
+    def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None: ...
 
 
 def rotate_and_store_with(
@@ -233,13 +203,10 @@ def rotate_and_store_with(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    angles: Angles,
     head_norms: HeadNorms | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: Cache,
     slot_mapping: Tensor,
-    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """See `pagewire.kernels.dispatch.Kernels.rotate_and_store`: one kernel after another."""
     if head_norms is not None:
@@ -247,8 +214,8 @@ def rotate_and_store_with(
             kernels.rms_norm(heads, norm.weight, norm.eps, offset=norm.offset)
             for heads, norm in zip((q, k), head_norms, strict=True)
         )
-    kernels.rotary(q, k, cos, sin)
-    kernels.store_kv(k, v, k_cache, v_cache, slot_mapping, scales=scales)
+    kernels.rotary(q, k, *angles)
+    kernels.store_kv(k, v, cache, slot_mapping)
     return q
 
 

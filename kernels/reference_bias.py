@@ -2,59 +2,37 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from pagewire.kernels.elementwise import elementwise
+from pagewire.kernels.paging import LogitTerms
 
 
-class Bias(NamedTuple):
-    """The changes to the logits of a request of `seq_len` tokens; see `attention.paged_attention`."""
-
-    window: int | None
-    future: int
-    seq_len: int
-    softcap: float | None
-    alibi: Tensor | None
-    relative: Tensor | None
-
-    def mask(self, heads: int, first: int, like: Tensor) -> Tensor | None:
-        """What is added to the logits of the tokens from `first` on: [heads or 1, n, seq_len]; None: nothing is.
-
-        like: of the logits' dtype and device.
-        """
-        by_head = self.alibi is not None or self.relative is not None
-        if not by_head and self.window is None and self.future >= self.seq_len:
-            return None
-        keys = torch.arange(self.seq_len, device=like.device)
-        zeros = like.new_zeros(heads if by_head else 1, self.seq_len - first, self.seq_len)
-        return self.apply(zeros, keys[first:, None], keys)
-
-    def apply(self, logits: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        """Logits [heads, Q, K] of queries at positions [Q, 1] and keys at [K]; -inf where a key is hidden."""
-        if self.softcap:
-            logits = self.softcap * elementwise(torch.tanh, logits / self.softcap)
-        if self.alibi is not None:
-            logits = logits + self.alibi[:, None, None] * (keys - queries)
-        if self.relative is not None:
-            logits = logits + self._of_distances(self.relative, keys - queries).to(logits)
-        hidden = (keys > queries + self.future) | (keys >= self.seq_len)
-        if self.window is not None:
-            hidden |= keys <= queries - self.window
-        return logits.masked_fill(hidden, float("-inf"))
-
-    def _of_distances(self, table: Tensor, distances: Tensor) -> Tensor:
-        """Biases [heads, Q, K] of distances [Q, K]; the table [heads, 2 R] begins with that of -R."""
-        radius = table.shape[1] // 2
-        if self.seq_len > radius:
-            raise ValueError(f"a bias of distances up to {radius} is too small for {self.seq_len} tokens")
-        return table[:, (distances + radius).clamp(0, 2 * radius - 1)]
+def apply_terms(terms: LogitTerms, logits: Tensor, queries: Tensor, keys: Tensor, seq_len: int) -> Tensor:
+    """Logits [heads, Q, K] of queries at positions [Q, 1] and keys at [K]; -inf where a key is hidden."""
+    if terms.softcap:
+        logits = terms.softcap * elementwise(torch.tanh, logits / terms.softcap)
+    if terms.alibi is not None:
+        logits = logits + terms.alibi.to(logits)[:, None, None] * (keys - queries)
+    if terms.relative_bias is not None:
+        logits = logits + _of_distances(terms.relative_bias, keys - queries, seq_len).to(logits)
+    hidden = (keys > queries + terms.future) | (keys >= seq_len)
+    if terms.window is not None:
+        hidden |= keys <= queries - terms.window
+    return logits.masked_fill(hidden, float("-inf"))
 
 
-def attend_at_once(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Bias) -> Tensor:
+def _of_distances(table: Tensor, distances: Tensor, seq_len: int) -> Tensor:
+    """Biases [heads, Q, K] of distances [Q, K]; the table [heads, 2 R] begins with that of -R."""
+    radius = table.shape[1] // 2
+    if seq_len > radius:
+        raise ValueError(f"a bias of distances up to {radius} is too small for {seq_len} tokens")
+    return table[:, (distances + radius).clamp(0, 2 * radius - 1)]
+
+
+def attend_at_once(q: Tensor, k: Tensor, v: Tensor, scale: float, terms: LogitTerms) -> Tensor:
     """Attention of a request's last n tokens, by one call of PyTorch's own.
 
     Args:
@@ -62,15 +40,25 @@ def attend_at_once(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Bias) ->
         k: [heads, L, D], of all tokens.
         v: [heads, L, Dv], likewise.
         scale: of the dot products.
-        bias: without a softcap.
+        terms: without softcap and sinks.
 
     Returns:
         [n, heads, Dv].
     """
-    mask = bias.mask(q.shape[1], bias.seq_len - len(q), q)
+    mask = _mask(terms, q, k.shape[1])
     attended = functional.scaled_dot_product_attention(
         *(q.transpose(0, 1)[None], k[None], v[None]),
         attn_mask=None if mask is None else mask[None],
         scale=scale,
     )
     return attended[0].transpose(0, 1)
+
+
+def _mask(terms: LogitTerms, q: Tensor, seq_len: int) -> Tensor | None:
+    """What is added to the logits of queries [n, heads, D]: [heads or 1, n, seq_len]; None: nothing is."""
+    by_head = terms.alibi is not None or terms.relative_bias is not None
+    if not by_head and terms.window is None and terms.future >= seq_len:
+        return None
+    keys = torch.arange(seq_len, device=q.device)
+    zeros = q.new_zeros(q.shape[1] if by_head else 1, len(q), seq_len)
+    return apply_terms(terms, zeros, keys[seq_len - len(q) :, None], keys, seq_len)

@@ -18,6 +18,7 @@ from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.worker_messages import Masks, Ready, Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.kernels.deltas import AdapterRows
+from pagewire.kernels.paging import Cache
 from pagewire.workers.batch import AdapterOrder, Batch, build_batch
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.single import SingleRank
@@ -58,7 +59,7 @@ class Runner:
     collective: the operations of this rank with the others of its group.
     wake: called by other threads when `adapters` has messages.
     adapters: None where they are not served.
-    loaded: None while the weights are dropped. caches: K and V of each layer; empty while their memory is released.
+    loaded: None while the weights are dropped. caches: of each layer; empty while their memory is released.
     drafter: proposes tokens. typical: accepts proposed tokens that were not drawn; None: none is accepted.
     spare_work: optional work for idle moments, a few milliseconds with each `next`.
     embedding_size: numbers of an embedding that may take the place of a token's; 0: none may.
@@ -88,7 +89,7 @@ class Runner:
         self.block_bytes += self.drafter.block_bytes
         self.typical = TypicalAcceptance.of(config.speculative)
         self.relay = Relay(config.max_num_seqs, self.device.torch_device)
-        self.caches: list[tuple[Tensor, Tensor]] = []
+        self.caches: list[Cache] = []
         self.graphs: DecodeGraphs | None = None
         self.profile: Any = None
         self.embedding_size = 0
@@ -175,7 +176,7 @@ class Runner:
     def memory(self) -> dict[str, int]:
         """Bytes by use: `Device.memory`, weights and kv_cache."""
         caches = [*self.caches, *self.drafter.caches]
-        kv = sum(k.nbytes + v.nbytes for k, v in caches)
+        kv = sum(cache.nbytes for cache in caches)
         adapters = {} if self.adapters is None else {"adapters": self.adapters.num_bytes}
         return {**self.device.memory(), "weights": self.weight_bytes, "kv_cache": kv, **adapters}
 
@@ -254,7 +255,7 @@ class Runner:
             )
         else:
             first = 0 if model.stage is None else model.stage.layers.start
-            context = StepContext(batch.attention, batch.positions, self.caches, self.model.kv_scales, first)
+            context = StepContext(batch.attention, batch.positions, self.caches, first)
         context.adapters, context.overlay = adapters, batch.overlay
         return model.hidden_states(input_ids, context, received)
 
@@ -271,7 +272,7 @@ class Runner:
         """
         self.caches = self._allocate(self.num_blocks)
         caches = [*self.caches, *self.drafter.caches]
-        self.spare_work = self.device.populate([cache for pair in caches for cache in pair])
+        self.spare_work = self.device.populate([x for cache in caches for x in (cache.k, cache.v)])
 
     def warm_up(self) -> None:
         """Do once what no request shall pay for: run a token, and record graphs. Writes nowhere that matters."""
@@ -281,9 +282,9 @@ class Runner:
         eager = self.config.enforce_eager or self.config.parallel.stages > 1
         if not eager and self.model.is_stack and self.device.can_record(self.model.dtype):
             self._record_graphs()
-        for k, v in self.caches:
-            k[0].zero_()
-            v[0].zero_()
+        for cache in self.caches:
+            cache.k[0].zero_()
+            cache.v[0].zero_()
 
     def free(self) -> None:
         """Give the KV memory back, and forget every request."""
@@ -313,13 +314,10 @@ class Runner:
             self.adapters.attach(loaded, self.collective)
         return loaded
 
-    def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
+    def _allocate(self, num_blocks: int) -> list[Cache]:
         try:
             self.drafter.allocate(num_blocks)
-            return [
-                shape.allocate(num_blocks, self.config.block_size, self.device)
-                for shape in self.model.kv_shapes
-            ]
+            return self.model.allocate(num_blocks, self.config.block_size, self.device)
         except OSError as error:
             raise LoadError(
                 f"cannot allocate {num_blocks * self.block_bytes} bytes of KV memory: {error}"

@@ -13,7 +13,7 @@ from torch.nn import functional
 from pagewire.kernels.cuda import attention
 from pagewire.kernels.cuda.launch import KernelLauncher
 from pagewire.kernels.cuda.layout import exchange_chunks
-from pagewire.kernels.paging import WHOLE, AttentionBatch
+from pagewire.kernels.paging import WHOLE, AttentionBatch, Cache, LogitTerms
 
 from .case import Case, Run, distance, num_copies
 
@@ -72,11 +72,11 @@ def attention_case(
     table = torch.randperm(requests * pages, device=on).int().view(requests, pages)
     batch = equal_requests(queries, length, table)
     workspace = attention.Workspace.allocate(launcher.multiprocessors, on)
-    out, scale, future = torch.empty_like(q[0]), shape.size**-0.5, WHOLE if whole else 0
+    caches = [Cache(*pair) for pair in zip(k, v, strict=True)]
+    out, scale, terms = torch.empty_like(q[0]), shape.size**-0.5, LogitTerms(future=WHOLE if whole else 0)
 
     def run(i: int) -> Tensor:
-        tensors = (q[i], k[i], v[i], batch)
-        return attention.paged_attention(launcher, workspace, *tensors, scale, future=future, out=out)
+        return attention.paged_attention(launcher, workspace, q[i], caches[i], batch, scale, terms, out)
 
     def error() -> float:
         found, worst = run(0).clone(), 0.0
@@ -93,7 +93,7 @@ def attention_case(
             for head in range(shape.heads):
                 of = head * shape.kv_heads // shape.heads
                 logits = q[0, row][some, head].double() @ keys[of].T * scale
-                hidden = torch.arange(length, device=on) > (contexts + some)[:, None] + future
+                hidden = torch.arange(length, device=on) > (contexts + some)[:, None] + terms.future
                 truth = torch.softmax(logits.masked_fill(hidden, -torch.inf), 1) @ values[of]
                 worst = max(worst, distance(found[row][some, head], truth))
         return worst

@@ -10,7 +10,7 @@ from pagewire.kernels import reference
 from pagewire.kernels.cuda import kv
 from pagewire.kernels.cuda.launch import KernelLauncher
 from pagewire.kernels.cuda.layout import exchange_chunks
-from pagewire.kernels.paging import token_view
+from pagewire.kernels.paging import Cache, token_view
 
 from .attention import BLOCK_SIZE, LLAMA, Shape
 from .case import Case, Run, distance, num_copies
@@ -35,13 +35,14 @@ def _write_case(
     k_cache, v_cache = (torch.zeros(pool, device=on).to(kept) for _ in range(2))
     angles = torch.rand(tokens, shape.size, device=on) * 6
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    caches = [Cache(*pair) for pair in zip(k_cache, v_cache, strict=True)]
     slots = torch.randperm(pages * BLOCK_SIZE, device=on)[:tokens]
     weight = torch.rand(shape.size, device=on).bfloat16() + 0.5
     head_norms = kv.HeadNorms(weight, weight, 1e-6) if normed else kv.NO_NORMS
 
     def run(i: int) -> None:
         q, k, v = qkv[i].split(widths, 1)
-        kv.write_kv(launcher, q, k, v, k_cache[i], v_cache[i], slots, cos=cos, sin=sin, norms=head_norms)
+        kv.write_kv(launcher, q, k, v, caches[i], slots, (cos, sin), head_norms)
 
     def error() -> float:
         q, k, v = (x.double() for x in qkv[0].split(widths, 1))

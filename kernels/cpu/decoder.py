@@ -20,7 +20,7 @@ from pagewire.kernels.deltas import AdapterRows, Shapes
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.kv_codes import head_size
 from pagewire.kernels.layer import PRODUCTS, Layer, Mixture, Norm, mixture_products, product_shapes
-from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.paging import AttentionBatch, Cache, LogitTerms, check_scales
 from pagewire.kernels.weight import Linear
 
 SCRATCH = ("qkv", "attended", "gate_up", "gated", "shared", "logits", "of_experts")
@@ -70,6 +70,8 @@ class CompiledStack:
         dtypes = {input_norm.weight.dtype}
         for layer in layers:
             linears = _linears(layer)
+            if layer.terms != LogitTerms(window=layer.terms.window):
+                return None
             if len(linears) < len(_products(layer)) or layer.activation not in ACTIVATION_CODES:
                 return None
             if layer.mixture is not None:
@@ -104,7 +106,7 @@ class CompiledStack:
         self._structs = (LayerParameters * len(layers))(*map(self._struct, layers, self._experts, numbers))
         self.shapes = product_shapes(layers)
         self._fitting: Shapes | None = None  # shapes of adapters that begin with these
-        self._known_caches: list[weakref.ref[Tensor]] = []
+        self._known_caches: list[weakref.ref[Cache]] = []
         self._call = self._form(_norm(input_norm, self._hidden_size, self._dtype))
         self._sum = AllReduce.of(first.ranks)
         if self._sum is not None:
@@ -166,7 +168,7 @@ class CompiledStack:
         return LayerParameters(
             **matrices,
             **{name: _norm(norm, size, self._dtype) for name, (norm, size) in norms.items()},
-            window=layer.window or 0,
+            window=layer.terms.window or 0,
             scale=layer.scale,
             activation=ACTIVATION_CODES[layer.activation],
         )
@@ -196,7 +198,7 @@ class CompiledStack:
         cos: Tensor,
         sin: Tensor,
         batch: AttentionBatch,
-        caches: Sequence[tuple[Tensor, Tensor]],
+        caches: Sequence[Cache],
         adapters: AdapterRows | None = None,
     ) -> Tensor:
         """residual [T, H], overwritten, to [T, H], normed.
@@ -233,20 +235,21 @@ class CompiledStack:
             raise ValueError("lengths, slots or block numbers of the batch do not fit its tensors")
         return x
 
-    def _take_caches(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _take_caches(self, caches: Sequence[Cache]) -> None:
         """Point the structs to the layers' caches: they are the same from step to step."""
-        flat = [cache for pair in caches for cache in pair]
-        if len(flat) == len(self._known_caches) and all(
-            known() is cache for known, cache in zip(self._known_caches, flat, strict=True)
+        if len(caches) == len(self._known_caches) and all(
+            known() is cache for known, cache in zip(self._known_caches, caches, strict=True)
         ):
             return
         self._known_caches = []
         if len(caches) != len(self._structs):
             raise ValueError(f"caches of {len(caches)} layers for {len(self._structs)}")
-        k_first, v_first = caches[0]
+        k_first, v_first = caches[0].k, caches[0].v
         if k_first.dtype not in (self._dtype, KV_CODES):
             raise ValueError(f"caches of {k_first.dtype} for layers of {self._dtype}")
-        for struct, (k, v) in zip(self._structs, caches, strict=True):
+        for struct, cache in zip(self._structs, caches, strict=True):
+            check_scales(cache)
+            k, v = cache.k, cache.v
             if k.shape != k_first.shape or k.stride() != k_first.stride() or k.dtype != k_first.dtype:
                 raise ValueError(f"the layers' caches differ: {tuple(k.shape)} of {k.dtype}")
             if v.shape != v_first.shape or v.stride() != v_first.stride() or v.dtype != k_first.dtype:
@@ -259,9 +262,9 @@ class CompiledStack:
             raise ValueError(
                 f"caches {tuple(k_first.shape)} and {tuple(v_first.shape)} do not fit the layers"
             )
-        for name, value in cache_fields(self._library, k_first, v_first).items():
+        for name, value in cache_fields(self._library, caches[0]).items():
             setattr(self._call.attention, name, value)
-        self._known_caches = [weakref.ref(cache) for cache in flat]
+        self._known_caches = [weakref.ref(cache) for cache in caches]
 
     def _take_adapters(self, adapters: AdapterRows | None, num_tokens: int) -> None:
         if adapters is None:

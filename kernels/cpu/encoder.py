@@ -16,7 +16,7 @@ from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields
 from pagewire.kernels.kv_codes import head_size
 from pagewire.kernels.layer import EncoderLayer, LayerNorm
-from pagewire.kernels.paging import WHOLE, AttentionBatch
+from pagewire.kernels.paging import WHOLE, AttentionBatch, Cache, LogitTerms
 
 GROUP_TOKENS = 768
 """Tokens that pass through all layers together, for each thread: two chunks of rows in linear.cpp. What lies
@@ -62,11 +62,14 @@ class CompiledEncoder:
     ) -> CompiledEncoder | None:
         """None if the layers differ in shape, or their linear layers are not packed weights, dense or quantised."""
         forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
-        radii = {layer.relative_bias.shape for layer in layers if layer.relative_bias is not None}
+        radii = {layer.terms.relative_bias.shape for layer in layers if layer.terms.relative_bias is not None}
         dtypes = {norm.weight.dtype for layer in layers for norm in (layer.attention_norm, layer.output_norm)}
         for layer in layers:
             products = _products(layer)
             dtypes |= {product.dtype for product in products.values()}
+            terms = layer.terms
+            if terms != LogitTerms.two_sided(terms.window, terms.relative_bias):
+                return None
             if len(products) < 4 or layer.activation not in ACTIVATION_CODES:
                 return None
         if len(forms) > 1 or len(dtypes) > 1 or len(radii) > 1:
@@ -97,7 +100,7 @@ class CompiledEncoder:
             "up": up,
             **({"normed": self._hidden_size} if norm_first else {}),
         }
-        biases = [layer.relative_bias for layer in layers if layer.relative_bias is not None]
+        biases = [layer.terms.relative_bias for layer in layers if layer.terms.relative_bias is not None]
         attention = AttentionCall(
             q_token_stride=self._qkv_size,
             q_head_stride=self._head_dim,
@@ -129,7 +132,7 @@ class CompiledEncoder:
         for name, shape in shapes.items():
             if (products[name].out_features, products[name].in_features) != shape:
                 raise ValueError(f"{name}: a weight {shape} expected")
-        bias = layer.relative_bias
+        bias = layer.terms.relative_bias
         if bias is not None and not (
             bias.dtype == torch.float32
             and bias.dim() == 2
@@ -143,7 +146,7 @@ class CompiledEncoder:
             attention_norm=_norm(layer.attention_norm, hidden, self._dtype),
             output_norm=_norm(layer.output_norm, hidden, self._dtype),
             relative_bias=None if bias is None else bias.data_ptr(),
-            window=layer.window or 0,
+            window=layer.terms.window or 0,
             angles=-1 if layer.angles is None else layer.angles,
             scale=layer.scale,
             activation=ACTIVATION_CODES[layer.activation],
@@ -154,7 +157,7 @@ class CompiledEncoder:
         self,
         x: Tensor,
         batch: AttentionBatch,
-        cache: tuple[Tensor, Tensor],
+        cache: Cache,
         angles: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Tensor:
         """x [T, H], overwritten by the result.
@@ -167,7 +170,7 @@ class CompiledEncoder:
             raise ValueError(f"contiguous states [T, {self._hidden_size}] of {self._dtype} expected")
         call = self._call
         held = self._take_angles(angles, num_tokens)
-        self._take_cache(*cache)
+        self._take_cache(cache)
         call.slots = set_batch(call.attention, batch, num_tokens)
         most = max(GROUP_TOKENS * torch.get_num_threads(), batch.max_query_len)
         call.group_tokens, size = most, min(most, num_tokens)
@@ -196,11 +199,9 @@ class CompiledEncoder:
         self._call.angles, self._call.rotary_half = ctypes.addressof(structs), size // 2
         return tables, structs
 
-    def _take_cache(self, k: Tensor, v: Tensor) -> None:
-        expected = (self._num_kv_heads, self._head_dim)
+    def _take_cache(self, cache: Cache) -> None:
+        k, v, expected = cache.k, cache.v, (self._num_kv_heads, self._head_dim)
         if k.dtype != self._dtype or k.shape != v.shape or (k.shape[1], head_size(k)) != expected:
             raise ValueError(f"a cache {tuple(k.shape)} of {k.dtype} does not fit the layers")
-        attention = self._call.attention
-        attention.k_cache, attention.v_cache = k.data_ptr(), v.data_ptr()
-        for name, value in cache_fields(self._library, k, v).items():
-            setattr(attention, name, value)
+        for name, value in cache_fields(self._library, cache).items():
+            setattr(self._call.attention, name, value)

@@ -28,7 +28,7 @@ from pagewire.kernels.integers import Integers
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.kv_codes import head_size, row_width
 from pagewire.kernels.layer import Activation, EncoderLayer, Experts, Layer, LayerNorm, Norm
-from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, check_scales
+from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache, LogitTerms, check_scales
 from pagewire.kernels.reference import rotate_and_store_with
 from pagewire.kernels.weight import Linear, Weight
 
@@ -49,100 +49,80 @@ class CpuKernels:
     def paged_attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: Cache,
         batch: AttentionBatch,
         scale: float,
-        *,
-        window: int | None = None,
-        future: int = 0,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        alibi: Tensor | None = None,
-        relative_bias: Tensor | None = None,
-        scales: KVScales = UNSCALED,
+        terms: LogitTerms = CAUSAL,
         out: Tensor | None = None,
-        num_threads: int | None = None,
     ) -> Tensor:
-        """See `pagewire.kernels.attention.paged_attention`; `num_threads` is PyTorch's by default."""
-        check_scales(k_cache.dtype, scales)
+        """See `pagewire.kernels.attention.paged_attention`."""
+        check_scales(cache)
         num_tokens, num_heads, head_dim = q.shape
         q = last_contiguous(q)
         if out is None:
-            out = q.new_empty(num_tokens, num_heads, head_size(v_cache))
-        _check_attention(q, k_cache, v_cache, batch, out)
+            out = q.new_empty(num_tokens, num_heads, head_size(cache.v))
+        _check_attention(q, cache, batch, out)
         query_start_loc, seq_lens = batch.query_start_loc.contiguous(), batch.seq_lens.contiguous()
         block_table = last_contiguous(batch.block_table)
-        terms = _logit_terms(num_heads, sinks, alibi, relative_bias)  # they live until the call is over
+        of_heads = _of_heads(terms, num_heads)  # they live until the call is over
         call = AttentionCall(
             q=q.data_ptr(),
-            k_cache=k_cache.data_ptr(),
-            v_cache=v_cache.data_ptr(),
             out=out.data_ptr(),
             query_start_loc=query_start_loc.data_ptr(),
             seq_lens=seq_lens.data_ptr(),
             block_table=block_table.data_ptr(),
-            **{name: term.data_ptr() for name, term in terms.items()},
-            bias_radius=0 if relative_bias is None else relative_bias.shape[1] // 2,
+            **{name: x.data_ptr() for name, x in of_heads.items()},
+            bias_radius=of_heads["relative_bias"].shape[1] // 2 if "relative_bias" in of_heads else 0,
             q_token_stride=q.stride(0),
             q_head_stride=q.stride(1),
-            **cache_fields(self._library, k_cache, v_cache),
+            **cache_fields(self._library, cache),
             block_table_stride=block_table.stride(0),
             num_tokens=num_tokens,
             num_requests=len(seq_lens),
             num_heads=num_heads,
             head_dim=head_dim,
             max_blocks=block_table.shape[1],
-            window=window or 0,
-            future=future,
+            window=terms.window or 0,
+            future=terms.future,
             scale=scale,
-            softcap=softcap or 0.0,
+            softcap=terms.softcap or 0.0,
             dtype=DTYPES[q.dtype],
-            num_threads=num_threads or torch.get_num_threads(),
+            num_threads=torch.get_num_threads(),
         )
         if self._library.pagewire_attention(ctypes.byref(call)):
             raise ValueError("paged_attention: lengths or block numbers of the batch do not fit its tensors")
         return out
 
-    def store_kv(
-        self,
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        scales: KVScales = UNSCALED,
-    ) -> None:
+    def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
         """See `pagewire.kernels.attention.store_kv`."""
-        check_scales(k_cache.dtype, scales)
+        check_scales(cache)
         if slot_mapping.dtype != torch.int64:
             raise TypeError(f"slots are int64, not {slot_mapping.dtype}")
         slots = slot_mapping.contiguous()
-        for is_value, (source, cache) in enumerate(((k, k_cache), (v, v_cache))):
+        for is_value, (source, stored) in enumerate(((k, cache.k), (v, cache.v))):
             source = last_contiguous(source)
             num_tokens, num_heads, size = source.shape
-            num_blocks, _, block_size, _ = cache.shape
-            if cache.shape[1] != num_heads or head_size(cache) != size:
-                raise ValueError(f"store_kv: {tuple(source.shape)} into {tuple(cache.shape)}")
+            num_blocks, _, block_size, _ = stored.shape
+            if stored.shape[1] != num_heads or head_size(stored) != size:
+                raise ValueError(f"store_kv: {tuple(source.shape)} into {tuple(stored.shape)}")
             if len(slots) != num_tokens:
                 raise ValueError(f"store_kv: {len(slots)} slots for {num_tokens} tokens")
-            if cache.dtype not in (source.dtype, KV_CODES):
-                raise TypeError(f"store_kv: {source.dtype} into {cache.dtype}")
-            check_cache(self._library, cache)
+            if stored.dtype not in (source.dtype, KV_CODES):
+                raise TypeError(f"store_kv: {source.dtype} into {stored.dtype}")
+            check_cache(self._library, stored)
             outside = self._library.pagewire_store(
                 source.data_ptr(),
-                cache.data_ptr(),
+                stored.data_ptr(),
                 slots.data_ptr(),
                 num_tokens,
                 num_heads,
                 size,
-                *(source.stride(0), source.stride(1), cache.stride(0), cache.stride(1)),
+                *(source.stride(0), source.stride(1), stored.stride(0), stored.stride(1)),
                 num_blocks,
                 block_size,
                 is_value,
                 DTYPES[source.dtype],
-                CACHE_DTYPES[cache.dtype],
+                CACHE_DTYPES[stored.dtype],
                 torch.get_num_threads(),
             )
             if outside:
@@ -416,8 +396,9 @@ class CpuKernels:
         return masses
 
 
-def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, out: Tensor) -> None:
+def _check_attention(q: Tensor, cache: Cache, batch: AttentionBatch, out: Tensor) -> None:
     num_tokens, num_heads, head_dim = q.shape
+    k_cache, v_cache = cache.k, cache.v
     num_blocks, num_kv_heads, block_size, _ = v_cache.shape
     if k_cache.dtype not in (q.dtype, KV_CODES):
         raise TypeError(f"paged_attention: queries of {q.dtype}, keys of {k_cache.dtype}")
@@ -452,14 +433,12 @@ def _contiguous_like(x: Tensor, other: Tensor) -> Tensor:
     return other
 
 
-def _logit_terms(
-    num_heads: int, sinks: Tensor | None, alibi: Tensor | None, relative_bias: Tensor | None
-) -> dict[str, Tensor]:
-    """Those that are given, as the library takes them."""
-    given = {"sinks": sinks, "alibi": alibi, "relative_bias": relative_bias}
-    terms = {name: x.to(torch.float32).contiguous() for name, x in given.items() if x is not None}
-    for name, x in terms.items():
+def _of_heads(terms: LogitTerms, num_heads: int) -> dict[str, Tensor]:
+    """The terms that each head has, as the library takes them."""
+    given = {name: getattr(terms, name) for name in ("sinks", "alibi", "relative_bias")}
+    found = {name: x.to(torch.float32).contiguous() for name, x in given.items() if x is not None}
+    for name, x in found.items():
         by_distance = name == "relative_bias" and x.dim() == 2 and len(x) == num_heads and x.shape[1] % 2 == 0
         if x.shape != (num_heads,) and not by_distance:
             raise ValueError(f"{name} for each of {num_heads} heads expected, not {tuple(x.shape)}")
-    return terms
+    return found

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.kv_codes import head_size
+from pagewire.kernels.paging import Cache
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtypes that the kernels are compiled for, and their numbers in the C++ code."""
@@ -14,18 +15,21 @@ CACHE_DTYPES = DTYPES | {KV_CODES: 3}
 """The dtypes that a KV cache may have, and their numbers in the C++ code."""
 
 
-def cache_fields(library: ctypes.CDLL, k_cache: Tensor, v_cache: Tensor) -> dict[str, int]:
-    """The fields of `AttentionCall` for a layer's caches, without their addresses.
+def cache_fields(library: ctypes.CDLL, cache: Cache) -> dict[str, int]:
+    """The fields of `AttentionCall` for a layer's cache.
 
     Raises:
         ValueError: their dtypes differ, their heads are not contiguous within a block, or a pair of values would be
             split by a block.
     """
-    for cache in (k_cache, v_cache):
-        check_cache(library, cache)
+    k_cache, v_cache = cache.k, cache.v
+    for stored in (k_cache, v_cache):
+        check_cache(library, stored)
     if k_cache.dtype != v_cache.dtype:
         raise ValueError(f"keys of {k_cache.dtype} and values of {v_cache.dtype}")
     return {
+        "k_cache": k_cache.data_ptr(),
+        "v_cache": v_cache.data_ptr(),
         "cache_dtype": CACHE_DTYPES[k_cache.dtype],
         "num_kv_heads": k_cache.shape[1],
         "v_head_dim": head_size(v_cache),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.source import Variant
-from pagewire.kernels.paging import UNSCALED, WHOLE, AttentionBatch, KVScales, check_scales
+from pagewire.kernels.paging import CAUSAL, WHOLE, AttentionBatch, Cache, LogitTerms, check_scales
 
 __all__ = ["Workspace", "choose_splits", "paged_attention", "variants"]
 
@@ -141,21 +141,13 @@ def paged_attention(
     launcher: KernelLauncher,
     workspace: Workspace,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: Cache,
     batch: AttentionBatch,
     scale: float,
-    *,
-    window: int | None = None,
-    future: int = 0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    alibi: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    scales: KVScales = UNSCALED,
+    terms: LogitTerms = CAUSAL,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `pagewire.kernels.attention.paged_attention`; the caches have the layout of `layout.cuh`.
+    """See `pagewire.kernels.attention.paged_attention`; the cache has the layout of `layout.cuh`.
 
     Lengths, starts and block tables are on the device and are not checked. The padded batch decides where sums
     are split, so the last bits of a token's output depend on the batch; with `future` keys or a `relative_bias`
@@ -163,13 +155,9 @@ def paged_attention(
 
     Args:
         q: bfloat16 or float16, aligned to 16 bytes, strides multiples of 8.
-        k_cache: of q's dtype, float8_e4m3fn or float8_e5m2.
-        v_cache: of k_cache's shape and dtype.
+        cache: K and V of one shape; of q's dtype, float8_e4m3fn or float8_e5m2.
         scale: above 0.
-        sinks: float32 or q's dtype.
-        alibi: float32 or q's dtype.
-        relative_bias: float32, contiguous.
-        scales: of keys and values in caches of 8-bit floats.
+        terms: sinks and slopes are float32 or of q's dtype, biases by distance float32 and contiguous.
 
     Raises:
         TypeError: no kernel supports a dtype.
@@ -177,45 +165,44 @@ def paged_attention(
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    check_scales(k_cache.dtype, scales)
-    if two_sided := future != 0 or relative_bias is not None:
-        _check_two_sided(q, k_cache, batch, future, relative_bias)
-    _check(q, k_cache, v_cache, batch, scale, window, sinks, alibi, out)
+    check_scales(cache)
+    if two_sided := terms.future != 0 or terms.relative_bias is not None:
+        _check_two_sided(q, cache, batch, terms)
+    _check(q, cache, batch, out)
+    _check_terms(q, scale, terms)
     tokens, heads, head_dim = q.shape
-    kv_heads = k_cache.shape[1]
+    kv_heads = cache.k.shape[1]
     requests, group = len(batch.seq_lens), heads // kv_heads
     if tokens == 0:
         return out
     if requests == 0:
         return out.zero_()
-    window = window or NO_WINDOW
+    window = terms.window or NO_WINDOW
     short_queries = 0 if two_sided else max(1, TILE_ROWS // group)  # decode has no two-sided kernel
-    fields = _fields(workspace, q, k_cache, v_cache, batch, out) | _head_fields(sinks, alibi)
-    fields |= {"scale": scale * scales.k, "v_scale": scales.v}
-    fields |= {"softcap": softcap or 0.0, "window": window, "future": future, "short_queries": short_queries}
-    fields |= {"relative_bias": relative_bias, "bias_radius": _radius(relative_bias)}
+    fields = _fields(workspace, q, cache, batch, out) | _term_fields(terms)
+    fields |= {"scale": scale * cache.scales.k, "v_scale": cache.scales.v, "short_queries": short_queries}
     if two_sided or batch.max_query_len > short_queries:
-        prefill = prefill_instance(q.dtype, k_cache.dtype, head_dim, two_sided=two_sided)
+        prefill = prefill_instance(q.dtype, cache.k.dtype, head_dim, two_sided=two_sided)
         row_tiles = tokens * group // prefill.rows + requests + 1  # see prefill_attention.cu
         _launch(launcher, prefill, (row_tiles, kv_heads), fields)
     if short_queries and (batch.max_query_len <= short_queries or requests > 1):  # some may be short, too
         row_tiles = kv_heads * -(-short_queries * group // TILE_ROWS)
         longest = min(batch.max_seq_len, window + short_queries)
         splits = choose_splits(requests * row_tiles, launcher.multiprocessors, longest)
-        decode = decode_instance(q.dtype, k_cache.dtype, head_dim)
+        decode = decode_instance(q.dtype, cache.k.dtype, head_dim)
         _launch(launcher, decode, (splits, row_tiles, requests), fields)
     return out
 
 
 def _fields(
-    workspace: Workspace, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, out: Tensor
+    workspace: Workspace, q: Tensor, cache: Cache, batch: AttentionBatch, out: Tensor
 ) -> dict[str, Any]:
     """The fields of the kernels' struct for tensors and sizes."""
     return {
         "out": out,
         "q": q,
-        "k": k_cache,
-        "v": v_cache,
+        "k": cache.k,
+        "v": cache.v,
         "query_starts": batch.query_start_loc,
         "lengths": batch.seq_lens,
         "block_table": batch.block_table,
@@ -227,15 +214,21 @@ def _fields(
         "tokens": len(q),
         "requests": len(batch.seq_lens),
         "heads": q.shape[1],
-        "kv_heads": k_cache.shape[1],
-        "block_shift": k_cache.shape[2].bit_length() - 1,
+        "kv_heads": cache.k.shape[1],
+        "block_shift": cache.k.shape[2].bit_length() - 1,
         "table_width": batch.block_table.stride(0),
     }
 
 
-def _head_fields(sinks: Tensor | None, alibi: Tensor | None) -> dict[str, Any]:
-    """The fields of the kernels' struct for the numbers that each head has."""
+def _term_fields(terms: LogitTerms) -> dict[str, Any]:
+    """The fields of the kernels' struct for what changes the logits."""
+    sinks, alibi = terms.sinks, terms.alibi
     return {
+        "window": terms.window or NO_WINDOW,
+        "future": terms.future,
+        "softcap": terms.softcap or 0.0,
+        "relative_bias": terms.relative_bias,
+        "bias_radius": _radius(terms.relative_bias),
         "sinks": sinks,
         "alibi": alibi,
         "sinks_are_float": sinks is not None and sinks.dtype == torch.float32,
@@ -250,17 +243,8 @@ def _launch(
     launcher.launch(instance.variant, grid, (instance.threads,), parameters, instance.shared_bytes)
 
 
-def _check(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: AttentionBatch,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
-    alibi: Tensor | None,
-    out: Tensor,
-) -> None:
+def _check(q: Tensor, cache: Cache, batch: AttentionBatch, out: Tensor) -> None:
+    k_cache, v_cache = cache.k, cache.v
     if q.dtype not in DTYPES or k_cache.dtype not in (q.dtype, *FP8):
         raise TypeError(f"attention: no kernel for queries of {q.dtype} and keys of {k_cache.dtype}")
     if v_cache.dtype != k_cache.dtype or v_cache.shape != k_cache.shape:
@@ -290,15 +274,19 @@ def _check(
             raise TypeError("attention: index tensors must be int32")
         if tensor.stride(-1) != 1:
             raise ValueError("attention: index tensors must be contiguous along their last axis")
-    for numbers in (sinks, alibi):
+
+
+def _check_terms(q: Tensor, scale: float, terms: LogitTerms) -> None:
+    heads = q.shape[1]
+    for numbers in (terms.sinks, terms.alibi):
         if numbers is not None and (numbers.shape != (heads,) or not numbers.is_contiguous()):
             raise ValueError(f"attention: sinks and slopes must be [{heads}]")
         if numbers is not None and numbers.dtype not in (torch.float32, q.dtype):
             raise TypeError(
                 f"attention: sinks and slopes must be float32 or of q's dtype, not {numbers.dtype}"
             )
-    if scale <= 0 or (window is not None and window < 1):
-        raise ValueError(f"attention: scale {scale} and window {window} must be above 0")
+    if scale <= 0 or (terms.window is not None and terms.window < 1):
+        raise ValueError(f"attention: scale {scale} and window {terms.window} must be above 0")
 
 
 def _radius(relative_bias: Tensor | None) -> int:
@@ -306,19 +294,17 @@ def _radius(relative_bias: Tensor | None) -> int:
     return 0 if relative_bias is None else relative_bias.shape[1] // 2
 
 
-def _check_two_sided(
-    q: Tensor, k_cache: Tensor, batch: AttentionBatch, future: int, relative_bias: Tensor | None
-) -> None:
+def _check_two_sided(q: Tensor, cache: Cache, batch: AttentionBatch, terms: LogitTerms) -> None:
     heads, head_dim = q.shape[1:]
-    if head_dim not in TWO_SIDED_HEAD_DIMS or k_cache.dtype != q.dtype:
+    if head_dim not in TWO_SIDED_HEAD_DIMS or cache.k.dtype != q.dtype:
         sizes = ", ".join(map(str, TWO_SIDED_HEAD_DIMS))
         raise ValueError(
-            f"attention to later keys: no kernel for heads of {head_dim} and keys of {k_cache.dtype}, only for "
+            f"attention to later keys: no kernel for heads of {head_dim} and keys of {cache.k.dtype}, only for "
             f"heads of {sizes} and keys of q's dtype; CPUs serve it, and so does float32 without kernels"
         )
-    if not 0 <= future <= WHOLE:
-        raise ValueError(f"attention: future {future} must be from 0 to {WHOLE}")
-    if relative_bias is None:
+    if not 0 <= terms.future <= WHOLE:
+        raise ValueError(f"attention: future {terms.future} must be from 0 to {WHOLE}")
+    if (relative_bias := terms.relative_bias) is None:
         return
     if relative_bias.dtype != torch.float32:
         raise TypeError(f"attention: biases by distance must be float32, not {relative_bias.dtype}")

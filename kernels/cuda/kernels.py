@@ -13,8 +13,17 @@ from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.integers import Integers
-from pagewire.kernels.layer import Activation, EncoderLayer, Experts, HeadNorms, Layer, LayerNorm, Norm
-from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
+from pagewire.kernels.layer import (
+    Activation,
+    Angles,
+    EncoderLayer,
+    Experts,
+    HeadNorms,
+    Layer,
+    LayerNorm,
+    Norm,
+)
+from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.weight import Linear, UnpackedLinear, Weight
 
 
@@ -74,47 +83,18 @@ class CudaKernels:
     def paged_attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: Cache,
         batch: AttentionBatch,
         scale: float,
-        *,
-        window: int | None = None,
-        future: int = 0,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        alibi: Tensor | None = None,
-        relative_bias: Tensor | None = None,
-        scales: KVScales = UNSCALED,
+        terms: LogitTerms = CAUSAL,
         out: Tensor | None = None,
     ) -> Tensor:
         """See `pagewire.kernels.attention.paged_attention`."""
-        return attention.paged_attention(
-            self.launcher,
-            self._workspace,
-            *(q, k_cache, v_cache, batch, scale),
-            window=window,
-            future=future,
-            softcap=softcap,
-            sinks=sinks,
-            alibi=alibi,
-            relative_bias=relative_bias,
-            scales=scales,
-            out=out,
-        )
+        return attention.paged_attention(self.launcher, self._workspace, q, cache, batch, scale, terms, out)
 
-    def store_kv(
-        self,
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        scales: KVScales = UNSCALED,
-    ) -> None:
+    def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
         """See `pagewire.kernels.attention.store_kv`; slots are on the device and are not checked."""
-        kv.write_kv(self.launcher, None, k, v, k_cache, v_cache, slot_mapping, scales=scales)
+        kv.write_kv(self.launcher, None, k, v, cache, slot_mapping)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, out: Tensor | None = None
@@ -212,13 +192,10 @@ class CudaKernels:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        angles: Angles,
         head_norms: HeadNorms | None,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: Cache,
         slot_mapping: Tensor,
-        scales: KVScales = UNSCALED,
     ) -> Tensor:
         """See `pagewire.kernels.dispatch.Kernels.rotate_and_store`; one kernel.
 
@@ -233,8 +210,7 @@ class CudaKernels:
                     f"the norms of query and key heads must have equal eps, not {of_q.eps} and {of_k.eps}"
                 )
             norms = kv.HeadNorms(of_q.weight, of_k.weight, of_q.eps, of_q.offset, of_k.offset)
-        tensors = (q, k, v, k_cache, v_cache, slot_mapping)
-        kv.write_kv(self.launcher, *tensors, cos=cos, sin=sin, norms=norms, scales=scales)
+        kv.write_kv(self.launcher, q, k, v, cache, slot_mapping, angles, norms)
         return q
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:

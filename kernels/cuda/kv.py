@@ -10,7 +10,8 @@ from torch import Tensor
 from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.cuda.source import Variant
-from pagewire.kernels.paging import UNSCALED, KVScales, check_scales
+from pagewire.kernels.layer import Angles
+from pagewire.kernels.paging import Cache, check_scales
 
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 LARGEST_HEAD = 256
@@ -73,14 +74,10 @@ def write_kv(
     q: Tensor | None,
     k: Tensor,
     v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: Cache,
     slot_mapping: Tensor,
-    *,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
+    angles: Angles | None = None,
     norms: HeadNorms = NO_NORMS,
-    scales: KVScales = UNSCALED,
 ) -> None:
     """Norm and rotate queries in place; norm and rotate keys, and write them and the values into the cache.
 
@@ -90,21 +87,20 @@ def write_kv(
         q: [T, Hq, D], any strides as long as D is contiguous; None for no queries.
         k: [T, Hkv, D], with strides as for q.
         v: [T, Hkv, Dv], with strides as for q.
-        k_cache: [num_blocks, Hkv, block_size, D], contiguous, in pages (`layout.py`), of k's dtype or an 8-bit
-            float; larger values than an 8-bit float has become its largest.
-        v_cache: [num_blocks, Hkv, block_size, Dv], of k_cache's layout and dtype.
+        cache: contiguous, in pages (`layout.py`), of k's dtype or an 8-bit float. Its scales divide keys and values
+            before they become 8-bit floats; larger values than an 8-bit float has become its largest.
         slot_mapping: int64 [T], `block * block_size + row` inside the cache; -1 writes nothing.
-        cos: [T, rot_dim], see `layers.rotary`, rot_dim a multiple of 16; None for no rotation.
-        sin: as cos.
+        angles: see `layers.rotary`; rot_dim is a multiple of 16. None for no rotation.
         norms: of query and key heads.
-        scales: keys and values are divided by these before they become 8-bit floats.
 
     Raises:
         TypeError: no kernel supports the dtypes.
         ValueError: shapes disagree or are no multiples of 8 (16 for 8-bit caches), heads are longer than 256, or
             a tensor is not aligned to 16 bytes, or scales are given for a cache of 16 bits.
     """
-    check_scales(k_cache.dtype, scales)
+    check_scales(cache)
+    k_cache, v_cache, scales = cache.k, cache.v, cache.scales
+    cos, sin = angles or (None, None)
     sizes = _Sizes.of(q, k, v_cache, cos)
     tensors = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "q_weight": norms.q_weight}
     tensors |= {"k_weight": norms.k_weight, "k_cache": k_cache, "v_cache": v_cache, "slots": slot_mapping}
@@ -171,9 +167,8 @@ def _check_shapes(tensors: Mapping[str, Tensor | None], sizes: _Sizes, num_block
             raise ValueError(
                 f"write_kv: shapes disagree: {name} {tuple(tensor.shape)}, expected {expected[name]}"
             )
-    for first, second in (("cos", "sin"), ("q_weight", "k_weight")):
-        if (tensors[first] is None) != (tensors[second] is None):
-            raise ValueError(f"write_kv: {first} and {second} must be given together")
+    if (tensors["q_weight"] is None) != (tensors["k_weight"] is None):
+        raise ValueError("write_kv: q_weight and k_weight must be given together")
 
 
 def _check_write(tensors: Mapping[str, Tensor | None], sizes: _Sizes, chunk: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels import reference
-from pagewire.kernels.attention import AttentionBatch, store_kv
+from pagewire.kernels.attention import AttentionBatch, Cache, store_kv
 from pagewire.kernels.kv_codes import row_width
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -16,13 +16,12 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, to
 
 def allocate_kv(
     num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, v_head_dim: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The K and V cache of one layer, zeroed."""
+) -> Cache:
+    """The cache of one layer, zeroed."""
     sizes = (
         (num_blocks, num_kv_heads, block_size, row_width(size, dtype)) for size in (head_dim, v_head_dim)
     )
-    k, v = (torch.zeros(size, dtype=dtype) for size in sizes)
-    return k, v
+    return Cache(*(torch.zeros(size, dtype=dtype) for size in sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +46,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Arguments of `paged_attention`, and the caches as the reference keeps them."""
+    """Arguments of `paged_attention`, and the cache as the reference keeps it."""
 
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+    cache: Cache
     batch: AttentionBatch
-    plain_caches: tuple[Tensor, Tensor]
+    plain: Cache
 
 
 def random_request(shape: Shape, length: int, dtype: torch.dtype, seed: int) -> Request:
@@ -76,12 +74,12 @@ def page(
     *,
     padding: int = 0,
     seed: int = 0,
-    store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] = store_kv,
+    store: Callable[[Tensor, Tensor, Cache, Tensor], None] = store_kv,
     cache_dtype: torch.dtype | None = None,
 ) -> Paged:
     """Request i's tokens `spans[i][0]` to `spans[i][1]` as one step, those before them already in the cache.
 
-    `store` writes the caches, in the layout of the kernels that will read them; they are of the requests' dtype, or
+    `store` writes the cache, in the layout of the kernels that will read it; it is of the requests' dtype, or
     of `cache_dtype`. Whatever no token was written to holds NaN (of 8 bits: scales of NaN): rest of the last pages,
     pages of nobody, unused table entries.
     """
@@ -91,9 +89,9 @@ def page(
     counts = [-(-end // shape.block_size) for end in ends]
     num_blocks, max_blocks = sum(counts) + 3, max([1, *counts]) + 2
     sizes = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim, shape.v_head_dim)
-    caches, plain_caches = (allocate_kv(*sizes, cache_dtype or dtype) for _ in range(2))
-    for cache in (*caches, *plain_caches):
-        cache.fill_(torch.nan if cache.is_floating_point() else -1)
+    cache, plain = (allocate_kv(*sizes, cache_dtype or dtype) for _ in range(2))
+    for x in (cache.k, cache.v, plain.k, plain.v):
+        x.fill_(torch.nan if x.is_floating_point() else -1)
     free = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)
     block_table = torch.full((len(spans), max_blocks), 2**30, dtype=torch.int32)
     slot_mapping: list[Tensor] = []
@@ -102,8 +100,8 @@ def page(
         block_table[i, : counts[i]] = blocks
         positions = torch.arange(end)
         slots = blocks[positions // shape.block_size].long() * shape.block_size + positions % shape.block_size
-        store(request.k[:end], request.v[:end], *caches, slots)
-        reference.store_kv(request.k[:end], request.v[:end], *plain_caches, slots)
+        store(request.k[:end], request.v[:end], cache, slots)
+        reference.store_kv(request.k[:end], request.v[:end], plain, slots)
         slot_mapping.append(slots[begin:])
     lengths = torch.tensor([0] + [end - begin for begin, end in spans])
     q = torch.cat([request.q[begin:end] for request, (begin, end) in zip(requests, spans, strict=True)])
@@ -116,4 +114,4 @@ def page(
         max_query_len=int(lengths.max()),
         max_seq_len=max(ends),
     )
-    return Paged(q, *caches, batch, plain_caches)
+    return Paged(q, cache, batch, plain)

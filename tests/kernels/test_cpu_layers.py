@@ -9,6 +9,9 @@ from torch import Tensor
 from pagewire.kernels import layers, reference
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.layer import Activation
+from pagewire.kernels.paging import Cache
+
+from .batches import allocate_kv
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 8, 24, 100, 128, 4096]
@@ -116,13 +119,13 @@ def pair_of(kernels: CpuKernels, dtype: torch.dtype) -> int:
     return 2 if dtype == torch.bfloat16 or (dtype == torch.float16 and tiles_of_halves) else 1
 
 
-def arranged(k_cache: Tensor, v_cache: Tensor, pair: int) -> tuple[Tensor, Tensor]:
+def arranged(cache: Cache, pair: int) -> tuple[Tensor, Tensor]:
     """Caches as the reference fills them, in the order in which the compiled kernels read them (`layout.h`)."""
-    num_blocks, num_heads, block_size, _ = k_cache.shape
+    num_blocks, num_heads, block_size, _ = cache.k.shape
     granule = min(16, block_size & -block_size)
-    k = k_cache.view(num_blocks, num_heads, block_size // granule, granule, -1, pair).transpose(3, 4)
-    v = v_cache.view(num_blocks, num_heads, block_size // pair, pair, -1).transpose(3, 4)
-    return k.reshape(k_cache.shape), v.reshape(v_cache.shape)
+    k = cache.k.view(num_blocks, num_heads, block_size // granule, granule, -1, pair).transpose(3, 4)
+    v = cache.v.view(num_blocks, num_heads, block_size // pair, pair, -1).transpose(3, 4)
+    return k.reshape(cache.k.shape), v.reshape(cache.v.shape)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 24, 32])
@@ -134,30 +137,27 @@ def test_store_kv(kernels: CpuKernels, dtype: torch.dtype, block_size: int) -> N
         v = fused[:, 3 * k_size :].view(num_tokens, 3, v_size)
         slots = torch.randperm(40 * block_size)[:num_tokens]
         slots[::4] = -1
-        shapes = [(40, 3, block_size, size) for size in (k_size, v_size)]
-        caches, plain = ([torch.zeros(shape, dtype=dtype) for shape in shapes] for _ in range(2))
-        kernels.store_kv(k, v, *caches, slots)
-        reference.store_kv(k, v, *plain, slots)
-        assert all(
-            torch.equal(a, b) for a, b in zip(caches, arranged(*plain, pair_of(kernels, dtype)), strict=True)
-        )
+        cache, plain = (allocate_kv(40, 3, block_size, k_size, v_size, dtype) for _ in range(2))
+        kernels.store_kv(k, v, cache, slots)
+        reference.store_kv(k, v, plain, slots)
+        wanted = arranged(plain, pair_of(kernels, dtype))
+        assert torch.equal(cache.k, wanted[0]) and torch.equal(cache.v, wanted[1])
         with pytest.raises(IndexError):
-            kernels.store_kv(k, v, *caches, slots + 40 * block_size)
+            kernels.store_kv(k, v, cache, slots + 40 * block_size)
         with pytest.raises(ValueError, match="contiguous"):
-            kernels.store_kv(
-                k, v, *(cache.transpose(2, 3).contiguous().transpose(2, 3) for cache in caches), slots
-            )
+            strided = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (cache.k, cache.v))
+            kernels.store_kv(k, v, Cache(*strided), slots)
 
 
 def test_pairs_need_even_blocks(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    k, cache = torch.ones(1, 2, 8, dtype=dtype), torch.zeros(3, 2, 5, 8, dtype=dtype)
+    k, cache = torch.ones(1, 2, 8, dtype=dtype), allocate_kv(3, 2, 5, 8, 8, dtype)
     slot = torch.tensor([4])
     if pair_of(kernels, dtype) == 2:
         with pytest.raises(ValueError, match="even"):
-            kernels.store_kv(k, k, cache, cache.clone(), slot)
+            kernels.store_kv(k, k, cache, slot)
     else:
-        kernels.store_kv(k, k, cache, cache.clone(), slot)
-        assert cache.sum() == k.sum()
+        kernels.store_kv(k, k, cache, slot)
+        assert cache.k.sum() == k.sum()
 
 
 def test_conversions_round_as_torch_does(kernels: CpuKernels, dtype: torch.dtype) -> None:

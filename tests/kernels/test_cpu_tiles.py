@@ -284,7 +284,7 @@ def test_the_emulated_kernels_have_the_bits_of_the_real_ones() -> None:
 def attend(kernels: CpuKernels, shape: Shape, requests: list[Request]) -> torch.Tensor:
     """A chunk of one request, and one token of the other."""
     paged = page(shape, requests, [(100, 300), (39, 40)], store=kernels.store_kv)
-    return kernels.paged_attention(paged.q, paged.k_cache, paged.v_cache, paged.batch, shape.head_dim**-0.5)
+    return kernels.paged_attention(paged.q, paged.cache, paged.batch, shape.head_dim**-0.5)
 
 
 @pytest.mark.parametrize("isa", list(filter(has_tiles, INSTRUCTION_SETS)), ids=lambda isa: isa.name)

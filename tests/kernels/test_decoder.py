@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.kernels.attention import AttentionBatch
+from pagewire.kernels.attention import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.cpu.all_reduce import AllReduce
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
@@ -82,7 +82,7 @@ def make_stack(
             num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
             scale=HEAD_DIM**-0.5,
-            window=window,
+            terms=LogitTerms(window),
             activation=activation,
         )
 
@@ -105,7 +105,7 @@ def make_step(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, AttentionBatc
     return residual, angles.cos().to(dtype), angles.sin().to(dtype), batch
 
 
-def make_caches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+def make_caches(dtype: torch.dtype) -> list[Cache]:
     """One for each of two layers."""
     return [allocate_kv(BLOCKS, KV_HEADS, 8, HEAD_DIM, HEAD_DIM, dtype) for _ in range(2)]
 
@@ -159,7 +159,7 @@ def check_one_call(dtype: torch.dtype, cache_dtype: torch.dtype, options: dict[s
         residual, cos, sin, batch = make_step(dtype)
         caches = make_caches(cache_dtype)
         normed = stack(residual, cos, sin, batch, caches, adapters=adapters)
-        results += [normed, residual, *(x for pair in caches for x in pair)]
+        results += [normed, residual, *(x for cache in caches for x in (cache.k, cache.v))]
         stack.compiled = None
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert found[0].isfinite().all() and found[0].std() > 0.1 and found[2].any()
@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrong in (
         caches[:1],
         [caches[0], make_caches(torch.bfloat16)[0]],
-        [(caches[0][0][:, :1], caches[0][1])] * 2,
+        [Cache(caches[0].k[:, :1], caches[0].v)] * 2,
     ):
         with pytest.raises(ValueError, match="caches"):
             stack(residual, cos, sin, batch, wrong)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.kernels.attention import AttentionBatch
+from pagewire.kernels.attention import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.cpu import encoder as compiled_encoder
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
@@ -78,9 +78,8 @@ def make_stack(
             num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
             scale=HEAD_DIM**-0.5,
-            window=window,
             angles=int(window is None) if rotary else None,
-            relative_bias=distances if relative else None,
+            terms=LogitTerms.two_sided(window, distances if relative else None),
         )
 
     layers = [layer(Integers(8, None, 128) if quantised else None, 8 if windowed else None), layer(None)]
@@ -109,7 +108,7 @@ def make_step(dtype: torch.dtype) -> tuple[Tensor, AttentionBatch, list[tuple[Te
     return x, batch, [(angles.cos().to(dtype), angles.sin().to(dtype)) for angles in tables]
 
 
-def make_cache(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def make_cache(dtype: torch.dtype) -> Cache:
     return allocate_kv(sum(-(-n // PAGE) for n in LENGTHS), KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM, dtype)
 
 
@@ -159,11 +158,12 @@ def test_what_does_not_fit_is_refused() -> None:
         stack(x, batch, cache, [(cos.double(), sin.double()), other])
     with pytest.raises(ValueError, match="1 tables of angles for layers that use 2"):
         stack(x, batch, cache, angles[:1])
-    layers = [dataclasses.replace(layer, relative_bias=torch.zeros(HEADS, 64)) for layer in stack.layers]
+    few, wrong = (LogitTerms.two_sided(None, torch.zeros(size)) for size in ((HEADS, 64), (3, 512)))
+    layers = [dataclasses.replace(layer, terms=few) for layer in stack.layers]
     with pytest.raises(ValueError, match="fit"):  # of fewer distances than a KV tile has
         EncoderStack(layers)(x, batch, cache, angles)
     with pytest.raises(ValueError, match=r"a contiguous bias \[4, 2 R\]"):
-        EncoderStack([dataclasses.replace(layer, relative_bias=torch.zeros(3, 512)) for layer in layers])
+        EncoderStack([dataclasses.replace(layer, terms=wrong) for layer in layers])
     with pytest.raises(ValueError, match="layers that begin with a norm"):
         EncoderStack(layers, layers[0].output_norm)
     for name, value in (

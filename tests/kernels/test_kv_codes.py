@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pagewire.kernels import kv_codes, reference
 from pagewire.kernels.cpu.kernels import CpuKernels
-from pagewire.kernels.paging import kv_block_bytes
+from pagewire.kernels.paging import CAUSAL, Cache, LogitTerms, kv_block_bytes
 
 from .batches import Shape, allocate_kv, page, random_request
 from .instruction_sets import TESTED, kernels_or_skip
@@ -48,9 +48,9 @@ def test_zeros_and_numbers_that_are_none() -> None:
 
 def test_a_block_holds_its_scales() -> None:
     assert kv_block_bytes(2, 16, 64, 32, torch.int8) == 2 * 16 * (64 + 4 + 32 + 4)
-    k, v = allocate_kv(3, 2, 16, 64, 32, torch.int8)
-    assert k[0].nbytes + v[0].nbytes == kv_block_bytes(2, 16, 64, 32, torch.int8)
-    assert (kv_codes.head_size(k), kv_codes.head_size(v)) == (64, 32)
+    cache = allocate_kv(3, 2, 16, 64, 32, torch.int8)
+    assert cache.nbytes == 3 * kv_block_bytes(2, 16, 64, 32, torch.int8)
+    assert (kv_codes.head_size(cache.k), kv_codes.head_size(cache.v)) == (64, 32)
 
 
 def attended(kernels: CpuKernels, everything: bool) -> Tensor:
@@ -59,8 +59,8 @@ def attended(kernels: CpuKernels, everything: bool) -> Tensor:
     requests = [random_request(shape, 600, torch.bfloat16, seed) for seed in range(3)]
     spans = [(0, 90), (599, 600), (250, 262)]
     paged = page(shape, requests, spans, store=kernels.store_kv, cache_dtype=torch.int8)
-    options = {"window": 300, "sinks": torch.linspace(-1, 3, 6), "softcap": 5.0} if everything else {}
-    return kernels.paged_attention(paged.q, paged.k_cache, paged.v_cache, paged.batch, SCALE, **options)  # type: ignore[arg-type]
+    terms = LogitTerms(300, softcap=5.0, sinks=torch.linspace(-1, 3, 6)) if everything else CAUSAL
+    return kernels.paged_attention(paged.q, paged.cache, paged.batch, SCALE, terms)
 
 
 @functools.cache
@@ -85,8 +85,8 @@ def test_heads_that_codes_of_16_bits_would_overflow(best_kernels: CpuKernels) ->
     request.q.fill_(1.0), request.k.fill_(1.0), request.v.fill_(3.0)
     request.k[7] = -1.0
     paged = page(shape, [request], [(0, 40)], store=best_kernels.store_kv, cache_dtype=torch.int8)
-    out = best_kernels.paged_attention(paged.q, paged.k_cache, paged.v_cache, paged.batch, 1 / 1024)
-    expected = reference.paged_attention(paged.q.double(), *paged.plain_caches, paged.batch, 1 / 1024)
+    out = best_kernels.paged_attention(paged.q, paged.cache, paged.batch, 1 / 1024)
+    expected = reference.paged_attention(paged.q.double(), paged.plain, paged.batch, 1 / 1024)
     torch.testing.assert_close(out.double(), expected, atol=2e-4, rtol=0)
 
 
@@ -95,7 +95,7 @@ def test_what_is_not_finite_reaches_those_that_see_it(best_kernels: CpuKernels) 
     request = random_request(shape, 40, torch.float32, 0)
     request.v[20, 0, 3] = torch.inf
     paged = page(shape, [request], [(0, 40)], store=best_kernels.store_kv, cache_dtype=torch.int8)
-    out = best_kernels.paged_attention(paged.q, paged.k_cache, paged.v_cache, paged.batch, SCALE)
+    out = best_kernels.paged_attention(paged.q, paged.cache, paged.batch, SCALE)
     assert out[:20].isfinite().all() and out[20:].isnan().all()
 
 
@@ -104,7 +104,7 @@ def test_what_is_lost(best_kernels: CpuKernels) -> None:
     shape = Shape(8, 2, 64, 64)
     request = random_request(shape, 512, torch.float32, 0)
     outputs = [
-        best_kernels.paged_attention(paged.q, paged.k_cache, paged.v_cache, paged.batch, 0.125)
+        best_kernels.paged_attention(paged.q, paged.cache, paged.batch, 0.125)
         for dtype in (torch.float32, torch.int8)
         for paged in [page(shape, [request], [(0, 512)], store=best_kernels.store_kv, cache_dtype=dtype)]
     ]
@@ -119,18 +119,14 @@ def test_refusals(best_kernels: CpuKernels) -> None:
     plain = page(shape, requests, [(0, 20)], store=best_kernels.store_kv)
 
     def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        return best_kernels.paged_attention(q, k_cache, v_cache, codes.batch, 0.1)
+        return best_kernels.paged_attention(q, Cache(k_cache, v_cache), codes.batch, 0.1)
 
     with pytest.raises(ValueError, match=r"keys of torch\.int8 and values of torch\.bfloat16"):
-        attend(codes.q, codes.k_cache, plain.v_cache)
+        attend(codes.q, codes.cache.k, plain.cache.v)
     with pytest.raises(ValueError, match="shapes disagree"):
-        attend(codes.q, codes.k_cache[..., 4:], codes.v_cache)
+        attend(codes.q, codes.cache.k[..., 4:], codes.cache.v)
     with pytest.raises(TypeError, match=r"queries of torch\.float32, keys of torch\.bfloat16"):
-        attend(codes.q.float(), plain.k_cache, plain.v_cache)
+        attend(codes.q.float(), plain.cache.k, plain.cache.v)
     with pytest.raises(TypeError, match=r"torch\.float32 into torch\.bfloat16"):
-        best_kernels.store_kv(
-            *(x.float() for x in (requests[0].k, requests[0].v)),
-            plain.k_cache,
-            plain.v_cache,
-            torch.arange(20),
-        )
+        k, v = (x.float() for x in (requests[0].k, requests[0].v))
+        best_kernels.store_kv(k, v, plain.cache, torch.arange(20))

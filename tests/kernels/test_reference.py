@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 
 from pagewire.kernels import reference
-from pagewire.kernels.paging import WHOLE
-from pagewire.kernels.reference_bias import Bias, attend_at_once
+from pagewire.kernels.paging import WHOLE, Cache, LogitTerms
+from pagewire.kernels.reference_bias import attend_at_once
 from pagewire.kernels.weight import dense_weight
 
 from .batches import TOLERANCE, Request, Shape, page, random_request
@@ -34,7 +34,7 @@ def test_equals_dense_attention(dtype: torch.dtype, window: int | None) -> None:
     requests = [random_request(shape, 50, dtype, seed) for seed in range(4)]
     spans = [(0, 50), (49, 50), (7, 7), (13, 29)]
     paged = page(shape, requests, spans, padding=2)
-    out = reference.paged_attention(paged.q, *paged.plain_caches, paged.batch, 0.2, window=window)
+    out = reference.paged_attention(paged.q, paged.plain, paged.batch, 0.2, LogitTerms(window))
     expected = [dense(r, 0.2, window)[begin:end] for r, (begin, end) in zip(requests, spans, strict=True)]
     torch.testing.assert_close(out[:-2], torch.cat(expected), atol=TOLERANCE[dtype], rtol=0)
     assert not out[-2:].any()
@@ -50,11 +50,12 @@ def test_a_token_has_the_same_bits_in_any_chunk_and_company(
     shape = Shape(num_heads=6, num_kv_heads=2, head_dim=24, v_head_dim=40, block_size=8)
     per_head = torch.rand(shape.num_heads, generator=torch.Generator().manual_seed(0))
     chosen: Any = {name: per_head if name in ("sinks", "alibi") else value for name, value in options.items()}
+    terms = LogitTerms(**chosen)
     requests = [random_request(shape, length, dtype, length) for length in (300, 40)]
 
     def attend(spans: list[tuple[int, int]]) -> torch.Tensor:
         paged = page(shape, requests, spans)
-        return reference.paged_attention(paged.q, *paged.plain_caches, paged.batch, 0.2, **chosen)
+        return reference.paged_attention(paged.q, paged.plain, paged.batch, 0.2, terms)
 
     whole = attend([(0, 300), (0, 40)])
     for begin, end in ((0, 7), (7, 100), (100, 101), (255, 257), (250, 300), (299, 300)):
@@ -87,26 +88,19 @@ def test_sinks_softcap_and_alibi_by_hand() -> None:
     shape = Shape(num_heads=1, num_kv_heads=1, head_dim=2, v_head_dim=1, block_size=2)
     request = random_request(shape, 3, torch.float64, 1)
     paged = page(shape, [request], [(2, 3)])
-    out = reference.paged_attention(
-        paged.q,
-        *paged.plain_caches,
-        paged.batch,
-        2.0,
-        softcap=1.5,
-        sinks=torch.tensor([0.3]),
-        alibi=torch.tensor([0.5]),
-    )
+    terms = LogitTerms(softcap=1.5, sinks=torch.tensor([0.3]), alibi=torch.tensor([0.5]))
+    out = reference.paged_attention(paged.q, paged.plain, paged.batch, 2.0, terms)
     logits = 1.5 * torch.tanh(2.0 * request.k[:, 0] @ request.q[2, 0] / 1.5) + 0.5 * torch.tensor([-2, -1, 0])
     weights = logits.exp() / (logits.exp().sum() + torch.tensor(0.3).double().exp())
     torch.testing.assert_close(out[0, 0], weights @ request.v[:, 0], atol=1e-7, rtol=0)
 
 
 def test_store_kv_skips_padding() -> None:
-    cache = torch.zeros(3, 2, 4, 5), torch.zeros(3, 2, 4, 6)
+    cache = Cache(torch.zeros(3, 2, 4, 5), torch.zeros(3, 2, 4, 6))
     k, v = torch.randn(3, 2, 5), torch.randn(3, 2, 6)
-    reference.store_kv(k, v, *cache, torch.tensor([9, -1, 2]))
-    assert torch.equal(cache[0][2, :, 1], k[0]) and torch.equal(cache[1][0, :, 2], v[2])
-    assert cache[0].count_nonzero() == 2 * k[0].numel()
+    reference.store_kv(k, v, cache, torch.tensor([9, -1, 2]))
+    assert torch.equal(cache.k[2, :, 1], k[0]) and torch.equal(cache.v[0, :, 2], v[2])
+    assert cache.k.count_nonzero() == 2 * k[0].numel()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -135,7 +129,7 @@ def test_layers_equal_hugging_face(dtype: torch.dtype) -> None:
     [
         {"future": WHOLE},
         {"future": 4, "window": 5},
-        {"future": WHOLE, "relative": True},
+        {"future": WHOLE, "relative_bias": True},
         {"future": 3, "alibi": True},
     ],
     ids=str,
@@ -144,15 +138,11 @@ def test_attention_at_once_equals_attention_by_tiles(options: dict[str, Any]) ->
     """What a GPU runs in float32, which has no kernels: of whole prompts, and of the last tokens of one."""
     shape = Shape(num_heads=6, num_kv_heads=6, head_dim=24, v_head_dim=24)
     per_head = torch.linspace(0.01, 0.2, 6)
-    given = {"window": None, **options}
-    alibi = per_head if given.pop("alibi", False) else None
-    relative = torch.randn(6, 512) if given.pop("relative", False) else None
-    for length, first in ((300 if relative is None else 200, 0), (40, 33)):
+    tensors = {"alibi": per_head, "relative_bias": torch.randn(6, 512)}
+    terms = LogitTerms(**{name: tensors.get(name, value) for name, value in options.items()})
+    for length, first in ((300 if terms.relative_bias is None else 200, 0), (40, 33)):
         request = random_request(shape, length, torch.float32, length)
         paged = page(shape, [request], [(first, length)])
-        expected = reference.paged_attention(
-            *(paged.q, *paged.plain_caches, paged.batch, 0.2), **given, alibi=alibi, relative_bias=relative
-        )
-        bias = Bias(seq_len=length, softcap=None, alibi=alibi, relative=relative, **given)
-        found = attend_at_once(paged.q, request.k.transpose(0, 1), request.v.transpose(0, 1), 0.2, bias)
+        expected = reference.paged_attention(paged.q, paged.plain, paged.batch, 0.2, terms)
+        found = attend_at_once(paged.q, request.k.transpose(0, 1), request.v.transpose(0, 1), 0.2, terms)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)

@@ -229,5 +229,5 @@ def test_profile(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_first_step_leaves_no_trace(runner: Runner) -> None:
     assert not runner.slots.sampling
-    assert all(not k.any() and not v.any() for k, v in runner.caches)
+    assert all(not cache.k.any() and not cache.v.any() for cache in runner.caches)
     assert LLAMA.name == "llama"

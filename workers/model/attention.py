@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from pagewire.kernels.attention import (
     UNSCALED,
     AttentionBatch,
+    Cache,
     KVScales,
+    LogitTerms,
     kv_block_bytes,
     paged_attention,
     store_kv,
@@ -44,17 +46,16 @@ class KVShape:
         """Bytes of one block of `block_size` tokens."""
         return kv_block_bytes(self.num_kv_heads, block_size, self.head_dim, self.v_head_dim, self.dtype)
 
-    def allocate(self, num_blocks: int, block_size: int, device: Device) -> tuple[Tensor, Tensor]:
-        """Zeroed K and V caches: [num_blocks, num_kv_heads, block_size, head_dim] and [..., v_head_dim].
-
-        Rows of int8 are wider by their scales (`kv_codes.row_width`).
-        """
+    def allocate(
+        self, num_blocks: int, block_size: int, device: Device, scales: KVScales = UNSCALED
+    ) -> Cache:
+        """A zeroed cache of `num_blocks` blocks of `block_size` tokens on a device."""
         shape = (num_blocks, self.num_kv_heads, block_size)
         k, v = (
             device.zeros((*shape, row_width(size, self.dtype)), self.dtype)
             for size in (self.head_dim, self.v_head_dim)
         )
-        return k, v
+        return Cache(k, v, scales)
 
 
 class RowsContext:
@@ -81,30 +82,28 @@ class RowsContext:
 class StepContext(RowsContext):
     """The inputs of a step's layers beside hidden states: attention batch, positions int64 [T], all KV caches.
 
-    scales: of each layer's keys and values, in caches of 8-bit floats; empty for 1.
     first_layer: the layer of the first caches; those before it are on other stages of a pipeline.
     overlay: embeddings that take the place of those of tokens; None: there are none.
 
     Within `with step:`, attention and linear layers get it from `current_step`.
     """
 
-    __slots__ = ("batch", "caches", "first_layer", "overlay", "positions", "scales")
+    __slots__ = ("batch", "caches", "first_layer", "overlay", "positions")
 
     def __init__(
         self,
         batch: AttentionBatch,
         positions: Tensor,
-        caches: Sequence[tuple[Tensor, Tensor]],
-        scales: Sequence[KVScales] = (),
+        caches: Sequence[Cache],
         first_layer: int = 0,
     ) -> None:
         super().__init__()
-        self.batch, self.positions, self.caches, self.scales = batch, positions, caches, scales
+        self.batch, self.positions, self.caches = batch, positions, caches
         self.first_layer = first_layer
         self.overlay: Overlay | None = None
 
-    def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
-        """The K and V caches of a layer. `shape` and `window` (keys per query) are used by the dry run only."""
+    def cache(self, layer: int, shape: KVShape, window: int | None) -> Cache:
+        """The cache of a layer. `shape` and `window` (keys per query) are used by the dry run only."""
         return self.caches[layer - self.first_layer]
 
     def future(self, window: int | None) -> int:
@@ -124,17 +123,10 @@ class StepContext(RowsContext):
     ) -> Tensor:
         """Store k [T, Hkv, D] and v [T, Hkv, Dv] of a layer, then attend with q [T, Hq, D]. Returns [T, Hq, Dv]."""
         shape = KVShape(k.shape[1], k.shape[2], v.shape[2], v.dtype)
-        k_cache, v_cache = self.cache(layer, shape, window)
-        scales = self.scales[layer] if self.scales else UNSCALED
-        store_kv(k, v, k_cache, v_cache, self.batch.slot_mapping, scales=scales)
-        return paged_attention(
-            *(q, k_cache, v_cache, self.batch, scale),
-            window=window,
-            future=self.future(window),
-            softcap=softcap,
-            sinks=sinks,
-            scales=scales,
-        )
+        cache = self.cache(layer, shape, window)
+        store_kv(k, v, cache, self.batch.slot_mapping)
+        terms = LogitTerms(window, self.future(window), softcap, sinks)
+        return paged_attention(q, cache, self.batch, scale, terms)
 
 
 class _Running(threading.local):
@@ -170,7 +162,7 @@ class DryRunRecorder:
     shapes: dict[int, KVShape] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
     num_calls: dict[int, int] = field(default_factory=dict)
-    caches: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    caches: dict[int, Cache] = field(default_factory=dict)
 
     def step(self, batch: AttentionBatch, positions: Tensor) -> StepContext:
         """The context of a step that is recorded here; positions: int64 [T]."""
@@ -184,7 +176,7 @@ class _RecordingContext(StepContext):
         super().__init__(batch, positions, recorder.caches)  # type: ignore[arg-type]
         self.recorder = recorder
 
-    def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
+    def cache(self, layer: int, shape: KVShape, window: int | None) -> Cache:
         recorder = self.recorder
         if layer not in recorder.shapes:
             recorder.shapes[layer] = shape

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.kernels.attention import WHOLE, AttentionBatch
+from pagewire.kernels.attention import AttentionBatch, Cache, LogitTerms
 from pagewire.workers.model.attention import KVShape, StepContext
 from pagewire.workers.model.encoder_stack import EncoderStack
 from pagewire.workers.model.overlay import laid_over
@@ -30,19 +30,19 @@ class Pages:
     """Memory for the keys and values of one layer at a time: [num_pages, num_kv_heads, PAGE, size] each."""
 
     def __init__(self) -> None:
-        self._caches: dict[KVShape, tuple[Tensor, Tensor]] = {}
+        self._caches: dict[KVShape, Cache] = {}
 
-    def of(self, shape: KVShape, num_pages: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """K and V of at least `num_pages` pages on a device, which is always the same one."""
-        caches = self._caches.get(shape)
-        if caches is None or len(caches[0]) < num_pages:
+    def of(self, shape: KVShape, num_pages: int, device: torch.device) -> Cache:
+        """A cache of at least `num_pages` pages on a device, which is always the same one."""
+        cache = self._caches.get(shape)
+        if cache is None or len(cache.k) < num_pages:
             sizes = (shape.head_dim, shape.v_head_dim)
             k, v = (
                 torch.zeros(num_pages, shape.num_kv_heads, PAGE, size, dtype=shape.dtype, device=device)
                 for size in sizes
             )
-            caches = self._caches[shape] = k, v
-        return caches
+            cache = self._caches[shape] = Cache(k, v)
+        return cache
 
 
 def in_pages(batch: AttentionBatch, positions: Tensor) -> AttentionBatch:
@@ -84,13 +84,13 @@ class EncoderStep(StepContext):
         self.pages, self.lengths, self.token_types = pages, list(lengths), token_types
         self.num_pages = sum(-(-length // PAGE) for length in lengths)
 
-    def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
+    def cache(self, layer: int, shape: KVShape, window: int | None) -> Cache:
         """Pages for the keys and values of a layer, until the next one takes them."""
         return self.pages.of(shape, self.num_pages, self.positions.device)
 
     def future(self, window: int | None) -> int:
         """All keys, or those of a window to each side that has the query's own in it."""
-        return WHOLE if window is None else window - 1
+        return LogitTerms.two_sided(window).future
 
 
 class EncoderModel(PoolingModel):

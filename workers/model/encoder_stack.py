@@ -17,6 +17,7 @@ from pagewire.kernels.encoder import EncoderStack as Stack
 from pagewire.kernels.layer import Activation
 from pagewire.kernels.layers import layer_norm
 from pagewire.kernels.linear import Linear
+from pagewire.kernels.paging import LogitTerms
 from pagewire.workers.model.attention import KVShape, current_step
 from pagewire.workers.model.encoder_structures import STRUCTURES, LayerParts, Structure
 from pagewire.workers.model.transforms import RotaryTable, embedding, pack_joined
@@ -122,9 +123,8 @@ def _packed(
         num_kv_heads=heads[1],
         head_dim=parts.head_dim,
         scale=parts.head_dim**-0.5,
-        window=parts.window,
         angles=angles,
-        relative_bias=bias,
+        terms=LogitTerms.two_sided(parts.window, bias),
     )
 
 

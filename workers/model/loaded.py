@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pagewire.kernels.paging import KVScales
+from pagewire.kernels.paging import UNSCALED, Cache, KVScales
+from pagewire.workers.device.interface import Device
 from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.model import Model
 from pagewire.workers.model.pooler import Pooler
@@ -36,7 +37,7 @@ class Phases:
 class LoadedModel:
     """A model that has passed the proof (`proof.py`), with its properties.
 
-    kv_scales: see `StepContext`. kv_shapes: of each layer; empty for an encoder.
+    kv_shapes: of each layer; empty for an encoder. kv_scales: of each layer of the whole model; empty for 1.
     pooler: of a model that pools; None: it generates.
     cuts: how parameters are divided over the ranks, by name; what is not there, every rank has as a whole.
     """
@@ -52,6 +53,15 @@ class LoadedModel:
     weight_bytes: int
     pooler: Pooler | None = None
     cuts: dict[str, Cut] = field(default_factory=dict)
+
+    def allocate(self, num_blocks: int, block_size: int, device: Device) -> list[Cache]:
+        """Zeroed caches of its layers, of `num_blocks` blocks of `block_size` tokens each."""
+        first = 0 if self.model.stage is None else self.model.stage.layers.start
+        scales = self.kv_scales[first:] or [UNSCALED] * len(self.kv_shapes)
+        return [
+            shape.allocate(num_blocks, block_size, device, of_layer)
+            for shape, of_layer in zip(self.kv_shapes, scales, strict=False)  # scales: of later stages, too
+        ]
 
     @property
     def is_stack(self) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
 from pagewire.kernels.layer import Mixture
 from pagewire.kernels.linear import Linear
+from pagewire.kernels.paging import LogitTerms
 from pagewire.kernels.reduced import Reduced, Sum
 from pagewire.workers.model.attention import KVShape, StepContext
 from pagewire.workers.model.experts import grouped_experts, router_of
@@ -133,8 +134,7 @@ class DecoderStack(nn.Module):
             self._angles = [table[0] for table in self.rotary.table(residual[None])]
         cos, sin = (table.index_select(0, step.positions) for table in self._angles)
         caches = [step.cache(layer.index, layer.kv_shape, layer.window) for layer in self.stack_layers]
-        scales = [step.scales[layer.index] for layer in self.stack_layers] if step.scales else ()
-        normed = self.stack(residual, cos, sin, step.batch, caches, scales, step.adapters)
+        normed = self.stack(residual, cos, sin, step.batch, caches, step.adapters)
         return normed if self.is_last else residual
 
 
@@ -196,7 +196,7 @@ class StackLayer:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.kv_shape.head_dim,
             scale=float(attention.scaling),
-            window=self.window,
+            terms=LogitTerms(self.window),
             activation=ACTIVATION_NAMES[self.activation],
             mixture=mixture,
             ranks=ranks,

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.ipc.worker_messages import StepPlan, WorkerConfig
+from pagewire.kernels.paging import Cache
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.errors import LoadError
@@ -76,7 +77,7 @@ class DraftModel:
         self._loaded: LoadedModel | None = None
         self._num_blocks = 0
         self._coverage = Coverage(slots, 0)
-        self.caches: list[tuple[Tensor, Tensor]] = []
+        self.caches: list[Cache] = []
         self.load(target)
         shapes, size = self.model.kv_shapes, config.block_size
         self.name: str | None = self.model.architecture
@@ -126,8 +127,7 @@ class DraftModel:
     def allocate(self, num_blocks: int) -> None:
         """See `Drafter.allocate`."""
         count = num_blocks + self._config.max_num_seqs * self._num_spare
-        size = self._config.block_size
-        self.caches = [shape.allocate(count, size, self._device) for shape in self.model.kv_shapes]
+        self.caches = self.model.allocate(count, self._config.block_size, self._device)
         self._num_blocks, self._coverage = num_blocks, Coverage(self._slots, num_blocks)
 
     def free(self) -> None:
@@ -208,5 +208,5 @@ class DraftModel:
         """Final hidden states [T, H] of tokens [start, start + length) of each run."""
         positions, batch = places.tensors([run.index for run in runs], starts, lengths)
         (ids,) = self._device.upload([torch.from_numpy(input_ids)])
-        step = StepContext(batch, positions, self.caches, self.model.kv_scales)
+        step = StepContext(batch, positions, self.caches)
         return self.model.model.hidden_states(ids, step)

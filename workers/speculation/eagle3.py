@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pagewire.ipc.hub import read_json
 from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.kernels.attention import UNSCALED, AttentionBatch, paged_attention
+from pagewire.kernels.attention import AttentionBatch, Cache, paged_attention
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import ACTIVATIONS
 from pagewire.kernels.layers import add_rms_norm, rms_norm
@@ -165,17 +165,15 @@ class Eagle3:
         normed = add_rms_norm(x, residual, layer.norm, eps)
         return residual, normed
 
-    def _attend(
-        self, qkv: Tensor, positions: Tensor, batch: AttentionBatch, cache: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def _attend(self, qkv: Tensor, positions: Tensor, batch: AttentionBatch, cache: Cache) -> Tensor:
         """Attention over the layer's own KV cache, and the product behind it."""
         head_dim, own, (cos, sin) = self.settings.size_of_head, self._heads, self._loaded.angles
         heads = qkv.view(len(qkv), -1, head_dim)
         q, k, v = torch.split(heads, [own.num, own.num_kv, own.num_kv], 1)
         kernels = implementation_for(q, k, v)
         angles = cos.index_select(0, positions), sin.index_select(0, positions)
-        q = kernels.rotate_and_store(q, k, v, *angles, None, *cache, batch.slot_mapping, UNSCALED)
-        out = paged_attention(q, *cache, batch, head_dim**-0.5)
+        q = kernels.rotate_and_store(q, k, v, angles, None, cache, batch.slot_mapping)
+        out = paged_attention(q, cache, batch, head_dim**-0.5)
         return self._loaded.layer.out(out.view(len(qkv), -1))
 
 

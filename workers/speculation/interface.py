@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from pagewire.ipc.worker_messages import StepPlan
+from pagewire.kernels.paging import Cache
 from pagewire.workers.model.loaded import LoadedModel
 
 
@@ -52,8 +53,8 @@ class Drafter(Protocol):
         """Bytes of its weights; 0 while they are dropped."""
 
     @property
-    def caches(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """K and V of each of its layers; empty while their memory is released."""
+    def caches(self) -> Sequence[Cache]:
+        """Of each of its layers; empty while their memory is released."""
 
     def features(self, hidden: Tensor) -> Tensor | None:
         """What it takes from the model for each token [T, F] of the step that was just launched.
@@ -97,7 +98,7 @@ class NoDrafter:
     name: str | None = None
     follows = False
     block_bytes = spare_bytes = weight_bytes = 0
-    caches: Sequence[tuple[Tensor, Tensor]] = ()
+    caches: Sequence[Cache] = ()
 
     def features(self, hidden: Tensor) -> Tensor | None:
         """Nothing."""

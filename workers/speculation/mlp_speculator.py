@@ -30,6 +30,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from pagewire.ipc.hub import read_json
 from pagewire.ipc.worker_messages import StepPlan
 from pagewire.kernels.layers import rms_norm
+from pagewire.kernels.paging import Cache
 from pagewire.kernels.weight import Linear, dense_weight
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.single import SingleRank
@@ -105,7 +106,7 @@ class MlpSpeculator:
     name: str | None = "MLPSpeculator"
     follows = False
     block_bytes = spare_bytes = 0
-    caches: Sequence[tuple[Tensor, Tensor]] = ()
+    caches: Sequence[Cache] = ()
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.ipc.worker_messages import StepPlan, WorkerConfig
-from pagewire.kernels.attention import AttentionBatch
+from pagewire.kernels.attention import AttentionBatch, Cache
 from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.loaded import LoadedModel
@@ -31,7 +31,7 @@ from pagewire.workers.speculation.interface import RowOver
 from pagewire.workers.speculation.places import Places
 from pagewire.workers.speculation.sampling import Draft, extend_drafts
 
-Caches = Sequence[tuple[Tensor, Tensor]]
+Caches = Sequence[Cache]
 
 
 class StateLayers(Protocol):
@@ -150,7 +150,7 @@ class StateDrafter:
         self.name: str | None = layers.name
         self.block_bytes = sum(shape.block_bytes(config.block_size) for shape in layers.shapes)
         self.spare_bytes = config.max_num_seqs * self._num_spare * self.block_bytes
-        self.caches: list[tuple[Tensor, Tensor]] = []
+        self.caches: list[Cache] = []
 
     @property
     def weight_bytes(self) -> int:

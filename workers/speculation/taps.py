@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagewire.kernels.decoder import Stack
 from pagewire.kernels.deltas import AdapterRows
-from pagewire.kernels.paging import AttentionBatch, KVScales
+from pagewire.kernels.paging import AttentionBatch, Cache
 
 
 class TappedStack(Stack):
@@ -37,8 +37,7 @@ class TappedStack(Stack):
         cos: Tensor,
         sin: Tensor,
         batch: AttentionBatch,
-        caches: Sequence[tuple[Tensor, Tensor]],
-        scales: Sequence[KVScales] = (),
+        caches: Sequence[Cache],
         adapters: AdapterRows | None = None,
     ) -> Tensor:
         """See `Stack.__call__`; adapters are of whole stacks, and refused."""
@@ -47,7 +46,7 @@ class TappedStack(Stack):
         found: dict[int, Tensor] = {}
         out = residual
         for start, end, part in self._parts:
-            out = part(residual, cos, sin, batch, caches[start:end], scales[start:end])
+            out = part(residual, cos, sin, batch, caches[start:end])
             if end in self._after:
                 found[end] = residual.clone()
         self.states = [found[place] for place in self._after]

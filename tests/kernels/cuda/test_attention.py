@@ -11,7 +11,7 @@ from torch import Tensor
 from pagewire.kernels import reference
 from pagewire.kernels.cuda import attention
 from pagewire.kernels.cuda.layout import exchange_chunks
-from pagewire.kernels.paging import UNSCALED, KVScales
+from pagewire.kernels.paging import CAUSAL, UNSCALED, Cache, KVScales, LogitTerms
 from tests.kernels.batches import TOLERANCE, Paged, Shape, page, random_request
 from tests.kernels.cuda.emulate import ORDERS, EmulatedLauncher
 
@@ -19,19 +19,8 @@ BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
 LONGEST = 700  # keys: several parts, and several rounds of a ring
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Keyword arguments of `paged_attention`."""
-
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    alibi: Tensor | None = None
-    scales: KVScales = UNSCALED
-
-
-def everything(num_heads: int, dtype: torch.dtype = torch.float32) -> Options:
-    return Options(
+def everything(num_heads: int, dtype: torch.dtype = torch.float32) -> LogitTerms:
+    return LogitTerms(
         window=300,
         softcap=5.0,
         sinks=torch.linspace(-1, 3, num_heads).to(dtype),
@@ -39,36 +28,44 @@ def everything(num_heads: int, dtype: torch.dtype = torch.float32) -> Options:
     )
 
 
-def run(launcher: EmulatedLauncher, paged: Paged, options: Options, cache_dtype: torch.dtype) -> Tensor:
+def run(
+    launcher: EmulatedLauncher,
+    paged: Paged,
+    terms: LogitTerms,
+    cache_dtype: torch.dtype,
+    scales: KVScales = UNSCALED,
+) -> Tensor:
     """The kernels' output for a batch. All memory that they have not written holds NaN."""
     workspace = attention.Workspace.allocate(launcher.multiprocessors, "cpu")
     workspace.outputs.fill_(torch.nan)
     workspace.sums.fill_(torch.nan)
-    k_cache, v_cache = (exchange_chunks(cache.to(cache_dtype)) for cache in paged.plain_caches)
+    k, v = (exchange_chunks(x.to(cache_dtype)) for x in (paged.plain.k, paged.plain.v))
     guarded = torch.full((len(paged.q) + 128, *paged.q.shape[1:]), torch.nan, dtype=paged.q.dtype)
     out = guarded[64:-64]
     scale = paged.q.shape[2] ** -0.5
-    attention.paged_attention(
-        launcher, workspace, paged.q, k_cache, v_cache, paged.batch, scale, out=out, **vars(options)
-    )
+    cache = Cache(k, v, scales)
+    attention.paged_attention(launcher, workspace, paged.q, cache, paged.batch, scale, terms, out)
     assert not workspace.arrivals.any(), "the next launch would start from a wrong count"
     assert guarded[:64].isnan().all() and guarded[-64:].isnan().all(), "written beyond the end"
     return out
 
 
-def expect(paged: Paged, options: Options, cache_dtype: torch.dtype) -> Tensor:
+def expect(paged: Paged, terms: LogitTerms, cache_dtype: torch.dtype, scales: KVScales = UNSCALED) -> Tensor:
     """The reference's output in float64, from the keys and values as the cache holds them."""
-    k_cache, v_cache = (
-        cache.to(cache_dtype).double() * by
-        for cache, by in zip(paged.plain_caches, options.scales, strict=True)
-    )
-    scale = paged.q.shape[2] ** -0.5
-    plain = vars(options) | {"scales": UNSCALED}
-    return reference.paged_attention(paged.q.double(), k_cache, v_cache, paged.batch, scale, **plain)
+    plain, scale = paged.plain, paged.q.shape[2] ** -0.5
+    cache = Cache(plain.k.to(cache_dtype).double() * scales.k, plain.v.to(cache_dtype).double() * scales.v)
+    return reference.paged_attention(paged.q.double(), cache, paged.batch, scale, terms)
 
 
-def check(launcher: EmulatedLauncher, paged: Paged, options: Options, cache_dtype: torch.dtype) -> None:
-    out, expected = run(launcher, paged, options, cache_dtype), expect(paged, options, cache_dtype)
+def check(
+    launcher: EmulatedLauncher,
+    paged: Paged,
+    terms: LogitTerms,
+    cache_dtype: torch.dtype,
+    scales: KVScales = UNSCALED,
+) -> None:
+    out = run(launcher, paged, terms, cache_dtype, scales)
+    expected = expect(paged, terms, cache_dtype, scales)
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[out.dtype], rtol=0)
 
 
@@ -94,7 +91,7 @@ def test_variants(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -
         [(0, 60), (0, 0), (399, 400), (130, 240)],
     ):
         paged = batch_of(spans, shape, dtype, padding=2)
-        check(launcher, paged, Options(), cache_dtype)
+        check(launcher, paged, CAUSAL, cache_dtype)
         check(launcher, paged, everything(6, dtype), cache_dtype)
 
 
@@ -103,20 +100,19 @@ def test_scales_of_keys_and_values() -> None:
     shape = Shape(num_heads=6, num_kv_heads=2, head_dim=64, v_head_dim=64)
     for spans in ([(40, 41), (LONGEST - 1, LONGEST)], [(0, 60), (399, 400)]):
         paged = batch_of(spans, shape, padding=2)
-        for options in (Options(), everything(6)):
-            scaled = dataclasses.replace(options, scales=KVScales(0.37, 2.5))
-            check(EmulatedLauncher(order=ORDERS[2]), paged, scaled, E4M3)
+        for terms in (CAUSAL, everything(6)):
+            check(EmulatedLauncher(order=ORDERS[2]), paged, terms, E4M3, KVScales(0.37, 2.5))
 
 
 def test_a_cache_of_16_bits_takes_no_scales() -> None:
     paged = batch_of([(0, 1)], Shape())
     with pytest.raises(ValueError, match="takes no KVScales"):
-        run(EmulatedLauncher(), paged, Options(scales=KVScales(0.5, 1.0)), BF16)
+        run(EmulatedLauncher(), paged, CAUSAL, BF16, KVScales(0.5, 1.0))
 
 
 @st.composite
-def batches(draw: st.DrawFn, max_queries: int) -> tuple[Paged, Options, torch.dtype]:
-    """A batch, options, and the dtype of the cache. max_queries: per request; 0 for the limit of decode."""
+def batches(draw: st.DrawFn, max_queries: int) -> tuple[Paged, LogitTerms, torch.dtype]:
+    """A batch, terms, and the dtype of the cache. max_queries: per request; 0 for the limit of decode."""
     kv_heads, group = draw(st.sampled_from([(4, 1), (2, 4), (1, 7), (1, 16), (1, 20)]))
     heads = kv_heads * group
     limit = max_queries or max(1, attention.TILE_ROWS // group)
@@ -126,7 +122,7 @@ def batches(draw: st.DrawFn, max_queries: int) -> tuple[Paged, Options, torch.dt
         start = draw(st.integers(0, LONGEST - queries) | st.just(0))
         spans.append((start, start + queries))
     dtype, cache_dtype = draw(st.sampled_from([(BF16, BF16), (FP16, E4M3)]))
-    options = Options(
+    terms = LogitTerms(
         window=draw(st.none() | st.integers(1, LONGEST)),
         softcap=draw(st.none() | st.floats(1, 50)),
         sinks=draw(st.sampled_from([None, torch.linspace(-3, 5, heads)])),
@@ -134,7 +130,7 @@ def batches(draw: st.DrawFn, max_queries: int) -> tuple[Paged, Options, torch.dt
     )
     shape = Shape(heads, kv_heads, 64, 64, draw(st.sampled_from(attention.BLOCK_SIZES)))
     paged = batch_of(spans, shape, dtype, draw(st.integers(0, 3)), draw(st.integers(0, 1000)))
-    return paged, options, cache_dtype
+    return paged, terms, cache_dtype
 
 
 launchers = st.builds(EmulatedLauncher, order=st.sampled_from(ORDERS), multiprocessors=st.integers(1, 9))
@@ -142,14 +138,14 @@ launchers = st.builds(EmulatedLauncher, order=st.sampled_from(ORDERS), multiproc
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(launchers, batches(0))
-def test_decode(launcher: EmulatedLauncher, batch: tuple[Paged, Options, torch.dtype]) -> None:
+def test_decode(launcher: EmulatedLauncher, batch: tuple[Paged, LogitTerms, torch.dtype]) -> None:
     """Ragged lengths, several tokens per request as in speculation, no tokens, padding; MHA, GQA and MQA."""
     check(launcher, *batch)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(launchers, batches(200))
-def test_mixed(launcher: EmulatedLauncher, batch: tuple[Paged, Options, torch.dtype]) -> None:
+def test_mixed(launcher: EmulatedLauncher, batch: tuple[Paged, LogitTerms, torch.dtype]) -> None:
     """Prompts and chunks of prompts in a batch with decode."""
     check(launcher, *batch)
 
@@ -164,7 +160,7 @@ def test_the_output_of_an_empty_batch_is_padding() -> None:
         seq_lens=none,
         block_table=none[:, None],
     )
-    out = run(EmulatedLauncher(), dataclasses.replace(paged, batch=batch), Options(), BF16)
+    out = run(EmulatedLauncher(), dataclasses.replace(paged, batch=batch), CAUSAL, BF16)
     assert not out.any()
 
 
@@ -186,27 +182,22 @@ def test_refusals() -> None:
     """Arguments that no kernel supports are refused by name, before a launch."""
     shape = Shape(num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64)
     paged = batch_of([(4, 5)], shape)
-    good = {
-        "q": paged.q,
-        "k_cache": paged.k_cache,
-        "v_cache": paged.v_cache,
-        "batch": paged.batch,
-        "scale": 1.0,
-    }
+    k, v = paged.cache.k, paged.cache.v
+    good = {"q": paged.q, "cache": paged.cache, "batch": paged.batch, "scale": 1.0}
     launcher = EmulatedLauncher()
     workspace = attention.Workspace.allocate(launcher.multiprocessors, "cpu")
     wide = paged.q.repeat(1, 1, 2)
     bad: list[tuple[type[Exception], str, dict[str, object]]] = [
         (TypeError, "no kernel for queries of torch.float32", {"q": paged.q.float()}),
-        (TypeError, "keys of torch.float16", {"k_cache": paged.k_cache.half()}),
-        (ValueError, "same shape and dtype", {"v_cache": paged.v_cache.half()}),
+        (TypeError, "keys of torch.float16", {"cache": Cache(k.half(), v)}),
+        (ValueError, "same shape and dtype", {"cache": Cache(k, v.half())}),
         (ValueError, "no kernel for q", {"q": wide}),
         (ValueError, "no kernel for q", {"q": paged.q[:, :3]}),
         (ValueError, "strides", {"q": wide[:, :, ::2]}),
         (ValueError, "aligned", {"q": wide[:, :, 4:68]}),
-        (ValueError, "sinks", {"sinks": torch.zeros(3)}),
-        (TypeError, "sinks", {"alibi": torch.zeros(4, dtype=torch.float64)}),
-        (ValueError, "above 0", {"window": 0}),
+        (ValueError, "sinks", {"terms": LogitTerms(sinks=torch.zeros(3))}),
+        (TypeError, "sinks", {"terms": LogitTerms(alibi=torch.zeros(4, dtype=torch.float64))}),
+        (ValueError, "above 0", {"terms": LogitTerms(window=0)}),
         (ValueError, "above 0", {"scale": 0.0}),
         (ValueError, "out", {"out": torch.empty(1, 4, 65, dtype=BF16)}),
         (

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from pagewire.kernels.cuda import attention
 from pagewire.kernels.cuda.source import read_source
-from pagewire.kernels.paging import WHOLE
+from pagewire.kernels.paging import CAUSAL, WHOLE, LogitTerms
 from tests.kernels.batches import TOLERANCE, Paged, Shape
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher
 from tests.kernels.cuda.emulate.library import load
-from tests.kernels.cuda.test_attention import BF16, E4M3, Options, batch_of, everything, expect, run
-from tests.kernels.cuda.test_two_sided import TwoSided, biases
+from tests.kernels.cuda.test_attention import BF16, E4M3, batch_of, everything, expect, run
+from tests.kernels.cuda.test_two_sided import biases
 
 HEADS = 6
 SHAPE = Shape(num_heads=HEADS, num_kv_heads=2, head_dim=64, v_head_dim=64, block_size=16)
@@ -26,22 +26,22 @@ SHAPE = Shape(num_heads=HEADS, num_kv_heads=2, head_dim=64, v_head_dim=64, block
 DECODED = batch_of([(0, 1), (40, 41), (0, 0), (1100, 1101)], SHAPE, padding=2)
 MIXED = batch_of([(0, 65), (0, 0), (20, 21), (130, 200)], SHAPE, padding=2)
 WHOLE_PROMPTS = batch_of([(0, 65), (0, 1), (0, 130), (0, 17)], SHAPE, padding=2)
-Case = tuple[Paged, Options, torch.dtype]
+Case = tuple[Paged, LogitTerms, torch.dtype]
 decode: list[Case] = [
-    (DECODED, Options(), BF16),
+    (DECODED, CAUSAL, BF16),
     (DECODED, everything(HEADS), BF16),
-    (DECODED, Options(window=5, alibi=torch.linspace(0.1, 2, HEADS)), BF16),
+    (DECODED, LogitTerms(window=5, alibi=torch.linspace(0.1, 2, HEADS)), BF16),
 ]
-decode_fp8: list[Case] = [(DECODED, Options(), E4M3)]
+decode_fp8: list[Case] = [(DECODED, CAUSAL, E4M3)]
 prefill: list[Case] = [
-    (MIXED, Options(), BF16),
-    (MIXED, Options(window=50, sinks=torch.full((HEADS,), 3.0)), BF16),
+    (MIXED, CAUSAL, BF16),
+    (MIXED, LogitTerms(window=50, sinks=torch.full((HEADS,), 3.0)), BF16),
 ]
-prefill_fp8: list[Case] = [(MIXED, Options(), E4M3)]
+prefill_fp8: list[Case] = [(MIXED, CAUSAL, E4M3)]
 two_sided: list[Case] = [
-    (WHOLE_PROMPTS, TwoSided(future=WHOLE), BF16),
-    (WHOLE_PROMPTS, TwoSided(future=4, window=5), BF16),
-    (WHOLE_PROMPTS, TwoSided(future=WHOLE, relative_bias=biases(HEADS)), BF16),
+    (WHOLE_PROMPTS, LogitTerms(future=WHOLE), BF16),
+    (WHOLE_PROMPTS, LogitTerms(future=4, window=5), BF16),
+    (WHOLE_PROMPTS, LogitTerms(future=WHOLE, relative_bias=biases(HEADS)), BF16),
 ]
 
 

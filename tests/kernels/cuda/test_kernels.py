@@ -17,7 +17,7 @@ from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.cuda.variants import all_variants
 from pagewire.kernels.dispatch import Kernels
 from pagewire.kernels.layer import Activation, Layer, Norm
-from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache
 from pagewire.kernels.weight import Linear, UnpackedLinear, dense_weight
 from tests.kernels.batches import allocate_kv
 from tests.kernels.cuda.emulate import ORDERS, EmulatedLauncher
@@ -52,7 +52,7 @@ def layers(
             num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
             scale=HEAD_DIM**-0.5,
-            window=None,
+            terms=CAUSAL,
             activation=activation,
         )
         for _ in range(2)
@@ -81,7 +81,7 @@ def run(
     residual: Tensor,
     batch: AttentionBatch,
     positions: Tensor,
-    caches: Sequence[tuple[Tensor, Tensor]],
+    caches: Sequence[Cache],
 ) -> Tensor:
     angles = positions[:, None] * 10000 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     angles = torch.cat([angles, angles], 1)
@@ -108,14 +108,10 @@ def test_a_stack_equals_the_reference(
     generator = torch.Generator().manual_seed(7)
     stack = layers(generator, activation, head_norms, offset)
     batch, positions = ragged_batch(generator)
-    plain = [
-        tuple(
-            cache.copy_(torch.randn(cache.shape, generator=generator))
-            for cache in allocate_kv(BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, torch.bfloat16)
-        )
-        for _ in stack
-    ]
-    paged = [tuple(exchange_chunks(cache) for cache in pair) for pair in plain]
+    plain = [allocate_kv(BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, torch.bfloat16) for _ in stack]
+    for x in (x for cache in plain for x in (cache.k, cache.v)):
+        x.copy_(torch.randn(x.shape, generator=generator))
+    paged = [Cache(exchange_chunks(cache.k), exchange_chunks(cache.v)) for cache in plain]
     residual = torch.randn(len(positions), HIDDEN, generator=generator).bfloat16()
     ours = residual.clone()
 
@@ -125,9 +121,9 @@ def test_a_stack_equals_the_reference(
     count = int(batch.query_start_loc[-1])
     assert functional.cosine_similarity(actual[:count].float(), expected[:count].float()).min() > 0.999
     torch.testing.assert_close(actual[:count], expected[:count], rtol=0.1, atol=0.06)
-    for (k, v), (paged_k, paged_v) in zip(plain, paged, strict=True):
-        torch.testing.assert_close(exchange_chunks(paged_k), k, rtol=0.1, atol=0.06)
-        torch.testing.assert_close(exchange_chunks(paged_v), v, rtol=0.1, atol=0.06)
+    for cache, found in zip(plain, paged, strict=True):
+        torch.testing.assert_close(exchange_chunks(found.k), cache.k, rtol=0.1, atol=0.06)
+        torch.testing.assert_close(exchange_chunks(found.v), cache.v, rtol=0.1, atol=0.06)
 
 
 def test_each_kernel_alone_equals_the_reference() -> None:
@@ -149,16 +145,15 @@ def test_each_kernel_alone_equals_the_reference() -> None:
 
 def test_attention_reads_what_store_kv_wrote() -> None:
     ours, k, v = CudaKernels(EmulatedLauncher(), "cpu"), *(torch.randn(2, 1, 32).half() for _ in range(2))
-    caches = allocate_kv(1, 1, 16, 32, 32, torch.float16)
-    ours.store_kv(k, v, *caches, torch.tensor([0, 1]))
+    cache = allocate_kv(1, 1, 16, 32, 32, torch.float16)
+    ours.store_kv(k, v, cache, torch.tensor([0, 1]))
     starts, length = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
     table = torch.zeros(1, 1, dtype=torch.int32)
     batch = AttentionBatch(starts, length, table, torch.tensor([1]), 1, 2)
     q = torch.randn(1, 1, 32).half()
     truth = torch.softmax(q[0].float() @ k[:, 0].float().T, 1) @ v[:, 0].float()
-    torch.testing.assert_close(
-        ours.paged_attention(q, *caches, batch, 1.0)[0].float(), truth, rtol=1e-2, atol=1e-2
-    )
+    found = ours.paged_attention(q, cache, batch, 1.0)[0].float()
+    torch.testing.assert_close(found, truth, rtol=1e-2, atol=1e-2)
 
 
 def test_dtypes_with_kernels() -> None:

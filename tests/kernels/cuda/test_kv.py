@@ -13,7 +13,7 @@ from pagewire.kernels import reference
 from pagewire.kernels.cuda.kv import FP8, NO_NORMS, HeadNorms, write_kv
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.cuda.norms import DTYPES
-from pagewire.kernels.paging import UNSCALED, KVScales, token_view
+from pagewire.kernels.paging import UNSCALED, Cache, KVScales, token_view
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, EmulationError, guarded
 
 SIZES = (32, 64, 80, 96, 112, 128, 160, 256)
@@ -93,25 +93,21 @@ def check(launcher: EmulatedLauncher, case: Case) -> None:
     if cos is not None and sin is not None:
         reference.rotary(expected_q, expected_k, cos, sin)
     before = row.clone()
-    write_kv(
-        *(launcher, q if case.queries else None, k, v, k_cache, v_cache, slots),
-        cos=cos,
-        sin=sin,
-        norms=norms,
-        scales=case.scales,
-    )
+    angles = None if cos is None or sin is None else (cos, sin)
+    cache = Cache(k_cache, v_cache, case.scales)
+    write_kv(launcher, q if case.queries else None, k, v, cache, slots, angles, norms)
 
     assert torch.equal(row[:, case.heads * case.size :], before[:, case.heads * case.size :])
     compare(q, expected_q if case.queries else before[:, : case.heads * case.size].view(q.shape), case.normed)
-    for cache, values, by in ((k_cache, expected_k, case.scales.k), (v_cache, v, case.scales.v)):
+    for stored, values, by in ((k_cache, expected_k, case.scales.k), (v_cache, v, case.scales.v)):
         written = torch.zeros(BLOCKS, case.block_size, dtype=torch.bool)
         valid_slots = slots[slots >= 0]
         written.view(-1)[valid_slots] = True
-        rows = token_view(exchange_chunks(cache))
+        rows = token_view(exchange_chunks(stored))
         assert bool((rows.view(torch.uint8)[~written] == 255).all())
         actual = rows[valid_slots // case.block_size, valid_slots % case.block_size]
         expected = saturated(values[slots >= 0], case.cache_dtype, by)
-        compare(actual, expected, case.normed and cache is k_cache)
+        compare(actual, expected, case.normed and stored is k_cache)
 
 
 def saturated(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -160,14 +156,14 @@ def test_no_tokens_and_only_padding() -> None:
     cache = torch.zeros(1, 1, 16, 32).half()
     heads = torch.zeros(0, 1, 32).half()
     none = torch.zeros(0, dtype=torch.int64)
-    write_kv(EmulatedLauncher(), heads, heads, heads, cache, cache.clone(), none)
+    write_kv(EmulatedLauncher(), heads, heads, heads, Cache(cache, cache.clone()), none)
     check(EmulatedLauncher(), Case(tokens=1, seed=11, rotated=16))
 
 
 def test_a_nan_stays_a_nan() -> None:
     cache = torch.zeros(1, 1, 16, 32).to(torch.float8_e4m3fn)
     k = torch.full((1, 1, 32), torch.nan).bfloat16()
-    write_kv(EmulatedLauncher(), None, k, k, cache, cache.clone(), torch.tensor([3]))
+    write_kv(EmulatedLauncher(), None, k, k, Cache(cache, cache.clone()), torch.tensor([3]))
     rows = exchange_chunks(cache).float()
     assert rows[0, 0, 3].isnan().all() and not rows[0, 0, 4].isnan().any()
 
@@ -175,13 +171,21 @@ def test_a_nan_stays_a_nan() -> None:
 def test_the_emulation_detects_a_slot_beyond_the_cache() -> None:
     cache, k = guarded(torch.zeros(1, 1, 16, 128).half()), torch.ones(1, 1, 128).half()
     with pytest.raises(EmulationError, match="no memory"):
-        write_kv(EmulatedLauncher(), None, k, k, cache, cache, torch.tensor([16]))
+        write_kv(EmulatedLauncher(), None, k, k, Cache(cache, cache), torch.tensor([16]))
 
 
-def _arguments(**changes: Tensor) -> dict[str, Tensor]:
-    heads = {name: torch.zeros(2, 1, 32).half() for name in ("q", "k", "v")}
-    caches = {name: torch.zeros(1, 1, 16, 32).half() for name in ("k_cache", "v_cache")}
-    return {**heads, **caches, "slot_mapping": torch.zeros(2, dtype=torch.int64), **changes}
+def write_changed(**changes: Tensor) -> None:
+    """A write with other tensors in place of those that fit."""
+    fitting = {name: torch.zeros(2, 1, 32).half() for name in ("q", "k", "v")}
+    fitting |= {name: torch.zeros(1, 1, 16, 32).half() for name in ("k_cache", "v_cache")}
+    q, k, v, k_cache, v_cache, slots, cos, sin = {
+        **fitting,
+        "slots": torch.zeros(2, dtype=torch.int64),
+        "cos": torch.zeros(2, 16).half(),
+        "sin": torch.zeros(2, 16).half(),
+        **changes,
+    }.values()
+    write_kv(EmulatedLauncher(), q, k, v, Cache(k_cache, v_cache), slots, (cos, sin))
 
 
 @pytest.mark.parametrize(
@@ -191,11 +195,11 @@ def _arguments(**changes: Tensor) -> dict[str, Tensor]:
         ({"q": torch.zeros(2, 1, 32).bfloat16()}, TypeError),
         ({"k_cache": torch.zeros(1, 1, 16, 32)}, TypeError),
         ({"v_cache": torch.zeros(1, 1, 16, 32).to(torch.float8_e5m2)}, TypeError),
-        ({"slot_mapping": torch.zeros(2, dtype=torch.int32)}, TypeError),
-        ({"slot_mapping": torch.zeros(3, dtype=torch.int64)}, ValueError),
+        ({"slots": torch.zeros(2, dtype=torch.int32)}, TypeError),
+        ({"slots": torch.zeros(3, dtype=torch.int64)}, ValueError),
         ({"k": torch.zeros(2, 2, 32).half()}, ValueError),
         ({"q": torch.zeros(3, 1, 32).half()}, ValueError),
-        ({"cos": torch.zeros(2, 16).half()}, ValueError),
+        ({"cos": torch.zeros(2, 32).half()}, ValueError),
         ({"cos": torch.zeros(2, 48).half(), "sin": torch.zeros(2, 48).half()}, ValueError),
         ({"cos": torch.zeros(2, 24).half(), "sin": torch.zeros(2, 24).half()}, ValueError),
         ({"v": torch.zeros(2, 1, 64).half()[..., ::2]}, ValueError),
@@ -212,7 +216,7 @@ def _arguments(**changes: Tensor) -> dict[str, Tensor]:
 )
 def test_unsupported_arguments_are_refused(changes: dict[str, Tensor], error: type) -> None:
     with pytest.raises(error):
-        write_kv(EmulatedLauncher(), **_arguments(**changes))
+        write_changed(**changes)
 
 
 FAULTS = [

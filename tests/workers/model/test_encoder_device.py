@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels import reference
-from pagewire.kernels.attention import AttentionBatch
+from pagewire.kernels.attention import AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.layer import Angles
 from pagewire.workers.model.encoder import EncoderModel, in_pages
 from pagewire.workers.model.encoder_stack import build_encoder_stack
 from pagewire.workers.model.pooling_model import normalized_rows
@@ -36,18 +37,21 @@ class MetaKernels:
     def note(self, *values: object) -> None:
         self.devices |= {value.device.type for value in values if isinstance(value, Tensor)}
 
-    def store_kv(self, *tensors: Tensor, **_: object) -> None:
-        self.note(*tensors)
+    def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
+        self.note(k, v, cache.k, cache.v, slot_mapping)
 
-    def rotate_and_store(self, q: Tensor, *others: Any) -> Tensor:
-        self.note(q, *others)
+    def rotate_and_store(
+        self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, norms: None, cache: Cache, slots: Tensor
+    ) -> Tensor:
+        self.note(q, *angles)
+        self.store_kv(k, v, cache, slots)
         return q
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, *_: Any, **options: Any
+        self, q: Tensor, cache: Cache, batch: AttentionBatch, scale: float, terms: LogitTerms
     ) -> Tensor:
         places = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
-        self.note(q, k_cache, v_cache, *places, *options.values())
+        self.note(q, cache.k, cache.v, *places, terms.relative_bias)
         self.num_attended += 1
         return torch.empty_like(q)
 

@@ -133,7 +133,7 @@ def test_dummy_weights_are_the_same_each_time(llama: Path, tmp_path: Path) -> No
 def test_dtypes(llama: Path, asked: str, got: str) -> None:
     runner, ready = load_runner(llama, dtype=asked)
     assert ready.dtype == got
-    assert str(runner.caches[0][0].dtype) == f"torch.{got}"
+    assert str(runner.caches[0].k.dtype) == f"torch.{got}"
     assert [len(t) for t in Driver(runner).generate(PROMPTS, 2)] == [2] * len(PROMPTS)
 
 
