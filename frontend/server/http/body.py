@@ -18,6 +18,7 @@ from pagewire.frontend.server.http.errors import RETRY_SECONDS, APIError, invali
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.ipc.bounds import check_field
 from pagewire.ipc.budget import MAX_CONTAINERS
+from pagewire.ipc.compatibility import REQUEST_FIELDS
 from pagewire.ipc.quoting import quoted
 
 logger = logging.getLogger("pagewire.server")
@@ -93,7 +94,7 @@ class IncomingBodies:
 class Decoder(Generic[T]):
     """Decodes bodies into one struct type.
 
-    Unknown fields are ignored, and named in a warning, as are those in the type's `WITHOUT_EFFECT`, if it has that.
+    Unknown fields are ignored, and named in a warning, as are those that `ipc.compatibility` has for the type.
 
     Attributes:
         fields: names of the struct's fields.
@@ -103,7 +104,7 @@ class Decoder(Generic[T]):
         self.fields: tuple[str, ...] = tuple(field.encode_name for field in msgspec.structs.fields(kind))  # type: ignore[arg-type]
         self._kind: Any = kind
         self._known = frozenset(self.fields)
-        self._without_effect: tuple[str, ...] = getattr(kind, "WITHOUT_EFFECT", ())
+        self._without_effect = [name for name in self.fields if f"{kind.__name__}.{name}" in REQUEST_FIELDS]
         self._typed = msgspec.json.Decoder(kind)
         self._names = msgspec.json.Decoder(dict[str, msgspec.Raw])
 

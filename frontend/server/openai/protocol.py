@@ -1,12 +1,12 @@
 """Requests and responses of OpenAI's API, with the additional fields of vLLM's server.
 
-A field that is null counts as not given. Fields of OpenAI that have no effect here are named in `WITHOUT_EFFECT`,
-and in a warning when a request has them. The docstrings appear as descriptions in /openapi.json.
+A field that is null counts as not given. Fields that have no effect here are in `ipc.compatibility.REQUEST_FIELDS`,
+and named in a warning when a request has them. The docstrings appear as descriptions in /openapi.json.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -202,8 +202,6 @@ class ChatRequest(SamplingFields, kw_only=True):
     store, metadata, prediction: no effect: nothing is stored, and no prediction makes an answer faster.
     functions, function_call, audio, web_search_options: not supported.
     """
-
-    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ("store", "metadata", "prediction")
 
     messages: InputMessages
     max_completion_tokens: MaxTokens | None = None

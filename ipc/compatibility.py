@@ -1,0 +1,445 @@
+"""The names of vLLM that pagewire knows and does not have: why, and what does their work.
+
+One table, by kind of name: options, variables, request fields and attributes are looked up here, and
+docs/compatibility.md is made of it (`python -m pagewire.cli.compatibility`). What gets built leaves the table.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import UnionType
+from typing import Any, NamedTuple
+
+from pagewire.ipc.quoting import quoted
+
+logger = logging.getLogger("pagewire")
+
+
+class Absent(NamedTuple):
+    """Why a name is absent, and which of its values are accepted all the same.
+
+    reason: why pagewire does not have it. instead: what does its work, or what to write.
+    silent: values that ask for what happens anyway; so do None and {}.
+    warned: values, or their type, that are accepted with one warning: they change no output and no promise.
+    same_as: of an argument: another one, whose value is silent as well.
+    pending: it is to be built.
+    """
+
+    reason: str
+    instead: str
+    silent: tuple[Any, ...] = ()
+    warned: tuple[Any, ...] | type | UnionType = ()
+    same_as: str = ""
+    pending: bool = False
+
+    def warns_of(self, value: Any) -> bool:
+        """True if the value is accepted with a warning."""
+        return value in self.warned if isinstance(self.warned, tuple) else isinstance(value, self.warned)
+
+    def refusal(self, subject: str) -> str:
+        """The error message for a name or a value that is refused."""
+        return f"{subject} is not supported{' yet' * self.pending}: {self.reason}; {self.instead}"
+
+
+def settle(subject: str, value: Any, absent: Absent) -> None:
+    """Accept a value of an absent name, silently or with one warning per process, or refuse it.
+
+    subject: the name, for messages.
+
+    Raises:
+        ValueError: the value would have an effect; the text has the reason and the alternative.
+    """
+    if value in (None, {}, *absent.silent):
+        return
+    given = f"{subject}={quoted(value)}"
+    if not absent.warns_of(value):
+        raise ValueError(absent.refusal(given))
+    warn_once(subject, f"{given} has no effect: {absent.reason}; {absent.instead}")
+
+
+def warn_once(name: str, message: str) -> None:
+    """Log a warning, unless there was one of this name in this process."""
+    if name not in _warned:
+        _warned.add(name)
+        logger.warning("%s", message)
+
+
+_warned: set[str] = set()
+
+_MEDIA = Absent(
+    "models get text, token ids and embeddings, no images, audio or videos",
+    "give embeddings of them (enable_prompt_embeds)",
+    silent=("",),
+    pending=True,
+)
+
+OPTIONS: Mapping[str, Absent] = {
+    "allowed_local_media_path": _MEDIA,
+    "allowed_media_domains": _MEDIA,
+    "limit_mm_per_prompt": _MEDIA,
+    "mm_processor_kwargs": _MEDIA,
+    "collect_detailed_traces": Absent(
+        "there is one span per request", "start_profile and stop_profile trace the workers", pending=True
+    ),
+    "compilation_config": Absent(
+        "kernels are written ahead, and torch.compile is not used",
+        "enforce_eager=True turns CUDA graphs off",
+        silent=(0,),
+        warned=int | dict,
+    ),
+    "cpu_offload_gb": Absent(
+        "weights stay on their device",
+        "quantization='int8' or 'int4' makes them smaller, and tensor_parallel_size divides them",
+        silent=(0,),
+        pending=True,
+    ),
+    "data_parallel_size": Absent(
+        "an engine has one copy of its model",
+        "`pagewire route --spawn N` runs several engines behind one address",
+        silent=(1,),
+    ),
+    "disable_async_output_proc": Absent(
+        "outputs are made in the frontend, which is a process of its own",
+        "async_scheduling=False plans a step only when the one before it has ended",
+        silent=(False,),
+        warned=(True,),
+    ),
+    "disable_frontend_multiprocessing": Absent(
+        "the engine core is always a process of its own",
+        "it ends with its frontend, and --attach uses one that runs already",
+        silent=(False,),
+        warned=(True,),
+    ),
+    "disable_logprobs_during_spec_decoding": Absent(
+        "drafts never change what a request gets with its tokens, log probabilities included",
+        "a request that asks for no logprobs pays for none",
+        silent=(False,),
+    ),
+    "enable_chunked_prefill": Absent(
+        "prompts are always computed in chunks, beside the requests that run",
+        "max_num_batched_tokens is the size of a step",
+        silent=(True,),
+        warned=(False,),
+    ),
+    "enable_sleep_mode": Absent("every engine can sleep", "leave the option out", silent=(True, False)),
+    "engine_use_ray": Absent(
+        "the engine core is a process of its own without Ray",
+        "distributed_executor_backend='ray' runs its workers in a cluster",
+        silent=(False,),
+        warned=(True,),
+    ),
+    "fully_sharded_loras": Absent(
+        "it would save 15 MB of 57 on each of two workers for an adapter of rank 16 of an 8B model, and each layer "
+        "would exchange data six times, not twice",
+        "larger matrices are divided already",
+        silent=(False,),
+    ),
+    "guided_decoding_backend": Absent(
+        "all grammars are compiled by llguidance",
+        "it serves the same JSON schemas, regular expressions, choices and grammars",
+        silent=("auto", "guidance", "llguidance"),
+        warned=("outlines", "lm-format-enforcer", "xgrammar"),
+    ),
+    "kv_transfer_config": Absent(
+        "engines do not exchange KV blocks",
+        "`pagewire route` sends a request to where its prefix is cached",
+        pending=True,
+    ),
+    "logits_processors": Absent(
+        "code never crosses a socket", "use logit_bias, allowed_token_ids or bad_words of SamplingParams"
+    ),
+    "long_lora_scaling_factors": Absent(
+        "all requests of an engine have one rotary embedding and one max_model_len",
+        "serve such an adapter in an engine of its own, with rope_scaling and max_position_embeddings of "
+        "hf_overrides",
+    ),
+    "max_context_len_to_capture": Absent(
+        "CUDA graphs are recorded by number of requests, for any length",
+        "enforce_eager=True turns them off",
+        silent=(8192,),
+        warned=int,
+    ),
+    "max_seq_len_to_capture": Absent(
+        "CUDA graphs are recorded by number of requests, for any length",
+        "enforce_eager=True turns them off",
+        silent=(8192,),
+        warned=int,
+    ),
+    "model_loader_extra_config": Absent(
+        "no load format takes further options", "load_format, quantization and hf_overrides say all there is"
+    ),
+    "num_lookahead_slots": Absent(
+        "each step gets the KV slots of its drafts",
+        "num_speculative_tokens limits the drafts",
+        silent=(0,),
+        warned=int,
+    ),
+    "num_scheduler_steps": Absent(
+        "a step is planned while another one runs, and its tokens reach it on the device",
+        "async_scheduling, the default, does this",
+        silent=(1,),
+        warned=int,
+    ),
+    "override_neuron_config": Absent("Neuron devices are not served", "use device='cuda' or 'cpu'"),
+    "preemption_mode": Absent(
+        "preempted sequences are recomputed",
+        "their blocks that are still cached are not computed again",
+        silent=("recompute",),
+        warned=("swap",),
+    ),
+    "scheduler_delay_factor": Absent(
+        "prompts do not hold running requests up, so none has to wait",
+        "max_num_batched_tokens limits what a prompt takes of a step",
+        silent=(0,),
+        warned=int | float,
+    ),
+    "structured_outputs_config": Absent(
+        "llguidance compiles all grammars",
+        "set options with each request (StructuredOutputsParams)",
+        pending=True,
+    ),
+    "swap_space": Absent(
+        "preempted sequences are recomputed, never swapped",
+        "their blocks that are still cached are not computed again",
+        silent=(0, 4),
+        warned=int | float,
+    ),
+    "tokenizer_pool_extra_config": Absent(
+        "texts are tokenized in threads of their frontend",
+        "several frontends can share an engine",
+        warned=dict,
+    ),
+    "tokenizer_pool_size": Absent(
+        "texts are tokenized in threads of their frontend",
+        "several frontends can share an engine",
+        silent=(0,),
+        warned=int,
+    ),
+    "tokenizer_pool_type": Absent(
+        "texts are tokenized in threads of their frontend",
+        "several frontends can share an engine",
+        silent=("ray",),
+        warned=object,
+    ),
+    "use_v2_block_manager": Absent(
+        "there is one manager of KV blocks, which does what vLLM's second one does",
+        "leave the option out",
+        silent=(True,),
+        warned=(False,),
+    ),
+}
+"""Options of an engine or a server, by keyword; on the command line they have dashes."""
+
+VALUES: Mapping[str, Absent] = {
+    "device=hpu": Absent("Gaudi devices are not served", "use 'cuda' or 'cpu'"),
+    "device=neuron": Absent("Neuron devices are not served", "use 'cuda' or 'cpu'"),
+    "device=openvino": Absent("OpenVINO is not used", "'cpu' has kernels of its own for x86"),
+    "device=tpu": Absent("TPUs are not served", "use 'cuda' or 'cpu'"),
+    "device=xpu": Absent("Intel GPUs are not served", "use 'cuda' or 'cpu'"),
+    "distributed_executor_backend=external_launcher": Absent(
+        "each of its processes is an engine of its own",
+        "with 'join', processes that torchrun or another launcher has started (`pagewire worker --join`) are the "
+        "workers of one engine",
+    ),
+    "load_format=npcache": Absent(
+        "no second copy of the weights is kept in NumPy's format",
+        "convert the checkpoint to safetensors, or read it with 'pt': packed weights are cached (weight_cache)",
+    ),
+    "load_format=tensorizer": Absent(
+        "safetensors files are mapped into memory, which is as fast from a disk",
+        "use 'auto'; for several workers, save_sharded_state and 'sharded_state'",
+    ),
+    "quantization=deepspeedfp": Absent(
+        "it needs the GPU kernels of DeepSpeed", "'fp8' quantises weights while they are loaded as well"
+    ),
+    "quantization=gptq_marlin_24": Absent(
+        "in its layout 2 of 4 weights are left out, which no kernel here reads",
+        "take a 'gptq' or 'compressed-tensors' checkpoint of the model",
+    ),
+    "quantization=neuron_quant": Absent(
+        "Neuron devices are not served", "'int8' quantises weights while they are loaded"
+    ),
+    "quantization=qqq": Absent(
+        "its layout belongs to kernels with 4-bit weights and 8-bit activations of one GPU library",
+        "take a 'compressed-tensors' or 'gptq' checkpoint of the model",
+    ),
+    "quantization=tpu_int8": Absent("TPUs are not served", "'int8' quantises weights while they are loaded"),
+    "speculative_method=custom_class": Absent(
+        "a class by name is code, which no option may bring", "take one of the methods that there are"
+    ),
+    "speculative_method=eagle": Absent(
+        "EAGLE heads of the first two generations are not read", "take an EAGLE-3 head (method 'eagle3')"
+    ),
+    "speculative_method=medusa": Absent(
+        "Medusa heads are not read", "take 'mlp_speculator', 'eagle3' or 'draft_model'"
+    ),
+    "speculative_method=ngram_gpu": Absent(
+        "n-grams are looked up by the core, beside the device", "take 'ngram'"
+    ),
+    "tokenizer_mode=mistral": Absent(
+        "the library mistral_common is not used",
+        "'auto' reads tokenizer.json, 'slow' the model's tokenizer by transformers",
+        pending=True,
+    ),
+}
+"""Values of options that exist, as "option=value". They are refused."""
+
+REQUEST_FIELDS: Mapping[str, Absent] = {
+    "ChatRequest.metadata": Absent("nothing is stored", "the log names the user of a request", warned=dict),
+    "ChatRequest.prediction": Absent(
+        "the text of a prediction is not read", "the engine's speculative_model proposes tokens", warned=dict
+    ),
+    "ChatRequest.store": Absent(
+        "chats are not stored", "/v1/responses keeps its responses", silent=(False,), warned=(True,)
+    ),
+}
+"""Fields of HTTP requests, as "type of the request.field"; types are those of /openapi.json."""
+
+_BEAMS = "beam search is a method of its own"
+NAMES: Mapping[str, Absent] = {
+    "AsyncLLM.engine_step": Absent("the core runs by itself", "generate streams a request's outputs"),
+    "AsyncLLM.shutdown_background_loop": Absent("the core runs by itself", "shutdown ends it"),
+    "AsyncLLM.start_background_loop": Absent(
+        "the core runs by itself", "pause_generation and resume_generation hold requests back"
+    ),
+    "LLM.DEPRECATE_LEGACY": Absent(
+        "older forms of arguments are taken or refused, never warned of", "leave it out"
+    ),
+    "LLM.generate(max_tokens)": Absent(
+        "sampling parameters are one argument", "write generate(prompts, SamplingParams(max_tokens=1))"
+    ),
+    "LLMEngine.DO_VALIDATE_OUTPUT": Absent(
+        "the types of outputs are checked when they are decoded", "leave it out"
+    ),
+    "LLMEngine.get_tokenizer_group": Absent(
+        "a frontend has one tokenizer, beside those of adapters", "use get_tokenizer(lora_request)"
+    ),
+    "LLMEngine.has_unfinished_requests_for_virtual_engine": Absent(
+        "the stages of a pipeline have one scheduler", "use has_unfinished_requests()"
+    ),
+    "LoRARequest(lora_alpha)": Absent(
+        "it is read from adapter_config.json", "write LoRARequest(lora_name, lora_int_id, lora_path)"
+    ),
+    "LoRARequest(lora_id)": Absent(
+        "the number of an adapter is lora_int_id", "write LoRARequest(lora_name, lora_int_id, lora_path)"
+    ),
+    "MetricList.get": Absent(
+        "metrics are a list, since several may have one name and different labels",
+        "write next(m for m in metrics if m.name == name)",
+    ),
+    "SamplingParams(best_of)": Absent(
+        "all outputs of a request are returned",
+        "set n and logprobs=0, and choose by cumulative_logprob; the HTTP API takes best_of",
+        silent=(1,),
+        same_as="n",
+    ),
+    "SamplingParams(early_stopping)": Absent(
+        _BEAMS, "use LLM.beam_search(prompts, BeamSearchParams(early_stopping=...))", silent=(False,)
+    ),
+    "SamplingParams(length_penalty)": Absent(
+        _BEAMS, "use LLM.beam_search(prompts, BeamSearchParams(length_penalty=...))", silent=(1.0,)
+    ),
+    "SamplingParams(output_text_buffer_length)": Absent(
+        "the frontend holds back what may be the beginning of a stop string", "leave it out", silent=(0,)
+    ),
+    "SamplingParams(use_beam_search)": Absent(
+        _BEAMS, "use LLM.beam_search(prompts, BeamSearchParams(beam_width=...))", silent=(False,)
+    ),
+    "pagewire.bc_linter_include": Absent("it marks functions for a linter of vLLM", "leave it out"),
+    "pagewire.bc_linter_skip": Absent("it marks functions for a linter of vLLM", "leave it out"),
+}
+"""Attributes, as "owner.name", and arguments, as "function(name)". They are refused, but for silent values."""
+
+_STATISTICS = Absent("usage statistics are never collected", "there is nothing to opt out of")
+_ONE_SET_OF_KERNELS = "each device has one set of attention kernels, of this project"
+_COMPILED_AT_RUN_TIME = Absent(
+    "nothing is compiled at installation", "kernels are compiled where they run, when they are first needed"
+)
+_RAY_WORKERS = Absent(
+    "workers in a Ray cluster get their steps as other workers do, over sockets",
+    "set distributed_executor_backend='ray'",
+)
+
+VARIABLES: Mapping[str, Absent] = {
+    "CMAKE_BUILD_TYPE": _COMPILED_AT_RUN_TIME,
+    "CUDA_HOME": Absent(
+        "kernels are compiled by NVRTC, from a Python package", "install pagewire[cuda12] or [cuda13]"
+    ),
+    "DO_NOT_TRACK": _STATISTICS,
+    "LD_LIBRARY_PATH": Absent("NCCL is the one that PyTorch brings", "install another PyTorch"),
+    "LOCAL_RANK": Absent(
+        "the core numbers its workers", "a worker that joins takes its number from RANK or LWS_WORKER_INDEX"
+    ),
+    "MAX_JOBS": _COMPILED_AT_RUN_TIME,
+    "NVCC_THREADS": _COMPILED_AT_RUN_TIME,
+    "VERBOSE": _COMPILED_AT_RUN_TIME,
+    "VLLM_ALLOW_ENGINE_USE_RAY": Absent(
+        "the engine core is a process of its own without Ray", "set distributed_executor_backend='ray'"
+    ),
+    "VLLM_ATTENTION_BACKEND": Absent(
+        _ONE_SET_OF_KERNELS, "PAGEWIRE_CPU_ISA=reference computes with PyTorch alone"
+    ),
+    "VLLM_CONFIG_ROOT": Absent(
+        "there is no folder of configuration files", "--config names a file of options"
+    ),
+    "VLLM_DO_NOT_TRACK": _STATISTICS,
+    "VLLM_FUSED_MOE_CHUNK_SIZE": Absent(
+        "the experts of a step run as one call", "max_num_batched_tokens limits its tokens"
+    ),
+    "VLLM_INSTANCE_ID": Absent(
+        "processes of an engine find each other by its address", "the log names it: listening on ipc://..."
+    ),
+    "VLLM_NCCL_SO_PATH": Absent("NCCL is the one that PyTorch brings", "install another PyTorch"),
+    "VLLM_NO_DEPRECATED_WARNING": Absent(
+        "no warning is about deprecation", "PAGEWIRE_LOGGING_LEVEL=ERROR hides all warnings"
+    ),
+    "VLLM_NO_USAGE_STATS": _STATISTICS,
+    "VLLM_RINGBUFFER_WARNING_INTERVAL": Absent(
+        "workers get messages over sockets, not by a ring of buffers", "leave it out"
+    ),
+    "VLLM_TARGET_DEVICE": Absent(
+        "one package serves CPUs and GPUs", "pagewire[cuda12] or [cuda13] adds what GPUs need"
+    ),
+    "VLLM_TRACE_FUNCTION": Absent(
+        "functions of remote processes are not traced", "start_profile and stop_profile trace the workers"
+    ),
+    "VLLM_USAGE_SOURCE": _STATISTICS,
+    "VLLM_USAGE_STATS_SERVER": _STATISTICS,
+    "VLLM_USE_FLASHINFER_SAMPLER": Absent(
+        "FlashInfer is not used", "tokens are sampled by kernels of this project"
+    ),
+    "VLLM_USE_PRECOMPILED": _COMPILED_AT_RUN_TIME,
+    "VLLM_USE_RAY_COMPILED_DAG": _RAY_WORKERS,
+    "VLLM_USE_RAY_COMPILED_DAG_NCCL_CHANNEL": _RAY_WORKERS,
+    "VLLM_USE_RAY_SPMD_WORKER": _RAY_WORKERS,
+    "VLLM_USE_TRITON_AWQ": Absent("Triton is not used", "AWQ checkpoints have kernels of this project"),
+    "VLLM_USE_TRITON_FLASH_ATTN": Absent("Triton is not used", _ONE_SET_OF_KERNELS),
+    "VLLM_USE_V1": Absent("there is one engine", "leave it out"),
+    "VLLM_WORKER_MULTIPROC_METHOD": Absent(
+        "workers are programs of their own, neither forked nor spawned by multiprocessing", "leave it out"
+    ),
+}
+"""Environment variables. Those that begin with VLLM_ are warned of; others belong to other programs as well."""
+
+FOUNDATIONS: Mapping[str, Absent] = {
+    "CUDA 11": Absent("NVRTC and CuPy are those of CUDA 12 and 13", "install pagewire[cuda12] or [cuda13]"),
+    "FlashAttention, FlashInfer, xFormers": Absent(
+        _ONE_SET_OF_KERNELS, "they are compared with FlashInfer's in benchmarks.kernels"
+    ),
+    "GPUs before compute capability 8.0": Absent(
+        "the kernels need instructions of 8.0", "use the CPU, or a newer GPU"
+    ),
+    "Intel Extension for PyTorch": Absent(
+        "CPUs have kernels of this project, for AVX2, AVX-512 and AMX", "nothing is to be installed"
+    ),
+    "Python 3.8, 3.9": Absent("they get no more fixes", "use Python 3.10 to 3.13"),
+    "ROCm, TPU, Neuron, XPU, OpenVINO": Absent(
+        "their devices are not served", "use an NVIDIA GPU or an x86 CPU"
+    ),
+    "Systems other than Linux": Absent(
+        "processes rely on Linux (process groups, /proc, ipc sockets)", "use a container or WSL"
+    ),
+    "Usage statistics": _STATISTICS,
+}
+"""Hardware, software and services that pagewire does without."""
