@@ -14,7 +14,7 @@ from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.cuda.variants import all_variants
 
 ARCHITECTURE = "sm_90"
-OTHERS = ("sm_80", "sm_89")
+OTHERS = ("sm_80", "sm_89", "sm_100")
 ONE = norms.variants()[0]
 
 
@@ -127,7 +127,8 @@ def test_a_variant_for_another_architecture_is_refused(nvrtc: object, cache: Pat
 
 
 @pytest.mark.parametrize(
-    ("capability", "arch"), [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 9), "sm_89"), ((9, 0), "sm_90")]
+    ("capability", "arch"),
+    [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 9), "sm_89"), ((9, 0), "sm_90"), ((10, 0), "sm_100")],
 )
 def test_a_device_gets_code_for_its_capability(nvrtc: object, capability: tuple[int, int], arch: str) -> None:
     assert compile.architecture(capability) == arch
