@@ -187,7 +187,7 @@ DEVICE void expand(const Expand& p, Tile tile, const Delta& delta, int column, i
         }
         __syncthreads();
         if (!is_there) continue;
-#pragma unroll 4
+#pragma unroll 3  // with 2 or 4 registers spill, for sm_100 or sm_80
         for (int rank = 0; rank < depth; rank++) {
             const float2 weights = load_two(b + i64(first + rank) * PANEL);
 #pragma unroll
