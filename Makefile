@@ -68,7 +68,7 @@ test-cuda13: build/cuda13 $(STAMP)
 
 # Faults planted in the CUDA kernels, which the tests of the kernels must notice.
 test-cuda-faults: $(STAMP)
-	$(BIN)/pytest -n auto --dist loadfile -m planted_faults tests/kernels/cuda
+	$(BIN)/pytest -n auto --dist loadfile -m planted_faults tests/kernels/cuda tests/workers/device
 
 # Every architecture over 2 and 4 ranks, token for token, and in 2 stages: for changes of how models are divided.
 test-ranks: $(STAMP)

@@ -10,6 +10,7 @@ from torch.nn import functional
 from pagewire.kernels import reference
 from pagewire.kernels.cuda import attention, gates, kv, lora, norms, sampling
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
+from pagewire.kernels.cuda.replacements import replacement
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.integers import Integers
@@ -74,11 +75,18 @@ class CudaKernels:
 
     PyTorch computes what has no kernel of its own: rare operations, and those that the fast path fuses into others.
     on: the device's memory, where the workspace of attention is allocated.
+    replaced: methods that PyTorch computes although they have kernels, see `replace`.
     """
 
     def __init__(self, launcher: KernelLauncher, on: torch.device | str) -> None:
         self.launcher = launcher
+        self.replaced: set[str] = set()
         self._workspace = attention.Workspace.allocate(launcher.multiprocessors, on)
+
+    def replace(self, method: str) -> None:
+        """Let PyTorch compute a method from now on: its kernel is wrong on this device."""
+        setattr(self, method, replacement(method))
+        self.replaced.add(method)
 
     def paged_attention(
         self,

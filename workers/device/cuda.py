@@ -13,12 +13,13 @@ from torch import Tensor
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.compile import CompileError
+from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.kv import FP8
-from pagewire.kernels.cuda.launch import KernelLauncher
 from pagewire.kernels.cuda.norms import DTYPES as KERNEL_DTYPES
 from pagewire.kernels.cuda.sampling import MAX_VOCAB_SIZE
 from pagewire.kernels.cuda.source import Variant
 from pagewire.workers.device.cpu import CpuTokenSampler
+from pagewire.workers.device.first_run import SAMPLING, Launches, in_processes, replace_wrong_kernels
 from pagewire.workers.device.interface import TokenSampler
 from pagewire.workers.errors import LoadError
 from pagewire.workers.sample.device_sampler import CudaTokenSampler
@@ -53,15 +54,16 @@ class CudaEvent:
 class CudaDevice:
     """One GPU, torch's current device. Methods as in `interface.Device`.
 
-    launcher: launches kernels on it.
+    kernels: those of the device. launcher: launches them.
     """
 
     batch_invariant = False
     asynchronous = True
     activities = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
 
-    def __init__(self, name: str, launcher: KernelLauncher) -> None:
-        self.name, self.torch_device, self.launcher = name, torch.device(name), launcher
+    def __init__(self, name: str, kernels: CudaKernels) -> None:
+        self.name, self.torch_device = name, torch.device(name)
+        self.kernels, self.launcher = kernels, kernels.launcher
         self.num_threads = torch.get_num_threads()
         self._downloads = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
@@ -80,10 +82,10 @@ class CudaDevice:
             raise LoadError(f"torch {torch.__version__}, built {built}, finds no GPU: see `pagewire doctor`")
         try:
             torch.cuda.set_device(index)
-            launcher = cuda_kernels.load(index).launcher
+            kernels = cuda_kernels.load(index)
         except (CompileError, RuntimeError) as error:  # LaunchError is one, as are PyTorch's
             raise LoadError(f"cuda:{index} cannot be used: {error}; see `pagewire doctor`") from error
-        return cls(f"cuda:{index}", launcher)
+        return cls(f"cuda:{index}", kernels)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `Device.zeros`."""
@@ -114,6 +116,11 @@ class CudaDevice:
             self.launcher.load(variants, progress)
         except CompileError as error:
             raise LoadError(f"the kernels cannot be compiled: {error}; see `pagewire doctor`") from error
+        self.try_kernels(Launches(dtype, kv_dtype, head_dim, encodes))
+
+    def try_kernels(self, launches: Launches) -> None:
+        """Let PyTorch compute what the kernels get wrong on this device, which its first run shows."""
+        replace_wrong_kernels(self, launches, in_processes)
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """See `Device.upload`. All tensors are copied at once, from pinned memory that torch keeps until then."""
@@ -141,6 +148,8 @@ class CudaDevice:
 
     def sampler(self, max_rows: int, vocab_size: int, max_most_likely: int) -> TokenSampler:
         """See `Device.sampler`."""
+        if SAMPLING in self.kernels.replaced:
+            return CpuTokenSampler()
         if vocab_size > MAX_VOCAB_SIZE:
             logger.warning(
                 "sampling on the CPU: the vocabulary has %d tokens, the GPU's kernels support up to %d",
@@ -151,7 +160,7 @@ class CudaDevice:
 
     def can_record(self, dtype: torch.dtype) -> bool:
         """See `Device.can_record`: what PyTorch does in place of a kernel waits for the device."""
-        return dtype in KERNEL_DTYPES
+        return dtype in KERNEL_DTYPES and self.kernels.replaced <= {SAMPLING}
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See `Device.record`: a CUDA graph. All graphs share one pool of memory."""

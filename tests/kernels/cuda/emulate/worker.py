@@ -14,6 +14,7 @@ from pagewire.kernels import dispatch
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.workers.device.cuda import CudaDevice
+from pagewire.workers.device.first_run import Launches
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 
 
@@ -47,9 +48,13 @@ class EmulatedCudaDevice(CudaDevice):
     def __init__(self, launcher: EmulatedLauncher | None = None) -> None:
         self.name, self.torch_device = "cuda:0", torch.device("cpu")
         self.launcher = launcher or EmulatedLauncher()
+        self.kernels = CudaKernels(self.launcher, "cpu")
         self.num_threads = 1
         self.num_recorded = self.num_replayed = 0
         self._events: list[LateEvent] = []
+
+    def try_kernels(self, launches: Launches) -> None:
+        """Nothing to do: the tests of the kernels prove more."""
 
     def download(self, source: Tensor, target: Tensor) -> LateEvent:
         """The copy has the source's values at the time of the call, and arrives as late as possible."""
@@ -86,9 +91,10 @@ class EmulatedCudaDevice(CudaDevice):
 
 
 @contextmanager
-def emulated(launcher: EmulatedLauncher) -> Iterator[None]:
+def emulated(kernels: EmulatedLauncher | CudaKernels) -> Iterator[None]:
     """A context in which the CUDA kernels compute on CPU tensors of the dtypes that they support."""
-    kernels = CudaKernels(launcher, "cpu")
+    if isinstance(kernels, EmulatedLauncher):
+        kernels = CudaKernels(kernels, "cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "DTYPES", tuple(DTYPES))
         patch.setattr(dispatch.cpu_kernels, "load", lambda: kernels)

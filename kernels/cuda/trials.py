@@ -1,0 +1,275 @@
+"""Trials of the CUDA kernels: small runs beside PyTorch, which show whether a device computes what it should.
+
+The tests prove the logic of the kernels, by emulation. The compiler, the driver and the chip are proven where they
+are: a worker runs these trials when it first starts on a device (`workers/device/first_run.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels import reference
+from pagewire.kernels.cuda import attention, gates, kv, norms
+from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.kernels.cuda.layout import exchange_chunks
+from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
+from pagewire.kernels.dispatch import Kernels
+from pagewire.kernels.layer import Norm
+from pagewire.kernels.paging import CAUSAL, UNSCALED, AttentionBatch, Cache, KVScales, LogitTerms
+
+TOLERANCE = {
+    torch.float16: 0.02,
+    torch.bfloat16: 0.05,
+    torch.float8_e4m3fn: 0.15,
+    torch.float8_e5m2: 0.3,
+}
+"""The largest `difference` of right results, by the dtype in which they are rounded: one or two units in the last
+place of it, and of fp8 one."""
+HEADS, KV_HEADS, BLOCK_SIZE = 8, 2, 16
+SCALES = KVScales(0.5, 2.0)
+Layout = Callable[[Tensor], Tensor]
+"""Brings a cache from rows to the layout of an implementation, and back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A method of the kernels on small inputs."""
+
+    name: str
+    """What is tried, for the log."""
+    method: str
+    """Of `Kernels`; computed by PyTorch if the trial fails."""
+    compute: Callable[[Kernels, Layout, Sequence[Tensor]], Tensor]
+    """Calls the method, with copies of the inputs, which it may change. Returns its results as rows [n, any]."""
+    inputs: Sequence[Tensor]
+    """On the CPU."""
+    tolerance: float
+    records: bool = True
+    """A CUDA graph can be recorded of it."""
+
+    @torch.inference_mode()
+    def why_wrong(self, kernels: CudaKernels, device: torch.device) -> str:
+        """Why the kernels cannot be relied on; empty if they give what PyTorch gives on the CPU.
+
+        On a GPU they are also recorded in a CUDA graph and replayed, which shows a launch on another stream.
+        """
+        expected = self.compute(reference, lambda cache: cache, [x.clone() for x in self.inputs])
+        inputs = [x.to(device) for x in self.inputs]
+
+        def run() -> Tensor:
+            return self.compute(kernels, exchange_chunks, [x.clone() for x in inputs])
+
+        if (error := difference(run(), expected)) > self.tolerance:
+            return f"differs from PyTorch by {error:.2g}"
+        if device.type != "cuda" or not self.records:
+            return ""
+        error = difference(recorded(run), expected)
+        return "" if error <= self.tolerance else f"differs from PyTorch by {error:.2g} in a CUDA graph"
+
+
+def difference(result: Tensor, expected: Tensor) -> float:
+    """The largest difference of two elements, relative to the expected one and to the size of its row [n, any].
+
+    The size is the root mean square. Where a row must be zeros, another number is infinitely wrong, and so is NaN.
+    """
+    result, expected = result.cpu().double(), expected.double()
+    size = expected.abs() + expected.square().mean(-1, keepdim=True).sqrt()
+    errors = torch.where(result == expected, 0.0, (result - expected).abs() / size)
+    return float(errors.nan_to_num(math.inf, math.inf).amax())
+
+
+def recorded(run: Callable[[], Tensor]) -> Tensor:
+    """The result of a replayed CUDA graph of `run`, in memory that held NaN before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    result.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    return result
+
+
+def trials(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *, encodes: bool = False) -> list[Trial]:
+    """A trial of every kernel that a model may launch, as `kernels.variants` lists them, but for sampling."""
+    if dtype not in norms.DTYPES:
+        return []
+    result = [*norm_trials(dtype), *gate_trials(dtype)]
+    if encodes:
+        result += write_trials(dtype, dtype, head_dim)
+        if head_dim in attention.TWO_SIDED_HEAD_DIMS:
+            result += two_sided_trials(dtype, head_dim)
+        return result
+    result.append(adapter_trial(dtype))
+    for cache_dtype in dict.fromkeys((dtype, kv_dtype)):
+        result += write_trials(dtype, cache_dtype, head_dim)
+        if head_dim in attention.HEAD_DIMS:
+            result += attention_trials(dtype, cache_dtype, head_dim)
+    return result
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Random float32 numbers, the same in every process."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def short(dtype: torch.dtype) -> str:
+    """A dtype's name in the log."""
+    return str(dtype).removeprefix("torch.")
+
+
+def norm_trials(dtype: torch.dtype) -> Iterator[Trial]:
+    """Norms of rows of every shape of a launch; a few threads have nothing to do."""
+
+    def alone(kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+        x, _, weight = inputs
+        return kernels.rms_norm(x, weight, 1e-6)
+
+    def after_sum(kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+        x, residual, weight = inputs
+        normed = kernels.add_rms_norm(x, residual, weight, 1e-6, offset=1.0)
+        return torch.cat([normed, residual])
+
+    for threads, chunks in norms.SHAPES:
+        size = 8 * threads * chunks - 8
+        inputs = [normal(3, size), normal(3, size, seed=1), 1 + normal(size, seed=2) / 8]
+        inputs = [x.to(dtype) for x in inputs]
+        for method, compute in (("rms_norm", alone), ("add_rms_norm", after_sum)):
+            yield Trial(f"{method} of {size}", method, compute, inputs, TOLERANCE[dtype])
+
+
+def gate_trials(dtype: torch.dtype) -> Iterator[Trial]:
+    """Gated activations."""
+    for activation in gates.ACTIVATIONS:
+        method = f"{activation.value}_and_mul"
+
+        def compute(
+            kernels: Kernels, layout: Layout, inputs: Sequence[Tensor], method: str = method
+        ) -> Tensor:
+            result: Tensor = getattr(kernels, method)(inputs[0])
+            return result
+
+        yield Trial(method, method, compute, [2 * normal(3, 2 * 136).to(dtype)], TOLERANCE[dtype])
+
+
+def write_trials(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> Iterator[Trial]:
+    """Keys and values on their way into the cache: as they are, and normed and rotated. One token has no slot."""
+    if head_dim > kv.LARGEST_HEAD or head_dim % 16:
+        return
+    tokens, scales = 21, SCALES if cache_dtype in kv.FP8 else UNSCALED
+    pages = (3, KV_HEADS, BLOCK_SIZE, head_dim)
+    slots = torch.randperm(3 * BLOCK_SIZE, generator=torch.Generator().manual_seed(0))[:tokens]
+    slots[5] = -1
+    angles = 6 * normal(tokens, head_dim, seed=1)
+    weights = 1 + normal(2, head_dim, seed=2) / 8
+    qkv = normal(tokens, HEADS + 2 * KV_HEADS, head_dim)
+    inputs = [x.to(dtype) for x in (qkv, angles.cos(), angles.sin(), weights)]
+
+    def compute(fused: bool, kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+        qkv, cos, sin, weights, slots = inputs
+        q, k, v = torch.split(qkv, [HEADS, KV_HEADS, KV_HEADS], 1)
+        zeros = torch.zeros(2, *pages, device=q.device).to(cache_dtype)
+        cache = Cache(zeros[0], zeros[1], scales)
+        if fused:
+            head_norms = (Norm(weights[0], 1e-6, 0.0), Norm(weights[1], 1e-6, 0.0))
+            q = kernels.rotate_and_store(q, k, v, (cos, sin), head_norms, cache, slots)
+        else:
+            kernels.store_kv(k, v, cache, slots)
+        rows = [layout(x).float().flatten(0, 2) for x in (cache.k, cache.v)]
+        return torch.cat([q.float().flatten(0, 1), *rows])
+
+    tolerance = max(TOLERANCE[dtype], TOLERANCE[cache_dtype])
+    for method in ("store_kv", "rotate_and_store"):
+        name = f"{method} in {short(cache_dtype)}, heads of {head_dim}"
+        own = partial(compute, method == "rotate_and_store")
+        yield Trial(name, method, own, [*inputs, slots], tolerance)
+
+
+DECODE = ((0, 1), (36, 37), (599, 600))
+PREFILL = ((0, 90), (30, 100), (42, 43))
+WHOLE_PROMPTS = ((0, 90), (0, 33))
+"""The positions of the new tokens of each request: (first, end). In decode the keys of the last are split."""
+
+
+def paged_inputs(
+    spans: Sequence[tuple[int, int]], dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int
+) -> list[Tensor]:
+    """Queries, a cache in rows, and the tensors of an `AttentionBatch`, but for the KV slots."""
+    starts = torch.tensor([0, *(end - first for first, end in spans)]).cumsum(0).int()
+    lengths = torch.tensor([end for _, end in spans]).int()
+    width = -(-int(lengths.max()) // BLOCK_SIZE)
+    table = torch.randperm(len(spans) * width, generator=torch.Generator().manual_seed(0)).int()
+    pages = (len(table), KV_HEADS, BLOCK_SIZE, head_dim)
+    q = normal(int(starts[-1]), HEADS, head_dim, seed=1).to(dtype)
+    k, v = (normal(*pages, seed=seed).to(dtype).to(cache_dtype) for seed in (2, 3))
+    return [q, k, v, starts, lengths, table.view(len(spans), width)]
+
+
+def attend(
+    spans: Sequence[tuple[int, int]],
+    terms: Callable[[Sequence[Tensor]], Sequence[LogitTerms]],
+    kernels: Kernels,
+    layout: Layout,
+    inputs: Sequence[Tensor],
+) -> Tensor:
+    """Attention with each of some terms. inputs: those of `paged_inputs`, and what `terms` gets."""
+    q, k, v, starts, lengths, table, *others = inputs
+    slots = torch.full((len(q),), -1, dtype=torch.int64, device=q.device)
+    longest = max(end - first for first, end in spans), max(end for _, end in spans)
+    batch = AttentionBatch(starts, lengths, table, slots, *longest)
+    cache = Cache(layout(k), layout(v), SCALES if k.dtype in kv.FP8 else UNSCALED)
+    scale = q.shape[2] ** -0.5
+    results = [kernels.paged_attention(q, cache, batch, scale, each) for each in terms(others)]
+    return torch.cat(results).flatten(0, 1)
+
+
+def attention_trials(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> Iterator[Trial]:
+    """Decode, and prompts in a batch with decode; plain, and with all that changes logits."""
+
+    def terms(others: Sequence[Tensor]) -> Sequence[LogitTerms]:
+        sinks, slopes = others
+        return CAUSAL, LogitTerms(window=50, softcap=5.0, sinks=sinks, alibi=slopes)
+
+    others = [torch.linspace(-1, 3, HEADS), torch.logspace(-3, -1, HEADS)]
+    for kind, spans in (("decode", DECODE), ("prefill", PREFILL)):
+        name = f"{kind} attention over {short(cache_dtype)}, heads of {head_dim}"
+        inputs = [*paged_inputs(spans, dtype, cache_dtype, head_dim), *others]
+        yield Trial(name, "paged_attention", partial(attend, spans, terms), inputs, TOLERANCE[dtype])
+
+
+def two_sided_trials(dtype: torch.dtype, head_dim: int) -> Iterator[Trial]:
+    """Whole prompts of an encoder: all keys, a window, and biases by distance."""
+
+    def terms(others: Sequence[Tensor]) -> Sequence[LogitTerms]:
+        return LogitTerms.two_sided(), LogitTerms.two_sided(20), LogitTerms.two_sided(None, others[0])
+
+    inputs = [*paged_inputs(WHOLE_PROMPTS, dtype, dtype, head_dim), normal(HEADS, 2 * 256, seed=4)]
+    compute = partial(attend, WHOLE_PROMPTS, terms)
+    name = f"two-sided attention, heads of {head_dim}"
+    yield Trial(name, "paged_attention", compute, inputs, TOLERANCE[dtype])
+
+
+def adapter_trial(dtype: torch.dtype) -> Trial:
+    """Two adapters in a product whose last panel is not full; some rows have none."""
+    num_out, num_in, ranks = 200, 264, (4, 9)
+    of_rows = torch.tensor([1, -1, 0, 1, 1, 0, -1, *[1] * 9])
+    rows = torch.cat([(of_rows == adapter).nonzero().flatten() for adapter in (0, 1)])
+    starts = torch.tensor([0, *((of_rows == adapter).sum() for adapter in (0, 1))]).cumsum(0)
+    inputs = [normal(len(of_rows), num_in), normal(len(of_rows), num_out, seed=1)]
+    for seed, rank in enumerate(ranks, 2):
+        inputs += [normal(rank, num_in, seed=seed) / num_in**0.5, panels(normal(num_out, rank, seed=-seed))]
+
+    def compute(kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+        x, out, *matrices = inputs
+        deltas = [Delta(a, b, 0, num_out, 0.5) for a, b in zip(matrices[::2], matrices[1::2], strict=True)]
+        weights = [AdapterWeights([[delta]], ((num_out, num_in),), dtype) for delta in deltas]
+        kernels.adapt(x, out, AdapterRows(rows, starts, weights, len(x)), 0)
+        return out
+
+    # Tables of adapters come from the host. Recorded steps have theirs before.
+    return Trial("adapters", "adapt", compute, [x.to(dtype) for x in inputs], TOLERANCE[dtype], records=False)

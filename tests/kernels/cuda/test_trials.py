@@ -1,0 +1,100 @@
+"""The trials of a first run: they cover every kernel, pass with right ones, and find faults that are planted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from pagewire.kernels.cuda import kernels as cuda_kernels
+from pagewire.kernels.cuda import sampling, trials
+from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.kernels.cuda.source import Variant
+from tests.kernels.cuda.emulate import Edit, EmulatedLauncher
+
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+CPU = torch.device("cpu")
+
+
+class Recorder(EmulatedLauncher):
+    """A device that runs nothing, and keeps the variants that are launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: set[Variant] = set()
+
+    def launch(self, variant: Variant, *arguments: object) -> None:  # type: ignore[override]
+        self.launched.add(variant)
+
+
+@pytest.mark.parametrize("encodes", [False, True], ids=["generates", "encodes"])
+def test_every_kernel_has_a_trial(encodes: bool) -> None:
+    for dtype, head_dim in ((BF16, 64), (FP16, 128)):
+        device = Recorder()
+        for trial in trials.trials(dtype, E4M3, head_dim, encodes=encodes):
+            trial.why_wrong(CudaKernels(device, "cpu"), CPU)
+        expected = set(cuda_kernels.variants(dtype, E4M3, head_dim, encodes=encodes))
+        of_sampling = {sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES}
+        assert device.launched == expected - of_sampling
+
+
+def find(method: str, cache_dtype: torch.dtype = BF16, encodes: bool = False) -> list[trials.Trial]:
+    """The trials of a method; norms of short rows only, as each shape is another kernel."""
+    of_method = [t for t in trials.trials(BF16, cache_dtype, 32, encodes=encodes) if t.method == method]
+    return of_method[:1] if method.endswith("norm") else of_method[-2:]
+
+
+def verdicts(kernels: CudaKernels, chosen: Sequence[trials.Trial]) -> list[str]:
+    return [trial.why_wrong(kernels, CPU) for trial in chosen]
+
+
+FAULTS = {
+    "rms_norm": (Edit("chunk.cuh", "sum += x.y * x.y;", ""), False),
+    "add_rms_norm": (Edit("norms.cu", "held[i] = add<T>", "add<T>"), False),
+    "silu_and_mul": (Edit("gates.cu", "x / (1.0f + expf(-x))", "x / (1.0f + expf(x))"), False),
+    "gelu_and_mul": (Edit("gates.cu", "0.70710678118654752f", "0.70710678118654752f * 1.2f"), False),
+    "gelu_tanh_and_mul": (Edit("gates.cu", "0.044715f", "0.4f"), False),
+    "store_kv": (Edit("layout.cuh", "row / (8 / p)", "row"), False),
+    "rotate_and_store": (Edit("kv.cu", "chunk < half ? -1.0f : 1.0f", "1.0f"), False),
+    "paged_attention": (Edit("attention.cuh", "(lane >> 3 & 1)", "(lane >> 4 & 1)"), False),
+    "adapt": (Edit("lora.cu", "delta.scale * sum", "sum"), False),
+}
+
+
+@pytest.mark.planted_faults
+@pytest.mark.parametrize("method", FAULTS)
+def test_a_wrong_kernel_is_found_and_replaced(method: str) -> None:
+    edit, encodes = FAULTS[method]
+    chosen = find(method, E4M3 if method == "store_kv" else BF16, encodes)
+    kernels = CudaKernels(EmulatedLauncher(edits=(edit,)), "cpu")
+    assert chosen and any("differs from PyTorch by" in reason for reason in verdicts(kernels, chosen))
+    kernels.replace(method)
+    assert not any(verdicts(kernels, chosen)) and kernels.replaced == {method}
+
+
+@pytest.mark.parametrize("cache_dtype", [BF16, E4M3], ids=str)
+def test_replacements_read_and_write_pages(cache_dtype: torch.dtype) -> None:
+    """PyTorch goes on with the cache that kernels have filled, and kernels with its."""
+    kernels = CudaKernels(EmulatedLauncher(), "cpu")
+    for method in ("store_kv", "rotate_and_store", "paged_attention"):
+        kernels.replace(method)
+    chosen = [t for t in trials.trials(BF16, cache_dtype, 64) if t.method in kernels.replaced]
+    assert len(chosen) == (4 if cache_dtype == BF16 else 8)
+    assert not any(verdicts(kernels, chosen))
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "at_least"),
+    [
+        ([[1.0, 2.0]], [[1.0, 2.0]], 0.0),
+        ([[1.0] * 99 + [1.5]], [[1.0] * 100], 0.2),  # a single element among many
+        ([[1e-30, 0.0]], [[0.0, 0.0]], float("inf")),  # a row that must be zeros
+        ([[1.0, float("nan")]], [[1.0, 1.0]], float("inf")),
+    ],
+)
+def test_the_difference_of_results(
+    result: list[list[float]], expected: list[list[float]], at_least: float
+) -> None:
+    difference = trials.difference(torch.tensor(result), torch.tensor(expected))
+    assert difference >= at_least and (difference == 0.0) == (at_least == 0.0)

@@ -1,0 +1,185 @@
+"""The first run on a device: PyTorch replaces what is wrong there, and verdicts are kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagewire.kernels.cuda.trials import trials
+from pagewire.workers import runner as runner_module
+from pagewire.workers.device import cuda, first_run
+from pagewire.workers.device.cpu import CpuTokenSampler
+from pagewire.workers.device.first_run import (
+    Launches,
+    NoTrialError,
+    Tried,
+    replace_wrong_kernels,
+    verdicts_from,
+    why_sampling_is_wrong,
+)
+from pagewire.workers.runner import Runner
+from tests.kernels.cuda.emulate import Edit, EmulatedLauncher
+from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
+
+from ..architectures import VOCAB_SIZE, Architecture
+from ..driver import Driver, load_runner
+from ..parity import make_prompts
+from .test_cuda import HEADS, SIZES
+
+LAUNCHES = Launches(torch.bfloat16, torch.bfloat16, 32)
+GATE = Edit("gates.cu", "x / (1.0f + expf(-x))", "x / (1.0f + expf(x))")
+
+
+class Store:
+    """A cache in memory. What emulates the kernels stays in its own."""
+
+    FORMAT = ""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.read, self.write = self.files.get, self.files.__setitem__
+
+    def cache_folder(self) -> Path:
+        return Path("/cache")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setattr(first_run, "cache", store := Store())
+    return store
+
+
+class NewDevice(EmulatedCudaDevice):
+    """An emulated device whose kernels are compared with PyTorch when a model is loaded."""
+
+    def try_kernels(self, launches: Launches) -> None:
+        replace_wrong_kernels(self, launches, first_run.here)
+
+
+def test_an_engine_serves_although_kernels_are_wrong(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PyTorch computes the gate, and the sampler of CPUs draws tokens; the next start knows without trials."""
+    some = [trial for trial in trials(*LAUNCHES[:3]) if trial.method == "silu_and_mul"]
+    monkeypatch.setattr(first_run, "trials", lambda *_, **__: some)  # the others take long to compile
+    monkeypatch.setattr(
+        first_run, "why_sampling_is_wrong", lambda device, dtype: "differs from the CPU's sampler"
+    )
+    folder = Architecture("llama", HEADS).write(tmp_path, dtype="bfloat16")
+    prompts = make_prompts(VOCAB_SIZE, (9, 2))
+
+    def load(device: EmulatedCudaDevice, eager: bool = False) -> tuple[Runner, list[list[int]]]:
+        monkeypatch.setattr(runner_module, "open_device", lambda config: device)
+        with emulated(device.kernels):
+            runner = load_runner(folder, **SIZES | {"max_num_seqs": 2, "enforce_eager": eager})[0]
+            return runner, Driver(runner).generate(prompts, 4)
+
+    _, expected = load(EmulatedCudaDevice(), eager=True)
+    for start in ("first", "next"):
+        caplog.clear()
+        runner, tokens = load(device := NewDevice(EmulatedLauncher(edits=(GATE,))))
+        assert tokens == expected, start
+        assert device.kernels.replaced == {"silu_and_mul", "sample"}
+        assert isinstance(runner.sampler, CpuTokenSampler) and runner.graphs is None
+        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert sorted(warning.partition(";")[0].partition(" by ")[0] for warning in warnings) == [
+            "PyTorch computes sample: sampling differs from the CPU's sampler",
+            "PyTorch computes silu_and_mul: silu_and_mul differs from PyTorch",
+        ]
+        monkeypatch.setattr(first_run, "here", None)  # the next start runs no trial
+    assert len(store.files) == 1
+
+
+@pytest.mark.planted_faults
+@pytest.mark.parametrize(
+    "edit",
+    [
+        Edit("sampling.cu", "u64 best = NO_LIMIT;", "u64 best = NO_LIMIT; size = min(size, 64);"),
+        Edit("sampling.cu", "c3 = u32(p0);", "c3 = u32(p0) + 1;"),
+        Edit("sampling_logprobs.cu", "int(larger) + 1;", "int(larger);"),
+    ],
+    ids=["greedy", "random", "ranks"],
+)
+def test_wrong_sampling_is_found(edit: Edit) -> None:
+    device = EmulatedCudaDevice(EmulatedLauncher(edits=(edit,)))
+    assert why_sampling_is_wrong(device, torch.bfloat16) == "differs from the CPU's sampler"
+
+
+def test_right_sampling_is_left_alone() -> None:
+    assert not why_sampling_is_wrong(EmulatedCudaDevice(), torch.bfloat16)
+
+
+def python(code: str) -> list[str]:
+    """A process that runs this, with the number of skipped trials as `skip`, after it has said that it is ready."""
+    head = "import json, os, sys, time\nskip = int(sys.argv[2])\n"
+    return [sys.executable, "-S", "-c", head + code]
+
+
+def test_kernels_that_end_their_process() -> None:
+    """A crash, and an exception, after which a driver refuses everything: others have their trials all the same."""
+    command = python(
+        "print('ready', flush=True)\n"
+        "for i in range(skip, 5):\n"
+        "    if i == 1: os.abort()\n"
+        "    print(json.dumps('failed: Error: illegal address' if i == 3 else ''), flush=True)\n"
+        "    if i == 3: break\n"
+    )
+    reasons = ["", "failed: its process was killed by SIGABRT", "", "failed: Error: illegal address", ""]
+    assert verdicts_from(command, list("abcde")) == dict(zip("abcde", reasons, strict=True))
+
+
+def test_a_device_on_which_everything_crashes() -> None:
+    verdicts = verdicts_from(python("print('ready', flush=True); os.abort()"), list("abcdefgh"))
+    assert set(verdicts) == set("abcdefgh") and all(verdicts.values())
+    assert verdicts["h"] == "was not tried, after failures of others"
+
+
+def test_trials_that_cannot_be_run(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernels are used, and the next start tries again."""
+    with pytest.raises(NoTrialError, match="exited with status 1: the device is busy"):
+        verdicts_from(python("sys.exit('the device is busy')"), ["a"])
+    with pytest.raises(NoTrialError, match="status 2"):
+        verdicts_from(python("print('ready'); sys.exit(2)"), ["a"])
+    monkeypatch.setattr(first_run, "LIMIT_SECONDS", 0.0)
+    with pytest.raises(NoTrialError, match="did not end within 0 s"):
+        verdicts_from(python("time.sleep(600)"), ["a"])
+
+    def fails(*_: object) -> dict[str, str]:
+        raise NoTrialError("the device is busy")
+
+    replace_wrong_kernels(device := EmulatedCudaDevice(), LAUNCHES, fails)
+    assert caplog.messages == ["the kernels were not compared with PyTorch: the device is busy"]
+    assert not store.files and not device.kernels.replaced
+
+
+def test_the_process_of_trials(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def raises(error: Exception) -> str:
+        raise error
+
+    tried = [
+        Tried("a", "a", lambda: pytest.fail("it is skipped")),
+        Tried("b", "b", lambda: ""),
+        Tried("c", "c", lambda: "differs"),
+        Tried("d", "d", lambda: raises(RuntimeError("illegal address\nmore"))),
+        Tried("e", "e", lambda: pytest.fail("the driver refuses it")),
+    ]
+    monkeypatch.setattr(first_run, "die_with_parent", lambda fd: None)
+    monkeypatch.setattr(cuda.CudaDevice, "open", lambda index: EmulatedCudaDevice())
+    monkeypatch.setattr(
+        first_run, "all_trials", lambda device, launches: tried if launches == LAUNCHES else []
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["x", "cuda:0", "bfloat16", "bfloat16", "32", "--skip", "1", "--lifeline", "0"]
+    )
+    assert first_run.main() == 0
+    ready, *lines = capsys.readouterr().out.splitlines()
+    verdicts = [json.loads(line) for line in lines]
+    assert (ready, verdicts) == ("ready", ["", "differs", "failed: RuntimeError: illegal address"])
+    tried[1] = Tried("b", "b", lambda: raises(torch.OutOfMemoryError("it is full")))
+    assert first_run.main() == first_run.NO_TRIAL and "it is full" in capsys.readouterr().err
