@@ -11,10 +11,11 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from pagewire.kernels import cache
+from pagewire.kernels.cuda.limits import launch_bound
 from pagewire.kernels.cuda.source import Variant, read_source
 
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
@@ -38,6 +39,10 @@ class Cubin:
     """Local memory per thread: arrays that are not in registers, and spilled registers."""
     spilled_bytes: int
     """Spill stores and loads per thread, because registers did not suffice."""
+    shared_bytes: int
+    """Static shared memory of a block."""
+    bound: int
+    """The most threads of a block, see `limits.launch_bound`."""
     image: bytes
     """The cubin, as the driver loads it."""
 
@@ -118,8 +123,8 @@ def compile_variant(variant: Variant, arch: str) -> Cubin:
         header, _, image = stored.partition(b"\n")
         return Cubin(**json.loads(header), image=image)
     cubin = compile_uncached(variant, arch)
-    fields = {key: value for key, value in asdict(cubin).items() if key != "image"}
-    cache.write(name, json.dumps(fields).encode() + b"\n" + cubin.image)
+    header_fields = {key: value for key, value in asdict(cubin).items() if key != "image"}
+    cache.write(name, json.dumps(header_fields).encode() + b"\n" + cubin.image)
     return cubin
 
 
@@ -146,7 +151,8 @@ def compile_uncached(variant: Variant, arch: str) -> Cubin:
             raise CompileError(f"{variant.name} for {arch}: {error}\n{log}") from error
         symbol = compiler.getLoweredName(program, variant.name)
         image = compiler.getCUBIN(program) + b"\0"  # CuPy drops the last byte as a string's terminator
-        return Cubin(symbol, *_resources(compiler.getProgramLog(program), symbol), image)
+        resources = _resources(compiler.getProgramLog(program), symbol)
+        return Cubin(symbol, *resources, launch_bound(image, symbol), image)
     finally:
         compiler.destroyProgram(program)
 
@@ -184,16 +190,18 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def _name_in_cache(variant: Variant, arch: str) -> str:
-    key = repr((cache.FORMAT, read_source(variant.source), variant, arch, OPTIONS, nvrtc().getVersion()))
+    layout = (cache.FORMAT, *(item.name for item in fields(Cubin)))
+    key = repr((layout, read_source(variant.source), variant, arch, OPTIONS, nvrtc().getVersion()))
     return f"cuda-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
 
 
-def _resources(log: str, symbol: str) -> tuple[int, int, int]:
-    """Registers, bytes of local memory and bytes spilled, from the log of `ptxas -v`."""
+def _resources(log: str, symbol: str) -> tuple[int, int, int, int]:
+    """Registers, bytes of local memory, bytes spilled, and static shared memory, from the log of `ptxas -v`."""
     _, separator, entry = log.partition(f"Compiling entry function '{symbol}'")
     entry = entry.partition("Compiling entry function")[0]
     registers = re.search(r"Used (\d+) registers", entry)
     local = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
     if not separator or registers is None or local is None:
         raise CompileError(f"the compiler's log has no resource usage of {symbol}:\n{log}")
-    return int(registers[1]), int(local[1]), int(local[2]) + int(local[3])
+    shared = re.search(r"(\d+) bytes smem", entry)
+    return int(registers[1]), int(local[1]), int(local[2]) + int(local[3]), int(shared[1]) if shared else 0

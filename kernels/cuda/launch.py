@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cuda import compile
+from pagewire.kernels.cuda.limits import LaunchError, check_launch
 from pagewire.kernels.cuda.source import Variant, parameter_dtype
 
 Parameters = np.ndarray[tuple[int, ...], np.dtype[np.void]]
@@ -17,11 +18,7 @@ Function = Callable[..., None]
 """A loaded kernel: called with grid, block, arguments, bytes of shared memory, and stream."""
 
 DEFAULT_SHARED_BYTES = 48 << 10
-"""Dynamic shared memory that every kernel may use; more must be allowed before the launch."""
-
-
-class LaunchError(RuntimeError):
-    """A device cannot run kernels."""
+"""Shared memory, static and dynamic, that every kernel may use; more must be allowed before the launch."""
 
 
 class KernelLauncher(Protocol):
@@ -87,6 +84,9 @@ class Driver(Protocol):
     def stream(self) -> Any:
         """Torch's current stream, in the form that `Function` takes."""
 
+    def most_shared(self) -> int:
+        """The bytes of shared memory that a block may have, once they are allowed."""
+
 
 class CudaLauncher:
     """Launches kernels on one GPU, torch's current device. Kernels are compiled and loaded at first use."""
@@ -101,7 +101,8 @@ class CudaLauncher:
         self.arch = compile.architecture(capability)
         self._driver = driver
         self._functions: dict[Variant, Function] = {}
-        self._allowed: dict[Variant, int] = {}
+        self._cubins: dict[Variant, compile.Cubin] = {}
+        self._allowed: dict[tuple[Variant, tuple[int, ...]], int] = {}
 
     @classmethod
     def at(cls, index: int) -> CudaLauncher:
@@ -133,6 +134,7 @@ class CudaLauncher:
         missing = [variant for variant in variants if variant not in self._functions]
         for variant, cubin in compile.build(missing, self.arch, progress).items():
             self._functions[variant] = self._driver.load(cubin.image, cubin.symbol)
+            self._cubins[variant] = cubin
 
     def launch(
         self,
@@ -142,14 +144,40 @@ class CudaLauncher:
         parameters: Parameters,
         shared_bytes: int = 0,
     ) -> None:
-        """See `KernelLauncher.launch`."""
+        """See `KernelLauncher.launch`.
+
+        Raises:
+            LaunchError: the device cannot run it; the text names the kernel.
+        """
         if (function := self._functions.get(variant)) is None:
             self.load([variant])
             function = self._functions[variant]
-        if shared_bytes > self._allowed.get(variant, DEFAULT_SHARED_BYTES):
-            self._driver.allow_shared(function, shared_bytes)
-            self._allowed[variant] = shared_bytes
-        function(tuple(grid), tuple(block), (parameters,), shared_bytes, self._driver.stream())
+        if shared_bytes > self._allowed.get((variant, block := tuple(block)), -1):
+            self._allow(variant, block, shared_bytes)
+        try:
+            function(tuple(grid), block, (parameters,), shared_bytes, self._driver.stream())
+        except Exception as error:  # CuPy's own types, which name no kernel
+            raise LaunchError(f"{variant.name}, grid {tuple(grid)}, block {block}: {error}") from error
+
+    def _allow(self, variant: Variant, block: tuple[int, ...], shared_bytes: int) -> None:
+        """Check the first launch of a shape, and raise the kernel's limit of shared memory if it has to be.
+
+        Raises:
+            LaunchError: the device cannot run it.
+        """
+        cubin = self._cubins[variant]
+        check_launch(
+            variant.name,
+            block,
+            bound=cubin.bound,
+            registers=cubin.registers,
+            shared_bytes=shared_bytes + cubin.shared_bytes,
+            most_shared_bytes=self._driver.most_shared(),
+        )
+        self._allowed[variant, block] = shared_bytes
+        most = max(allowed for (other, _), allowed in self._allowed.items() if other == variant)
+        if most + cubin.shared_bytes > DEFAULT_SHARED_BYTES:
+            self._driver.allow_shared(self._functions[variant], most)
 
 
 class CupyDriver:
@@ -174,6 +202,12 @@ class CupyDriver:
         driver = self._cuda.driver
         attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(function.ptr, attribute, num_bytes)  # type: ignore[attr-defined]
+
+    def most_shared(self) -> int:
+        """See `Driver.most_shared`."""
+        runtime = self._cuda.runtime
+        attribute = runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin
+        return int(runtime.deviceGetAttribute(attribute, self._index))
 
     def stream(self) -> Any:
         """See `Driver.stream`."""

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from pagewire.kernels.cuda import compile, norms
+from pagewire.kernels.cuda import compile, limits, norms
+from pagewire.kernels.cuda.attention import HEAD_DIMS
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.cuda.variants import all_variants
+from tests.kernels.cuda.emulate.recorder import Recorder
 
 ARCHITECTURE = "sm_90"
 OTHERS = ("sm_80", "sm_89", "sm_100")
@@ -46,6 +49,29 @@ def test_no_variant_spills_or_uses_local_memory(
     assert len(cubins) == len(fitting) > 0
     assert [v.name for v, cubin in cubins.items() if cubin.local_bytes or cubin.spilled_bytes] == []
     assert all(cubin.image.startswith(b"\x7fELF") and cubin.registers > 0 for cubin in cubins.values())
+
+
+MOST_SHARED = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
+"""Bytes of shared memory that a block may have, from NVIDIA's table of compute capabilities."""
+
+
+@pytest.mark.every_variant
+@pytest.mark.parametrize("arch", MOST_SHARED)
+def test_every_launch_is_within_the_limits(nvrtc: object, arch: str) -> None:
+    """Threads as compiled for, registers, and shared memory, of the kernels with the largest heads."""
+    launches = Recorder.of_trials(torch.bfloat16, torch.float8_e4m3fn, max(HEAD_DIMS))
+    cubins = compile.build([launch.variant for launch in launches], arch)
+    for variant, block, shared_bytes in launches:
+        cubin = cubins[variant]
+        assert cubin.bound == block[0]
+        limits.check_launch(
+            variant.name,
+            block,
+            bound=cubin.bound,
+            registers=cubin.registers,
+            shared_bytes=shared_bytes + cubin.shared_bytes,
+            most_shared_bytes=MOST_SHARED[arch],
+        )
 
 
 def test_names_are_unique() -> None:

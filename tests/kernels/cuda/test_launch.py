@@ -10,6 +10,7 @@ import torch
 
 from pagewire.kernels.cuda import compile, gates, kv, launch, norms
 from pagewire.kernels.cuda.launch import CudaLauncher, pack
+from pagewire.kernels.cuda.limits import check_launch
 from pagewire.kernels.cuda.source import Variant, parameter_dtype, read_source
 from pagewire.kernels.cuda.variants import all_variants
 from pagewire.kernels.layer import Activation
@@ -21,17 +22,23 @@ class Recorder:
     """A driver that loads nothing and records its calls."""
 
     calls: list[tuple[str, Any]] = field(default_factory=list)
+    fails: bool = False
 
     def load(self, image: bytes, symbol: str) -> launch.Function:
         self.calls.append(("load", symbol))
 
         def function(*arguments: Any) -> None:
             self.calls.append((symbol, arguments))
+            if self.fails:
+                raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
 
         return function
 
     def allow_shared(self, function: launch.Function, num_bytes: int) -> None:
         self.calls.append(("allow_shared", num_bytes))
+
+    def most_shared(self) -> int:
+        return 227 << 10
 
     def stream(self) -> str:
         return "torch's stream"
@@ -90,6 +97,30 @@ def test_a_larger_limit_of_shared_memory_is_set_once(launcher: CudaLauncher, rec
     assert [value[3] for name, value in recorder.calls if "gate" in name] == [
         48 << 10, 100 << 10, 100 << 10, 64 << 10, 160 << 10,
     ]  # fmt: skip
+
+
+def test_a_launch_that_a_device_cannot_run_names_the_kernel(
+    launcher: CudaLauncher, recorder: Recorder
+) -> None:
+    variant = gates.variants()[0]
+    parameters = pack(variant, x=None, out=None, row_stride=0, num_rows=0, size=8)
+    for block, shared_bytes, message in (
+        ((512,), 0, r"gate<bf16, SILU>: 512 threads in a block, but it is compiled for 256 at most"),
+        ((32,), 228 << 10, r"gate<bf16, SILU>: 233472 bytes of shared memory, but the device has 232448"),
+    ):
+        with pytest.raises(launch.LaunchError, match=message):
+            launcher.launch(variant, (1,), block, parameters, shared_bytes)
+    recorder.fails = True
+    with pytest.raises(launch.LaunchError, match=r"gate<bf16, SILU>, grid \(1,\), block \(32,\): CUDA_ERROR"):
+        launcher.launch(variant, (1,), (32,), parameters)
+    assert [name for name, _ in recorder.calls if "gate" in name] == [recorder.calls[-1][0]]
+
+
+def test_registers_of_a_block() -> None:
+    limits = {"bound": 0, "shared_bytes": 0, "most_shared_bytes": 0}
+    check_launch("k", (1024,), registers=64, **limits)
+    with pytest.raises(launch.LaunchError, match="k: 1000 threads of 65 registers, but a block has 65536"):
+        check_launch("k", (500, 2), registers=65, **limits)
 
 
 def test_the_architecture_follows_the_device(nvrtc: object, recorder: Recorder) -> None:
