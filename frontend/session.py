@@ -37,9 +37,8 @@ from pagewire.frontend.stat_loggers import StatLoggerBase, StatLoggers
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from pagewire.frontend.tracing import Tracer
 from pagewire.ipc.calls import CALLS
-from pagewire.ipc.errors import (
-    EngineDeadError,
-)
+from pagewire.ipc.environment import check_environment
+from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.hub import DEMO, model_folder
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
@@ -61,13 +60,14 @@ class Session:
         prompt_adapters: those that were read.
 
     Raises:
-        as `spawn` or `attach`, whichever made `connect`.
+        as `spawn` or `attach`, whichever made `connect`. ValueError: as `check_environment`.
     """
 
     info: EngineInfo
     tokenizer: Tokenizer | None
 
     def __init__(self, connect: Callable[[Owner], Cores], traces_endpoint: str | None = None) -> None:
+        check_environment()
         self._keys = itertools.count()
         self._closed = threading.Lock()
         self._tracer = None if traces_endpoint is None else Tracer(traces_endpoint)

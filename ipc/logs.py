@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pagewire.ipc.environment import env_flag
 from pagewire.ipc.quoting import escaped_json, on_one_line, shortened
 
 FORMATS = ("text", "json")
@@ -109,7 +110,7 @@ def configure(log_format: str | None = None) -> None:
     if log_format is not None:
         os.environ["PAGEWIRE_LOG_FORMAT"] = log_format
     path = os.environ.get("PAGEWIRE_LOGGING_CONFIG_PATH")
-    if os.environ.get("PAGEWIRE_CONFIGURE_LOGGING", "1") == "0":
+    if not env_flag("PAGEWIRE_CONFIGURE_LOGGING"):
         if path:
             raise ValueError("PAGEWIRE_LOGGING_CONFIG_PATH has no effect with PAGEWIRE_CONFIGURE_LOGGING=0")
         return

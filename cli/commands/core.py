@@ -64,11 +64,13 @@ def run(options: argparse.Namespace) -> int:
     """Run the core until it is stopped and return the exit status."""
     from pagewire.engine_core.daemon import Listen, serve
     from pagewire.ipc import logs
+    from pagewire.ipc.environment import check_environment
     from pagewire.ipc.sockets import private_address
 
-    args = engine_args(options)
     logs.configure(options.log_format)
+    args = engine_args(options)
     try:
+        check_environment()
         listen = Listen(
             address=options.listen or private_address(DEFAULT_NAME),
             curve_secret=Path(options.curve_secret) if options.curve_secret else None,

@@ -50,12 +50,14 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def run(options: argparse.Namespace) -> int:
     """Run the agent until the engine ends."""
     from pagewire.ipc import logs
+    from pagewire.ipc.environment import check_environment
     from pagewire.ipc.group_key import default_key_file
     from pagewire.ipc.sockets import check_address
     from pagewire.workers.agent import Agent
 
     logs.configure(options.log_format)
     try:
+        check_environment()
         address = check_address(options.join)
         if not address.startswith("tcp://"):
             raise ValueError(f"--join takes tcp://HOST:PORT, got {address!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pagewire.ipc.environment import env_flag
 from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.hub import read_configs
 from pagewire.ipc.worker_messages import WorkerConfig
@@ -133,7 +133,7 @@ def resolve_max_model_len(requested: int | None, config: Any) -> int:
     if (
         model_limit is not None
         and requested > model_limit
-        and os.environ.get("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN") != "1"
+        and not env_flag("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN")
     ):
         raise LoadError(
             f"max_model_len {requested} exceeds the model's limit of {model_limit} positions; "

@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from pagewire.ipc.environment import env_flag
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels import cache
 from pagewire.kernels.cpu import library
@@ -116,7 +117,7 @@ def settings(config: WorkerConfig) -> list[Any]:
     files = [describe(path) for path in named if path.is_file()]
     if config.merged_adapter and Path(config.merged_adapter).is_dir():
         files += [describe(path) for path in checkpoint_files(Path(config.merged_adapter))]
-    longer = os.environ.get("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN")
+    longer = env_flag("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN")
     return [msgspec.json.encode(fields, order="deterministic"), files, longer]
 
 
