@@ -42,9 +42,9 @@ def opened(
     from pagewire.ipc import logs
     from pagewire.ipc.sockets import CurveKeys
 
-    check_attachment(options)
     os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "WARNING")
     logs.configure()
+    check_attachment(options)
     if options.attach:
         keys = None
         if options.curve_secret:

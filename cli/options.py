@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from pagewire.ipc.bounds import unknown_name
-from pagewire.ipc.options import NOT_SUPPORTED_YET, EngineArgs
+from pagewire.ipc.compatibility import OPTIONS, settle
+from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
 
 
@@ -25,13 +26,33 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse `args`; unlike argparse, end with an error if an argument is unknown. Sub-commands use this too."""
-        parsed, extra = super().parse_known_args(args, namespace or argparse.Namespace())
+        words = self._spelled(sys.argv[1:] if args is None else args)
+        parsed, extra = super().parse_known_args(words, namespace or argparse.Namespace())
         for argument in extra:
             if argument.startswith("--"):
                 self.error(unknown_name("option", argument.split("=")[0], self._option_string_actions))
         if extra:
             self.error(f"unexpected argument {extra[0]!r}")
         return parsed, extra
+
+    def _spelled(self, args: Sequence[str]) -> list[str]:
+        """The arguments as this parser declares them: --max-model-len for --max_model_len, --no-x for --x=false."""
+        end = args.index("--") if "--" in args else len(args)
+        words: list[str] = []
+        for word in args[:end]:
+            name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+            name = name.replace("_", "-")
+            option = name or "".join(words[-1:])
+            if value.lower() in ("true", "false") and self._is_switch(option):
+                words[len(words) - (not name) :] = [
+                    option if value.lower() == "true" else f"--no-{option[2:]}"
+                ]
+            else:
+                words.append(f"{name}{equals}{value}")
+        return [*words, *args[end:]]
+
+    def _is_switch(self, option: str) -> bool:
+        return isinstance(self._option_string_actions.get(option), argparse.BooleanOptionalAction)
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
@@ -59,9 +80,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE", help="YAML file of options; the command line overrides it"
     )
     add_options_of(parser, EngineArgs)
-    for name, default in NOT_SUPPORTED_YET.items():  # accepted here; `EngineArgs` checks the value
+    for name, absent in OPTIONS.items():  # `given_options` warns of the value, or refuses it
         hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        if isinstance(default, bool):
+        if any(isinstance(value, bool) for value in absent.silent):
             parser.add_argument(flag(name), action=argparse.BooleanOptionalAction, **hidden)
         else:
             parser.add_argument(flag(name), type=json_or_text, **hidden)
@@ -98,7 +119,10 @@ def add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
         group.add_argument(*names, type=json_object, metavar="JSON", **common)
     elif field.metadata["choices"]:
         kind: type = int if isinstance(default, int) else str
-        group.add_argument(*names, type=kind, choices=field.metadata["choices"], **common)
+        choices = ",".join(
+            map(str, field.metadata["choices"])
+        )  # `check_types` says why another value is none
+        group.add_argument(*names, type=kind, metavar=f"{{{choices}}}", **common)
     elif bool in kinds:
         group.add_argument(*names, type=true_or_text, metavar="STR", **common)
     elif list[str] in kinds:
@@ -147,9 +171,20 @@ def seconds(text: str) -> float:
 
 
 def given_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine options that were given on the command line, by field name."""
-    names = {field.name for field in dataclasses.fields(EngineArgs)} | set(NOT_SUPPORTED_YET)
-    return {name: value for name, value in vars(options).items() if name in names}
+    """Return the engine options that were given on the command line, by field name.
+
+    Those that pagewire does not have are not among them: a warning says so.
+
+    Raises:
+        UsageError: an option that pagewire does not have would have an effect.
+    """
+    given = vars(options)
+    try:
+        for name in OPTIONS.keys() & given.keys():
+            settle(name, given[name], OPTIONS[name])
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return {field.name: given[field.name] for field in dataclasses.fields(EngineArgs) if field.name in given}
 
 
 def engine_args(options: argparse.Namespace) -> EngineArgs:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pagewire.ipc.calls import DECLARED, EngineCalls, RemoteCall
+from pagewire.ipc.compatibility import KnowsAttributes
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class AsyncCaller:
+class AsyncCaller(KnowsAttributes):
     """Base of what makes calls in an event loop. A subclass says how the answer of the core is awaited."""
 
     async def _answer(self, call: RemoteCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from pagewire.frontend.batch import complete
 from pagewire.frontend.beam_search import (
@@ -43,6 +43,7 @@ from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.session import Session, refuse_unsupported
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.calls import RemoteCall
+from pagewire.ipc.compatibility import NAMES
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import BeamSearchParams, SamplingParams
@@ -162,6 +163,7 @@ class LLM(LocalEngine):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: list[int] | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
+        **unknown: NoReturn,
     ) -> list[RequestOutput]:
         """Complete all prompts; the outputs are in their order.
 
@@ -178,6 +180,8 @@ class LLM(LocalEngine):
             BatchError: (a `RequestError`) the engine ended requests with an error. The others were finished
                 first; the exception has all `outputs`.
         """
+        for name in unknown:
+            raise unknown_argument(name)
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("give prompts")
         prompts = prompts_of(prompt_token_ids if prompts is None else prompts)
@@ -492,3 +496,10 @@ def needed_for_chat(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 NOT_OPTIONS = {"self", "kwargs", "restarts", "__class__"}
+
+
+def unknown_argument(name: str) -> TypeError:
+    """The error for an argument that `LLM.generate` does not have. It says where one of `SamplingParams` goes."""
+    if name in SamplingParams.__struct_fields__:
+        return TypeError(NAMES["LLM.generate(max_tokens)"].refusal(f"LLM.generate({name}=...)"))
+    return TypeError(f"LLM.generate() got an unexpected keyword argument {name!r}")

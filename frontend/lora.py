@@ -18,6 +18,7 @@ from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.adapter_files import adapter_folder, adapter_version
 from pagewire.ipc.adapters import MAX_ADAPTER_ID, AdapterSource
 from pagewire.ipc.bounds import check_int, converted
+from pagewire.ipc.compatibility import KnowsArguments
 from pagewire.ipc.hub import TOKENIZER_FILES, read_file
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.quoting import quoted
@@ -28,7 +29,7 @@ MAX_FOLDERS = 10_000  # adapters of which a session keeps what it has found
 MAX_TOKENIZERS = 32  # in memory, the model's included; each may take tens of megabytes
 
 
-class LoRARequest(msgspec.Struct, frozen=True):
+class LoRARequest(msgspec.Struct, metaclass=KnowsArguments, frozen=True):
     """A LoRA adapter for a request.
 
     Attributes:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pagewire.ipc.compatibility import KnowsAttributes
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -48,9 +50,13 @@ class Histogram(Metric):
     buckets: dict[str, int]
 
 
-def read_metrics(rows: Iterable[Mapping[str, Any]]) -> list[Metric]:
+class MetricList(KnowsAttributes, list[Metric]):
+    """Metrics. Several of them may have the same name, and other labels."""
+
+
+def read_metrics(rows: Iterable[Mapping[str, Any]]) -> MetricList:
     """Convert the core's answer to the call `metrics`."""
-    return [read_metric(row) for row in rows]
+    return MetricList(read_metric(row) for row in rows)
 
 
 def read_metric(row: Mapping[str, Any]) -> Metric:

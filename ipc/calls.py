@@ -24,6 +24,7 @@ from msgspec import Meta
 
 from pagewire.ipc.adapters import AdapterId, AdapterName, AdapterPath, AdapterVersion
 from pagewire.ipc.bounds import converted
+from pagewire.ipc.compatibility import KnowsAttributes
 from pagewire.ipc.errors import ProtocolError
 
 P = ParamSpec("P")
@@ -141,7 +142,7 @@ CALLS: dict[str, RemoteCall] = {}  # by name
 DECLARED: dict[Any, RemoteCall] = {}  # by the method that declares it
 
 
-class Caller:
+class Caller(KnowsAttributes):
     """Base of what declares calls. A subclass says how the answer of the core is waited for."""
 
     def _answer(self, call: RemoteCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

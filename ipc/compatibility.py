@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from types import UnionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from pagewire.ipc.quoting import quoted
 
@@ -58,6 +60,16 @@ def settle(subject: str, value: Any, absent: Absent) -> None:
     warn_once(subject, f"{given} has no effect: {absent.reason}; {absent.instead}")
 
 
+def refuse_value(option: str, value: Any) -> None:
+    """Refuse a value of an option that pagewire does not have.
+
+    Raises:
+        ValueError: it is in `VALUES`.
+    """
+    if isinstance(value, str) and (absent := VALUES.get(f"{option}={value}")):
+        raise ValueError(absent.refusal(f"{option}={value!r}"))
+
+
 def warn_once(name: str, message: str) -> None:
     """Log a warning, unless there was one of this name in this process."""
     if name not in _warned:
@@ -66,6 +78,45 @@ def warn_once(name: str, message: str) -> None:
 
 
 _warned: set[str] = set()
+
+
+class KnowsArguments(msgspec.StructMeta):
+    """Type of structs that may be made with vLLM's arguments: those in `NAMES` are dropped or refused."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (the class is a type)
+        """A struct; see `settle`."""
+        for name in [name for name in kwargs if f"{cls.__name__}({name})" in NAMES]:
+            absent, value = NAMES[f"{cls.__name__}({name})"], kwargs.pop(name)
+            if not absent.same_as or value != kwargs.get(absent.same_as):
+                settle(name, value, absent)
+        return super().__call__(*args, **kwargs)
+
+
+class _KnowsClassAttributes(type):
+    if not TYPE_CHECKING:  # type checkers shall go on to find attributes that do not exist
+
+        def __getattr__(cls, name: str) -> Any:
+            raise absent_attribute(cls, name, f"type object {cls.__name__!r} has no attribute {name!r}")
+
+
+class KnowsAttributes(metaclass=_KnowsClassAttributes):
+    """Base of classes whose AttributeError says of an attribute of vLLM why they do not have it."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self)
+            raise absent_attribute(kind, name, f"{kind.__name__!r} object has no attribute {name!r}")
+
+
+def absent_attribute(kind: type, name: str, message: str) -> AttributeError:
+    """The error for an attribute that a class does not have. message: if it is not in `NAMES` either."""
+    for owner in kind.__mro__:
+        full = f"{owner.__name__}.{name}"
+        if absent := NAMES.get(full):
+            return AttributeError(absent.refusal(full))
+    return AttributeError(message)
+
 
 _MEDIA = Absent(
     "models get text, token ids and embeddings, no images, audio or videos",
@@ -247,7 +298,7 @@ VALUES: Mapping[str, Absent] = {
         "convert the checkpoint to safetensors, or read it with 'pt': packed weights are cached (weight_cache)",
     ),
     "load_format=tensorizer": Absent(
-        "safetensors files are mapped into memory, which is as fast from a disk",
+        "safetensors files are mapped into memory, so no other format is needed to load them fast",
         "use 'auto'; for several workers, save_sharded_state and 'sharded_state'",
     ),
     "quantization=deepspeedfp": Absent(
@@ -307,7 +358,7 @@ NAMES: Mapping[str, Absent] = {
         "older forms of arguments are taken or refused, never warned of", "leave it out"
     ),
     "LLM.generate(max_tokens)": Absent(
-        "sampling parameters are one argument", "write generate(prompts, SamplingParams(max_tokens=1))"
+        "sampling parameters are one argument", "write generate(prompts, SamplingParams(...))"
     ),
     "LLMEngine.DO_VALIDATE_OUTPUT": Absent(
         "the types of outputs are checked when they are decoded", "leave it out"
@@ -341,7 +392,10 @@ NAMES: Mapping[str, Absent] = {
         _BEAMS, "use LLM.beam_search(prompts, BeamSearchParams(length_penalty=...))", silent=(1.0,)
     ),
     "SamplingParams(output_text_buffer_length)": Absent(
-        "the frontend holds back what may be the beginning of a stop string", "leave it out", silent=(0,)
+        "the frontend holds back what may be the beginning of a stop string",
+        "leave it out",
+        silent=(0,),
+        warned=int,
     ),
     "SamplingParams(use_beam_search)": Absent(
         _BEAMS, "use LLM.beam_search(prompts, BeamSearchParams(beam_width=...))", silent=(False,)

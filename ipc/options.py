@@ -16,6 +16,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 
 from pagewire.ipc.bounds import check_int, check_number, unknown_name
+from pagewire.ipc.compatibility import OPTIONS, refuse_value, settle
 from pagewire.ipc.kv_events import KVEventsConfig, kv_events_config
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.pooling import PoolerConfig
@@ -42,9 +43,34 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+class EngineArgsType(type):
+    """The type of `EngineArgs`, whose constructor knows vLLM's names as well."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Options from arguments; see `EngineArgs`."""
+        names = {field.name for field in dataclasses.fields(EngineArgs)}
+        known: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            if name in ALIASES and value is None:
+                continue
+            name = ALIASES.get(name, name)
+            if name in names:
+                known[name] = value
+            elif name in OPTIONS:
+                settle(name, value, OPTIONS[name])
+            else:
+                raise TypeError(unknown_name("option", name, names | OPTIONS.keys()))
+        return super().__call__(*args, **known)
+
+
 @dataclass
-class EngineArgs:
-    """Options of an engine; call `check` before use."""
+class EngineArgs(metaclass=EngineArgsType):
+    """Options of an engine; call `check` before use.
+
+    Raises:
+        TypeError: an unknown name (the text suggests a similar one).
+        ValueError: a value of an option that pagewire does not have (`ipc.compatibility`).
+    """
 
     # fmt: off
     model: str = option("demo", "Model", "model folder, Hugging Face id, or 'demo' (the embedded model)")
@@ -134,7 +160,6 @@ class EngineArgs:
     kv_events_config: dict[str, Any] = option(
         None, "KV cache", "more about this, with vLLM's names: endpoint, replay_endpoint, topic, buffer_steps, "
         "hwm; also bind, form (array or map), open_to_network", make=dict)
-    swap_space: float = option(4, "KV cache", "no effect: preempted sequences are recomputed, never swapped")
 
     max_num_batched_tokens: int = option(2048, "Scheduler", "maximum tokens computed in one step")
     max_num_seqs: int = option(256, "Scheduler", "maximum sequences that run at once")
@@ -180,8 +205,7 @@ class EngineArgs:
     typical_acceptance_sampler_posterior_alpha: float | None = option(
         None, "Speculation", "for typical_acceptance_sampler: one of at least this, times exp(-entropy of the next "
         "token), counts as well (default: root of the threshold, 0.3)")
-    disable_logprobs_during_spec_decoding: bool | None = option(
-        None, "Speculation", "no effect: log probabilities are those without speculation")
+
     enable_lora: bool = option(False, "Adapters", "serve LoRA adapters beside the model")
     max_loras: int = option(1, "Adapters", "maximum adapters whose requests run at the same time")
     max_lora_rank: int = option(16, "Adapters", "largest rank of an adapter; smaller ones take no more than theirs")
@@ -224,38 +248,18 @@ class EngineArgs:
         """Checked options from keyword arguments.
 
         Raises:
-            TypeError: an unknown name (the text suggests a similar one), or a value of a wrong type.
-            ValueError: an invalid value, or an option that is not supported yet.
+            TypeError, ValueError: as the class, or a value is invalid.
         """
-        names = {field.name for field in dataclasses.fields(cls)}
-        known: dict[str, Any] = {}
-        for name, value in kwargs.items():
-            if name == "override_pooler_config" and value is None:
-                continue
-            name = ALIASES.get(name, name)
-            if name == "speculative_config" and value is None:
-                continue
-            if name == "pooler_config":
-                value = msgspec.to_builtins(PoolerConfig.read(value))
-            if name in names:
-                known[name] = value
-            elif name not in NOT_SUPPORTED_YET:
-                raise TypeError(unknown_name("option", name, names | set(NOT_SUPPORTED_YET)))
-            elif value not in (None, NOT_SUPPORTED_YET[name]) and value != {}:
-                alternative = ALTERNATIVES.get(name, "")
-                raise ValueError(f"{name}={value!r} is not supported yet{alternative}")
-        args = cls(**known)
+        args = cls(**kwargs)
         args.check()
         return args
 
+    def __post_init__(self) -> None:
+        self.pooler_config = msgspec.to_builtins(PoolerConfig.read(self.pooler_config))
+        self.speculative_config = self.speculative_config or {}
+
     def check(self) -> None:
         """Validate all values; raises ValueError or TypeError for the first invalid one."""
-        if self.distributed_executor_backend == "external_launcher":
-            raise ValueError(
-                "distributed_executor_backend='external_launcher' is not supported, since each of its processes "
-                "is an engine of its own: with 'join', processes that torchrun or another launcher has started "
-                "(`pagewire worker --join`) are the workers of one engine"
-            )
         check_types(self)
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
             check_int(name, getattr(self, name), 1)
@@ -268,8 +272,6 @@ class EngineArgs:
         check_int("max_logprobs", self.max_logprobs, -1)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above=True)
         check_number("log_stats_interval", self.log_stats_interval, 0.1, math.inf)
-        check_number("swap_space", self.swap_space, 0.0, math.inf)
-        PoolerConfig.read(self.pooler_config)
         if self.quantization is not None:
             quantization_name(self.quantization)
         self._check_scaling_factors()
@@ -433,11 +435,12 @@ def check_types(options: Any) -> None:
     """Check types and choices of a dataclass whose fields are made by `option`.
 
     Raises:
-        TypeError: a value of a wrong type. ValueError: a value that is not one of the choices.
+        TypeError: a value of a wrong type. ValueError: a value that is not one of the choices, or is absent.
     """
     hints = get_type_hints(type(options))
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
+        refuse_value(field.name, value)
         try:
             msgspec.convert(value, hints[field.name])
         except msgspec.ValidationError as error:
@@ -456,33 +459,4 @@ ALIASES = {
     "num_gpu_blocks": "num_gpu_blocks_override",
     "policy": "scheduling_policy",
     "override_pooler_config": "pooler_config",
-}
-
-# Options that are not supported yet, each with the only value that is accepted.
-NOT_SUPPORTED_YET: dict[str, Any] = {
-    "allowed_local_media_path": "",
-    "allowed_media_domains": None,
-    "data_parallel_size": 1,
-    "cpu_offload_gb": 0,
-    "mm_processor_kwargs": None,
-    "limit_mm_per_prompt": None,
-    "structured_outputs_config": None,
-    "guided_decoding_backend": None,
-    "compilation_config": None,
-    "logits_processors": None,
-    "enable_chunked_prefill": True,
-    "long_lora_scaling_factors": None,
-    "fully_sharded_loras": False,
-    "collect_detailed_traces": None,
-    "kv_transfer_config": None,
-    "enable_sleep_mode": False,
-}
-
-# What can be used in their place, by name of the option.
-ALTERNATIVES = {
-    "data_parallel_size": ": pagewire route --spawn N runs several engines behind one address",
-    "long_lora_scaling_factors": ": all requests of an engine have one rotary embedding and one max_model_len; "
-    "serve such an adapter in an engine of its own, with rope_scaling and max_position_embeddings of hf_overrides",
-    "fully_sharded_loras": ": it would save 15 MB of 57 on each of two workers for an adapter of rank 16 of an 8B "
-    "model, and each layer would exchange data six times, not twice; larger matrices are divided already",
 }

@@ -28,6 +28,7 @@ from pagewire.ipc.budget import (
     MAX_STRUCTURE_CHARS,
     MAX_TOKENS_OF_VOCABULARY,
 )
+from pagewire.ipc.compatibility import OPTIONS, KnowsArguments, settle
 from pagewire.ipc.quoting import quoted
 
 MAX_JSON_DEPTH = 100
@@ -166,9 +167,13 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
 
 
 class GuidedDecodingParams(StructuredOutputsParams):
-    """The older form of `StructuredOutputsParams`. `backend` is accepted, without effect: there is one."""
+    """The older form of `StructuredOutputsParams`. backend: has no effect, see `OPTIONS` of `ipc.compatibility`."""
 
     backend: Name | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        settle("guided_decoding_backend", self.backend, OPTIONS["guided_decoding_backend"])
 
 
 def json_object_text(name: str, value: Any) -> str:
@@ -202,7 +207,9 @@ def json_object_text(name: str, value: Any) -> str:
     return text
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, tag="sampling"):
+class SamplingParams(
+    msgspec.Struct, metaclass=KnowsArguments, omit_defaults=True, forbid_unknown_fields=True, tag="sampling"
+):
     """How to sample, when to stop and what to return; the names follow OpenAI's completion API.
 
     Attributes:
@@ -239,7 +246,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         extra_args: free for extensions; carried, not read.
 
     Raises:
-        ValueError: a value out of its range. TypeError: a value of the wrong type.
+        ValueError: a value out of its range, or of a name in `NAMES` of `ipc.compatibility`.
+        TypeError: a value of the wrong type.
     """
 
     n: NumSequences = 1
@@ -396,10 +404,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         if self.stop_strings and not self.detokenize:
             raise ValueError("stop strings need detokenize=True: they are looked for in the text")
         if self.logits_processors:
-            raise ValueError(
-                "logits_processors are not supported: code never crosses a socket; "
-                "use logit_bias, allowed_token_ids or bad_words"
-            )
+            settle("logits_processors", self.logits_processors, OPTIONS["logits_processors"])
         if self.temperature == 0.0:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from os import PathLike, fspath
 from typing import Any
 
+from pagewire.ipc.compatibility import refuse_value
 from pagewire.ipc.quoting import quoted
 
 FAMILIES = {
@@ -23,7 +24,6 @@ FAMILIES = {
     "gguf": "gguf",
     "gptq": "gptq",
     "gptq_marlin": "gptq",
-    "gptq_marlin_24": "gptq",
     "marlin": "gptq",
     "mxfp4": "mxfp4",
     "squeezellm": "squeezellm",
@@ -31,14 +31,6 @@ FAMILIES = {
 """Names of quantised checkpoints to the format that they are of. Marlin is a layout of kernels for one of them."""
 ONLINE = ("fp8", "int8", "int4", "bitsandbytes", "experts_int8")
 """Names of quantisations that are applied to a checkpoint of plain numbers while it is loaded."""
-NOT_SERVED = {
-    "deepspeedfp": "it needs the GPU kernels of DeepSpeed; 'fp8' quantises weights while they are loaded as well",
-    "qqq": "its layout belongs to kernels with 4-bit weights and 8-bit activations of one GPU library; "
-    "take a 'compressed-tensors' or 'gptq' checkpoint of the model",
-    "tpu_int8": "it is for TPUs; 'int8' quantises weights while they are loaded",
-    "neuron_quant": "it is for Neuron devices; 'int8' quantises weights while they are loaded",
-}
-"""Names that other engines know, and what to do in place of them."""
 NAMES = (*FAMILIES, *(name for name in ONLINE if name not in FAMILIES))
 GGUF: Mapping[str, Any] = {"quant_method": "gguf"}
 QUANTISED_LOAD_FORMATS = ("bitsandbytes", "gguf")
@@ -52,8 +44,7 @@ def quantization_name(text: str) -> str:
         ValueError: nothing serves it; the text says what to do.
     """
     name = text.lower()
-    if name in NOT_SERVED:
-        raise ValueError(f"quantization={text!r} is not served: {NOT_SERVED[name]}")
+    refuse_value("quantization", name)
     if name not in NAMES and (dashed := name.replace("_", "-")) in NAMES:
         name = dashed
     if name not in NAMES:

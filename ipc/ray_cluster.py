@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any
 
+from pagewire.ipc.compatibility import OPTIONS, settle
 from pagewire.ipc.environment import env_float
 from pagewire.ipc.options import EngineArgs
 
@@ -34,20 +35,16 @@ def initialize_ray_cluster(
     which lasts as long as this process is connected. An engine with `distributed_executor_backend="ray"` needs no
     such call: its core does the same.
 
-    parallel_config: options of the engine. engine_use_ray: must be False.
+    parallel_config: options of the engine. engine_use_ray: has no effect.
     ray_address: of the cluster; default: $RAY_ADDRESS, else one that runs on this machine, else a new one.
 
     Raises:
-        ValueError: Ray is not installed, or `engine_use_ray` is set, or the placement group, or a cluster started
-            here, has too few places. ConnectionError: no cluster answers at the address.
+        ValueError: Ray is not installed, or the placement group, or a cluster started here, has too few places.
+        ConnectionError: no cluster answers at the address.
         TimeoutError: the places are not free within $PAGEWIRE_WORKER_START_TIMEOUT_S seconds.
     """
     global _reserved
-    if engine_use_ray:
-        raise ValueError(
-            "engine_use_ray=True is not supported: the core is a process beside this one, whose workers run in the "
-            "cluster"
-        )
+    settle("engine_use_ray", engine_use_ray, OPTIONS["engine_use_ray"])
     ray = connect(ray_address)
     bundle = bundle_of(ray, parallel_config)
     group = ray.util.get_current_placement_group() or new_group(ray, bundle, parallel_config)

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.ipc.bounds import unknown_name
+from pagewire.ipc.compatibility import OPTIONS, refuse_value, settle
 from pagewire.ipc.quantization import quantization_name
 
 Method: TypeAlias = Literal["auto", "ngram", "suffix", "draft_model", "mlp_speculator", "eagle3", "mtp"]
@@ -31,14 +32,6 @@ DEFAULT_THRESHOLD = 0.09
 """Of typical acceptance; the default of alpha is its root."""
 MAX_ALPHA = 1_000_000
 """More than any vocabulary has tokens: with so large a factor, the other threshold alone counts."""
-
-NOT_SERVED = {
-    "eagle": "EAGLE heads of the first two generations are not served: take an EAGLE-3 head (method 'eagle3')",
-    "medusa": "Medusa heads are not served: take 'mlp_speculator', 'eagle3' or 'draft_model'",
-    "ngram_gpu": "n-grams are looked up by the core, beside the device: take 'ngram'",
-    "custom_class": "a class by name is code, which no option may bring: take one of the methods that there are",
-}
-"""Methods that other engines know, and what to do in place of them."""
 
 Drafts: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_DRAFTS)]
 Lookup: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_LOOKUP)]
@@ -98,9 +91,8 @@ FLAGS = {
     "spec_decoding_acceptance_method": "acceptance_method",
     "typical_acceptance_sampler_posterior_threshold": "posterior_threshold",
     "typical_acceptance_sampler_posterior_alpha": "posterior_alpha",
-    "disable_logprobs_during_spec_decoding": "disable_logprobs",
 }
-KEYS = {*SpeculativeConfig.__struct_fields__, "disable_logprobs"}
+KEYS = SpeculativeConfig.__struct_fields__
 
 
 def speculative_config(
@@ -122,10 +114,11 @@ def speculative_config(
         if key in given:
             raise ValueError(f"give {flag}, or {key!r} in speculative_config, not both")
         given[key] = flags[flag]
+    disabled = given.pop("disable_logprobs", None)
+    settle("disable_logprobs", disabled, OPTIONS["disable_logprobs_during_spec_decoding"])
     for name in given:
         if name not in KEYS:
             raise ValueError(f"speculative_config: {unknown_name('key', name, KEYS)}")
-    _check_logprobs(given.pop("disable_logprobs", None))
     if not given:
         return None
     if given.get("num_speculative_tokens") == 0:
@@ -152,16 +145,6 @@ def _check_draft_ranks(config: SpeculativeConfig, num_ranks: int) -> None:
     raise ValueError(f"speculative_draft_tensor_parallel_size={size} is not served: {advice}")
 
 
-def _check_logprobs(disabled: Any) -> None:
-    if disabled in (None, False):
-        return
-    raise ValueError(
-        "disable_logprobs_during_spec_decoding=True is not served: drafts never change what a request gets with "
-        "its tokens, log probabilities included, and a request that asks for none pays for none; leave the option "
-        "out"
-    )
-
-
 def _name_method(given: dict[str, Any]) -> None:
     """Bring `method` and `model` to their own fields: a model may stand for a method, and a method for a model."""
     model, method = given.get("model"), given.get("method", "auto")
@@ -172,8 +155,7 @@ def _name_method(given: dict[str, Any]) -> None:
             raise ValueError(f"speculative_model={model!r} contradicts method={method!r}")
         method = model.strip("[]")
         del given["model"]
-    if method in NOT_SERVED:
-        raise ValueError(f"speculative method {method!r} is not served: {NOT_SERVED[method]}")
+    refuse_value("speculative_method", method)
     if isinstance(method, str) and method.endswith("_mtp"):  # as vLLM names the layers of one family
         method = "mtp"
     methods = get_args(Method)

@@ -5,6 +5,7 @@ What a program needs is here; each name is loaded when it is first used, so that
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -166,10 +167,23 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
+        raise _missing(name, sys._getframe(1).f_code.co_name == "_handle_fromlist")
     value = getattr(import_module(f"pagewire.{_HOME_OF[name]}"), name)
     globals()[name] = value  # asked for once
     return value
+
+
+def _missing(name: str, by_import: bool) -> Exception:
+    """The error for a name that is not here, with the reason, if vLLM has it.
+
+    by_import: by `from pagewire import name`, which shows the text of an ImportError, but not of an AttributeError.
+    """
+    from pagewire.ipc.compatibility import NAMES
+
+    if (absent := NAMES.get(f"pagewire.{name}")) is None:
+        return AttributeError(f"module 'pagewire' has no attribute {name!r}")
+    kind = ImportError if by_import else AttributeError
+    return kind(absent.refusal(f"pagewire.{name}"))
 
 
 def __dir__() -> list[str]:

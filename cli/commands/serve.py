@@ -22,6 +22,7 @@ from pagewire.cli.options import (
     read_file,
 )
 from pagewire.frontend.server.options import ServerOptions
+from pagewire.ipc.compatibility import OPTIONS
 from pagewire.ipc.quoting import quoted
 
 if TYPE_CHECKING:
@@ -179,9 +180,10 @@ def take_server_options(options: argparse.Namespace) -> ServerOptions:
         options.model = options.model_tag
     values = read_file(options.config)
     given = {name: value for name, value in values.items() if name in NAMES}
-    check_config(options.config, {name: value for name, value in values.items() if name not in NAMES})
-    for name, value in values.items():
-        if name not in NAMES and not hasattr(options, name):
+    engine = {name: value for name, value in values.items() if name not in NAMES}
+    check_config(options.config, {name: value for name, value in engine.items() if name not in OPTIONS})
+    for name, value in engine.items():
+        if not hasattr(options, name):
             setattr(options, name, value)
     options.config = None
     attaching = "--core" if options.command == "route" else "--attach"

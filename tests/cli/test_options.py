@@ -12,7 +12,8 @@ import pytest
 
 from pagewire.cli.main import build_parser, main
 from pagewire.cli.options import UsageError, engine_args, sampling_fields
-from pagewire.ipc.options import NOT_SUPPORTED_YET, EngineArgs
+from pagewire.ipc.compatibility import OPTIONS
+from pagewire.ipc.options import EngineArgs
 
 ENGINE_COMMANDS = (
     "generate",
@@ -84,7 +85,7 @@ def test_engine_options_stand_in_the_groups_of_their_definition(command: str) ->
         section = re.search(rf"^{field.metadata['group']} options:\n((?: .*\n|\n(?= ))+)", text, re.MULTILINE)
         assert section and f"  --{field.name.replace('_', '-')}" in section[1], field.name
         assert " ".join(field.metadata["help"].split()[:3]) in " ".join(section[1].split()), field.name
-    for name in NOT_SUPPORTED_YET:
+    for name in OPTIONS:
         assert name.replace("_", "-") not in text
 
 
@@ -101,6 +102,11 @@ def test_engine_options_stand_in_the_groups_of_their_definition(command: str) ->
         (["--hf-token", "hf_abc"], "hf_token", "hf_abc"),
         (["--hf-token", "True"], "hf_token", True),
         (["--max-model-len=77"], "max_model_len", 77),
+        (["--gpu_memory_utilization", "0.5"], "gpu_memory_utilization", 0.5),
+        (["--max_model_len=77"], "max_model_len", 77),
+        (["--enable-prefix-caching=False"], "enable_prefix_caching", False),
+        (["--enable_prefix_caching", "false"], "enable_prefix_caching", False),
+        (["--no-weight_cache", "--weight-cache=true"], "weight_cache", True),
         (["--tensor-parallel-size", "1", "--no-enable-lora", "--kv-cache-dtype", "auto"], "model", "demo"),
     ],
 )
@@ -136,7 +142,7 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_defaults(
         ("a: [", "cannot read .*: while parsing"),
         (b"model: \xff\n", "cannot read .*: 'utf-8'"),
         ("max_num_seqs: many", "max_num_seqs"),
-        ("fully-sharded-loras: true", "fully_sharded_loras=True is not supported yet"),
+        ("fully-sharded-loras: true", "fully_sharded_loras=True is not supported: it would"),
     ],
 )
 def test_a_bad_file_is_named_with_what_is_wrong(
@@ -177,12 +183,12 @@ def test_a_bad_file_is_named_with_what_is_wrong(
         ("doctor --rank 1", "pagewire doctor: --at and --rank need --distributed"),
         ("doctor --distributed --ranks 1", "pagewire doctor: --ranks must be at least 2"),
         ("doctor --distributed --rank 1", "pagewire doctor: --at and --rank go together"),
-        ("core --quantization qqq", "quantization='qqq' is not served: its layout belongs to"),
+        ("core --quantization qqq", "quantization='qqq' is not supported: its layout belongs to"),
         ("core -q awk", "unknown quantization 'awk'; those known are aqlm, awq, awq_marlin, bits"),
-        ("core --fully-sharded-loras", "fully_sharded_loras=True is not supported yet"),
+        ("core --fully-sharded-loras", "fully_sharded_loras=True is not supported: it would"),
         ("generate x --temperature -1", "pagewire generate: temperature must be in"),
         ("chat --top-p 2", "pagewire chat: top_p must be in"),
-        ("generate x --block-size 24", "argument --block-size: invalid choice: 24"),
+        ("generate x --block-size 24", "generate: block_size must be one of 8, 16, 32, 64, 128, got 24"),
         ("generate x --attach ipc:///x --max-num-seqs 4", "--max-num-seqs has no effect with --attach"),
         ("chat --attach ipc:///x --config y", "--config has no effect with --attach"),
         ("bench latency --attach ipc:///x --enable-lora", "--enable-lora has no effect with --attach"),

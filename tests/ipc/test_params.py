@@ -198,8 +198,8 @@ def test_every_field_is_checked() -> None:
 
 
 def test_unknown_parameters() -> None:
-    with pytest.raises(TypeError, match="best_of"):
-        SamplingParams(best_of=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="best_off"):
+        SamplingParams(best_off=2)  # type: ignore[call-arg]
 
 
 def test_parameters_that_contradict_each_other() -> None:

@@ -38,7 +38,6 @@ def test_the_documented_flags_and_the_dict_say_the_same() -> None:
         speculative_max_model_len=100,
         speculative_draft_tensor_parallel_size=1,
         spec_decoding_acceptance_method="rejection_sampler",
-        disable_logprobs_during_spec_decoding=False,
     )
     values = {
         "method": "ngram",
@@ -107,7 +106,7 @@ def test_typical_acceptance_and_its_thresholds() -> None:
         ({"num_speculative_tokens": 5}, "speculative_model is missing"),
         ({"speculative_config": {"method": "ngrams"}}, "did you mean 'ngram'"),
         ({"speculative_config": {"method": "eagle", "model": "x"}}, "take an EAGLE-3 head"),
-        ({"speculative_config": {"method": "medusa", "model": "x"}}, "Medusa heads are not served"),
+        ({"speculative_config": {"method": "medusa", "model": "x"}}, "Medusa heads are not read"),
         ({"speculative_config": {"methods": "ngram"}}, "did you mean 'method'"),
         ({"speculative_config": {"method": 3}}, "unknown speculative method 3"),
         ({"speculative_config": {"method": "ngram", "model": "x"}}, "has no model: leave model out"),
@@ -162,8 +161,8 @@ def test_typical_acceptance_and_its_thresholds() -> None:
         ),
         ({"speculative_model": "x", "enable_lora": True}, "'ngram' or 'suffix'"),
         (
-            {"speculative_model": "x", "disable_logprobs_during_spec_decoding": True},
-            "never change what a request",
+            {"speculative_config": {"model": "x", "disable_logprobs": True}},
+            "disable_logprobs=True is not supported: drafts never change what a request",
         ),
         (
             {"speculative_model": "x", "typical_acceptance_sampler_posterior_alpha": 0.3},

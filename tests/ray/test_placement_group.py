@@ -71,8 +71,3 @@ def test_initialize_ray_cluster_reserves_places(ray: Any, monkeypatch: pytest.Mo
     monkeypatch.setenv("PAGEWIRE_WORKER_START_TIMEOUT_S", "1")
     with pytest.raises(TimeoutError, match="no room within 1 s for 2 bundles of 2 CPU"):
         initialize_ray_cluster(ARGS)
-
-
-def test_the_engine_itself_is_no_actor() -> None:
-    with pytest.raises(ValueError, match="engine_use_ray=True is not supported"):
-        initialize_ray_cluster(ARGS, engine_use_ray=True)

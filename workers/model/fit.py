@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from pagewire.ipc.model_figures import ModelFigures
-from pagewire.ipc.options import KV_DTYPES, NOT_SUPPORTED_YET
+from pagewire.ipc.options import KV_DTYPES
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks, step_bytes
 from pagewire.workers.errors import MemoryShortageError
@@ -198,7 +198,7 @@ def _changes(
     yield f"--kv-cache-memory-bytes {more}", msgspec.structs.replace(config, kv_cache_memory_bytes=more)
     if "int8" in KV_DTYPES and config.kv_cache_dtype == "auto":
         yield "--kv-cache-dtype int8", msgspec.structs.replace(config, kv_cache_dtype="int8")
-    if sizes.quantization is None and "quantization" not in NOT_SUPPORTED_YET:
+    if sizes.quantization is None:
         for name in ("int8", "int4"):
             yield f"--quantization {name}", msgspec.structs.replace(config, quantization=name)
     if sizes.dtype == "float32" and sizes.quantization is None:
