@@ -277,7 +277,7 @@ class EngineCore:
             speculation = open_speculation(self.config.speculation, pipelined=pipelined)
             self.scheduler = Scheduler(self.config.scheduler_config(ready), speculation)
             self.info = self.config.engine_info(ready)
-            self.clients.accept(self.info.max_message_bytes)
+            self.clients.accept(self.info)
             self.grammars = self._open_grammars()
             self.metrics = Metrics(self.info.max_model_len)
             limits = self.config.adapter_limits(ready)

@@ -42,6 +42,7 @@ MAX_REQUESTS_PER_MESSAGE = 1024
 MAX_BATCH_BYTES = 2 << 20
 MAX_ABORTS_PER_MESSAGE = 1 << 18  # keys, and sequences, of one `Abort`: more than may wait and run
 MAX_ARGUMENTS = 1 << 10  # of a call
+MAX_CALL_BYTES = 1 << 20  # of an encoded call with its arguments, where workers run it
 MAX_HELLO_BYTES = 1 << 16  # a message before the core is ready, when it only takes greetings
 TEXT_BYTES = 4 << 20  # the strings and short lists of a request, and what surrounds them
 TOKEN_BYTES = 5  # a token id, encoded

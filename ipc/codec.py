@@ -7,7 +7,6 @@ executes anything: no pickle, no eval.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -15,6 +14,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from pagewire.ipc.errors import ProtocolError
+from pagewire.ipc.quoting import quoted, shortened
+from pagewire.ipc.shapes import MAX_DIMENSIONS, num_values
 
 INLINE_BYTES = 4096  # smaller tensors cost less inline than as a frame of their own
 MAX_MESSAGE_BYTES = 256 << 20  # limits the memory that a peer can make a process allocate with one message
@@ -22,6 +23,7 @@ MAX_FRAMES = 4096  # likewise
 MAX_EXPLAINED_BYTES = (
     1 << 16
 )  # the error for a longer message does not quote the wrong value, which takes decoding
+MAX_PROBLEM = 500  # characters of an error of msgspec, which names tags and fields as the peer has sent them
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 T = TypeVar("T")
@@ -45,16 +47,16 @@ class Tensor:
     A decoded tensor is read-only and keeps the whole received message alive: copy it to keep it for long.
 
     Raises:
-        ValueError: unknown dtype, or the number of bytes does not match the shape.
+        ValueError: unknown dtype, a shape that is none (`num_values`), or the number of bytes does not match it.
     """
 
     __slots__ = ("data", "dtype", "shape")
 
     def __init__(self, dtype: str, shape: Sequence[int], data: Buffer) -> None:
         if dtype not in ITEM_SIZES:
-            raise ValueError(f"unknown tensor dtype {dtype!r}")
-        if any(n < 0 for n in shape) or len(data) != math.prod(shape) * ITEM_SIZES[dtype]:
-            raise ValueError(f"{len(data)} bytes do not fill a {dtype} tensor of shape {tuple(shape)}")
+            raise ValueError(f"unknown tensor dtype {quoted(dtype)}")
+        if len(data) != num_values(shape) * ITEM_SIZES[dtype]:
+            raise ValueError(f"{len(data)} bytes do not fill a {dtype} tensor of shape {quoted(tuple(shape))}")
         self.dtype, self.shape, self.data = dtype, tuple(shape), data
 
     def tolist(self) -> list[Any]:
@@ -79,6 +81,9 @@ class Tensor:
         return f"Tensor({self.dtype}, {self.shape})"
 
 
+UNREAD = Tensor("uint8", (0,), b"")
+
+
 class Codec(Generic[T]):
     """Encodes any message struct, and decodes messages of the union `kinds`.
 
@@ -87,7 +92,7 @@ class Codec(Generic[T]):
     Attributes:
         max_head_bytes: the largest first frame to decode. Its bytes become Python objects, unlike those of a
             tensor, so a receiver that does not trust its peer sets it to what the peer has reason to send.
-        check: called with a first frame that is within its limit, before it is decoded; raises ProtocolError.
+        reads_tensors: False for a receiver that refuses whatever has tensors: each is then an empty one, unread.
         trusts: messages may have any number of bytes and frames, since the peer bounds them, as the core does those
             to a worker.
     """
@@ -97,10 +102,10 @@ class Codec(Generic[T]):
         kinds: Any,
         max_head_bytes: int = MAX_MESSAGE_BYTES,
         *,
-        check: Callable[[Buffer], None] | None = None,
         trusts: bool = False,
     ) -> None:
-        self.max_head_bytes, self.check, self.trusts = max_head_bytes, check, trusts
+        self.max_head_bytes, self.trusts = max_head_bytes, trusts
+        self.reads_tensors = True
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._pack)
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kinds, dec_hook=self._unpack)
         self._frames: list[Buffer] = []
@@ -116,11 +121,14 @@ class Codec(Generic[T]):
         frames, self._frames = self._frames, []
         return [head, *frames]
 
-    def decode(self, frames: Sequence[Buffer]) -> T:
+    def decode(self, frames: Sequence[Buffer], check: Callable[[Buffer], None] | None = None) -> T:
         """The message in `frames`.
+
+        check: called with a first frame that is within its limit, before it is decoded.
 
         Raises:
             ProtocolError: the frames are truncated, corrupt, too large, or no message of `kinds`.
+            And what `check` raises.
         """
         if not frames or (len(frames) > MAX_FRAMES and not self.trusts):
             raise ProtocolError(f"a message has 1 to {MAX_FRAMES} frames, not {len(frames)}")
@@ -130,8 +138,8 @@ class Codec(Generic[T]):
             raise ProtocolError(
                 f"message of {size} bytes is over the limit of {self.max_head_bytes}: send fewer requests in it"
             )
-        if self.check is not None:
-            self.check(frames[0])
+        if check is not None:
+            check(frames[0])
         self._frames = list(frames[1:])
         try:
             return self._decoder.decode(frames[0])
@@ -140,7 +148,7 @@ class Codec(Generic[T]):
             explains = len(frames[0]) <= MAX_EXPLAINED_BYTES
             if explains and text.startswith("Expected `") and " - at `$" in text:
                 text = with_value(text, frames[0])
-            raise ProtocolError(f"not a message of this protocol: {text}") from error
+            raise ProtocolError(f"not a message of this protocol: {shortened(text, MAX_PROBLEM)}") from error
         finally:
             self._frames = []
 
@@ -155,9 +163,13 @@ class Codec(Generic[T]):
     def _unpack(self, kind: type, value: Any) -> Any:
         if kind is not Tensor:
             raise TypeError(f"a message cannot contain {kind.__name__}")
+        if not self.reads_tensors:
+            return UNREAD
         dtype, shape, data = value
-        if not isinstance(dtype, str) or not all(isinstance(n, int) for n in shape):
+        if not isinstance(dtype, str) or not isinstance(shape, list):
             raise TypeError("a tensor is [dtype, shape, data]")
+        if not all(isinstance(n, int) for n in shape[:MAX_DIMENSIONS]):  # a `Tensor` has no more
+            raise TypeError("the shape of a tensor is a list of integers")
         if isinstance(data, int):
             if not 0 <= data < len(self._frames):
                 raise IndexError(f"tensor frame {data} of {len(self._frames)}")
@@ -175,4 +187,4 @@ def with_value(problem: str, frame: Buffer) -> str:
             value = value[name or int(index)]
     except (ValueError, LookupError, TypeError, RecursionError):
         return problem  # the rest is damaged, too
-    return f"{problem}, got {value!r:.100}"
+    return f"{problem}, got {quoted(value)}"

@@ -100,10 +100,6 @@ def check_media(prompt: Prompt, info: EmbeddingsInfo) -> None:
         num_leading = medium.end if medium.start == num_leading else num_leading
         end = medium.end
         num_bytes += len(medium.data.data)
-        if info.size and medium.data.shape[:1] != (medium.num_tokens,):
-            raise ValueError(
-                f"embeddings of shape {medium.data.shape} for {medium.num_tokens} tokens do not fit"
-            )
     if prompt.media:
         check_permitted(prompt, info, num_leading == end)
     if num_bytes > MAX_EMBEDDINGS_BYTES:
@@ -111,6 +107,10 @@ def check_media(prompt: Prompt, info: EmbeddingsInfo) -> None:
             f"embeddings of {num_bytes} bytes are over a prompt's limit of {MAX_EMBEDDINGS_BYTES}"
         )
     for medium in prompt.media:
+        if info.size and medium.data.shape[:1] != (medium.num_tokens,):
+            raise ValueError(
+                f"embeddings of shape {medium.data.shape} for {medium.num_tokens} tokens do not fit"
+            )
         check_embeddings("embeddings", medium.data, info.size)
         if medium.name != name_of(medium.data):
             raise ValueError("the name of embeddings is not that of their content")

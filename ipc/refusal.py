@@ -1,42 +1,46 @@
-"""Refusing a message that cannot be decoded: the sender learns which of its requests and calls were in it."""
+"""Refusing a message that is not decoded: the sender learns which of its requests and calls were in it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import msgspec
 
+from pagewire.ipc.bounds import MAX_INT
 from pagewire.ipc.codec import Buffer
-from pagewire.ipc.errors import ProtocolError
-from pagewire.ipc.messages import Refused
+from pagewire.ipc.errors import error_text, error_type
+from pagewire.ipc.messages import Outline, Refused
 
 READ_BYTES = 1 << 20  # of larger frames nothing is read, since anything may be in them
 
+Key = Annotated[int, msgspec.Meta(ge=-MAX_INT - 1, le=MAX_INT)]
 
-def refusal(error: ProtocolError, frames: Sequence[Buffer]) -> Refused:
-    """The answer to a message that cannot be decoded, with the keys and the call that can be read in it."""
-    content: Any = None
-    if frames and len(frames[0]) <= READ_BYTES:
+
+class _Keyed(msgspec.Struct, array_like=True):
+    """The beginning of a request."""
+
+    key: Key
+
+
+_KEYED: msgspec.msgpack.Decoder[_Keyed] = msgspec.msgpack.Decoder(_Keyed)
+_NUMBER: msgspec.msgpack.Decoder[int] = msgspec.msgpack.Decoder(Key)
+
+
+def refusal(error: Exception, frames: Sequence[Buffer]) -> Refused:
+    """The answer to a message that is not decoded, with the keys and the call that can be read in it."""
+    outline = Outline.of(frames[0]) if frames and len(frames[0]) <= READ_BYTES else Outline()
+    call_id = next(_read(_NUMBER, [outline.call_id]), None)
+    keys = [request.key for request in _read(_KEYED, outline.requests)]
+    return Refused(error_text(error), error_type(error), keys, call_id)
+
+
+def _read(
+    decoder: msgspec.msgpack.Decoder[msgspec.Raw], items: Sequence[msgspec.Raw]
+) -> Iterator[msgspec.Raw]:
+    """Decode the items that can be."""
+    for item in items:
         try:
-            content = msgspec.msgpack.decode(frames[0])
-        except (ValueError, TypeError, RecursionError):
-            pass  # not even msgpack
-    if not isinstance(content, dict):
-        return Refused(str(error))
-    requests, call_id = content.get("requests"), content.get("call_id")
-    firsts = (
-        [item[0] for item in requests if isinstance(item, list) and item]
-        if isinstance(requests, list)
-        else []
-    )
-    return Refused(
-        str(error),
-        keys=[key for key in firsts if is_number(key)],
-        call_id=call_id if is_number(call_id) else None,
-    )
-
-
-def is_number(value: Any) -> bool:
-    """True for an integer that a message can hold as a key."""
-    return type(value) is int and -(1 << 63) <= value < 1 << 63
+            yield decoder.decode(item)
+        except (ValueError, RecursionError):
+            pass

@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 import msgspec
 
 from pagewire.engine_core.workers.group import GroupReply, Outcome, WorkerGroup
+from pagewire.ipc.budget import MAX_CALL_BYTES
 from pagewire.ipc.calls import CALL_SECONDS, CALLS
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.worker_messages import WorkerCall
 
-MAX_CALL_BYTES = 1 << 20  # of an encoded call with its arguments
 MAX_PENDING_CALLS = 256  # that the workers have not answered; well below what a socket queues
 
 Done: TypeAlias = Callable[[Outcome], None]

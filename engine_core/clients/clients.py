@@ -18,7 +18,7 @@ import zmq
 from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.backlog import Backlog
 from pagewire.engine_core.clients.unfinished import UnfinishedRequests
-from pagewire.ipc.budget import MAX_HELLO_BYTES
+from pagewire.ipc.budget import MAX_CALL_BYTES, MAX_HELLO_BYTES
 from pagewire.ipc.calls import Right
 from pagewire.ipc.codec import Buffer, Codec
 from pagewire.ipc.errors import ProtocolError, error_text, error_type
@@ -27,9 +27,12 @@ from pagewire.ipc.messages import (
     CallAnswer,
     Deltas,
     Detached,
+    EngineInfo,
     Hello,
+    Outline,
     Pong,
     Refused,
+    Submit,
     ToCore,
     TokenDelta,
     check_batch,
@@ -49,6 +52,7 @@ MAX_BACKLOG_BYTES = 32 << 20
 MAX_REFUSED = 1000  # messages that a core which does not start answers before it looks whether it should end
 MAX_FAULTS = 3  # messages that the core failed to handle, after which their sender is detached
 NOT_ATTACHED = "it is not attached, or was silent or read nothing for too long"
+SUBMIT = Submit.__struct_config__.tag
 MAX_WARNINGS = 50  # lines about frontends' messages that are logged between two heartbeats
 
 
@@ -92,6 +96,23 @@ class Client:
                 f"{action} needs the right {right.value!r}, which {self.peer or self.label} does not have"
             )
 
+    def check_message(self, head: Buffer) -> None:
+        """Check that the frontend may send a message, before it is decoded. head: its first frame.
+
+        Raises:
+            PermissionError: it submits requests, and may not. ProtocolError: it is larger than any that it may.
+        """
+        if Right.GENERATE in self.rights:
+            return
+        if Outline.of(head).type == SUBMIT:
+            self.check_right(Right.GENERATE, "a request")
+        limit = MAX_HELLO_BYTES + (MAX_CALL_BYTES if Right.CONTROL in self.rights else 0)
+        if len(head) > limit:
+            raise ProtocolError(
+                f"message of {len(head)} bytes is over the limit of {limit} for a frontend without the right "
+                f"{Right.GENERATE.value!r}"
+            )
+
 
 class Clients:
     """The bound ROUTER socket and the frontends attached to it.
@@ -113,16 +134,17 @@ class Clients:
         self._peers: dict[bytes, str] = {}  # of those that have sent `Hello` and are not attached yet
         self._silence_seconds, self._max_backlog_bytes = silence_seconds, max_backlog_bytes
         self._num_warnings = 0
-        self._codec: Codec[ToCore] = Codec(ToCore, MAX_HELLO_BYTES, check=check_batch)
+        self._codec: Codec[ToCore] = Codec(ToCore, MAX_HELLO_BYTES)
         self._lost: list[Client] = []
         self._numbers = count(1)
 
     def __len__(self) -> int:
         return len(self.attached)
 
-    def accept(self, max_message_bytes: int) -> None:
-        """Take messages whose first frame has at most this size; until this is called, only greetings fit."""
-        self._codec.max_head_bytes = max_message_bytes
+    def accept(self, info: EngineInfo) -> None:
+        """Take messages as an engine with these properties has them; until this is called, only greetings fit."""
+        self._codec.max_head_bytes = info.max_message_bytes
+        self._codec.reads_tensors = info.embeddings.prompts or info.embeddings.adapters
 
     def attach(self, identity: bytes, name: str, pid: int, now: float) -> Client:
         """Register a frontend."""
@@ -170,8 +192,8 @@ class Clients:
                 yield sender, None, num_bytes
                 continue
             try:
-                message = self._codec.decode(frames)
-            except ProtocolError as error:
+                message = self._codec.decode(frames, partial(check_message, client))
+            except (ProtocolError, PermissionError) as error:
                 self.warn("refused a message from %s: %s", client.label if client else sender, error)
                 self.send(sender, refusal(error, frames))
                 yield sender, None, num_bytes
@@ -293,3 +315,14 @@ class Clients:
             f"it does not read: {size:,} bytes of output are unsent (limit of all frontends: "
             f"{self._max_backlog_bytes:,})",
         )
+
+
+def check_message(client: Client | None, head: Buffer) -> None:
+    """Check a message before it is decoded. client: who sent it; None: it is not attached. head: its first frame.
+
+    Raises:
+        PermissionError, ProtocolError: as `check_batch` and `Client.check_message`.
+    """
+    check_batch(head)
+    if client is not None:
+        client.check_message(head)

@@ -7,7 +7,6 @@ beyond the file's end, and what a header may take is bounded.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import stat
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.ipc.errors import ModelNotFoundError
+from pagewire.ipc.quoting import quoted
+from pagewire.ipc.shapes import num_values
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -158,7 +159,7 @@ def read_gguf(path: str | Path) -> GgufFile:
         if fields.get("split.no", number) != number or fields.get("split.count", len(paths)) != len(paths):
             raise GgufError(f"{part} is not part {number + 1} of {len(paths)}, as its name says")
         if twice := sorted(tensors.keys() & more.keys()):
-            raise GgufError(f"{part}: the tensor {twice[0]!r} is in another part, too")
+            raise GgufError(f"{part}: the tensor {quoted(twice[0])} is in another part, too")
         tensors |= more
     return GgufFile(paths[0], metadata, tensors)
 
@@ -222,7 +223,7 @@ class _Header:
         infos = [self.tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 8 or alignment % 8 or alignment > 1 << 20:
-            raise self.broken(f"general.alignment is {alignment!r}")
+            raise self.broken(f"general.alignment is {quoted(alignment)}")
         start = self.place + -self.place % alignment
         return metadata, self.placed(infos, start, alignment)
 
@@ -255,12 +256,12 @@ class _Header:
         if kind in SCALARS:
             return self.take(SCALARS[kind])[0]
         if kind != ARRAY:
-            raise self.broken(f"{key!r} is of the unknown type {kind}")
+            raise self.broken(f"{quoted(key)} is of the unknown type {kind}")
         kind, count = self.take("IQ")
         if kind == STRING:
             return self.strings(count, key)
         if kind not in SCALARS:
-            raise self.broken(f"{key!r} is an array of type {kind}")
+            raise self.broken(f"{quoted(key)} is an array of type {kind}")
         code = "B" if kind == 7 else SCALARS[kind]
         start = self.skip(count * struct.calcsize("<" + code))
         values = array(code)
@@ -270,7 +271,7 @@ class _Header:
     def strings(self, count: int, key: str) -> list[str]:
         """An array of strings: a tight loop, since vocabularies are long."""
         if count > MAX_STRINGS:
-            raise self.broken(f"{key!r} claims to have {count} strings")
+            raise self.broken(f"{quoted(key)} claims to have {count} strings")
         content, place = self.content, self.place
         unpack, end = struct.Struct("<Q").unpack_from, len(self.content)
         found = []
@@ -288,7 +289,7 @@ class _Header:
         name = self.string()
         (num_dimensions,) = self.take("I")
         if num_dimensions > MAX_DIMENSIONS:
-            raise self.broken(f"the tensor {name!r} claims to have {num_dimensions} dimensions")
+            raise self.broken(f"the tensor {quoted(name)} claims to have {num_dimensions} dimensions")
         shape = self.take(f"{num_dimensions}Q")[::-1] or (1,)
         kind, offset = self.take("IQ")
         return name, shape, kind, offset
@@ -300,15 +301,18 @@ class _Header:
         tensors: dict[str, TensorInfo] = {}
         for name, shape, kind, offset in infos:
             if kind not in BLOCKS:
-                raise self.broken(f"the tensor {name!r} is of the unknown type {kind}")
+                raise self.broken(f"the tensor {quoted(name)} is of the unknown type {kind}")
             kind_name, values, size = BLOCKS[kind]
-            num_values = math.prod(shape)
-            if not num_values or shape[-1] % values:
-                raise self.broken(f"the tensor {name!r} of type {kind_name} cannot be of shape {shape}")
-            num_bytes = num_values // values * size
+            try:
+                number = num_values(shape)
+            except ValueError as error:
+                raise self.broken(f"the tensor {quoted(name)}: {error}") from None
+            if not number or shape[-1] % values:
+                raise self.broken(f"the tensor {quoted(name)} of type {kind_name} cannot be of shape {shape}")
+            num_bytes = number // values * size
             if offset % alignment or start + offset + num_bytes > self.file_size:
-                raise self.broken(f"the tensor {name!r} does not lie within the file; it may be cut off")
+                raise self.broken(f"the tensor {quoted(name)} does not lie within the file; it may be cut off")
             if name in tensors:
-                raise self.broken(f"there are two tensors {name!r}")
+                raise self.broken(f"there are two tensors {quoted(name)}")
             tensors[name] = TensorInfo(name, shape, kind_name, self.path, start + offset, num_bytes)
         return tensors

@@ -344,7 +344,7 @@ def test_16_bit_floats_have_no_list(dtype: str) -> None:
     [
         ("int8", (1,), 1, "unknown tensor dtype 'int8'"),
         ("int32", (2,), 4, "4 bytes do not fill a int32 tensor of shape (2,)"),
-        ("int32", (-1, -1), 4, "do not fill"),
+        ("int32", (-1, -1), 4, "none negative"),
         ("int32", (), 0, "do not fill"),
     ],
 )

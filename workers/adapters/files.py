@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 import os
 import stat
 from collections.abc import Iterator
@@ -17,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.safetensors import LENGTH_BYTES, TensorEntry, parse_header
+from pagewire.ipc.shapes import num_values
 from pagewire.workers.adapters import config
 from pagewire.workers.errors import first_line
 
@@ -29,7 +29,6 @@ TENSORS, PICKLE, NEW_ROWS = "adapter_model.safetensors", "adapter_model.bin", "n
 PIECE_BYTES = 1 << 22
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 8 << 20
-LENGTH_BYTES = 8  # of the header's length, with which a safetensors file begins
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -48,14 +47,6 @@ class AdapterFiles:
             ValueError: the file is cut off, or is of another form, or has tensors that are no floats.
         """
         return iter(unpickled(self.data).items()) if self.is_pickle else parse_tensors(self.data)
-
-
-class _Entry(msgspec.Struct):
-    """A tensor in the header of a safetensors file."""
-
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
 
 
 def read_config(folder: Path) -> bytes:
@@ -136,27 +127,22 @@ def parse_tensors(content: bytearray) -> Iterator[tuple[str, Tensor]]:
     if len(content) < LENGTH_BYTES or length > MAX_HEADER_BYTES or start > len(content):
         raise ValueError(f"{TENSORS} is no safetensors file, or is cut off in its header")
     try:
-        header = msgspec.json.decode(bytes(content[LENGTH_BYTES:start]), type=dict[str, Any])
-        header.pop("__metadata__", None)
-        entries = msgspec.convert(header, dict[str, _Entry])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"{TENSORS}: its header cannot be read: {error}") from error
-    for name, entry in entries.items():
-        yield name, _tensor(name, entry, content, start)
+        for name, entry in parse_header(bytes(content[LENGTH_BYTES:start]), len(content) - start):
+            yield name, _tensor(name, entry, content, start)
+    except ValueError as error:
+        raise ValueError(f"{TENSORS}: {error}") from None
 
 
-def _tensor(name: str, entry: _Entry, content: bytearray, start: int) -> Tensor:
+def _tensor(name: str, entry: TensorEntry, content: bytearray, start: int) -> Tensor:
     dtype = DTYPES.get(entry.dtype)
     if dtype is None:
         raise ValueError(
             f"{quoted(name)} is of dtype {quoted(entry.dtype)}: floats of 16 to 64 bits are served"
         )
     begin, end = entry.data_offsets
-    size = math.prod(entry.shape) * dtype.itemsize
-    if min(entry.shape, default=0) < 0 or begin < 0 or end - begin != size:
+    size = num_values(entry.shape) * dtype.itemsize
+    if end - begin != size:
         raise ValueError(f"{quoted(name)} of shape {quoted(entry.shape)} does not take {end - begin} bytes")
-    if start + end > len(content):
-        raise ValueError(f"{TENSORS} is cut off: {quoted(name)} ends behind its end")
     if not size:
         return torch.empty(entry.shape, dtype=dtype)
     if (start + begin) % dtype.itemsize:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pagewire.kernels.cpu import arena
 from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.headers import weight_files
+from pagewire.workers.model.headers import safetensors_header, weight_files
 
 DTYPES = {
     "F64": torch.float64,
@@ -76,6 +76,7 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         self._read: list[tuple[int, int]] = []
         for path in weight_files(Path(folder)) if paths is None else paths:
+            safetensors_header(path)  # whose shapes are then checked; the library takes those of any length
             try:
                 file: Any = safe_open(path, framework="pt")
             except Exception as error:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from pagewire.ipc.codec import Buffer
+from pagewire.ipc.shapes import Shape, num_values
 from pagewire.kernels.cpu.arena import Region
 
 MAGIC = b"pagewire"
@@ -38,7 +39,7 @@ class TensorPlace(msgspec.Struct, array_like=True):
 
     offset: int
     dtype: str
-    shape: list[int]
+    shape: Shape
 
 
 class Header(msgspec.Struct, array_like=True):
@@ -177,9 +178,10 @@ def bytes_of(place: TensorPlace, itemsize: int, content: Region) -> tuple[int, i
     Raises:
         DamagedError: it lies outside of the content.
     """
-    size = itemsize
-    for length in place.shape:
-        size *= length
+    try:
+        size = itemsize * num_values(place.shape)
+    except ValueError as error:
+        raise DamagedError(str(error)) from None
     if place.offset % ALIGNMENT or not 0 <= place.offset <= place.offset + size <= content.size:
         raise DamagedError("a tensor lies outside of its content")
     return content.offset + place.offset, size

@@ -9,6 +9,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 import zmq.auth
@@ -16,6 +17,7 @@ import zmq.auth
 from pagewire.engine_core.clients.access import ALL, Access, may_name_paths
 from pagewire.engine_core.clients.clients import Clients
 from pagewire.engine_core.daemon import Listen
+from pagewire.ipc.budget import MAX_HELLO_BYTES
 from pagewire.ipc.calls import CALLS, Right
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.errors import received_error
@@ -173,10 +175,9 @@ def test_each_call_needs_its_right_and_losing_all_rights_ends_an_attachment(
         frontend.begin_call(number, name, *(["x"] if call.right is Right.CONTROL else []))
         assert refused(frontend.answer()) is (call.right is not Right.READ), name
     frontend.submit(1, [1, 1])
-    frontend.finish((1, 0))
-    end = frontend.ends[1, 0]
-    assert (end.finish_reason, end.error_type) == ("error", "PermissionError")
-    assert end.error == f"a request needs the right 'generate', which {ME} does not have"
+    answer = frontend.hear()
+    assert isinstance(answer, Refused) and (answer.keys, answer.error_type) == ([1], "PermissionError")
+    assert answer.error == f"a request needs the right 'generate', which {ME} does not have"
 
     file.write_text(f"{ME}: [generate]\n")  # takes effect with the core's next heartbeat
     while not refused(frontend.call("status")):
@@ -189,6 +190,40 @@ def test_each_call_needs_its_right_and_losing_all_rights_ends_an_attachment(
     farewell = frontend.hear()
     assert isinstance(farewell, Refused) and farewell.error_type == "PermissionError"
     assert f"{ME} may no longer be attached" in farewell.error
+
+
+@pytest.mark.timeout(60)
+def test_what_a_frontend_may_not_send_is_not_decoded(
+    start_core: Callable[..., RunningCore], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text(f"{ME}: [read]\n")
+    core = start_core(access=Access(rights=file))
+    frontend = attached(core)
+
+    class Decoder:
+        def decode(self, head: bytes) -> Any:
+            decoded.append(len(head))
+            return real.decode(head)
+
+    decoded, real = list[int](), core.clients._codec._decoder
+    monkeypatch.setattr(core.clients._codec, "_decoder", Decoder())
+    medium = [0, 1, b"", ["float32", [127] * 1_000_000, b""], True]
+    request = [7, "r", [[1, 5], [medium]], {"type": "sampling"}, 1]
+    for requests, keys in ([request], [7]), ([[], 1, [b"x"], [2**63], [3, "r"]], [3]):
+        send(frontend.socket, [msgspec.msgpack.encode({"type": "submit", "requests": requests})])
+        answer = frontend.hear()
+        assert isinstance(answer, Refused) and (answer.error_type, answer.keys) == ("PermissionError", keys)
+    frontend.begin_call(5, "status", "x" * MAX_HELLO_BYTES)
+    answer = frontend.hear()
+    assert isinstance(answer, Refused) and (answer.error_type, answer.call_id) == ("ProtocolError", 5)
+    assert f"over the limit of {MAX_HELLO_BYTES} for a frontend without the right 'generate'" in answer.error
+    frontend.status()
+    assert max(decoded) < 1000
+
+    file.write_text(f"{ME}: [control]\n")
+    while refused(frontend.call("reset_prefix_cache")):
+        pass
+    assert "x" * MAX_HELLO_BYTES in frontend.call("collective_rpc", "echo", ["x" * MAX_HELLO_BYTES]).result[0]
 
 
 def attached(core: RunningCore) -> RawFrontend:

@@ -451,9 +451,9 @@ def test_large_messages_of_who_is_not_attached_are_not_decoded(
     stranger, decoded = core.frontend("stranger"), []
     real = core.clients._codec.decode
 
-    def decode(frames: list[Any]) -> Any:
+    def decode(frames: list[Any], check: Any) -> Any:
         decoded.append(len(frames[0]))
-        return real(frames)
+        return real(frames, check)
 
     monkeypatch.setattr(core.clients._codec, "decode", decode)
     stranger.say(refused_requests(1000))

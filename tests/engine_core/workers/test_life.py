@@ -18,7 +18,7 @@ from pagewire.engine_core.clients.control import MAX_OPEN_CALLS
 from pagewire.engine_core.workers.launchers import early
 from pagewire.engine_core.workers.launchers.early import EarlyWorker
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
-from pagewire.ipc.budget import MAX_NAME_CHARS
+from pagewire.ipc.budget import MAX_CALL_BYTES, MAX_NAME_CHARS
 from pagewire.ipc.calls import CALLS
 from pagewire.ipc.lifeline import Child
 from pagewire.ipc.messages import Refused
@@ -226,9 +226,9 @@ def test_calls_that_no_worker_could_take_are_refused(
 ) -> None:
     core = start_core()
     frontend = attached(core)
-    answer = frontend.call("collective_rpc", "echo", ["x" * calls.MAX_CALL_BYTES])
+    answer = frontend.call("collective_rpc", "echo", ["x" * MAX_CALL_BYTES])
     assert answer.error_type == "ValueError" and "no more than 1,048,576" in (answer.error or "")
-    answer = frontend.call("collective_rpc", "\x01" * (2 * calls.MAX_CALL_BYTES))
+    answer = frontend.call("collective_rpc", "\x01" * (2 * MAX_CALL_BYTES))
     assert answer.error_type == "ValueError" and len(answer.error or "") < 1000
     answer = frontend.call("\x01" * MAX_NAME_CHARS)
     assert answer.error_type == "ValueError" and len(answer.error or "") < 5000

@@ -35,6 +35,7 @@ def test_tensors_of_all_files_and_the_configuration_are_read(tmp_path: Path) -> 
         *(b"[]", b'{"a": 1}', b'{"a": {"shape": "x"}}', b"[" * 200_000),
         b'{"a": {"shape": [-1], "dtype": "F32", "data_offsets": [0, 4]}}',
         b'{"a": {"shape": [1], "dtype": "F32", "data_offsets": [4, 0]}}',
+        b'{"a": {"dtype": "F32", "data_offsets": [0, 4], "shape": [' + b"1," * 1_000_000 + b"1]}}",
         b'{"a": {"shape": [1000000000], "dtype": "F32", "data_offsets": [0, 4000000000]}}',
     ],
 )
