@@ -11,10 +11,20 @@ import asyncio
 import logging
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeAlias, TypeVar
 
+from pagewire.frontend.answer_budget import LogprobBudget
 from pagewire.frontend.calls import AsyncEngineCalls, timed_out
 from pagewire.frontend.configs import (
     DecodingConfig,
@@ -24,7 +34,6 @@ from pagewire.frontend.configs import (
     scheduler_config,
 )
 from pagewire.frontend.inputs import CheckedParams, Prepared, PromptType, is_embeds_prompt
-from pagewire.frontend.logprob_budget import LogprobBudget
 from pagewire.frontend.loop_mailbox import Listener, LoopMailbox
 from pagewire.frontend.lora import LoRARequest
 from pagewire.frontend.metrics import Metric, read_metrics
@@ -316,13 +325,13 @@ class AsyncLLM(AsyncEngineCalls):
         *,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
-        admit: Callable[[Sequence[Prepared]], None] | None = None,
+        admit: Callable[[Sequence[Prepared]], Awaitable[None]] | None = None,
         lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput[Any]]:
         """The results of several prompts, which are submitted together or not at all.
 
         params: checked (`pooling.batch.complete`). `admit` sees the requests before they are submitted, and may
-        raise. Cancelling the task aborts the requests. Otherwise as `generate_all`.
+        wait or raise. Cancelling the task aborts the requests. Otherwise as `generate_all`.
         """
         names = request_ids(request_id, len(prompts))
         prepared = []
@@ -333,7 +342,7 @@ class AsyncLLM(AsyncEngineCalls):
                 size, self._prepare_pooling, prompts[chunk], params, names[chunk], priority, lora_request
             )
         if admit is not None:
-            admit(prepared)
+            await admit(prepared)
         results: dict[int, Any] = {}
         with self._submitted(prepared, trace_headers) as (places, listener):
             while places:

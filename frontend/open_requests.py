@@ -19,9 +19,9 @@ from typing import TypeAlias
 
 import msgspec
 
+from pagewire.frontend.answer_budget import num_logprobs
 from pagewire.frontend.blame import TRIALS, Blame
 from pagewire.frontend.connection import Client, Cores, Owner
-from pagewire.frontend.logprob_budget import num_logprobs
 from pagewire.frontend.mailbox import Mailbox
 from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
 from pagewire.frontend.tracing import Tracer

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from pagewire.frontend.logprob_budget import LogprobBudget, TooManyLogprobsError, num_logprobs
+from pagewire.frontend.answer_budget import AnswerTooLargeError, LogprobBudget, num_logprobs
 from pagewire.frontend.lora import LoRARequest, UsedAdapter
 from pagewire.frontend.text.logprobs import (
     FlatLogprobs,
@@ -326,7 +326,7 @@ class RequestState:
         Returns True if a stop string has just ended the output: the caller must make the core drop it.
 
         Raises:
-            TooManyLogprobsError: the answer has no room for the log probabilities.
+            AnswerTooLargeError: the answer has no room for the log probabilities.
         """
         if not 0 <= delta.index < len(self._outputs):
             return False
@@ -465,7 +465,7 @@ class Outputs:
             try:
                 if state.apply(delta):
                     to_drop.sequences.append((delta.key, delta.index))
-            except TooManyLogprobsError as error:
+            except AnswerTooLargeError as error:
                 state.fail(error)
                 to_drop.keys.append(delta.key)
             except Exception as error:

@@ -20,10 +20,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from pagewire.frontend.answer_budget import LogprobBudget
 from pagewire.frontend.connection import Connection, Cores, Owner
 from pagewire.frontend.core_source import RunningCores, SpawnedCores
 from pagewire.frontend.inputs import CheckedParams, Intake, Prepared, PromptType
-from pagewire.frontend.logprob_budget import LogprobBudget
 from pagewire.frontend.lora import AdapterBook, LoRARequest, UsedAdapter
 from pagewire.frontend.mailbox import Mailbox
 from pagewire.frontend.metrics import Metric, read_metrics

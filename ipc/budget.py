@@ -82,7 +82,12 @@ def unfinished_bytes(max_model_len: int, vocab_size: int, max_n: int) -> int:
 MAX_CONTAINERS = 1 << 19  # opening brackets: of 3 bytes in a body, the decoder makes an object of 64 and more
 MAX_PROMPTS = 1024  # prompts of a completion
 MAX_POOLED_INPUTS = 2048  # texts to pool: as many as OpenAI takes
-MAX_HTTP_POOLED_BYTES = 1 << 25  # of all results together, as float32 numbers; JSON takes five times as much
+MAX_HTTP_POOLED_BYTES = 1 << 25  # results of one answer, as float32 numbers; JSON takes five times as much
+MAX_OPEN_POOLED_BYTES = (
+    1 << 27
+)  # those of all open answers together; further ones wait until clients have read some
+SMALL_POOLED_BYTES = 1 << 16  # of each answer, which are not counted: small ones pass while large ones wait
+MAX_WAITING_ANSWERS = 64  # that wait for memory; each keeps its prompts meanwhile
 MAX_MESSAGES = 1 << 14  # messages of a chat, or input items of a response
 MAX_PARTS = 1 << 14  # content parts, and tool calls, of all messages together
 MAX_TOOLS = 1024

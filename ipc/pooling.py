@@ -170,6 +170,11 @@ class PoolingInfo(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
         """True if the result of one of `ENGINE_TASKS` depends on the hidden states of all tokens."""
         return task in TOKEN_TASKS or self.pooling_type != "LAST"
 
+    def result_bytes(self, params: PoolingParams, num_tokens: int) -> int:
+        """The size of the result of a prompt with this many tokens, in float32. params: completed."""
+        each = num_tokens if params.task in TOKEN_TASKS else 1
+        return 4 * (params.dimensions or self.size) * each
+
     def check(self, params: PoolingParams, num_tokens: int) -> None:
         """Check completed parameters against this engine.
 
@@ -190,7 +195,7 @@ class PoolingInfo(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
                 f"second_segment={params.second_segment}: there is no such segment with this model"
             )
         self._check_dimensions(params.dimensions, task)
-        size = 4 * self.size * (num_tokens if task in TOKEN_TASKS else 1)
+        size = self.result_bytes(params, num_tokens)
         if size > MAX_POOLED_BYTES:
             raise ValueError(
                 f"the result of {num_tokens} tokens would have {size} bytes, over the limit of {MAX_POOLED_BYTES}: "

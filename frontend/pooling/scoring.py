@@ -122,7 +122,7 @@ def of_cross_encoder(output: PoolingRequestOutput[Any]) -> ScoringRequestOutput:
 
 def cosine(a: PoolingOutput, b: PoolingOutput) -> float:
     """The cosine of the angle between two embeddings; 0 if one has length 0."""
-    x, y = a.data, b.data
+    x, y = a.tensor.tolist(), b.tensor.tolist()  # `data` would keep the numbers of all texts
     length = math.sqrt(math.fsum(v * v for v in x)) * math.sqrt(math.fsum(v * v for v in y))
     return math.fsum(v * w for v, w in zip(x, y, strict=True)) / length if length else 0.0
 

@@ -11,6 +11,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
+from pagewire.frontend.answer_budget import AnswerMemory
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.http import openapi
 from pagewire.frontend.server.http.body import LARGE_BODIES, IncomingBodies
@@ -25,6 +26,7 @@ from pagewire.frontend.server.page import page_routes
 from pagewire.frontend.server.pooling import routes as pooling
 from pagewire.frontend.server.responses import routes as responses
 from pagewire.frontend.server.service import Service
+from pagewire.ipc.budget import MAX_OPEN_POOLED_BYTES
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 
 # Exceptions that become error responses. Plain `Exception` is re-raised after that, and logged with its traceback.
@@ -63,5 +65,6 @@ def create_app(
     )
     app.router.redirect_slashes = False  # a path with an additional slash is an unknown path
     app.state.service = service
+    app.state.answer_memory = AnswerMemory(MAX_OPEN_POOLED_BYTES)
     app.state.incoming_bodies = IncomingBodies(LARGE_BODIES * options.max_request_bytes)
     return app

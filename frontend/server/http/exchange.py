@@ -15,11 +15,13 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
+from pagewire.frontend.answer_budget import AnswerMemory
 from pagewire.frontend.outputs import RequestMetrics, RequestOutput
 from pagewire.frontend.server.http.body import ClientLeftError
 from pagewire.frontend.server.http.errors import NO_RETRY, APIError
 from pagewire.frontend.server.http.tenants import Lease, tenant_of
 from pagewire.frontend.server.openai.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
+from pagewire.ipc.budget import SMALL_POOLED_BYTES
 from pagewire.ipc.quoting import MAX_QUOTED, shortened
 
 logger = logging.getLogger("pagewire.server")
@@ -50,6 +52,8 @@ class Exchange:
         self.path: str = scope["path"]
         self.tenant = tenant_of(scope)
         self.lease = Lease(self.tenant)
+        self._memory: AnswerMemory = scope["app"].state.answer_memory
+        self._num_kept = 0  # bytes of it
         self.headers = Headers(scope=scope)
         self.given_id: str = scope["request_id"]
         self._came = time.time()
@@ -97,6 +101,22 @@ class Exchange:
                 self.reasons.append(completion.finish_reason)
         check_aborted(output)
         return first
+
+    async def keep(self, num_bytes: int) -> None:
+        """Take memory for the results of the answer until `end`; wait for it if other answers have too much.
+
+        Raises:
+            EngineBusyError: too many answers are waiting.
+        """
+        if (counted := num_bytes - SMALL_POOLED_BYTES) > 0:
+            await self._memory.take(counted)
+            self._num_kept += counted
+
+    def end(self) -> None:
+        """Give back what the request has in flight, and the memory of its answer."""
+        self.lease.end()
+        self._memory.give_back(self._num_kept)
+        self._num_kept = 0
 
     def body_decoded(self) -> None:
         """Note that the whole body has been read and decoded."""

@@ -1,6 +1,6 @@
 """Handling of a generation request, from its body to its log line.
 
-body --> checked struct --> answer(...) --> JSON or a stream of events
+body --> checked struct --> answer(...) --> JSON, whole or in parts, or a stream of events
                                ^ cancelled when the client disconnects or the deadline passes
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
@@ -32,8 +32,8 @@ Events = AsyncGenerator[bytes, None]
 class GenerationEndpoint(Generic[T]):
     """An ASGI application that handles generation requests of one type.
 
-    answer: returns the JSON of the response, or the encoded events of a stream. prefix: prefix of request ids.
-    translate: returns an error in the terms of the request's type.
+    answer: returns the JSON of the response, whole or in parts, or the encoded events of a stream.
+    prefix: prefix of request ids. translate: returns an error in the terms of the request's type.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class GenerationEndpoint(Generic[T]):
         service: Service,
         prefix: str,
         kind: type[T],
-        answer: Callable[[Service, T, Exchange], Awaitable[bytes | Events]],
+        answer: Callable[[Service, T, Exchange], Awaitable[bytes | Iterator[bytes] | Events]],
         translate: Callable[[APIError], APIError] | None = None,
     ) -> None:
         self.service, self.prefix, self.answer = service, prefix, answer
@@ -68,7 +68,7 @@ class GenerationEndpoint(Generic[T]):
             await response.fail(reported)
         finally:
             del self.service.open[exchange.id]
-            exchange.lease.end()
+            exchange.end()
             if not self.service.options.disable_log_requests:
                 exchange.log(status, why, self.service.options.max_log_len)
 
@@ -99,6 +99,9 @@ class GenerationEndpoint(Generic[T]):
         answer = await self.answer(service, request, exchange)
         if isinstance(answer, bytes):
             await response.send_json(200, answer, {"Server-Timing": exchange.server_timing()})
+            return
+        if isinstance(answer, Iterator):
+            await response.send_parts(answer, {"Server-Timing": exchange.server_timing()})
             return
         async with aclosing(answer) as events:
             async for event in events:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Iterator
+
 from starlette.types import Send
 
 from pagewire.frontend.server.http import sse
@@ -10,13 +14,16 @@ from pagewire.frontend.server.http.errors import APIError
 Header = tuple[bytes, bytes]
 
 JSON_HEADERS: list[Header] = [(b"content-type", b"application/json")]
+# A client that reads an answer in parts more slowly is cut: others may wait for the memory.
+READ_BYTES_PER_SECOND = 256 << 10
+READ_GRACE_SECONDS = 60.0  # beside that, for a pause or a slow beginning
 
 
 class HttpResponse:
     """A response of JSON or events. The status is sent with the first data, so that an earlier error keeps its own.
 
     Attributes:
-        streaming: the stream of events has begun. complete: the whole response has been sent.
+        streaming: the stream of events has begun. complete: all else has been sent, or can only be cut.
     """
 
     def __init__(self, send: Send) -> None:
@@ -26,11 +33,10 @@ class HttpResponse:
     async def begin_stream(self, headers: dict[str, str]) -> None:
         """Send the status of a stream of events, and its headers, with those given in addition."""
         self.streaming = True
-        start = {"type": "http.response.start", "status": 200, "headers": [*sse.HEADERS, *encoded(headers)]}
-        await self._send(start)
+        await self._start(200, [*sse.HEADERS, *encoded(headers)])
 
     async def stream(self, events: bytes) -> None:
-        """Send encoded events in one write. The stream has begun."""
+        """Send encoded events, or a part of JSON, in one write. The response has begun."""
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self) -> None:
@@ -42,14 +48,32 @@ class HttpResponse:
         """Send a complete JSON response."""
         self.complete = True
         length = (b"content-length", str(len(body)).encode())
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [*JSON_HEADERS, length, *encoded(headers or {})],
-            }
-        )
+        await self._start(status, [*JSON_HEADERS, length, *encoded(headers or {})])
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def send_parts(self, parts: Iterator[bytes], headers: dict[str, str]) -> None:
+        """Send a JSON response in parts, each of which is made when the client has read most of those before.
+
+        A failure cuts the response: the server closes the connection before its end.
+
+        Raises:
+            APIError: the client reads too slowly.
+        """
+        self.complete = True
+        await self._start(200, [*JSON_HEADERS, *encoded(headers)])
+        deadline = time.monotonic() + READ_GRACE_SECONDS
+        for part in parts:
+            try:
+                await asyncio.wait_for(self.stream(part), deadline - time.monotonic())
+            except asyncio.TimeoutError:
+                message = f"the client reads less than {READ_BYTES_PER_SECOND} bytes of the answer per second"
+                raise APIError(408, message, code="client_too_slow") from None
+            deadline += len(part) / READ_BYTES_PER_SECOND
+            await asyncio.sleep(0)  # the server may have been able to take the part at once
+        await self.end()
+
+    async def _start(self, status: int, headers: list[Header]) -> None:
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def fail(self, error: APIError) -> None:
         """Send an error, or an error event if the stream has begun. Does nothing after a complete response."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pagewire.frontend.logprob_budget import LogprobBudget
+from pagewire.frontend.answer_budget import LogprobBudget
 from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.service import Service

@@ -23,7 +23,7 @@ def check_form(request: EmbeddingRequest) -> None:
     """Refuse a request with both an input and messages, or neither, or with fields of the other form.
 
     Raises:
-        APIError: it is so, or it asks for bytes.
+        APIError: it is so, or it asks for bytes, or for a type of numbers without base64.
     """
     if request.encoding_format == "bytes":
         message = (
@@ -31,6 +31,13 @@ def check_form(request: EmbeddingRequest) -> None:
             "clients limit to 64 KiB; use base64"
         )
         raise APIError(400, message, param="encoding_format")
+    for name in ("embed_dtype", "endianness"):
+        if getattr(request, name) is not None and request.encoding_format != "base64":
+            raise APIError(
+                400, f"{name} is for encoding_format 'base64': numbers in JSON have no type", param=name
+            )
+    if request.endianness == "big":
+        raise APIError(400, "endianness 'big' is not supported: base64 is little-endian", param="endianness")
     if request.messages is None:
         if request.input is None:
             raise APIError(422, "missing required field `input`", param="input")

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.frontend.server.openai.protocol import InputMessages
+from pagewire.frontend.server.pooling.results import EmbedDtype
 from pagewire.ipc.budget import MAX_TOKENS
 from pagewire.ipc.items import TokenIds
 from pagewire.ipc.params import Name, TruncatedLength
@@ -42,12 +43,15 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
 
     input: a text, token ids, or a list of these. messages: a conversation in place of `input`, of which the chat
         template makes one text; the other fields of the template go with it.
-    encoding_format: of float32 numbers; base64 is shorter and faster; bytes is not supported.
+    encoding_format: numbers (float), or base64 of them, which is shorter and faster; bytes is not supported.
+    embed_dtype: of base64 (default: float32); 16 bits are half as long. endianness: base64 is little-endian.
     dimensions: for models that were trained for fewer (Matryoshka). normalize: scale to length 1.
     """
 
     input: Input | None = None
     encoding_format: Literal["float", "base64", "bytes"] | None = None
+    embed_dtype: EmbedDtype | None = None
+    endianness: Literal["native", "little", "big"] | None = None
     dimensions: Dimensions | None = None
     normalize: bool | None = None
     messages: InputMessages | None = None
@@ -113,7 +117,7 @@ class ListResponse(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingData(msgspec.Struct, kw_only=True):
-    """An embedding: numbers, or base64 of little-endian float32 numbers."""
+    """An embedding: numbers, or base64 of little-endian numbers of `embed_dtype`."""
 
     index: int
     embedding: list[float] | str
@@ -127,7 +131,7 @@ class EmbeddingResponse(ListResponse, kw_only=True):
 
 
 class PooledData(msgspec.Struct, kw_only=True):
-    """A result: numbers, a list of them for each token, or base64 of little-endian float32. shape: of it."""
+    """A result: numbers, a list of them for each token, or base64 of little-endian numbers. shape: of it."""
 
     index: int
     data: list[Any] | str

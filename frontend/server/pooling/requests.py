@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from pagewire.frontend.inputs import Prepared, prompts_of
-from pagewire.frontend.off_loop import off_loop
 from pagewire.frontend.pooling.batch import complete
 from pagewire.frontend.pooling.inputs import TextPair, pooling_info
-from pagewire.frontend.pooling.outputs import PoolingOutput, PoolingRequestOutput
-from pagewire.frontend.server.http import sse
+from pagewire.frontend.pooling.outputs import PoolingRequestOutput
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.openai.sampling import salted
@@ -21,7 +16,8 @@ from pagewire.frontend.server.pooling.protocol import PoolingFields, PoolingUsag
 from pagewire.frontend.server.service import Service
 from pagewire.frontend.text.length import check_characters
 from pagewire.ipc.budget import MAX_HTTP_POOLED_BYTES, MAX_POOLED_INPUTS
-from pagewire.ipc.pooling import TOKEN_TASKS, PoolingInfo, PoolingParams
+from pagewire.ipc.codec import Tensor
+from pagewire.ipc.pooling import PoolingInfo, PoolingParams
 
 
 def inputs_in(service: Service, given: Any, param: str = "input") -> list[Any]:
@@ -124,30 +120,24 @@ def with_salt(prompt: Any, salt: str | None) -> Any:
 
 def admission(
     info: PoolingInfo, params: PoolingParams, exchange: Exchange
-) -> Callable[[Sequence[Prepared]], None]:
-    """Checks the size of all results together, and counts the tokens in flight, before anything is submitted."""
+) -> Callable[[Sequence[Prepared]], Awaitable[None]]:
+    """Checks the size of all results together, counts the tokens in flight, and waits for memory for results."""
 
-    def admit(prepared: Sequence[Prepared]) -> None:
-        size = 4 * (params.dimensions or info.size)
-        each = (len(item.request.prompt.token_ids) if params.task in TOKEN_TASKS else 1 for item in prepared)
-        if (num_bytes := size * sum(each)) > MAX_HTTP_POOLED_BYTES:
+    async def admit(prepared: Sequence[Prepared]) -> None:
+        lengths = (len(item.request.prompt.token_ids) for item in prepared)
+        num_bytes = sum(info.result_bytes(params, length) for length in lengths)
+        if num_bytes > MAX_HTTP_POOLED_BYTES:
             raise APIError(
                 400,
                 f"the results of this request would have {num_bytes} bytes; at most {MAX_HTTP_POOLED_BYTES} are "
-                "allowed: send fewer inputs at a time",
+                "allowed: send fewer or shorter inputs at a time",
                 param="input",
                 code="request_too_large",
             )
         exchange.lease.admit(prepared)
+        await exchange.keep(num_bytes)
 
     return admit
-
-
-def numbers(output: PoolingOutput, encoding: str | None) -> Any:
-    """A result as JSON has it: numbers, or base64 of little-endian float32 numbers."""
-    if encoding == "base64":
-        return base64.b64encode(output.tensor.data).decode()
-    return output.data
 
 
 def usage(exchange: Exchange) -> PoolingUsage:
@@ -155,11 +145,11 @@ def usage(exchange: Exchange) -> PoolingUsage:
     return PoolingUsage(exchange.num_prompt, exchange.num_prompt)
 
 
-async def encoded(outputs: Sequence[PoolingRequestOutput[Any]], make: Callable[[], msgspec.Struct]) -> bytes:
-    """The JSON of a response, made in a thread if it has many numbers."""
-    return await off_loop(size_of(outputs), lambda: sse.ENCODER.encode(make()))
-
-
 def size_of(outputs: Sequence[PoolingRequestOutput[Any]]) -> int:
     """How long it takes to handle all numbers of results, as the length of a text that takes as long."""
     return sum(len(output.outputs.tensor.data) for output in outputs) // 16
+
+
+def tensors(outputs: Sequence[PoolingRequestOutput[Any]]) -> list[Tensor]:
+    """The results as they came."""
+    return [output.outputs.tensor for output in outputs]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import importlib
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 from pagewire.frontend.off_loop import off_loop
 from pagewire.frontend.pooling.outputs import PoolingRequestOutput
@@ -37,15 +40,18 @@ from pagewire.frontend.server.pooling.requests import (
     check_input,
     check_number,
     check_pairs,
-    encoded,
     inputs_in,
-    numbers,
     params_in,
     pooled,
     size_of,
+    tensors,
     usage,
 )
+from pagewire.frontend.server.pooling.results import GAP, EmbedDtype, filled
 from pagewire.frontend.server.service import Service
+from pagewire.ipc.codec import Tensor
+
+Json: TypeAlias = bytes | Iterator[bytes]
 
 
 def routes(service: Service) -> list[Operation]:
@@ -80,29 +86,24 @@ def routes(service: Service) -> list[Operation]:
     ]
 
 
-async def embeddings(service: Service, request: EmbeddingRequest, exchange: Exchange) -> bytes:
+async def embeddings(service: Service, request: EmbeddingRequest, exchange: Exchange) -> Json:
     """The embeddings of a request's inputs, as JSON."""
     model = service.model(request.model)
     check_form(request)
     params = params_in(service, request, "embed", dimensions=request.dimensions, normalize=request.normalize)
     inputs = await prompts_in(service, request)
     outputs = await pooled(service, request, exchange, inputs, params)
-    return await encoded(
-        outputs,
-        lambda: EmbeddingResponse(
-            id=exchange.id,
-            created=exchange.created,
-            model=model,
-            data=[
-                EmbeddingData(index=i, embedding=numbers(output.outputs, request.encoding_format))
-                for i, output in enumerate(outputs)
-            ],
-            usage=usage(exchange),
-        ),
+    response = EmbeddingResponse(
+        id=exchange.id,
+        created=exchange.created,
+        model=model,
+        data=[EmbeddingData(index=i, embedding=GAP) for i in range(len(outputs))],
+        usage=usage(exchange),
     )
+    return filled(response, tensors(outputs), await base64_dtype(request))
 
 
-async def pooling(service: Service, request: PoolingRequest, exchange: Exchange) -> bytes:
+async def pooling(service: Service, request: PoolingRequest, exchange: Exchange) -> Json:
     """The results of a request's inputs for any task, as JSON."""
     model = service.model(request.model)
     check_form(request)
@@ -110,23 +111,25 @@ async def pooling(service: Service, request: PoolingRequest, exchange: Exchange)
     params = params_in(service, request, request.task, **fields)
     inputs = await prompts_in(service, request)
     outputs = await pooled(service, request, exchange, inputs, params)
-    return await encoded(
-        outputs,
-        lambda: PoolingResponse(
-            id=exchange.id,
-            created=exchange.created,
-            model=model,
-            data=[
-                PooledData(
-                    index=i,
-                    data=numbers(output.outputs, request.encoding_format),
-                    shape=list(output.outputs.tensor.shape),
-                )
-                for i, output in enumerate(outputs)
-            ],
-            usage=usage(exchange),
-        ),
+    results = tensors(outputs)
+    response = PoolingResponse(
+        id=exchange.id,
+        created=exchange.created,
+        model=model,
+        data=[PooledData(index=i, data=GAP, shape=list(result.shape)) for i, result in enumerate(results)],
+        usage=usage(exchange),
     )
+    return filled(response, results, await base64_dtype(request))
+
+
+async def base64_dtype(request: EmbeddingRequest) -> EmbedDtype | None:
+    """The type of the numbers that base64 is to be made of; None: they are to be written as numbers."""
+    if request.embed_dtype in (
+        "float16",
+        "bfloat16",
+    ):  # made by numpy, which takes a tenth of a second to import
+        await asyncio.to_thread(importlib.import_module, "numpy")
+    return (request.embed_dtype or "float32") if request.encoding_format == "base64" else None
 
 
 async def prompts_in(service: Service, request: EmbeddingRequest) -> list[Any]:
@@ -136,7 +139,7 @@ async def prompts_in(service: Service, request: EmbeddingRequest) -> list[Any]:
     return inputs_in(service, request.input)
 
 
-async def classify(service: Service, request: ClassifyRequest, exchange: Exchange) -> bytes:
+async def classify(service: Service, request: ClassifyRequest, exchange: Exchange) -> Json:
     """The classes of a request's inputs, as JSON."""
     model = service.model(request.model)
     params = params_in(service, request, "classify", activation=request.activation)
@@ -144,21 +147,23 @@ async def classify(service: Service, request: ClassifyRequest, exchange: Exchang
     outputs = await pooled(service, request, exchange, inputs, params)
     names = service.info.pooling.labels if service.info.pooling is not None else []
 
-    def classes(index: int, probs: list[float]) -> ClassData:
+    def classes(index: int, result: Tensor) -> ClassData:
+        probs = result.tolist()
         best = probs.index(max(probs))
         label = names[best] if best < len(names) else None
-        return ClassData(index=index, label=label, probs=probs, num_classes=len(probs))
+        return ClassData(index=index, label=label, probs=GAP, num_classes=len(probs))
 
-    return await encoded(
-        outputs,
-        lambda: ClassifyResponse(
-            id=exchange.id,
-            created=exchange.created,
-            model=model,
-            data=[classes(i, output.outputs.data) for i, output in enumerate(outputs)],
-            usage=usage(exchange),
+    results = tensors(outputs)
+    response = ClassifyResponse(
+        id=exchange.id,
+        created=exchange.created,
+        model=model,
+        data=await off_loop(
+            size_of(outputs), lambda: [classes(i, result) for i, result in enumerate(results)]
         ),
+        usage=usage(exchange),
     )
+    return filled(response, results, None)
 
 
 async def score(service: Service, request: ScoreRequest, exchange: Exchange) -> bytes:

@@ -1,13 +1,16 @@
-"""What an answer keeps of log probabilities stays within its budget."""
+"""What is kept of answers stays within its budget: log probabilities of each, and the memory of all."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from pagewire.frontend.logprob_budget import LogprobBudget, TooManyLogprobsError
+from pagewire.frontend.answer_budget import AnswerMemory, AnswerTooLargeError, LogprobBudget
 from pagewire.frontend.outputs import Outputs, RequestState
+from pagewire.ipc.budget import MAX_WAITING_ANSWERS
+from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import Abort, Request, TokenDelta
 from pagewire.ipc.params import RequestOutputKind, SamplingParams
@@ -32,9 +35,9 @@ def test_prompts_are_counted_before_they_are_submitted() -> None:
     budget = LogprobBudget(100, num_copies=2, vocab_size=50)
     budget.expect(request(0))  # asks for none of the prompt
     budget.expect(request(1, 10, prompt_logprobs=2))  # 10 positions of 3 candidates, in 2 copies
-    with pytest.raises(TooManyLogprobsError, match=r"prompt_logprobs: .* 120 .* at most 100 .*--max-request"):
+    with pytest.raises(AnswerTooLargeError, match=r"prompt_logprobs: .* 120 .* at most 100 .*--max-request"):
         budget.expect(request(2, 10, prompt_logprobs=2))
-    with pytest.raises(TooManyLogprobsError, match="102"):
+    with pytest.raises(AnswerTooLargeError, match="102"):
         LogprobBudget(100, 2, vocab_size=50).expect(request(3, 1, prompt_logprobs=-1))
 
 
@@ -63,5 +66,34 @@ def test_what_a_stream_has_delivered_does_not_count() -> None:
         assert output is not None and output.outputs[0].logprobs is not None
         assert len(output.outputs[0].logprobs) == 4
     state.apply(delta(0, num_tokens=5))
-    with pytest.raises(TooManyLogprobsError):  # the reader is too slow
+    with pytest.raises(AnswerTooLargeError):  # the reader is too slow
         state.apply(delta(0))
+
+
+def test_memory_is_given_out_in_order_and_few_wait_for_it() -> None:
+    async def scenario() -> None:
+        memory, taken = AnswerMemory(100), []
+
+        async def take(num_bytes: int) -> None:
+            await memory.take(num_bytes)
+            taken.append(num_bytes)
+
+        await take(60)
+        waiting = [asyncio.create_task(take(number)) for number in (50, 10, *[1] * (MAX_WAITING_ANSWERS - 2))]
+        await asyncio.sleep(0)
+        with pytest.raises(EngineBusyError, match="already waiting"):
+            await memory.take(1)
+        assert taken == [60], "10 would fit, but 50 asked before"
+        waiting[0].cancel()
+        await asyncio.wait(waiting[:2])
+        assert taken[:2] == [60, 10]
+        memory.give_back(60)
+        await asyncio.gather(*waiting[1:])
+        assert sum(taken) == 70 + MAX_WAITING_ANSWERS - 2
+
+    asyncio.run(scenario())
+
+
+def test_memory_that_there_is_not_is_refused() -> None:
+    with pytest.raises(AnswerTooLargeError, match="takes 101 bytes; all may take 100"):
+        asyncio.run(AnswerMemory(100).take(101))
