@@ -6,17 +6,15 @@ Frontends make the same checks, but the core does not rely on them: a bad value 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
-from pagewire.ipc.bounds import MAX_INT, check_int, check_number
+from pagewire.ipc.bounds import MAX_INT, check_int
 from pagewire.ipc.embeddings import check_media
 from pagewire.ipc.messages import EngineInfo, Request
-from pagewire.ipc.params import SamplingParams, max_n
+from pagewire.ipc.params import SamplingParams, check_turn, max_n
 from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.tenants import check_tenant
 
-PRIORITY_LIMIT = 2**31  # priorities lie within +- this
 MAX_RANK = 2**31  # sequences of one batch
 
 
@@ -28,8 +26,7 @@ def check_request(request: Request, info: EngineInfo, *, task_known: bool = Fals
     """
     check_int("key", request.key, 0)
     check_int("seed", request.seed, -MAX_INT - 1)
-    check_int("priority", request.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT)
-    check_number("age", request.age, 0.0, math.inf)
+    check_turn(request.priority, request.age)
     check_int("rank", request.rank, 0, MAX_RANK)
     if request.tenant:
         check_tenant(request.tenant)

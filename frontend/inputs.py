@@ -21,15 +21,14 @@ from pagewire.frontend.prompt_adapters import PromptAdapter
 from pagewire.frontend.text.length import ContextLengthError, encode_within
 from pagewire.frontend.text.stop import StopStrings, shared_stops
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.bounds import check_int, check_length, meta_of, unknown_name
+from pagewire.ipc.bounds import check_string, meta_of, unknown_name
 from pagewire.ipc.budget import MAX_TOKENS
 from pagewire.ipc.embeddings import PLACEHOLDER, media_of
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import EngineInfo, Request
-from pagewire.ipc.params import Name, SamplingParams, check_logit_edits
+from pagewire.ipc.params import Name, SamplingParams, check_logit_edits, check_turn
 from pagewire.ipc.quoting import quoted
 
-PRIORITY_LIMIT = 2**31  # priorities lie within plus and minus this value
 MASK = 2**64 - 1  # for the 64-bit arithmetic of seeds
 NAME = meta_of(Name)
 
@@ -143,6 +142,21 @@ def check_generates(info: EngineInfo) -> None:
         )
 
 
+def check_place(info: EngineInfo, request_id: str, priority: int, age: float) -> None:
+    """Check what a request of any kind has beside its prompt and its parameters.
+
+    Raises:
+        TypeError: a value of another type. ValueError: it is out of its bounds, or has no effect on this engine.
+    """
+    check_string("request_id", request_id, NAME)
+    check_turn(priority, age)
+    if priority and not info.by_priority:
+        raise ValueError(
+            f"priority={priority} has no effect: requests are scheduled in order of arrival; "
+            "start the engine with --scheduling-policy priority"
+        )
+
+
 class Intake:
     """Converts prompts and parameters to requests for the core. Thread-safe.
 
@@ -180,10 +194,7 @@ class Intake:
         Raises:
             ValueError, TypeError: the prompt or a parameter is invalid or not supported.
         """
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a string, got {quoted(request_id)}")
-        check_length("request_id", request_id, NAME, "characters")
-        check_int("priority", priority, -PRIORITY_LIMIT, PRIORITY_LIMIT)
+        check_place(self.info, request_id, priority, age)
         checked = params if isinstance(params, CheckedParams) else self.check(params)
         params = checked.params
         content, text = self._content(prompt, params, adapter)
@@ -441,12 +452,9 @@ def salt_of(prompt: PromptType) -> str | None:
         TypeError, ValueError: the salt is not a string, or empty.
     """
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    if salt is not None and not isinstance(salt, str):
-        raise TypeError(f"cache_salt must be a string, got {quoted(salt)}")
     if salt == "":
         raise ValueError("cache_salt must not be empty")
-    check_length("cache_salt", salt or "", NAME, "characters")
-    return salt
+    return None if salt is None else check_string("cache_salt", salt, NAME)
 
 
 def spellings(tokenizer: Tokenizer, word: str) -> list[list[int]]:

@@ -22,11 +22,11 @@ from pagewire.frontend.prompt_adapters import PromptAdapterRequest, refuse_adapt
 from pagewire.frontend.session import Session, ignore_usage_context, refuse_unsupported
 from pagewire.frontend.stat_loggers import StatLoggerBase, checked, status_line
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.bounds import check_number
+from pagewire.ipc.bounds import check_number, meta_of, within
 from pagewire.ipc.calls import RemoteCall
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.params import Age, SamplingParams
 from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.sockets import CurveKeys
 
@@ -219,14 +219,15 @@ def age_of(arrival_time: float | None) -> float:
     """Return the seconds since a time of `time.monotonic()`; 0 for None.
 
     Raises:
-        TypeError: it is not a number. ValueError: it is negative or still to come.
+        TypeError: it is not a number. ValueError: it is negative, still to come, or too long ago.
     """
     if arrival_time is None:
         return 0.0
-    now = time.monotonic()
+    now, limit = time.monotonic(), meta_of(Age).le
     check_number("arrival_time", arrival_time, 0.0, math.inf)
-    if arrival_time > now:
+    if not within(age := now - arrival_time, meta_of(Age)):
         raise ValueError(
-            f"arrival_time must be a past time of time.monotonic() (now {now:.0f}), got {arrival_time:.0f}"
+            f"arrival_time must be a time of time.monotonic() (now {now:.0f}) within the last {limit:.0f} s, "
+            f"got {arrival_time:.0f}"
         )
-    return now - arrival_time
+    return age

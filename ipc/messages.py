@@ -78,6 +78,11 @@ class EngineInfo(Message):
     embeddings: EmbeddingsInfo = EmbeddingsInfo()
 
     @property
+    def by_priority(self) -> bool:
+        """True if requests with a lower priority value are scheduled first; otherwise they may have none."""
+        return self.scheduling_policy == "priority"
+
+    @property
     def max_message_bytes(self) -> int:
         """The largest first frame of a message to this engine: of a request that has all it may have."""
         return message_bytes(self.max_model_len, self.vocab_size, self.max_n)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pagewire.ipc.bounds import check_fields, check_text, unknown_name
+from pagewire.ipc.bounds import check_fields, check_float, check_integer, check_text, meta_of, unknown_name
 from pagewire.ipc.budget import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORD_SPELLINGS,
@@ -71,6 +71,9 @@ TruncatedLength: TypeAlias = Annotated[int, Meta(ge=-1)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 # At most 16: length ** 16 is a float even for a length of 2**63, and so is its inverse.
 LengthPenalty: TypeAlias = Annotated[float, Meta(ge=-16.0, le=16.0)]
+Priority: TypeAlias = Annotated[int, Meta(ge=-(2**31), le=2**31)]
+# At most a week: older requests are mistakes, and in sums of times they would outweigh all others.
+Age: TypeAlias = Annotated[float, Meta(ge=0.0, le=7 * 86400.0)]
 LogitBias: TypeAlias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 StopString: TypeAlias = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
@@ -82,6 +85,16 @@ TokenSequence: TypeAlias = Annotated[list[TokenId], Meta(max_length=4 * MAX_BAD_
 AllowedTokenIds: TypeAlias = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS_OF_VOCABULARY)]
 Structure: TypeAlias = Annotated[str, Meta(max_length=MAX_STRUCTURE_CHARS)]
 Choices: TypeAlias = Annotated[list[str], Meta(max_length=MAX_CHOICES)]
+
+
+def check_turn(priority: int, age: float) -> None:
+    """Check what decides a request's turn: its priority, and the seconds since it arrived.
+
+    Raises:
+        TypeError: something else than numbers. ValueError: one is out of its bounds.
+    """
+    check_integer("priority", priority, meta_of(Priority))
+    check_float("age", age, meta_of(Age))
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagewire.frontend.embeds import check_embeds_params
-from pagewire.frontend.inputs import Intake, Prepared, check_keys, salt_of
+from pagewire.frontend.inputs import Intake, Prepared, check_keys, check_place, salt_of
 from pagewire.frontend.lora import UsedAdapter
 from pagewire.frontend.pooling.text import encode
 from pagewire.frontend.text.length import ContextLengthError
@@ -108,9 +108,10 @@ def prepare(
     runs with.
 
     Raises:
-        ValueError, TypeError: the prompt is invalid, or too long.
+        ValueError, TypeError: the prompt is invalid or too long, or as `check_place`.
     """
     info = intake.info
+    check_place(info, request_id, priority, age)
     pooling = pooling_info(info)
     keep = info.max_model_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
     text = (

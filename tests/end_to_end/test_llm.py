@@ -128,6 +128,8 @@ def test_lists_must_match(llm: LLM) -> None:
         llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
     with pytest.raises(ValueError, match="priorit"):
         llm.generate(["a", "b"], GREEDY, priority=[1], use_tqdm=False)
+    with pytest.raises(ValueError, match="priority=1 has no effect"):
+        llm.generate(["a", "b"], GREEDY, priority=[0, 1], use_tqdm=False)
 
 
 def test_the_engine_as_a_whole(llm: LLM) -> None:

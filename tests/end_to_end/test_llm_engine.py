@@ -124,7 +124,7 @@ def test_every_form_of_prompt(llm: LLM) -> None:
     ids = tokenizer.encode(PROMPT)
     forms = [PROMPT, ids, {"prompt": PROMPT}, {"prompt_token_ids": ids}]
     each = [llm.generate(form, GREEDY, use_tqdm=False)[0].outputs[0].text for form in forms]
-    together = llm.generate(forms, [GREEDY] * 4, use_tqdm=False, priority=[3, 0, -1, 0])  # type: ignore[arg-type]
+    together = llm.generate(forms, [GREEDY] * 4, use_tqdm=False, priority=[0] * 4)  # type: ignore[arg-type]
     assert each == [output.outputs[0].text for output in together] and len(set(each)) == 1
     assert (
         llm.generate(prompt_token_ids=[ids], sampling_params=GREEDY, use_tqdm=False)[0].outputs[0].text

@@ -163,8 +163,8 @@ def test_workers_are_not_ready_while_one_starts(
         pass
 
 
-@pytest.mark.parametrize("age", [-1.0, math.nan, math.inf])
-def test_a_request_that_arrives_later_than_it_comes_is_refused(frontend: RawFrontend, age: float) -> None:
+@pytest.mark.parametrize("age", [-1.0, math.nan, math.inf, 1e300])
+def test_a_request_of_an_age_that_none_has_is_refused(frontend: RawFrontend, age: float) -> None:
     frontend.say(Submit([Request(1, "r", Prompt([1]), SamplingParams(), 7, age=age)]))
     frontend.finish((1, 0))
     assert frontend.ends[1, 0].error_type == "ValueError"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,12 @@ from pagewire.frontend.inputs import (
     params_for,
     prompts_of,
 )
+from pagewire.frontend.pooling import inputs as pooling
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.messages import EngineInfo, Submit, ToCore
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.pooling import PoolingInfo
 
 LENGTH = 32
 
@@ -167,15 +170,38 @@ def test_bad_parameters(params: dict[str, Any], message: str, prepare: Callable[
         prepare([1, 2], **params)
 
 
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ({"priority": 2**40}, "priority must be in"),
+        ({"priority": 2**70}, "priority must be in"),
+        ({"priority": 0.5}, "priority must be an integer"),
+        ({"priority": 5}, "priority=5 has no effect: requests are scheduled in order of arrival"),
+        ({"age": -1.0}, "age must be in"),
+        ({"age": 1e300}, "age must be in"),
+        ({"age": math.inf}, "age must be in"),
+        ({"age": math.nan}, "age must be in"),
+        ({"request_id": 5}, "request_id must be a string"),
+    ],
+)
+def test_a_place_in_the_queue(info: EngineInfo, place: dict[str, Any], error: str) -> None:
+    """Whatever is to be done with the prompt."""
+    place = {"request_id": "id", "key": 0} | place
+    with pytest.raises((ValueError, TypeError), match=error):
+        Intake(info, None).prepare([1], None, **place)
+    pools = msgspec.structs.replace(info, pooling=PoolingInfo(["embed"], "LAST", 2))
+    with pytest.raises((ValueError, TypeError), match=error):
+        pooling.prepare(Intake(pools, None), [1], pooling.completed(None, pools), **place)
+
+
+def test_priorities_of_an_engine_that_schedules_by_them(info: EngineInfo) -> None:
+    intake = Intake(msgspec.structs.replace(info, scheduling_policy="priority"), None)
+    assert intake.prepare([1], None, "id", 0, priority=-5, age=60.0).request.priority == -5
+
+
 def test_bad_arguments(intake: Intake) -> None:
     with pytest.raises(TypeError, match="sampling_params must be SamplingParams, got dict"):
         intake.prepare("a", {"n": 1}, "id", 0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="request_id must be a string"):
-        intake.prepare("a", None, 5, 0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="priority must be"):
-        intake.prepare("a", None, "id", 0, priority=2**40)
-    with pytest.raises(TypeError, match="priority must be"):
-        intake.prepare("a", None, "id", 0, priority=0.5)  # type: ignore[arg-type]
 
 
 def test_without_a_tokenizer(info: EngineInfo) -> None:

@@ -59,9 +59,10 @@ class GenerationEndpoint(Generic[T]):
             request = await decoded_body(scope, receive, self.decoder, self.service.options, exchange.id)
             exchange.body_decoded()
             self._name(exchange, request)
-            exchange.tenant.apply(request)
+            service = self.service.of(getattr(request, "model", None))
+            exchange.tenant.apply(request, by_priority=service.info.by_priority)
             seconds = deadline(request, exchange.headers)
-            await exchange.run(self._serve(request, exchange, response), receive, seconds)
+            await exchange.run(self._serve(service, request, exchange, response), receive, seconds)
         except (Exception, asyncio.CancelledError) as error:
             reported = self._reported(error, exchange)
             status, why = reported.status, reported.message
@@ -94,8 +95,7 @@ class GenerationEndpoint(Generic[T]):
             logger.error("request %s failed", exchange.id, exc_info=error)
         return reported
 
-    async def _serve(self, request: T, exchange: Exchange, response: HttpResponse) -> None:
-        service = self.service.of(getattr(request, "model", None))
+    async def _serve(self, service: Service, request: T, exchange: Exchange, response: HttpResponse) -> None:
         answer = await self.answer(service, request, exchange)
         if isinstance(answer, bytes):
             await response.send_json(200, answer, {"Server-Timing": exchange.server_timing()})

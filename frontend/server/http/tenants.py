@@ -46,12 +46,21 @@ class Tenant:
         """True if it may use the endpoints for operators."""
         return self.rights.admin
 
-    def apply(self, request: Any) -> None:
+    def apply(self, request: Any, *, by_priority: bool) -> None:
         """Give a request of one of the API's types the priority and the cache salt that it has as this tenant's.
+
+        by_priority: its engine schedules by priority; on another one, a tenant's requests have none.
 
         Raises:
             APIError: it asks for a better priority than it may have.
         """
+        if by_priority:
+            self._apply_priority(request)
+        if self.salt is not None and request.cache_salt != "":
+            given = "" if request.cache_salt is None else "." + request.cache_salt
+            request.cache_salt = hashlib.sha256((self.salt + given).encode("utf-8", "replace")).hexdigest()
+
+    def _apply_priority(self, request: Any) -> None:
         if request.priority is None:
             request.priority = self.rights.priority or None
         best = self.rights.best_priority
@@ -60,9 +69,6 @@ class Tenant:
                 f"priority={request.priority or 0} is better than this key may ask for (best_priority={best})"
             )
             raise APIError(403, message, param="priority", code="priority_not_allowed")
-        if self.salt is not None and request.cache_salt != "":
-            given = "" if request.cache_salt is None else "." + request.cache_salt
-            request.cache_salt = hashlib.sha256((self.salt + given).encode("utf-8", "replace")).hexdigest()
 
 
 ANYONE = Tenant("", Rights(admin=True))  # of a server without keys

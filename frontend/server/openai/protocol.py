@@ -33,6 +33,7 @@ from pagewire.ipc.params import (
     NumSequences,
     NumTokens,
     Penalty,
+    Priority,
     RepetitionPenalty,
     Stop,
     StopTokenIds,
@@ -163,7 +164,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_grammar: Structure | None = None
     guided_decoding_backend: Name | None = None
     guided_whitespace_pattern: Structure | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     cache_salt: Name | None = None
     timeout: float | None = None
     return_token_ids: bool | None = None

@@ -107,18 +107,12 @@ def check_stream_options(request: SamplingFields) -> StreamOptions:
 
 
 def check_prompt_fields(service: Service, request: SamplingFields) -> None:
-    """Check the fields about the prompt and its place in the queue.
+    """Check the fields about the prompt.
 
     Raises:
         APIError: a field cannot have an effect on this engine.
     """
     info = service.info
-    if request.priority and info.scheduling_policy != "priority":
-        message = (
-            f"priority={request.priority} has no effect: requests are scheduled in order of arrival; "
-            "start the engine with --scheduling-policy priority"
-        )
-        raise APIError(400, message, param="priority")
     if request.truncation_side == "right":
         message = (
             "truncation_side 'right' is not supported: truncate_prompt_tokens keeps the last tokens ('left')"

@@ -14,7 +14,7 @@ from pagewire.frontend.server.openai.protocol import InputMessages
 from pagewire.frontend.server.pooling.results import EmbedDtype
 from pagewire.ipc.budget import MAX_TOKENS
 from pagewire.ipc.items import TokenIds
-from pagewire.ipc.params import Name, TruncatedLength
+from pagewire.ipc.params import Name, Priority, TruncatedLength
 from pagewire.ipc.pooling import Dimensions, PoolingTask
 
 Input: TypeAlias = str | Annotated[list[str | int | TokenIds], Meta(max_length=MAX_TOKENS)]
@@ -32,7 +32,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     user: Name | None = None
     truncate_prompt_tokens: TruncatedLength | None = None
     prompt_name: Name | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     cache_salt: Name | None = None
     request_id: Name | None = None
     timeout: float | None = None

@@ -15,6 +15,7 @@ from pagewire.ipc.params import (
     Name,
     NumTokens,
     Penalty,
+    Priority,
     RepetitionPenalty,
     Stop,
     Temperature,
@@ -109,7 +110,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     logit_bias: LogitBiases | None = None
     ignore_eos: bool | None = None
     min_tokens: NumTokens | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     cache_salt: Name | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

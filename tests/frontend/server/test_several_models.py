@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.app import create_app
 from pagewire.frontend.server.options import ServerOptions
+from pagewire.ipc.messages import Submit
 from pagewire.ipc.pooling import PoolingInfo
 
 from ..conftest import FakeCore
@@ -68,6 +70,41 @@ def test_requests_go_where_their_model_is(cores: list[FakeCore], engines: list[A
         refused = client.post(path, body)
         assert refused.status == status and text in refused.error["message"]
     assert client.post("/tokenize", {"prompt": "w5 w6", "model": "embedder"}).json["count"] == 2
+
+
+DOORS = (
+    ("/v1/completions", {"prompt": PROMPT}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w5"}]}),
+    ("/v1/responses", {"input": "w5"}),
+    ("/v1/embeddings", {"input": PROMPT, "model": "embedder"}),
+    ("/pooling", {"input": PROMPT, "model": "embedder"}),
+    ("/v1/score", {"text_1": "w5", "text_2": "w6", "model": "embedder"}),
+    ("/v1/rerank", {"query": "w5", "documents": ["w6"], "model": "embedder"}),
+)
+
+
+@pytest.mark.parametrize(("path", "body"), DOORS)
+def test_a_priority_is_refused_alike_everywhere(engines: list[AsyncLLM], path: str, body: Any) -> None:
+    """Without `--scheduling-policy priority` it would have no effect."""
+    client = Client(engines[0], engines[1:])
+    for priority, text in ((5, "priority=5 has no effect"), (2**70, "priority must be in")):
+        refused = client.post(path, body | {"priority": priority})
+        assert refused.status == 400 and text in refused.error["message"]
+        assert refused.error["param"] == "priority"
+    assert client.post(path, body | {"priority": 0}).status == 200
+
+
+def test_the_priority_of_a_key_is_for_engines_that_schedule_by_it(
+    cores: list[FakeCore], engines: list[AsyncLLM], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice alice-secret-key priority=5 best_priority=2\n")
+    keys.chmod(0o600)
+    engines[0].info.scheduling_policy = "priority"
+    client = Client(engines[0], engines[1:], api_key_file=str(keys))
+    for core, (path, body) in ((cores[0], DOORS[0]), (cores[1], DOORS[3])):
+        assert client.post(path, body, authorization="Bearer alice-secret-key").status == 200
+        assert core.expect(Submit).requests[0].priority == (5 if core is cores[0] else 0)
 
 
 def test_operators_see_all_of_them(cores: list[FakeCore], engines: list[AsyncLLM]) -> None:
