@@ -234,9 +234,12 @@ class EngineCore:
             self._start_worker()
 
     def _log_stats(self, now: float) -> None:
-        """Compute the rates of the last interval, and log them unless the engine was idle."""
+        """Compute the rates of the last interval, and log them unless the engine was idle; warn of preemptions."""
         self.deliver()  # requests count as finished when their end is sent
         self.metrics.rates.update(self.scheduler.stats, now)
+        number = self.scheduler.stats.num_cache_preemptions
+        if (warning := self.metrics.preemption_warnings.text(number, now)) is not None:
+            logger.warning("%s", warning)
         busy = self.scheduler.num_unfinished or self.metrics.rates.prompt or self.metrics.rates.output
         if busy and not self.config.args.disable_log_stats:
             line, facts = summary(self)

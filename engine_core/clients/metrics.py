@@ -10,6 +10,7 @@ each sequence. Times are in seconds.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from bisect import bisect_left
@@ -30,6 +31,9 @@ Row = dict[str, Any]
 
 MAX_ADAPTER_NAMES = 100  # in a label
 MAX_TENANTS = 100  # values of the label "tenant"
+PREEMPTION_WARNING_SECONDS = (
+    60.0  # between two warnings of preemptions, of which an overloaded engine has many
+)
 REASONS = ("stop", "length", "abort", "error")  # a request ended for the last of those of its sequences
 
 # Bucket bounds: seconds, except STEP_TOKENS and SEQUENCES. Those of `vllm:` metrics are vLLM's.
@@ -104,6 +108,26 @@ class Rates:
         self._drafted = drafted
 
 
+class PreemptionWarnings:
+    """Decides when to warn of preemptions for lack of KV cache: at the first, and then at most once a minute."""
+
+    def __init__(self) -> None:
+        self._num_known, self._next = 0, -math.inf
+
+    def text(self, num_preemptions: int, now: float) -> str | None:
+        """The warning that is due at monotonic time `now`, or None. num_preemptions: since the core started."""
+        if num_preemptions == self._num_known or now < self._next:
+            return None
+        new = num_preemptions - self._num_known
+        self._num_known, self._next = num_preemptions, now + PREEMPTION_WARNING_SECONDS
+        return (
+            f"{new} preemptions for lack of KV cache ({num_preemptions} since the start): these sequences are "
+            "computed again, which takes time; give the cache more memory by --gpu-memory-utilization or "
+            "--kv-cache-memory-bytes, divide the model among more devices by --tensor-parallel-size, or run fewer "
+            "sequences at a time by --max-num-seqs"
+        )
+
+
 @dataclass(slots=True)
 class OpenRequest:
     """What the metrics keep of a request until the last of its n sequences ends.
@@ -159,6 +183,7 @@ class Metrics:
         self.iteration_seconds = Distribution(ITERATION)
         self.grammar = Distribution(PER_REQUEST)
         self.rates = Rates()
+        self.preemption_warnings = PreemptionWarnings()
         self.num_refused = {"busy": 0, "invalid": 0}
         self.num_finished = dict.fromkeys(REASONS, 0)
         self.num_pooling = dict.fromkeys(ENGINE_TASKS, 0)
@@ -243,12 +268,14 @@ def summary(core: MeasuredEngine) -> tuple[str, dict[str, Any]]:
         "waiting": num_waiting,
         "kv_cache_usage": scheduler.kv_usage,
         "prefix_cache_hit_rate": hit_rate(scheduler.stats),
+        "preemptions": scheduler.stats.num_preemptions,
     }
     line = (
         "Avg prompt throughput: {prompt_tokens_per_s:.1f} tokens/s, "
         "Avg generation throughput: {generation_tokens_per_s:.1f} tokens/s, "
         "Running: {running} reqs, Waiting: {waiting} reqs, "
-        "KV cache usage: {kv_cache_usage:.1%}, Prefix cache hit rate: {prefix_cache_hit_rate:.1%}"
+        "KV cache usage: {kv_cache_usage:.1%}, Prefix cache hit rate: {prefix_cache_hit_rate:.1%}, "
+        "Preemptions: {preemptions}"
     )
     if core.config.speculation is not None and rates.gain:
         facts |= {"speculation_tokens_per_step": rates.tokens_per_step, "speculation_gain": rates.gain}

@@ -388,6 +388,7 @@ class Scheduler:
             victim = gives_way(sequence, self.running, self._order)
             if victim.in_flight:
                 return False
+            self.stats.num_cache_preemptions += 1
             self._preempt(victim)
             if victim is sequence:
                 return False

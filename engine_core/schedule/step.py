@@ -32,10 +32,11 @@ class PlannedStep:
 
 @dataclass
 class SchedulerStats:
-    """Counts since the core started."""
+    """Counts since the core started. num_cache_preemptions: preemptions because the KV cache was full."""
 
     num_steps: int = 0
     num_preemptions: int = 0
+    num_cache_preemptions: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
     num_prompt_tokens: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pagewire.engine_core.clients.metrics import PreemptionWarnings
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import Request, Submit
 from pagewire.ipc.params import SamplingParams
@@ -140,6 +142,37 @@ def test_latencies_count_from_the_arrival_of_a_request(frontend: RawFrontend) ->
     for name in ("e2e_request_latency", "time_to_first_token", "request_queue_time"):
         assert 1000 <= metrics[f"vllm:{name}_seconds"]["sum"] < 1100, name
     assert metrics["vllm:request_inference_time_seconds"]["sum"] < 100
+
+
+def test_preemptions_are_in_the_log(start_core: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    """With the advice what to raise, and their count in the periodic line."""
+    caplog.set_level(logging.INFO, "pagewire.core")
+    options = {"disable_log_stats": False, "log_stats_interval": 0.1}
+    frontend = start_core(["--num-blocks", "12"], **options).frontend()
+    frontend.attach()
+    places = [(key, 0) for key in range(1, 5)]
+    for key, _ in places:
+        frontend.submit(key, [key] * 20, max_tokens=60, ignore_eos=True)
+    frontend.finish(*places)
+    count = frontend.status()["num_preemptions"]
+    assert count > 0
+    while not any(f"Preemptions: {count}" in record.getMessage() for record in caplog.records):
+        frontend.submit(9, [1], max_tokens=1)
+        frontend.finish((9, 0))
+        del frontend.ends[9, 0]
+    (warning,) = (
+        record for record in caplog.records if "preemptions for lack of KV cache" in record.getMessage()
+    )
+    assert warning.levelno == logging.WARNING and "--gpu-memory-utilization" in warning.getMessage()
+
+
+def test_preemptions_are_warned_of_once_a_minute() -> None:
+    warnings = PreemptionWarnings()
+    assert warnings.text(0, 5.0) is None
+    assert "2 preemptions" in str(warnings.text(2, 10.0))
+    assert warnings.text(2, 500.0) is None and "1 preemptions" in str(warnings.text(3, 500.0))
+    assert warnings.text(9, 559.0) is None
+    assert "6 preemptions for lack of KV cache (9 since the start)" in str(warnings.text(9, 560.0))
 
 
 def test_workers_are_not_ready_while_one_starts(
