@@ -56,7 +56,9 @@ class Tensor:
         if dtype not in ITEM_SIZES:
             raise ValueError(f"unknown tensor dtype {quoted(dtype)}")
         if len(data) != num_values(shape) * ITEM_SIZES[dtype]:
-            raise ValueError(f"{len(data)} bytes do not fill a {dtype} tensor of shape {quoted(tuple(shape))}")
+            raise ValueError(
+                f"{len(data)} bytes do not fill a {dtype} tensor of shape {quoted(tuple(shape))}"
+            )
         self.dtype, self.shape, self.data = dtype, tuple(shape), data
 
     def tolist(self) -> list[Any]:

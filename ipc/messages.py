@@ -156,7 +156,7 @@ class Submit(Message, tag="submit"):
 
 
 class Outline(Struct):
-    """What is read of a message without decoding it: its kind, its requests one by one, and the number of a call."""
+    """What is read of a message without decoding it: its kind, its requests apart, and the number of a call."""
 
     type: str = ""
     requests: Annotated[list[Raw], Meta(max_length=MAX_REQUESTS_PER_MESSAGE)] = []

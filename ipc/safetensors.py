@@ -1,6 +1,6 @@
 """The header of a safetensors file: what it says of each tensor, checked before anything is made of it.
 
-    8 bytes: length of the header    header: {name: {dtype, shape, data_offsets}, ...}    bytes of all tensors
+8 bytes: length of the header    header: {name: {dtype, shape, data_offsets}, ...}    bytes of all tensors
 """
 
 from __future__ import annotations

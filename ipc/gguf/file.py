@@ -311,7 +311,9 @@ class _Header:
                 raise self.broken(f"the tensor {quoted(name)} of type {kind_name} cannot be of shape {shape}")
             num_bytes = number // values * size
             if offset % alignment or start + offset + num_bytes > self.file_size:
-                raise self.broken(f"the tensor {quoted(name)} does not lie within the file; it may be cut off")
+                raise self.broken(
+                    f"the tensor {quoted(name)} does not lie within the file; it may be cut off"
+                )
             if name in tensors:
                 raise self.broken(f"there are two tensors {quoted(name)}")
             tensors[name] = TensorInfo(name, shape, kind_name, self.path, start + offset, num_bytes)

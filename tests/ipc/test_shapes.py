@@ -31,7 +31,16 @@ def test_a_shape_has_as_many_values_as_its_dimensions_make(shape: tuple[int, ...
         *([-1], [-1, -1], [2**63], [2**32, 2**31], [0, 2**32, 2**31]),
         *([1] * (MAX_DIMENSIONS + 1), [127] * LONG, [9] * LONG + [0]),
     ],
-    ids=["negative", "twice negative", "large", "large together", "large strides", "9", "long", "long, empty"],
+    ids=[
+        "negative",
+        "twice negative",
+        "large",
+        "large together",
+        "large strides",
+        "9",
+        "long",
+        "long, empty",
+    ],
 )
 def test_a_shape_that_is_none_is_refused_in_few_words(shape: list[int]) -> None:
     with pytest.raises(ValueError, match=f"got {len(shape)} dimensions") as caught:
@@ -63,8 +72,14 @@ ENTRY = b'{"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (b'{"a": {"dtype": "F32", "data_offsets": [0, 0], "shape": [' + b"9," * LONG + b"0]}}", "length <= 8"),
-        (b'{"a": {"dtype": "F32", "data_offsets": [0, 8], "shape": [4294967296, 4294967296]}}', "2\\^63 values"),
+        (
+            b'{"a": {"dtype": "F32", "data_offsets": [0, 0], "shape": [' + b"9," * LONG + b"0]}}",
+            "length <= 8",
+        ),
+        (
+            b'{"a": {"dtype": "F32", "data_offsets": [0, 8], "shape": [4294967296, 4294967296]}}',
+            "2\\^63 values",
+        ),
         (b'{"a": %b, "b": %b}' % (ENTRY, ENTRY), "its tensors are larger than the file"),
         (b'{"%b": %b}' % (b"a" * (MAX_NAME + 1), ENTRY), f"over {MAX_NAME} characters"),
         (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}}', "'a' lies outside of the file"),
@@ -91,6 +106,8 @@ def test_a_receiver_that_takes_no_tensors_reads_none() -> None:
     codec: Codec[ToCore] = Codec(ToCore)
     codec.reads_tensors = False
     media = [[0, 1, b"", tensor, True] for tensor in (["float32", [127] * LONG, b""], "no tensor", 7)]
-    message = codec.decode(pack({"type": "submit", "requests": [[2, "r", [[1], media], {"type": "sampling"}, 1]]}))
+    message = codec.decode(
+        pack({"type": "submit", "requests": [[2, "r", [[1], media], {"type": "sampling"}, 1]]})
+    )
     assert isinstance(message, Submit)
     assert [medium.data.shape for medium in message.requests[0].prompt.media] == [(0,)] * 3

@@ -94,7 +94,8 @@ class IncomingBodies:
 class Decoder(Generic[T]):
     """Decodes bodies into one struct type.
 
-    Unknown fields are ignored, and named in a warning, as are those that `ipc.compatibility` has for the type.
+    Unknown fields are ignored, and named in a warning (of a large body only the first), as are those that
+    `ipc.compatibility` has for the type.
 
     Attributes:
         fields: names of the struct's fields.
@@ -106,6 +107,9 @@ class Decoder(Generic[T]):
         self._known = frozenset(self.fields)
         self._without_effect = [name for name in self.fields if f"{kind.__name__}.{name}" in REQUEST_FIELDS]
         self._typed = msgspec.json.Decoder(kind)
+        raw = [(name, msgspec.Raw, msgspec.Raw()) for name in self.fields]
+        self._raw = msgspec.json.Decoder(msgspec.defstruct("Fields", raw))
+        self._strict = msgspec.json.Decoder(msgspec.defstruct("Fields", raw, forbid_unknown_fields=True))
         self._names = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
     def decode(self, body: bytes | bytearray, request_id: str) -> T:
@@ -127,11 +131,21 @@ class Decoder(Generic[T]):
             raise
         except RecursionError as error:
             raise msgspec.DecodeError(str(error)) from None
-        if unknown := self._names.decode(body).keys() - self._known:
+        if unknown := self._unknown(body):
             logger.warning("request %s: unknown fields are ignored: %s", request_id, shortened(unknown))
         if ignored := [name for name in self._without_effect if getattr(request, name)]:
             logger.warning("request %s: fields without effect here: %s", request_id, shortened(ignored))
         return request
+
+    def _unknown(self, body: bytes | bytearray) -> set[str]:
+        """Names of unknown fields: of a large body, which may have a million of them, only the first."""
+        if len(body) <= SMALL_BODY_BYTES:
+            return self._names.decode(body).keys() - self._known
+        try:
+            self._strict.decode(body)
+        except msgspec.ValidationError as error:
+            return {str(error).partition("`")[2].removesuffix("`")}
+        return set()
 
     def _check_bounds(self, body: bytes | bytearray, name: str) -> None:
         """Refuse a field that is out of its bounds: msgspec's own error would not give the value.
@@ -140,11 +154,11 @@ class Decoder(Generic[T]):
             ValueError: it is.
         """
         try:
-            raw = self._names.decode(body)[name]
+            raw = getattr(self._raw.decode(body), name)
             if memoryview(raw).nbytes > MAX_CHECKED_BYTES:
                 return
             value = msgspec.json.decode(raw)
-        except (LookupError, ValueError, RecursionError):
+        except (AttributeError, ValueError, RecursionError):
             return  # it is missing, or no JSON
         try:
             check_field(self._kind, name, value)

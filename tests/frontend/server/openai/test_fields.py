@@ -13,6 +13,7 @@ import pytest
 
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.outputs import CompletionOutput
+from pagewire.frontend.server.http.body import SMALL_BODY_BYTES, Decoder
 from pagewire.frontend.server.openai.constraints import demanded
 from pagewire.frontend.server.openai.protocol import ChatRequest, CompletionRequest
 from pagewire.frontend.server.openai.sampling import best_outputs
@@ -117,6 +118,23 @@ def test_unknown_fields_are_named_once(client: Client, caplog: pytest.LogCapture
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "'x0', 'x1'" in record.getMessage() and "user" not in record.getMessage()
     assert len(record.getMessage()) < 500
+
+
+def test_of_very_many_unknown_fields_only_the_first_is_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where a known one is out of its bounds: their names and values would hold up the event loop."""
+    decoder = Decoder(CompletionRequest)
+    monkeypatch.setattr(decoder, "_names", None)
+    unknown = b",".join(b'"x%d": 0' % number for number in range(50_000))
+    assert decoder.decode(b'{"prompt": "w5", "y`z": 1, %b}' % unknown, "r").prompt == "w5"
+    assert [record.getMessage() for record in caplog.records] == [
+        "request r: unknown fields are ignored: 'y`z'"
+    ]
+    with pytest.raises(ValueError, match=r"temperature must be .* got -3"):
+        decoder.decode(b'{%b, "prompt": "w5", "temperature": -3}' % unknown, "r")
+    long = b'{"prompt": "w5%b"}' % (b"u" * SMALL_BODY_BYTES)
+    assert decoder.decode(long, "r").suffix is None and len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(
