@@ -30,7 +30,7 @@ from pagewire.ipc.errors import ProtocolError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-CALL_SECONDS = 600.0  # time limit of a call that declares none
+LONG_SECONDS = 60.0  # workers show progress in a call that declares a longer time limit
 
 
 class RunsIn(Enum):
@@ -63,7 +63,9 @@ class RemoteCall:
         right: what a frontend needs to make it.
         signature: the method's, without `self`. sent: the same without what stays in the frontend.
         types: by argument, bounds and description included. result: type that the method returns.
-        seconds: time limit. Then the core answers TimeoutError; a worker that has not answered counts as hung.
+        seconds: time limit; None: that of a step (`PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S`). Then the core answers
+            TimeoutError; a worker that has not answered counts as hung. It does so sooner if it shows no progress
+            for the time limit of a step, whatever is declared.
         overtakes: the core runs it before requests that the same frontend sent earlier, where they still wait.
     """
 
@@ -75,8 +77,13 @@ class RemoteCall:
     sent: inspect.Signature
     types: Mapping[str, Any]
     result: Any
-    seconds: float = CALL_SECONDS
+    seconds: float | None = None
     overtakes: bool = False
+
+    @property
+    def shows_progress(self) -> bool:
+        """True if workers send signs of progress while they run it, since it may take longer than a step."""
+        return self.runs_in is not RunsIn.CORE and (self.seconds or 0.0) > LONG_SECONDS
 
     def local(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The given arguments of the method that stay in the frontend.
@@ -157,7 +164,7 @@ def remote(
     runs_in: RunsIn,
     name: str = "",
     local: tuple[str, ...] = (),
-    seconds: float = CALL_SECONDS,
+    seconds: float | None = None,
     right: Right = Right.CONTROL,
     overtakes: bool = False,
     **arguments: Meta,
@@ -256,7 +263,7 @@ class EngineCalls(Caller):
 
         Raises:
             ValueError: another level. EngineBusyError: requests are unfinished.
-            TimeoutError: the workers have not done it within 10 minutes; they are replaced, awake.
+            TimeoutError: the workers have not done it within the time limit of a step; they are replaced, awake.
         """
 
     @remote(
@@ -271,7 +278,8 @@ class EngineCalls(Caller):
 
         Raises:
             ValueError: an unknown tag. RuntimeError: there is too little memory now.
-            TimeoutError: the workers have not done it within an hour; they are replaced, and still asleep.
+            TimeoutError: the workers have not done it within an hour, or show no progress for the time limit of a
+                step; they are replaced, and still asleep.
         """
 
     @remote(RunsIn.CORE, right=Right.READ)
@@ -296,8 +304,8 @@ class EngineCalls(Caller):
     ) -> list[Any]:
         """Call a method of every worker by name, one of `WorkerCalls`; the results in the order of the workers.
 
-        timeout: seconds to wait for the answer; None: as long as the core does. After 10 minutes without an answer
-            the workers count as hung, and are replaced.
+        timeout: seconds to wait for the answer; None: as long as the core does. Workers that have not answered
+            within the time limit of a step, or of the call if it declares a longer one, are replaced.
 
         Raises:
             TypeError: a callable (code never crosses a socket), or arguments that msgpack cannot hold.
@@ -354,7 +362,7 @@ class EngineCalls(Caller):
             RuntimeError: they run already.
         """
 
-    @remote(RunsIn.WORKER)
+    @remote(RunsIn.WORKER, seconds=3600.0)  # a trace may have millions of events
     def stop_profile(self) -> None:
         """Stop the workers' profilers; each writes a trace into a file in `$PAGEWIRE_TORCH_PROFILER_DIR`.
 

@@ -213,7 +213,9 @@ class Progress(Message, tag="progress"):
 
 
 class Loading(Message, tag="loading"):
-    """The worker's start goes on: since its last message it has used the processor, or read bytes."""
+    """A start, or a call that shows progress, goes on: since its last message the worker has used the processor,
+    or read or written bytes.
+    """
 
 
 class Ready(Message, tag="ready"):

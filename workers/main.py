@@ -19,12 +19,14 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from pagewire.ipc import logs
+from pagewire.ipc.calls import CALLS
 from pagewire.ipc.codec import MAX_MESSAGE_BYTES, Codec
 from pagewire.ipc.errors import error_text, error_type
 from pagewire.ipc.group_key import GroupKey
@@ -49,10 +51,10 @@ from pagewire.kernels.cpu.library import expected_isa
 from pagewire.workers.device.machine import machine_memory, runs_on_cpu
 from pagewire.workers.errors import LoadError, LostRankError, MemoryShortageError
 from pagewire.workers.introduction import introduce
-from pagewire.workers.loading_signs import LoadingSigns
 from pagewire.workers.model.checkpoint_headers import WITHOUT_HEADERS, read_headers
 from pagewire.workers.model.fit import check_fit, model_figures, summary
 from pagewire.workers.model.footprint import Footprint
+from pagewire.workers.progress_signs import ProgressSigns
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 
 if TYPE_CHECKING:
@@ -249,7 +251,7 @@ def start(connection: Connection, config: WorkerConfig, listener: socket.socket 
     def report(phase: str, seconds: float) -> None:
         connection.send(Progress(phase, seconds))
 
-    with LoadingSigns(lambda: connection.send(Loading())):
+    with progress_signs(connection):
         sizes = expected_sizes(config)
         # Works while torch is imported here.
         ahead = WeightsAhead(config, 0 if sizes is None else sizes.panel_bytes)
@@ -291,10 +293,19 @@ def expected_sizes(config: WorkerConfig) -> Footprint | None:
     return sizes
 
 
+def progress_signs(connection: Connection) -> ProgressSigns:
+    """A context in which the core hears every two seconds that the work goes on, as long as it does."""
+    return ProgressSigns(lambda: connection.send(Loading()))
+
+
 def reply(connection: Connection, runner: Runner | None, call: WorkerCall) -> None:
     """Run a call and send its reply; an error instead of a result that no message can hold."""
+    declared = CALLS.get(call.method)
+    shows_progress = declared is not None and declared.shows_progress
     try:
-        connection.send(answer(runner, call))
+        with progress_signs(connection) if shows_progress else nullcontext():
+            answered = answer(runner, call)
+        connection.send(answered)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         text = f"{call.method}: the result cannot be sent: {error_text(error)}"
         connection.send(WorkerReply(call.call_id, error=text, error_type=error_type(error)))

@@ -16,7 +16,7 @@ import msgspec
 
 from pagewire.engine_core.workers.group import GroupReply, Outcome, WorkerGroup
 from pagewire.ipc.budget import MAX_CALL_BYTES
-from pagewire.ipc.calls import CALL_SECONDS, CALLS
+from pagewire.ipc.calls import CALLS
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.worker_messages import WorkerCall
 
@@ -27,12 +27,24 @@ Done: TypeAlias = Callable[[Outcome], None]
 
 @dataclass(frozen=True, slots=True)
 class PendingCall:
-    """A call that was sent. sent_at: monotonic time. seconds: its time limit."""
+    """A call that was sent. sent_at: monotonic time."""
 
     method: str
     sent_at: float
-    seconds: float
     done: Done
+
+    def lateness(self, now: float, workers: WorkerGroup, step_limit: float) -> str | None:
+        """Why the workers count as hung in this call, as text; None if they do not.
+
+        They begin with it when they have answered what was sent before. step_limit: seconds that a step may take.
+        """
+        declared = CALLS[self.method].seconds if self.method in CALLS else None
+        limit = step_limit if declared is None else declared
+        if now - max(self.sent_at, workers.last_sign) > limit:
+            return f"{self.method} has not returned within {limit:g} s"
+        if now - max(self.sent_at, workers.last_message) > step_limit:
+            return f"{self.method} has shown no progress for {step_limit:g} s"
+        return None
 
 
 class PendingCalls:
@@ -86,16 +98,17 @@ class PendingCalls:
             call.done(reply.outcome())
         self._send_next()
 
-    def expire(self, now: float) -> str | None:
-        """End the calls whose time limit has passed with TimeoutError. Returns what was not done in time."""
-        why = None
-        for call_id, call in list(self._sent.items()):
-            if now - call.sent_at > call.seconds:
+    def expire(self, now: float, step_limit: float) -> str | None:
+        """End a call that takes too long with TimeoutError. Returns what was not done in time; None if all was.
+
+        step_limit: seconds that a step may take, and a call that declares no limit, or shows no progress.
+        """
+        for call_id, call in self._sent.items():
+            if (why := call.lateness(now, self._workers, step_limit)) is not None:
                 del self._sent[call_id]
-                text = f"{call.method} has not returned within {call.seconds:g} s"
-                why = why or text
-                call.done(TimeoutError(text))
-        return why
+                call.done(TimeoutError(why))
+                return why
+        return None
 
     def workers_lost(self, why: str, *, were_ready: bool) -> None:
         """End the calls that the lost workers ran with an error, and if they were not ready those that waited."""
@@ -111,6 +124,5 @@ class PendingCalls:
         if self._sent or not self._unsent or not self._workers.accepting:
             return
         call, done = self._unsent.popleft()
-        seconds = CALLS[call.method].seconds if call.method in CALLS else CALL_SECONDS
-        self._sent[call.call_id] = PendingCall(call.method, time.monotonic(), seconds, done)
+        self._sent[call.call_id] = PendingCall(call.method, time.monotonic(), done)
         self._workers.send(call)

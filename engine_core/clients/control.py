@@ -146,11 +146,14 @@ class Control:
 
     def check_timers(self, now: float) -> None:
         """Answer the calls whose time limit has passed; workers that have not answered are hung, and are killed."""
-        for deferred in [other for other in self._deferred if now - other.since > other.call.seconds]:
-            self._deferred.remove(deferred)
-            name, seconds = deferred.call.name, deferred.call.seconds
-            self._refuse(deferred.caller, TimeoutError(f"{name}: requests still run after {seconds:g} s"))
-        if (why := self._worker_calls.expire(now)) is not None:
+        step_limit = self._core.stopwatch.limit
+        for deferred in list(self._deferred):
+            seconds = deferred.call.seconds or step_limit
+            if now - deferred.since > seconds:
+                self._deferred.remove(deferred)
+                text = f"{deferred.call.name}: requests still run after {seconds:g} s"
+                self._refuse(deferred.caller, TimeoutError(text))
+        if (why := self._worker_calls.expire(now, step_limit)) is not None:
             logger.error("%s; killing the worker", why)
             self._core.worker.kill(why)
         self._health.advance()

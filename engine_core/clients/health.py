@@ -72,7 +72,7 @@ class Health(Generic[C]):
         if call is None:
             self._calls.call("ping", {}, ignore)
             return False, None
-        if (elapsed := now - call.sent_at) > self._seconds:
+        if (elapsed := now - max(call.sent_at, worker.last_message)) > self._seconds:
             return True, f"the worker has not answered {call.method} for {elapsed:.0f} s"
         return call.method != "ping", None
 

@@ -106,6 +106,7 @@ class WorkerGroup:
         exit_fd: a file descriptor that is readable from the end of any process until `reap`.
         num_starts: how often the group was started.
         last_sign: monotonic time of the last message of the group, for which every rank has sent its own.
+        last_message: monotonic time of the last message of any rank.
         longest_step: seconds of the longest step since the workers were started.
     """
 
@@ -115,7 +116,7 @@ class WorkerGroup:
         self.ready: Ready | None = None
         self.failure: WorkerFailed | None = None
         self.num_starts = 0
-        self.last_sign = self.longest_step = 0.0
+        self.last_sign = self.last_message = self.longest_step = 0.0
         self._launcher, self._config = launcher, config
         self._killed = False
         self._sampling = self.size - config.parallel.num_shards  # the first rank of the last stage
@@ -247,7 +248,7 @@ class WorkerGroup:
             rank = self._ranks.get(bytes(identity))
             if rank is None:
                 continue
-            rank.last_sign = time.monotonic()
+            rank.last_sign = self.last_message = time.monotonic()
             try:
                 message = self._take(rank, self._codec.decode(frames))
             except ProtocolError as error:

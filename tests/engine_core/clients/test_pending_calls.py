@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.accepting = True
+        self.last_sign = self.last_message = -math.inf
         self.sent: list[WorkerCall] = []
 
     def send(self, call: WorkerCall) -> None:
@@ -57,3 +60,25 @@ def test_a_call_that_comes_first_passes_those_that_wait(workers: Workers, calls:
     assert [call.method for call in workers.sent] == ["sleep"]
     calls.receive(workers.answer(None))
     assert [call.method for call in workers.sent] == ["sleep", "ping"]
+
+
+def test_a_long_call_has_its_own_time_limit_as_long_as_it_shows_progress(
+    workers: Workers, calls: PendingCalls
+) -> None:
+    outcomes: list[Any] = []
+    calls.call("wake_up", {}, outcomes.append)
+    begin = time.monotonic()
+    for seconds in range(100, 3600, 100):
+        assert calls.expire(begin + seconds, step_limit=150) is None
+        workers.last_message = begin + seconds
+    assert calls.expire(begin + 3620, step_limit=150) == "wake_up has not returned within 3600 s"
+    assert [type(outcome) for outcome in outcomes] == [TimeoutError]
+
+
+def test_the_time_of_a_call_begins_when_the_step_before_it_is_over(
+    workers: Workers, calls: PendingCalls
+) -> None:
+    calls.call("memory", {}, lambda outcome: None)
+    workers.last_sign = workers.last_message = time.monotonic() + 140
+    assert calls.expire(workers.last_sign + 100, step_limit=150) is None
+    assert calls.expire(workers.last_sign + 151, step_limit=150) == "memory has not returned within 150 s"

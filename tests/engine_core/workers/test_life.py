@@ -200,9 +200,34 @@ def test_a_call_that_is_not_answered_in_time_leaves_the_engine_as_it_was(
     assert core.workers.num_starts == 2
 
 
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        ("sleep", "sleep has not returned within 0.3 s"),
+        ("wake_up", "wake_up has shown no progress for 0.3 s"),
+    ],
+)
+def test_a_worker_that_hangs_in_a_call_is_replaced_as_in_a_step(
+    start_core: StartCore, monkeypatch: pytest.MonkeyPatch, method: str, text: str
+) -> None:
+    core = start_core()
+    frontend = attached(core)
+    if method == "wake_up":
+        assert frontend.call("sleep").error is None
+    core.core.stopwatch.limit = 0.3
+    os.kill(core.workers.pids[0], signal.SIGSTOP)
+    answer = frontend.call(method)
+    assert (answer.error, answer.error_type) == (text, "TimeoutError")
+    core.core.stopwatch.limit = 60.0
+    assert frontend.call("wake_up").error is None
+    assert_runs(frontend, 1)
+    assert core.workers.num_starts == 2
+
+
 def test_a_method_that_never_returns_is_ended(start_core: StartCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "CALL_SECONDS", 0.3)
-    frontend = attached(start_core())
+    core = start_core()
+    frontend = attached(core)
+    core.core.stopwatch.limit = 0.3
     answer = frontend.call("collective_rpc", "hang")
     assert (answer.error, answer.error_type) == ("hang has not returned within 0.3 s", "TimeoutError")
     assert_runs(frontend, 1)

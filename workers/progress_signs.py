@@ -1,7 +1,7 @@
-"""Signs of life while a model is loaded: a thread that tells the core when the start has got on.
+"""Signs of progress while a worker starts, or runs a call that may take longer than a step: a thread sends them.
 
-It compares the processor time and the bytes read of all processes of the worker's group, compilers included. A
-start that waits for ever (a dead network disk, a lock) gives no sign, although this thread runs.
+It compares the processor time and the bytes read and written of all processes of the worker's group, compilers
+included. Work that waits for ever (a dead network disk, a lock) gives no sign, although this thread runs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from types import TracebackType
 
 INTERVAL_SECONDS = 2.0
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-BYTES_PER_TICK = 1 << 16  # reading this much counts as a tick of processor time
+BYTES_PER_TICK = 1 << 16  # reading or writing this much counts as a tick of processor time
 MIN_WORK = 6  # ticks in an interval; fewer are the noise of looking
 
 
 def work_done(group: int) -> int:
-    """A number that grows with the work of a process group: processor ticks, and bytes read."""
+    """A number that grows with the work of a process group: processor ticks, and bytes read and written."""
     total = 0
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -37,27 +37,27 @@ def work_of(folder: Path, group: int) -> int:
         ticks = sum(map(int, fields[11:15]))  # of its own, and of children that have ended
     except (OSError, ValueError, LookupError):
         return 0
-    return ticks + bytes_read(folder) // BYTES_PER_TICK
+    return ticks + bytes_moved(folder) // BYTES_PER_TICK
 
 
-def bytes_read(folder: Path) -> int:
-    """Bytes that the process with this folder in /proc has read; 0 where the system does not tell."""
+def bytes_moved(folder: Path) -> int:
+    """Bytes that the process with this folder in /proc has read and written; 0 where the system does not tell."""
     try:
         counts = dict(line.split(": ") for line in (folder / "io").read_text().splitlines())
-        return int(counts["rchar"]) + int(counts["read_bytes"])
+        return sum(int(counts[name]) for name in ("rchar", "read_bytes", "wchar", "write_bytes"))
     except (OSError, ValueError, LookupError):
         return 0
 
 
-class LoadingSigns:
+class ProgressSigns:
     """Calls `send` from a thread, every two seconds in which work was done; use with `with`."""
 
     def __init__(self, send: Callable[[], None], interval: float = INTERVAL_SECONDS) -> None:
         self._send, self._interval = send, interval
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="loading-signs", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="progress-signs", daemon=True)
 
-    def __enter__(self) -> LoadingSigns:
+    def __enter__(self) -> ProgressSigns:
         self._thread.start()
         return self
 
