@@ -10,6 +10,10 @@ Sequences of at most `max_active` adapters are scheduled at a time (`max_loras`)
 waited longest comes next: for each one that has waited for `PATIENCE_SECONDS` with nothing but room missing, an
 active one, the longest active first, gets no new sequences until it has ended its last.
 
+Workers may die of an adapter that they read, or hang in it. One that was being read when they were lost is suspect:
+the next workers read it alone, with no other adapter and no step beside it. If these are lost, too, it is refused,
+and so is what needs it, until its files change or it is removed and added again.
+
 An adapter's bytes are known once it has been read. So no further one is loaded while those in memory take
 `max_bytes`, and what is idle goes as soon as they take more; by so much, an adapter or two may exceed the limit.
 """
@@ -24,11 +28,14 @@ from typing import TypeAlias
 from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits, Residence, key_of
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.adapters import AdapterSource
+from pagewire.ipc.errors import AdapterCrashedWorkerError
 from pagewire.ipc.lora import AdapterLoaded, DropAdapter, LoadAdapter
 
 PATIENCE_SECONDS = 0.5  # that an adapter waits for room before the active ones get no new sequences
 MAX_LOADING = 2  # so that the workers read the next adapter as soon as they have the last
 LOAD_SECONDS = 300.0  # that the workers may take to read one, before its requests wait no longer
+TRIAL_SECONDS = 10.0  # that steps wait for a suspect while the workers give signs of life, as on a slow disk
+MAX_LOSSES = 4  # of workers while they read an adapter, whatever they did beside it
 MAX_REGISTERED = 100_000
 
 Refusal: TypeAlias = tuple[Sequence, Exception]
@@ -53,6 +60,7 @@ class Adapters:
         self._commands: list[LoadAdapter | DropAdapter] = []
         self._indices = count(1)
         self._num_names: Counter[tuple[str, str]] = Counter()  # registered, by the key of the adapter
+        self._trial: Adapter | None = None  # the suspect that is read next, or the last one that was
 
     # ------------------------------------------------------------ what there is
 
@@ -188,6 +196,8 @@ class Adapters:
     ) -> None:
         if adapter.resident:
             return call(None)
+        if adapter.refusal:
+            return call(AdapterCrashedWorkerError(adapter.refusal))
         adapter.callers.append(call)
         self._want(adapter, now)
 
@@ -209,6 +219,10 @@ class Adapters:
 
     def _is_registered(self, adapter: Adapter) -> bool:
         return adapter.key in self._num_names
+
+    def _is_kept(self, adapter: Adapter) -> bool:
+        """True for an adapter that is known though it is nowhere: it has a name, or the losses of a suspect."""
+        return self._is_registered(adapter) or (adapter.suspect and not adapter.retired)
 
     def _forget_name(self, source: AdapterSource) -> None:
         key = key_of(source)
@@ -265,6 +279,8 @@ class Adapters:
         overdue = self._overdue(now) if self._waiting else set()
         closed = set(islice(self._scheduled, len(overdue)))
         for adapter in list(self._waiting):
+            if adapter.refusal:
+                refused += self._refuse(adapter, AdapterCrashedWorkerError(adapter.refusal))
             if not adapter.resident:
                 continue
             if self._waiting[adapter] and self._may_run(adapter, overdue, closed):
@@ -324,38 +340,59 @@ class Adapters:
 
     def _overdue(self, now: float) -> set[Adapter]:
         """The adapters for which active ones make room: those that have waited long for nothing but that."""
-        num_loading = self._num_loading()
         overdue = set()
         for adapter in self._waiting:
             if now - adapter.since < PATIENCE_SECONDS:
                 continue
-            is_stuck = adapter.residence is Residence.ABSENT and num_loading < MAX_LOADING
+            is_stuck = adapter.residence is Residence.ABSENT and self._may_read(adapter)
             if (adapter.resident or is_stuck) and adapter not in self._scheduled:
                 overdue.add(adapter)
         return overdue
 
-    def _num_loading(self) -> int:
-        return sum(adapter.residence is Residence.LOADING for adapter in self._loaded.values())
+    @property
+    def loading(self) -> list[Adapter]:
+        """The adapters that the workers read now."""
+        return [adapter for adapter in self._loaded.values() if adapter.residence is Residence.LOADING]
+
+    def _may_read(self, adapter: Adapter) -> bool:
+        """Whether the workers may read another adapter: a suspect is read alone."""
+        loading = self.loading
+        if loading and (adapter.suspect or loading[0].suspect):
+            return False
+        return len(loading) < MAX_LOADING
 
     # ------------------------------------------------------------ the workers' memory
 
-    def commands(self, now: float) -> list[LoadAdapter | DropAdapter]:
-        """The messages that are due for the workers, which must be ready."""
-        num_loading = self._num_loading() if self._waiting else 0
+    def commands(self, now: float, *, idle: bool = True) -> list[LoadAdapter | DropAdapter]:
+        """The messages that are due for the workers, which must be ready. idle: no step is in flight."""
+        if self._trial is not None and self._trial.residence is not Residence.LOADING:
+            self._trial = None
         for adapter in self._waiting:
-            if num_loading >= MAX_LOADING:
-                break
-            if adapter.residence is not Residence.ABSENT:
+            if adapter.residence is not Residence.ABSENT or adapter.refusal:
                 continue
-            if not self._make_room(adapter):
+            if not (self._may_read(adapter) and self._make_room(adapter)):
                 break  # what comes behind it could take even less
+            if adapter.suspect:
+                self._trial = adapter
+                if not idle:
+                    break  # `holds_steps` until the last one is over
             adapter.residence, adapter.index = Residence.LOADING, next(self._indices)
             adapter.loading_since = now
             self._loaded[adapter.index] = adapter
             self._commands.append(LoadAdapter(adapter.index, adapter.source.path, adapter.content))
-            num_loading += 1
         commands, self._commands = self._commands, []
         return commands
+
+    def holds_steps(self, last_message: float) -> bool:
+        """True while no step may be launched, since a suspect is read alone.
+
+        last_message: monotonic time of the workers' last one. Those that hang send none, and would run no step.
+        """
+        suspect = self._trial
+        if suspect is None or suspect.resident:
+            return False
+        is_read = suspect.residence is Residence.LOADING
+        return not is_read or last_message - suspect.loading_since <= TRIAL_SECONDS
 
     def expire(self, now: float) -> list[Refusal]:
         """End the wait for adapters that take the workers too long, as on a disk that does not answer."""
@@ -372,6 +409,7 @@ class Adapters:
         adapter = self._loaded.get(message.index)
         if adapter is None or adapter.residence is not Residence.LOADING:
             return []  # it was dropped meanwhile
+        adapter.num_losses = 0
         if (error := self._problem(adapter, message)) is not None:
             self._commands.append(DropAdapter(adapter.index))  # some ranks may have it
             return self._fail(adapter, error)
@@ -388,8 +426,21 @@ class Adapters:
             self._tidy(adapter)  # those that waited have given up, and it may be retired
         return []
 
-    def workers_lost(self, now: float) -> None:
-        """Forget what was in the memory of workers that are lost; the scheduled sequences must be taken back."""
+    def workers_lost(self, now: float, last_message: float) -> list[Refusal]:
+        """Forget what was in the memory of workers that are lost; the scheduled sequences must be taken back.
+
+        Returns the sequences whose adapter is to blame. last_message: as of `holds_steps`.
+        """
+        refused: list[Refusal] = []
+        for adapter in self.loading:
+            adapter.num_losses += 1
+            was_alone = adapter is self._trial and self.holds_steps(last_message)
+            if was_alone or adapter.num_losses >= MAX_LOSSES:
+                adapter.refusal = (
+                    f"adapter {adapter.source.name!r}: {adapter.num_losses} workers were lost while they read it; "
+                    "it is not read again until its files change, or it is removed and added again"
+                )
+                refused += self._fail(adapter, AdapterCrashedWorkerError(adapter.refusal))
         for adapter in self._loaded.values():
             adapter.residence, adapter.index = Residence.ABSENT, 0
         self._loaded, self._commands = {}, []
@@ -398,6 +449,7 @@ class Adapters:
                 self._want(adapter, now)
             else:
                 self._tidy(adapter)
+        return refused
 
     def _problem(self, adapter: Adapter, message: AdapterLoaded) -> Exception | None:
         """Why an adapter that was read cannot be used."""
@@ -417,6 +469,10 @@ class Adapters:
     def _fail(self, adapter: Adapter, error: Exception) -> list[Refusal]:
         del self._loaded[adapter.index]
         adapter.residence, adapter.index, adapter.pinned = Residence.ABSENT, 0, False
+        return self._refuse(adapter, error)
+
+    def _refuse(self, adapter: Adapter, error: Exception) -> list[Refusal]:
+        """End the wait of all sequences and callers for an adapter."""
         refused = [(sequence, error) for sequence in self._waiting.pop(adapter, ())]
         adapter.answer(error)
         self._tidy(adapter)
@@ -477,7 +533,7 @@ class Adapters:
             return
         if adapter.retired and adapter.resident:
             self._drop(adapter)
-        elif adapter.residence is Residence.ABSENT and not self._is_registered(adapter):
+        elif adapter.residence is Residence.ABSENT and not self._is_kept(adapter):
             self._known.pop(adapter.key, None)
 
 

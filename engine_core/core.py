@@ -335,7 +335,8 @@ class EngineCore:
     def _adapters_lost(self, now: float) -> None:
         """Take sequences with an adapter back from the scheduler, until a new worker has loaded it."""
         if self.adapters is not None:
-            self.adapters.workers_lost(now)
+            refused = self.adapters.workers_lost(now, self.worker.last_message)
+            self._refuse([ended(*refusal) for refusal in refused])
             self.adapters.take_back(self.scheduler.waiting.withdraw(has_adapter), now)
 
     def _start_worker(self) -> None:
@@ -375,7 +376,7 @@ class EngineCore:
     def _launch(self) -> None:
         while (
             self.worker.accepting
-            and not self.control.holds_plans
+            and not self._holds_steps
             and len(self.scheduler.in_flight) < self.scheduler.config.depth
             and (plan := self.scheduler.plan(time.monotonic())) is not None
         ):
@@ -385,6 +386,13 @@ class EngineCore:
             self.worker.send(plan)
             if len(self.scheduler.in_flight) == 1:
                 self._send_masks(time.monotonic())
+
+    @property
+    def _holds_steps(self) -> bool:
+        """True while a call or an adapter lets no step be launched."""
+        if self.adapters is not None and self.adapters.holds_steps(self.worker.last_message):
+            return True
+        return self.control.holds_plans
 
     def _send_masks(self, now: float) -> None:
         """Send the grammar masks of the oldest step in flight, if it needs any; all earlier tokens are known."""
@@ -414,7 +422,8 @@ class EngineCore:
             self.scheduler.add(sequence)
         self._refuse(refusals)
         if self.adapters is not None and self.worker.accepting and not self.control.asleep:
-            for command in self.adapters.commands(time.monotonic()):
+            idle = not self.scheduler.in_flight
+            for command in self.adapters.commands(time.monotonic(), idle=idle):
                 self.worker.send(command)
 
     def _refuse(self, refusals: list[Outcome]) -> None:

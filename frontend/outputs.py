@@ -29,6 +29,7 @@ from pagewire.frontend.text.logprobs import (
 from pagewire.frontend.text.stop import Detokenizer
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.errors import (
+    AdapterCrashedWorkerError,
     EngineBusyError,
     EngineDeadError,
     RequestCrashedEngineError,
@@ -46,7 +47,7 @@ REFUSALS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
         *(ValueError, TypeError, PermissionError),
-        *(EngineBusyError, EngineDeadError, RequestCrashedEngineError),
+        *(EngineBusyError, EngineDeadError, RequestCrashedEngineError, AdapterCrashedWorkerError),
     )
 }
 

@@ -21,6 +21,10 @@ class RequestCrashedEngineError(RequestError):
     """Two engine cores died with this request in flight, at the last one alone: it is not sent to a third."""
 
 
+class AdapterCrashedWorkerError(RequestError):
+    """Workers were lost while they read this adapter, the last ones with nothing beside it: it is read no more."""
+
+
 class EngineStoppedError(EngineDeadError):
     """The engine core was stopped, as by SIGTERM. No request is the cause."""
 
@@ -59,6 +63,7 @@ ERROR_TYPES: dict[str, type[Exception]] = {
         EngineDeadError,
         RequestError,
         RequestCrashedEngineError,
+        AdapterCrashedWorkerError,
         ProtocolError,
     )
 }

@@ -156,6 +156,8 @@ class Control:
         if (why := self._worker_calls.expire(now, step_limit)) is not None:
             logger.error("%s; killing the worker", why)
             self._core.worker.kill(why)
+        if self._core.adapters is not None and self._core.adapters.loading:
+            self._health.probe(now)
         self._health.advance()
 
     def receive(self, reply: GroupReply) -> None:

@@ -57,6 +57,16 @@ class Health(Generic[C]):
             for caller in waiting:
                 self._answer(caller, reason)
 
+    def probe(self, now: float) -> None:
+        """Ping workers that have sent nothing for a while, so that it is seen if they hang.
+
+        Not those that run a step or a call, which have a time limit anyway.
+        """
+        worker = self._core.worker
+        is_idle = worker.accepting and self._core.stopwatch.elapsed is None and self._calls.oldest is None
+        if is_idle and now - worker.last_message > FRESH_SECONDS:
+            self._calls.call("ping", {}, ignore)
+
     def _examine(self, now: float) -> tuple[bool, str | None]:
         """Whether the answer is known, and the answer."""
         worker = self._core.worker

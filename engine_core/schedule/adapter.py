@@ -41,6 +41,8 @@ class Adapter:
     num_bytes, rank, num_extra_tokens: as the workers have reported them; 0 before that.
     pinned: it stays in memory. retired: it leaves memory with its last request.
     since: monotonic time from which requests wait for it. loading_since: from which the workers read it.
+    num_losses: workers lost while they read it, since it was last read.
+    refusal: why it is not read any more; empty: it may be read.
     callers: called once it is resident, with None, or else with the error.
     """
 
@@ -55,6 +57,8 @@ class Adapter:
     retired: bool = False
     since: float = 0.0
     loading_since: float = 0.0
+    num_losses: int = 0
+    refusal: str = ""
     callers: list[Callable[[Exception | None], None]] = field(default_factory=list)
 
     @property
@@ -66,6 +70,11 @@ class Adapter:
     def resident(self) -> bool:
         """True if rows may be planned with it."""
         return self.residence is Residence.RESIDENT
+
+    @property
+    def suspect(self) -> bool:
+        """True if it may be what the workers were lost of: it is read alone."""
+        return self.num_losses > 0
 
     def answer(self, error: Exception | None) -> None:
         """Call those who wait for it to be resident."""

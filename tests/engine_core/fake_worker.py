@@ -9,7 +9,8 @@ asleep ends it. Some tokens of a prompt, and files, make it fail:
     FAIL                gives the row an error
 
 An adapter is a folder with a file `adapter_config.json`, an object whose fields are those of its `AdapterLoaded`;
-with "slow" it is answered only when `finish_loads` is called. The next token depends on the file's content, too.
+with "slow" it is answered only when `finish_loads` is called, "crash" kills the worker, and "hang" stops it. The
+next token depends on the file's content, too.
 
 It stops at its start while the file named by $HANG_WHILE_STARTING exists.
 """
@@ -118,6 +119,9 @@ class FakeWorker:
         except (OSError, ValueError) as error:
             return [AdapterLoaded(order.index, error=f"cannot read it: {error}", error_type="OSError")]
         content, is_slow = sha256(text).digest(), fields.pop("slow", False)
+        for event, number in (("crash", signal.SIGKILL), ("hang", signal.SIGSTOP)):
+            if fields.pop(event, False):
+                os.kill(os.getpid(), number)
         if order.content not in (b"", content):
             return [AdapterLoaded(order.index, error="the file was replaced", error_type="ValueError")]
         loaded = AdapterLoaded(order.index, content, **{"num_bytes": 100, "rank": 8, **fields})

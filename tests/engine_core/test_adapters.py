@@ -12,10 +12,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pagewire.engine_core.adapters import LOAD_SECONDS, PATIENCE_SECONDS, Adapters
+from pagewire.engine_core.adapters import (
+    LOAD_SECONDS,
+    MAX_LOSSES,
+    PATIENCE_SECONDS,
+    TRIAL_SECONDS,
+    Adapters,
+)
 from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.adapters import AdapterSource
+from pagewire.ipc.errors import AdapterCrashedWorkerError
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.lora import AdapterLoaded, DropAdapter, LoadAdapter
 from pagewire.ipc.messages import Request
@@ -37,6 +44,8 @@ class World:
         self.now = 100.0
         self.contents: dict[str, bytes] = {}  # by path, if it is not that of the path
         self.num_bytes = 100
+        self.steps_in_flight = False
+        self.last_message = 0.0  # of the workers
         self.loading: dict[int, LoadAdapter] = {}
         self.memory: dict[int, bytes] = {}  # by index
         self.scheduled: dict[Sequence, None] = {}
@@ -57,7 +66,7 @@ class World:
 
     def obey(self) -> None:
         """Do what the core orders."""
-        for command in self.adapters.commands(self.now):
+        for command in self.adapters.commands(self.now, idle=not self.steps_in_flight):
             if isinstance(command, DropAdapter):
                 assert not any(adapter_of(sequence).index == command.index for sequence in self.scheduled)
                 self.memory.pop(command.index, None)
@@ -65,10 +74,13 @@ class World:
             else:
                 assert command.index not in self.memory and command.index not in self.loading
                 self.loading[command.index] = command
+        if len(self.adapters.loading) > 1 or self.steps_in_flight:
+            assert not any(adapter.suspect for adapter in self.adapters.loading), "it is not read alone"
 
     def load(self, index: int | None = None, error: str | None = None) -> None:
         """Finish to load an adapter: the first, or this one."""
         order = self.loading.pop(next(iter(self.loading)) if index is None else index)
+        self.last_message = self.now
         content = self.contents.get(order.path, order.path.encode())
         if error is None and order.content not in (b"", content):
             error = "replaced"
@@ -81,7 +93,7 @@ class World:
 
     def refuse(self, refused: list[tuple[Sequence, Exception]]) -> None:
         for sequence, problem in refused:
-            assert isinstance(problem, (ValueError, TimeoutError))
+            assert isinstance(problem, (ValueError, TimeoutError, AdapterCrashedWorkerError))
             del self.waiting[sequence]
             self.errors[sequence] = str(problem)
             sequence.state = State.FINISHED
@@ -104,9 +116,14 @@ class World:
         sequence.state = State.FINISHED
         self.adapters.ended(sequence)
 
+    @property
+    def holds_steps(self) -> bool:
+        return self.adapters.holds_steps(self.last_message)
+
     def lose_workers(self) -> None:
         self.memory, self.loading = {}, {}
-        self.adapters.workers_lost(self.now)
+        self.steps_in_flight = False
+        self.refuse(self.adapters.workers_lost(self.now, self.last_message))
         self.adapters.take_back(self.scheduled, self.now)
         self.waiting = self.scheduled | self.waiting
         self.scheduled = {}
@@ -114,6 +131,7 @@ class World:
     def settle(self) -> list[Sequence]:
         """Load and admit until nothing changes; the sequences that were admitted."""
         admitted: list[Sequence] = []
+        self.steps_in_flight = False
         while True:
             self.obey()
             progress = bool(self.loading)
@@ -196,6 +214,10 @@ class AnyOrder(RuleBasedStateMachine):
     def replace(self, path: int) -> None:
         self.world.contents[f"/adapters/{path}"] = f"other {self.world.now}".encode()
 
+    @rule(launches=st.booleans())
+    def step(self, launches: bool) -> None:
+        self.world.steps_in_flight = launches and not self.world.holds_steps
+
     @rule()
     def lose_workers(self) -> None:
         self.world.lose_workers()
@@ -224,7 +246,7 @@ class AnyOrder(RuleBasedStateMachine):
             for sequence in list(world.scheduled):
                 world.end(sequence)
             world.now += 2 * PATIENCE_SECONDS
-        assert not world.waiting and not world.scheduled
+        assert not world.waiting and not world.scheduled and not world.holds_steps
 
 
 TestAnyOrder = AnyOrder.TestCase
@@ -447,3 +469,64 @@ def test_a_pinned_adapter_stays_and_one_place_is_left_for_others() -> None:
     world.lose_workers()
     world.settle()
     assert {b"/adapters/1", b"/adapters/2"} <= set(world.memory.values())
+
+
+def test_an_adapter_that_workers_die_of_is_refused_and_no_other() -> None:
+    world = World()
+    (running,) = world.submit(source(3))
+    world.settle()
+    (bad,), (good,) = world.submit(source(1)), world.submit(source(2))
+    world.obey()
+    world.lose_workers()
+    assert not world.errors, "one loss proves nothing"
+    world.steps_in_flight = True  # of requests without an adapter
+    world.obey()
+    assert [order.path for order in world.loading.values()] == ["/adapters/3"], "the next are suspects"
+    world.load()
+    world.obey()
+    assert world.holds_steps and not world.loading
+    world.steps_in_flight = False
+    world.obey()
+    assert world.holds_steps and [order.path for order in world.loading.values()] == ["/adapters/1"]
+    world.lose_workers()
+    assert world.errors.keys() == {bad} and "2 workers were lost while they read it" in world.errors[bad]
+    assert set(world.settle()) == {running, good} and not world.holds_steps
+
+    world.end(good)
+    problems: list[Exception | None] = []
+    world.adapters.register(source(1), world.now, problems.append)
+    (again,) = world.submit(source(1))
+    assert world.settle() == [] and again in world.errors
+    assert [type(problem) for problem in problems] == [AdapterCrashedWorkerError]
+    changed = world.submit(source(1, version="v2"))
+    assert world.settle() == changed
+    assert world.adapters.remove(1)
+    assert world.adapters.find(source(1), any_path=True).refusal == ""  # who removes it wants to try again
+
+
+def test_a_pinned_adapter_that_workers_die_of_is_not_wanted_by_the_next() -> None:
+    world = World()
+    problems: list[Exception | None] = []
+    world.adapters.preload(source(1), world.now, problems.append)
+    world.settle()
+    for _ in range(3):
+        world.lose_workers()
+        world.obey()
+    assert problems == [None] and not world.loading
+    (named,) = world.submit(AdapterSource("a1", 1))
+    assert world.settle() == [] and named in world.errors
+
+
+def test_steps_do_not_wait_for_a_suspect_on_a_slow_disk() -> None:
+    world = World()
+    (waiting,) = world.submit(source(1))
+    for number in range(1, MAX_LOSSES + 1):
+        world.obey()
+        world.now += TRIAL_SECONDS
+        assert world.holds_steps == (number > 1)
+        world.now += 1.0
+        world.last_message = world.now  # the answer to a ping
+        assert not world.holds_steps
+        assert waiting in world.waiting, "workers may have died of a step"
+        world.lose_workers()
+    assert f"{MAX_LOSSES} workers" in world.errors[waiting]

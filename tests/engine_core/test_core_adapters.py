@@ -15,6 +15,7 @@ import pytest
 
 from pagewire.engine_core.clients.access import Access
 from pagewire.ipc.adapters import AdapterSource
+from pagewire.ipc.errors import AdapterCrashedWorkerError
 
 from .conftest import RawFrontend, RunningCore
 from .fake_worker import next_token
@@ -116,6 +117,27 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests_alone(
         assert (end.finish_reason, end.error_type) == ("error", "ValueError")
         assert end.error is not None and end.error.startswith("adapter 'gone': cannot read it")
     assert frontend.ends[2, 0].finish_reason == frontend.ends[3, 0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("event", ["crash", "hang"])
+def test_an_adapter_that_workers_do_not_return_from_is_refused_after_two(
+    start: Callable[..., Any], new: Callable[..., Folder], monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    monkeypatch.setattr("pagewire.engine_core.clients.health.FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("pagewire.engine_core.core.TICK_SECONDS", 0.1)
+    monkeypatch.setenv("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", "0.5")
+    core, frontend = start()
+    bad, good = new(1, **{event: True}), new(2)
+    frontend.submit(1, [1, 2], adapter=good.source(), max_tokens=100)
+    answer = frontend.call("register_adapter", "a1", 1, str(bad.path))
+    assert answer.error_type == "AdapterCrashedWorkerError"
+    assert "adapter 'a1': 2 workers were lost while they read it" in str(answer.error)
+    frontend.submit(2, [1, 2], adapter=bad.source())
+    frontend.submit(3, [1, 2])
+    frontend.finish((1, 0), (2, 0), (3, 0))
+    assert frontend.ends[2, 0].error_type == "AdapterCrashedWorkerError"
+    assert frontend.outputs[1, 0] == roll_out([1, 2], 100, good.content)
+    assert core.workers.num_starts == 3 and frontend.call("list_loras").result == [2]
 
 
 def test_blocks_are_shared_by_content_and_never_with_a_replaced_file(
@@ -238,3 +260,7 @@ def test_the_adapter_that_the_engine_starts_with_is_pinned_or_ends_it(
     broken = start_core(access=Access(), enable_lora=True, first_adapter=adapter.source("qlora"))
     broken.thread.join(20)
     assert "adapter 'qlora': its rank is 99" in str(broken.error)
+    adapter.write(crash=True)
+    broken = start_core(access=Access(), enable_lora=True, first_adapter=adapter.source("qlora"))
+    broken.thread.join(20)
+    assert isinstance(broken.error, AdapterCrashedWorkerError)

@@ -6,7 +6,12 @@ import re
 
 import msgspec
 
-from pagewire.ipc.errors import EngineBusyError, EngineDeadError, RequestCrashedEngineError
+from pagewire.ipc.errors import (
+    AdapterCrashedWorkerError,
+    EngineBusyError,
+    EngineDeadError,
+    RequestCrashedEngineError,
+)
 from pagewire.ipc.quoting import shortened
 
 RETRY_SECONDS = 1  # Retry-After header when too many requests are waiting
@@ -84,6 +89,8 @@ def api_error(error: BaseException, fields: tuple[str, ...] = ()) -> APIError:
         return APIError(503, f"the engine is not available: {error}", code="engine_down")
     if isinstance(error, RequestCrashedEngineError):
         return APIError(500, str(error), code="request_crashed_engine", headers=NO_RETRY)
+    if isinstance(error, AdapterCrashedWorkerError):
+        return APIError(500, str(error), code="adapter_crashed_worker", headers=NO_RETRY)
     if isinstance(error, msgspec.ValidationError):
         return APIError(422, str(error), param=invalid_field(str(error)))
     if isinstance(error, (msgspec.DecodeError, UnicodeDecodeError, RecursionError)):
