@@ -36,7 +36,7 @@ from benchmarks.limits import processor
 from pagewire.ipc.gguf.file import read_gguf
 from pagewire.ipc.gguf.tokenizer import tokenizer_json
 from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.kernels.attention import AttentionBatch
+from pagewire.kernels.paging import AttentionBatch
 from pagewire.workers.collective.single import SingleRank
 from pagewire.workers.device.cpu import CpuDevice
 from pagewire.workers.model.attention import DryRunRecorder

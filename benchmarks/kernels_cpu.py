@@ -21,9 +21,10 @@ from torch.nn import functional
 
 from benchmarks.limits import Limits, measure_limits, processor
 from pagewire.kernels import linear
-from pagewire.kernels.attention import AttentionBatch, Cache, paged_attention, store_kv
 from pagewire.kernels.integers import INT8, Integers, quantise
 from pagewire.kernels.kv_codes import row_width
+from pagewire.kernels.ops import paged_attention, store_kv
+from pagewire.kernels.paging import AttentionBatch, Cache
 from pagewire.kernels.weight import Weight
 
 BLOCK_SIZE = 16

@@ -17,9 +17,17 @@ from torch import Tensor
 from pagewire.kernels.adapted import adapt
 from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.dispatch import implementation_for
-from pagewire.kernels.experts import ACTIVATIONS, GroupedExperts, add_gated, route
+from pagewire.kernels.experts import GroupedExperts
 from pagewire.kernels.layer import Activation, Angles, Layer, Norm, mixture_products
-from pagewire.kernels.layers import add_rms_norm, rms_norm
+from pagewire.kernels.ops import (
+    activate_and_mul,
+    add_gated,
+    add_rms_norm,
+    paged_attention,
+    rms_norm,
+    rotate_and_store,
+    route,
+)
 from pagewire.kernels.paging import AttentionBatch, Cache
 from pagewire.kernels.reduced import Sum
 from pagewire.kernels.weight import Linear
@@ -52,7 +60,7 @@ class Stack:
 
         Args:
             residual: [T, H], contiguous; overwritten.
-            cos: [T, rot_dim], see `layers.rotary`.
+            cos: [T, rot_dim], see `Kernels.rotary`.
             sin: likewise.
             batch: see `AttentionBatch`.
             caches: of each layer.
@@ -96,7 +104,7 @@ class Products:
         """The gated feed-forward half [T, H] of x [T, H]."""
         layer = self._layer
         assert layer.gate_up is not None and layer.down is not None
-        gated = ACTIVATIONS[layer.activation](self._product(layer.gate_up, self._first + 2, x))
+        gated = activate_and_mul(self._product(layer.gate_up, self._first + 2, x), layer.activation)
         return self._product(layer.down, self._first + 3, gated)
 
     def mixture(self, x: Tensor, experts: GroupedExperts) -> Tensor:
@@ -128,7 +136,6 @@ def _attend(layer: Layer, qkv: Tensor, angles: Angles, batch: AttentionBatch, ca
     num_tokens = len(qkv)
     heads = qkv.view(num_tokens, -1, layer.head_dim)
     q, k, v = torch.split(heads, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
-    kernels = implementation_for(q, k, v)
-    q = kernels.rotate_and_store(q, k, v, angles, layer.head_norms, cache, batch.slot_mapping)
-    attended = kernels.paged_attention(q, cache, batch, layer.scale, layer.terms)
+    q = rotate_and_store(q, k, v, angles, layer.head_norms, cache, batch.slot_mapping)
+    attended = paged_attention(q, cache, batch, layer.scale, layer.terms)
     return attended.view(num_tokens, -1)

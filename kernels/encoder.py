@@ -17,11 +17,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagewire.kernels.attention import paged_attention, store_kv
 from pagewire.kernels.dispatch import implementation_for
-from pagewire.kernels.experts import ACTIVATIONS
 from pagewire.kernels.layer import Angles, EncoderLayer, LayerNorm
-from pagewire.kernels.layers import activate_each, layer_norm
+from pagewire.kernels.ops import (
+    activate_and_mul,
+    activate_each,
+    layer_norm,
+    paged_attention,
+    rotate_and_store,
+    store_kv,
+)
 from pagewire.kernels.paging import AttentionBatch, Cache
 
 __all__ = ["EncoderLayer", "EncoderStack", "LayerNorm"]
@@ -58,7 +63,7 @@ class EncoderStack:
             x: [T, H], contiguous; may be overwritten.
             batch: see `AttentionBatch`; of whole prompts, without padding.
             cache: which every layer overwrites.
-            angles: tables of cosines and sines [T, rot_dim], see `layers.rotary`; a layer says which is its own.
+            angles: tables of cosines and sines [T, rot_dim], see `Kernels.rotary`; a layer says which is its own.
 
         Returns:
             [T, H].
@@ -73,8 +78,8 @@ class EncoderStack:
                 layer.out(_attend(layer, x, batch, cache, angles)), residual, layer.attention_norm
             )
             up = layer.up(x)
-            inner = ACTIVATIONS[layer.activation](up) if layer.gated else activate_each(up, layer.activation)
-            x, residual = self._add(layer.down(inner), residual, layer.output_norm)
+            activate = activate_and_mul if layer.gated else activate_each
+            x, residual = self._add(layer.down(activate(up, layer.activation)), residual, layer.output_norm)
         return x
 
     def _add(self, x: Tensor, residual: Tensor, norm: LayerNorm) -> tuple[Tensor, Tensor]:
@@ -101,7 +106,6 @@ def _attend(
     if layer.angles is None:
         store_kv(k, v, cache, batch.slot_mapping)
     else:
-        kernels = implementation_for(q, k, v)
-        q = kernels.rotate_and_store(q, k, v, angles[layer.angles], None, cache, batch.slot_mapping)
+        q = rotate_and_store(q, k, v, angles[layer.angles], None, cache, batch.slot_mapping)
     attended = paged_attention(q, cache, batch, layer.scale, layer.terms)
     return attended.view(num_tokens, -1)

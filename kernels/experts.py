@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from torch import Tensor
 from pagewire.kernels.adapted import adapt
 from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.dispatch import implementation_for
-from pagewire.kernels.layer import Activation, Experts, Router
-from pagewire.kernels.layers import clamped_swiglu, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from pagewire.kernels.layer import Experts
+from pagewire.kernels.ops import activate_and_mul
 from pagewire.kernels.weight import Linear
 
 Between = Callable[[Tensor], Tensor]
@@ -20,13 +21,6 @@ GroupedProduct = Callable[[Tensor, Sequence[int]], Tensor]
 """Rows in order of the expert, and how many each expert has, to the rows of the result."""
 RoutedProduct = Callable[[Tensor, Sequence[int], Tensor], Tensor]
 """The same, with the token int64 [R] that each row is of."""
-ACTIVATIONS: dict[Activation, Between] = {
-    Activation.SILU: silu_and_mul,
-    Activation.GELU_TANH: gelu_tanh_and_mul,
-    Activation.GELU: gelu_and_mul,
-    Activation.CLAMPED_SWIGLU: clamped_swiglu,
-}
-"""The activations that compiled experts have."""
 
 
 class GroupedExperts:
@@ -54,7 +48,9 @@ class GroupedExperts:
         kernels = implementation_for(torch.empty(0, dtype=experts.up[0].dtype, device=device))
         self.compiled = kernels.experts(experts)
         self.is_one_call = self.compiled is not None and experts.activation is not None and after is None
-        self._between = between if experts.activation is None else ACTIVATIONS[experts.activation]
+        if experts.activation is not None:
+            between = partial(activate_and_mul, activation=experts.activation)
+        self._between = between
         self._after = after
 
     def __call__(
@@ -147,29 +143,3 @@ def weighted_experts(
     for place in places.view_as(ids).sort(1).values.unbind(1):  # ascending places: ascending experts
         total += weights.flatten()[order[place], None].to(total.dtype) * rows[place].to(total.dtype)
     return total.to(x.dtype)
-
-
-def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """The experts of each token, and their weights.
-
-    Args:
-        logits: [T, E].
-        router: how many are chosen, and what becomes of their probabilities.
-
-    Returns:
-        ids int64 [T, C] of the most probable experts, the most probable first, and weights float32 [T, C].
-    """
-    return implementation_for(logits).route(
-        logits, router.num_chosen, normalised=router.normalised, rounded=router.rounded
-    )
-
-
-def add_gated(out: Tensor, x: Tensor, gate: Tensor) -> None:
-    """`out += sigmoid(gate) * x` in place, every step rounded.
-
-    Args:
-        out: [T, H], contiguous.
-        x: [T, H].
-        gate: [T, 1].
-    """
-    implementation_for(out, x, gate).add_gated(out, x, gate)

@@ -1,7 +1,7 @@
 """Weights as integers of 8 or 4 bits with a scale, and often an offset, for each group of columns.
 
 The formats of quantised checkpoints are read as one of these schemes; none of them has kernels of its own. The
-product over such a weight quantises its input, too, and is defined by `reference.quantised_linear`.
+product over such a weight quantises its input, too, and is defined by `reference.quantised.quantised_linear`.
 """
 
 from __future__ import annotations

@@ -23,12 +23,12 @@ class Activation(Enum):
     GELU_TANH = "gelu_tanh"
     GELU = "gelu"
     CLAMPED_SWIGLU = "clamped_swiglu"
-    """gpt-oss's: see `layers.clamped_swiglu`."""
+    """gpt-oss's: see `Kernels.activate_and_mul`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMS norm, as `layers.rms_norm` computes it."""
+    """An RMS norm, as `Kernels.rms_norm` computes it."""
 
     weight: Tensor
     eps: float
@@ -38,7 +38,7 @@ class Norm:
 HeadNorms = tuple[Norm, Norm]
 """The norms of query heads and of key heads, before they are rotated."""
 Angles = tuple[Tensor, Tensor]
-"""Cosines and sines [T, rot_dim] of the angles by which heads are rotated, see `layers.rotary`."""
+"""Cosines and sines [T, rot_dim] of the angles by which heads are rotated, see `Kernels.rotary`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
-    """A layer norm, as `layers.layer_norm` computes it."""
+    """A layer norm, as `Kernels.layer_norm` computes it."""
 
     weight: Tensor
     bias: Tensor | None

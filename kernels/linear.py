@@ -6,7 +6,7 @@ from torch import Tensor
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.weight import Linear, Weight, dense_weight
 
-__all__ = ["Linear", "Weight", "dense_weight", "linear", "pack"]
+__all__ = ["Linear", "Weight", "dense_weight", "pack"]
 
 
 def pack(weight: Weight, bias: Tensor | None = None, device: torch.device | None = None) -> Linear:
@@ -35,20 +35,3 @@ def pack(weight: Weight, bias: Tensor | None = None, device: torch.device | None
         bias = bias.to(device, weight.dtype)
     kernels = implementation_for(torch.empty(0, dtype=weight.dtype, device=device))
     return kernels.pack(weight.to(device), bias)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, to the bits of the same product over the packed weight, without packing it for good.
-
-    Args:
-        x: [..., K].
-        weight: [N, K], of the same dtype. It is packed anew in every call, in pieces that fit a processor's cache.
-        bias: [N], of the same dtype.
-
-    Returns:
-        [..., N].
-
-    Raises:
-        ValueError: the shapes or dtypes do not fit.
-    """
-    return implementation_for(x, weight).linear(x, weight, bias)

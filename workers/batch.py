@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.ipc.worker_messages import Row
-from pagewire.kernels.attention import AttentionBatch
+from pagewire.kernels.paging import AttentionBatch
 from pagewire.workers.model.overlay import Overlay, overlay_of
 from pagewire.workers.slots import Slots
 

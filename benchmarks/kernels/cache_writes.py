@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from pagewire.kernels import reference
 from pagewire.kernels.cuda import kv
 from pagewire.kernels.cuda.launch import KernelLauncher
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.paging import Cache, token_view
+from pagewire.kernels.reference.kernels import reference
 
 from .attention import BLOCK_SIZE, LLAMA, Shape
 from .case import Case, Run, distance, num_copies

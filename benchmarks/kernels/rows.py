@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pagewire.kernels import reference
 from pagewire.kernels.cuda import gates, norms
 from pagewire.kernels.cuda.launch import KernelLauncher
 from pagewire.kernels.layer import Activation
+from pagewire.kernels.reference.kernels import reference
 
 from .case import Case, distance, num_copies
 
@@ -47,7 +47,8 @@ def _norm_case(launcher: KernelLauncher, name: str, x: Tensor, residual: Tensor,
 def _gate_case(launcher: KernelLauncher, rows: int, x: Tensor) -> Case:
     def error() -> float:
         return distance(
-            gates.activate_and_mul(launcher, x[0], Activation.SILU), reference.silu_and_mul(x[0].double())
+            gates.activate_and_mul(launcher, x[0], Activation.SILU),
+            reference.activate_and_mul(x[0].double(), Activation.SILU),
         )
 
     return Case(
@@ -58,5 +59,5 @@ def _gate_case(launcher: KernelLauncher, rows: int, x: Tensor) -> Case:
         lambda i: gates.activate_and_mul(launcher, x[i], Activation.SILU),
         error,
         1e-2,
-        {"torch": lambda i: reference.silu_and_mul(x[i])},
+        {"torch": lambda i: reference.activate_and_mul(x[i], Activation.SILU)},
     )

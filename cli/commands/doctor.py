@@ -246,11 +246,12 @@ def check_launch() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield Finding(None, "not tried: no device")
         return
-    from pagewire.kernels import reference
     from pagewire.kernels.cuda.compile import CompileError
+    from pagewire.kernels.layer import Activation
+    from pagewire.kernels.reference.kernels import reference
 
     x = torch.randn(64, 2048).bfloat16()
-    expected = reference.silu_and_mul(x)
+    expected = reference.activate_and_mul(x, Activation.SILU)
     for index in range(torch.cuda.device_count()):
         try:
             result = silu_and_mul_on(index, x)

@@ -27,9 +27,9 @@ from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.kv_codes import head_size, row_width
-from pagewire.kernels.layer import Activation, EncoderLayer, Experts, Layer, LayerNorm, Norm
+from pagewire.kernels.layer import Activation, EncoderLayer, Experts, Layer, LayerNorm, Norm, Router
 from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache, LogitTerms, check_scales
-from pagewire.kernels.reference import rotate_and_store_with
+from pagewire.kernels.reference.kernels import Kernels
 from pagewire.kernels.weight import Linear, Weight
 
 
@@ -40,8 +40,8 @@ def load() -> "CpuKernels | None":
     return CpuKernels(library.isa, library.functions) if library else None
 
 
-class CpuKernels:
-    """The compiled kernels for one instruction set. Signatures and meaning as in `pagewire.kernels`."""
+class CpuKernels(Kernels):
+    """The compiled kernels for one instruction set."""
 
     def __init__(self, isa: InstructionSet, library: ctypes.CDLL) -> None:
         self.isa, self._library = isa, library
@@ -55,7 +55,6 @@ class CpuKernels:
         terms: LogitTerms = CAUSAL,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `pagewire.kernels.attention.paged_attention`."""
         check_scales(cache)
         num_tokens, num_heads, head_dim = q.shape
         q = last_contiguous(q)
@@ -94,7 +93,6 @@ class CpuKernels:
         return out
 
     def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
-        """See `pagewire.kernels.attention.store_kv`."""
         check_scales(cache)
         if slot_mapping.dtype != torch.int64:
             raise TypeError(f"slots are int64, not {slot_mapping.dtype}")
@@ -131,7 +129,6 @@ class CpuKernels:
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, out: Tensor | None = None
     ) -> Tensor:
-        """See `pagewire.kernels.layers.rms_norm`."""
         rows = last_contiguous(x if x.dim() == 3 else x.reshape(1, -1, x.shape[-1]))
         if out is None:
             out = torch.empty(x.shape, dtype=x.dtype)
@@ -155,7 +152,6 @@ class CpuKernels:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
     ) -> Tensor:
-        """See `pagewire.kernels.layers.add_rms_norm`."""
         x, weight = x.contiguous(), of_size(weight, x.shape[-1])
         out = torch.empty_like(x)
         self._library.pagewire_add_rms_norm(
@@ -175,7 +171,6 @@ class CpuKernels:
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
     ) -> Tensor:
-        """See `pagewire.kernels.layers.layer_norm`."""
         x, weight = x.contiguous(), of_size(weight, x.shape[-1])
         bias = None if bias is None else of_size(bias, x.shape[-1])
         residual = None if residual is None else _contiguous_like(x, residual)
@@ -196,7 +191,6 @@ class CpuKernels:
         return out
 
     def activate_each(self, x: Tensor, activation: Activation) -> Tensor:
-        """See `pagewire.kernels.layers.activate_each`."""
         if activation is Activation.CLAMPED_SWIGLU:
             raise ValueError(f"{activation} is of pairs of elements, not of each")
         x = x.contiguous()
@@ -212,23 +206,7 @@ class CpuKernels:
         )
         return out
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """See `pagewire.kernels.layers.silu_and_mul`."""
-        return self._activate(Activation.SILU, x)
-
-    def gelu_and_mul(self, x: Tensor) -> Tensor:
-        """See `pagewire.kernels.layers.gelu_and_mul`."""
-        return self._activate(Activation.GELU, x)
-
-    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
-        """See `pagewire.kernels.layers.gelu_tanh_and_mul`."""
-        return self._activate(Activation.GELU_TANH, x)
-
-    def clamped_swiglu(self, x: Tensor) -> Tensor:
-        """See `pagewire.kernels.layers.clamped_swiglu`."""
-        return self._activate(Activation.CLAMPED_SWIGLU, x)
-
-    def _activate(self, activation: Activation, x: Tensor) -> Tensor:
+    def activate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
         size, odd = divmod(x.shape[-1], 2)
         if odd:
             raise ValueError(f"gate and up halves need an even size, not {x.shape[-1]}")
@@ -248,7 +226,6 @@ class CpuKernels:
         return out
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """See `pagewire.kernels.layers.rotary`."""
         cos, sin = last_contiguous(cos), last_contiguous(sin)
         num_tokens, size = cos.shape
         for x in (q, k):
@@ -271,10 +248,7 @@ class CpuKernels:
                 torch.get_num_threads(),
             )
 
-    rotate_and_store = rotate_and_store_with
-
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """See `pagewire.kernels.linear.pack`."""
         if isinstance(weight.scheme, Integers):
             return QuantisedLinear(self._library, weight, bias)
         return PackedLinear(self._library, weight, bias)
@@ -288,19 +262,15 @@ class CpuKernels:
         return QuantisedLinear.of_packed(self._library, packed, form, bias)
 
     def quantise(self, weight: Weight, scheme: Integers, scale_dtype: torch.dtype) -> Weight:
-        """See `pagewire.kernels.quantising.quantise`."""
         return integers.quantise(self._library, weight, scheme, scale_dtype)
 
     def dense(self, weight: Weight) -> Tensor:
-        """See `pagewire.kernels.quantising.dense`."""
         return integers.dense(self._library, weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `pagewire.kernels.linear.linear`."""
         return multiply_unpacked(self._library, x, weight, bias)
 
     def adapt(self, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:
-        """See `pagewire.kernels.adapted.adapt`."""
         adapters.adapt(self._library, x, out, rows, product)
 
     def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> CompiledStack | None:
@@ -317,11 +287,8 @@ class CpuKernels:
         """The experts in one call; None if they are not packed by this library."""
         return CompiledExperts.of(self._library, experts)
 
-    def route(
-        self, logits: Tensor, num_chosen: int, *, normalised: bool, rounded: bool
-    ) -> tuple[Tensor, Tensor]:
-        """See `pagewire.kernels.experts.route`."""
-        num_tokens, num_experts = logits.shape
+    def route(self, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+        (num_tokens, num_experts), num_chosen = logits.shape, router.num_chosen
         if not 0 < num_chosen <= num_experts:
             raise ValueError(f"{num_chosen} of {num_experts} experts cannot be chosen")
         logits = logits.contiguous()
@@ -334,14 +301,13 @@ class CpuKernels:
             num_tokens,
             num_experts,
             num_chosen,
-            normalised,
-            rounded,
+            router.normalised,
+            router.rounded,
             DTYPES[logits.dtype],
         )
         return ids, weights
 
     def add_gated(self, out: Tensor, x: Tensor, gate: Tensor) -> None:
-        """See `pagewire.kernels.experts.add_gated`."""
         if gate.shape != (len(out), 1):
             raise ValueError(f"gates {[len(out), 1]} expected, not {tuple(gate.shape)}")
         x, gate = x.contiguous(), gate.contiguous()
@@ -355,7 +321,6 @@ class CpuKernels:
         )
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See `pagewire.kernels.sampling.largest`."""
         rows = last_contiguous(x)
         bits = None if allowed is None else _bits_for(x, allowed)
         values, columns = torch.empty(len(x)), torch.empty(len(x), dtype=torch.int64)
@@ -372,7 +337,6 @@ class CpuKernels:
         return values, columns
 
     def only_allowed(self, x: Tensor, allowed: Tensor) -> Tensor:
-        """See `pagewire.kernels.sampling.only_allowed`."""
         rows, bits = last_contiguous(x), _bits_for(x, allowed)
         out = torch.empty(x.shape)
         self._library.pagewire_only_allowed(
@@ -387,7 +351,6 @@ class CpuKernels:
         return out
 
     def fixed_point_probabilities(self, depths: Tensor) -> Tensor:
-        """See `pagewire.kernels.sampling.fixed_point_probabilities`."""
         depths = depths.contiguous()
         masses = torch.empty(depths.shape, dtype=torch.int64)
         self._library.pagewire_fixed_point_probabilities(

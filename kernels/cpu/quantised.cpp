@@ -1,4 +1,4 @@
-// The product of rows with a quantised weight, as `reference.quantised_linear` defines it.
+// The product of rows with a quantised weight, as `reference/quantised.py` defines it.
 //
 // Rows are quantised first, to signed bytes; all sums within a group are of integers. Groups are added in ascending
 // order, each by one fused multiply-add (two where the weight has offsets); then finer codes or outliers. So the bits of an

@@ -39,7 +39,7 @@ class PackedForm:
 class QuantisedLinear:
     """A linear layer over a packed quantised weight [N, K]: see `pagewire.kernels.linear.pack`.
 
-    The product is defined by `pagewire.kernels.reference.quantised_linear`, and has its bits.
+    The product is defined by `pagewire.kernels.reference.quantised.quantised_linear`, and has its bits.
     """
 
     def __init__(self, library: ctypes.CDLL, weight: Weight, bias: Tensor | None) -> None:

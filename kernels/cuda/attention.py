@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: chooses the kernels for a batch and launches them. See `kernels.attention`."""
+"""Paged attention on a GPU: chooses the kernels for a batch and launches them. See `Kernels`."""
 
 import functools
 from dataclasses import dataclass
@@ -147,7 +147,7 @@ def paged_attention(
     terms: LogitTerms = CAUSAL,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `pagewire.kernels.attention.paged_attention`; the cache has the layout of `layout.cuh`.
+    """See `Kernels.paged_attention`; the cache has the layout of `layout.cuh`.
 
     Lengths, starts and block tables are on the device and are not checked. The padded batch decides where sums
     are split, so the last bits of a token's output depend on the batch; with `future` keys or a `relative_bias`
@@ -290,7 +290,7 @@ def _check_terms(q: Tensor, scale: float, terms: LogitTerms) -> None:
 
 
 def _radius(relative_bias: Tensor | None) -> int:
-    """The largest distance that has a bias, see `kernels.attention.paged_attention`."""
+    """The largest distance that has a bias, see `LogitTerms`."""
     return 0 if relative_bias is None else relative_bias.shape[1] // 2
 
 

@@ -1,4 +1,4 @@
-"""Gated activations: SiLU, and GELU in its tanh form and exact. See `pagewire.kernels.layers`."""
+"""Gated activations: SiLU, and GELU in its tanh form and exact. See `Kernels`."""
 
 import functools
 

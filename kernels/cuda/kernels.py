@@ -1,4 +1,4 @@
-"""The CUDA kernels, with the signatures of `pagewire.kernels`."""
+"""The CUDA kernels."""
 
 import functools
 from collections.abc import Sequence
@@ -7,24 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire.kernels import reference
 from pagewire.kernels.cuda import attention, gates, kv, lora, norms, sampling
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.replacements import replacement
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.deltas import AdapterRows
-from pagewire.kernels.integers import Integers
-from pagewire.kernels.layer import (
-    Activation,
-    Angles,
-    EncoderLayer,
-    Experts,
-    HeadNorms,
-    Layer,
-    LayerNorm,
-    Norm,
-)
+from pagewire.kernels.layer import Activation, Angles, HeadNorms
 from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.reference.kernels import Kernels
 from pagewire.kernels.weight import Linear, UnpackedLinear, Weight
 
 
@@ -70,8 +60,8 @@ def variants(
     return result
 
 
-class CudaKernels:
-    """The kernels of one device. Signatures and meaning as in `pagewire.kernels`.
+class CudaKernels(Kernels):
+    """The kernels of one GPU.
 
     PyTorch computes what has no kernel of its own: rare operations, and those that the fast path fuses into others.
     on: the device's memory, where the workspace of attention is allocated.
@@ -97,66 +87,29 @@ class CudaKernels:
         terms: LogitTerms = CAUSAL,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `pagewire.kernels.attention.paged_attention`."""
         return attention.paged_attention(self.launcher, self._workspace, q, cache, batch, scale, terms, out)
 
     def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
-        """See `pagewire.kernels.attention.store_kv`; slots are on the device and are not checked."""
         kv.write_kv(self.launcher, None, k, v, cache, slot_mapping)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, out: Tensor | None = None
     ) -> Tensor:
-        """See `pagewire.kernels.layers.rms_norm`."""
         return norms.rms_norm(self.launcher, x, weight, eps, offset=offset, out=out)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
     ) -> Tensor:
-        """See `pagewire.kernels.layers.add_rms_norm`."""
         return norms.rms_norm(self.launcher, x, weight, eps, offset=offset, residual=residual)
 
-    def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
-    ) -> Tensor:
-        """See `pagewire.kernels.layers.layer_norm`. Computed by PyTorch."""
-        return reference.layer_norm(x, weight, bias, eps, residual=residual)
-
-    def activate_each(self, x: Tensor, activation: Activation) -> Tensor:
-        """See `pagewire.kernels.layers.activate_each`. Computed by PyTorch."""
-        return reference.activate_each(x, activation)
-
-    def gelu_and_mul(self, x: Tensor) -> Tensor:
-        """See `pagewire.kernels.layers.gelu_and_mul`."""
-        return gates.activate_and_mul(self.launcher, x, Activation.GELU)
-
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """See `pagewire.kernels.layers.silu_and_mul`."""
-        return gates.activate_and_mul(self.launcher, x, Activation.SILU)
-
-    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
-        """See `pagewire.kernels.layers.gelu_tanh_and_mul`."""
-        return gates.activate_and_mul(self.launcher, x, Activation.GELU_TANH)
-
-    def clamped_swiglu(self, x: Tensor) -> Tensor:
-        """See `pagewire.kernels.layers.clamped_swiglu`. Computed by PyTorch."""
-        return reference.clamped_swiglu(x)
-
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """See `pagewire.kernels.layers.rotary`. Computed by PyTorch; a stack rotates in `kv.write_kv`."""
-        reference.rotary(q, k, cos, sin)
+    def activate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
+        if activation in gates.ACTIVATIONS:
+            return gates.activate_and_mul(self.launcher, x, activation)
+        return super().activate_and_mul(x, activation)
 
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """See `pagewire.kernels.linear.pack`. The weight is made dense; a row's bits may depend on the batch."""
         return UnpackedLinear(functional.linear, weight, bias)
-
-    def quantise(self, weight: Weight, scheme: Integers, scale_dtype: torch.dtype) -> Weight:
-        """See `pagewire.kernels.quantising.quantise`. Computed by PyTorch."""
-        return reference.quantise(weight, scheme, scale_dtype)
-
-    def dense(self, weight: Weight) -> Tensor:
-        """See `pagewire.kernels.quantising.dense`. Computed by PyTorch."""
-        return weight.dense()
 
     def adapt(self, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:
         """See `pagewire.kernels.adapted.adapt`.
@@ -168,32 +121,7 @@ class CudaKernels:
         if rows.num_matrices == 1:
             others = lora.adapt(self.launcher, x, out, rows, product)
         if others is not None:
-            reference.adapt(x, out, others, product)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `pagewire.kernels.linear.linear`. A row's bits may depend on the batch."""
-        return functional.linear(x, weight, bias)
-
-    def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> None:
-        """None: a stack's kernels are launched one by one, ten for a layer."""
-
-    def encoder(
-        self, layers: Sequence[EncoderLayer], input_norm: LayerNorm | None, *, norm_first: bool
-    ) -> None:
-        """None: an encoder's kernels are launched one by one."""
-
-    def experts(self, experts: Experts) -> None:
-        """None: experts are called one by one."""
-
-    def route(
-        self, logits: Tensor, num_chosen: int, *, normalised: bool, rounded: bool
-    ) -> tuple[Tensor, Tensor]:
-        """See `pagewire.kernels.experts.route`. Computed by PyTorch."""
-        return reference.route(logits, num_chosen, normalised=normalised, rounded=rounded)
-
-    def add_gated(self, out: Tensor, x: Tensor, gate: Tensor) -> None:
-        """See `pagewire.kernels.experts.add_gated`. Computed by PyTorch."""
-        reference.add_gated(out, x, gate)
+            super().adapt(x, out, others, product)
 
     def rotate_and_store(
         self,
@@ -205,7 +133,7 @@ class CudaKernels:
         cache: Cache,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """See `pagewire.kernels.dispatch.Kernels.rotate_and_store`; one kernel.
+        """See `Kernels.rotate_and_store`; one kernel.
 
         Raises:
             ValueError: the norms of query and key heads differ in eps.
@@ -220,15 +148,3 @@ class CudaKernels:
             norms = kv.HeadNorms(of_q.weight, of_k.weight, of_q.eps, of_q.offset, of_k.offset)
         kv.write_kv(self.launcher, q, k, v, cache, slot_mapping, angles, norms)
         return q
-
-    def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See `pagewire.kernels.sampling.largest`."""
-        return reference.largest(x, allowed)
-
-    def only_allowed(self, x: Tensor, allowed: Tensor) -> Tensor:
-        """See `pagewire.kernels.sampling.only_allowed`."""
-        return reference.only_allowed(x, allowed)
-
-    def fixed_point_probabilities(self, depths: Tensor) -> Tensor:
-        """See `pagewire.kernels.sampling.fixed_point_probabilities`."""
-        return reference.fixed_point_probabilities(depths)

@@ -27,7 +27,7 @@ class HeadNorms(NamedTuple):
     """[D]; None norms no heads."""
     eps: float
     q_offset: float = 0.0
-    """See `layers.rms_norm`."""
+    """See `Kernels.rms_norm`."""
     k_offset: float = 0.0
 
 
@@ -81,7 +81,7 @@ def write_kv(
 ) -> None:
     """Norm and rotate queries in place; norm and rotate keys, and write them and the values into the cache.
 
-    One kernel for `layers.rms_norm`, `layers.rotary` and `attention.store_kv`, except that k is not changed.
+    One kernel for `rms_norm`, `rotary` and `store_kv` of `Kernels`, except that k is not changed.
 
     Args:
         q: [T, Hq, D], any strides as long as D is contiguous; None for no queries.
@@ -90,7 +90,7 @@ def write_kv(
         cache: contiguous, in pages (`layout.py`), of k's dtype or an 8-bit float. Its scales divide keys and values
             before they become 8-bit floats; larger values than an 8-bit float has become its largest.
         slot_mapping: int64 [T], `block * block_size + row` inside the cache; -1 writes nothing.
-        angles: see `layers.rotary`; rot_dim is a multiple of 16. None for no rotation.
+        angles: see `Kernels.rotary`; rot_dim is a multiple of 16. None for no rotation.
         norms: of query and key heads.
 
     Raises:

@@ -1,4 +1,4 @@
-"""RMS norm, alone and after adding to a residual. See `pagewire.kernels.layers`."""
+"""RMS norm, alone and after adding to a residual. See `Kernels`."""
 
 import functools
 
@@ -35,7 +35,7 @@ def rms_norm(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `layers.rms_norm`, and with a residual `layers.add_rms_norm`.
+    """See `Kernels.rms_norm`, and with a residual `Kernels.add_rms_norm`.
 
     Raises:
         TypeError: another dtype than bfloat16 or float16, or the dtypes differ.

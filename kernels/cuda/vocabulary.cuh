@@ -58,7 +58,7 @@ DEVICE int bin_of(float depth) {
     return bin < 0 ? 0 : bin < NUM_BINS ? bin : NUM_BINS - 1;
 }
 
-// exp(-depth) * 2^44, rounded down: as `pagewire.kernels.sampling.fixed_point_probabilities` defines it.
+// exp(-depth) * 2^44, rounded down: as `Kernels.fixed_point_probabilities` defines it.
 DEVICE u64 mass_of(float depth) {
     if (!(depth < 32.0f)) return 0;
     constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer

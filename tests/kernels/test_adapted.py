@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.kernels import reference
 from pagewire.kernels.adapted import Adapted, adapt
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.dispatch import Kernels
 from pagewire.kernels.linear import dense_weight, pack
+from pagewire.kernels.reference.kernels import reference
 
 from .adapter_rows import make_rows
 

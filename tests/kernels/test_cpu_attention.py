@@ -8,9 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagewire.kernels import attention, reference
+from pagewire.kernels import ops
 from pagewire.kernels.cpu.kernels import CpuKernels
-from pagewire.kernels.paging import CAUSAL, Cache, LogitTerms
+from pagewire.kernels.paging import CAUSAL, WHOLE, Cache, LogitTerms
+from pagewire.kernels.reference.kernels import reference
 
 from .batches import TOLERANCE, Paged, Request, Shape, page, random_request
 
@@ -176,9 +177,9 @@ def test_out_is_filled_and_returned() -> None:
     shape = Shape()
     paged = page(shape, [random_request(shape, 20, torch.float32, 0)], [(0, 20)])
     out = torch.empty(20, 4, 32)
-    result = attention.paged_attention(paged.q, paged.cache, paged.batch, 0.1, out=out)
+    result = ops.paged_attention(paged.q, paged.cache, paged.batch, 0.1, out=out)
     assert result is out
-    again = attention.paged_attention(paged.q, paged.cache, paged.batch, 0.1)
+    again = ops.paged_attention(paged.q, paged.cache, paged.batch, 0.1)
     assert torch.equal(out, again)
 
 
@@ -212,22 +213,22 @@ def test_refuses_what_does_not_fit(best_kernels: CpuKernels) -> None:
     with pytest.raises(ValueError, match="too small for 20 tokens"):
         paged_on = page(shape, [random_request(shape, 20, torch.float64, 0)], [(0, 20)])
         terms = LogitTerms(relative_bias=torch.zeros(4, 32))
-        attention.paged_attention(paged_on.q, paged_on.cache, paged_on.batch, 0.1, terms)
+        ops.paged_attention(paged_on.q, paged_on.cache, paged_on.batch, 0.1, terms)
     with pytest.raises(TypeError):
         run(best_kernels, changed(seq_lens=torch.tensor([20])))
     with pytest.raises(NotImplementedError):
         meta = torch.empty(20, 4, 32, device="meta")
-        attention.paged_attention(meta, Cache(meta, meta), paged.batch, 1.0)
+        ops.paged_attention(meta, Cache(meta, meta), paged.batch, 1.0)
 
 
 def test_float64_goes_to_the_reference() -> None:
     shape = Shape()
     paged = page(shape, [random_request(shape, 20, torch.float64, 0)], [(0, 20)])
-    out = attention.paged_attention(paged.q, paged.cache, paged.batch, 0.1)
+    out = ops.paged_attention(paged.q, paged.cache, paged.batch, 0.1)
     assert out.dtype == torch.float64 and out.isfinite().all()
 
 
-@pytest.mark.parametrize(("window", "future"), [(None, attention.WHOLE), (65, 64), (None, 3)], ids=str)
+@pytest.mark.parametrize(("window", "future"), [(None, WHOLE), (65, 64), (None, 3)], ids=str)
 def test_queries_that_see_later_keys(kernels: CpuKernels, window: int | None, future: int) -> None:
     """As in encoders: against the reference, and the same bits alone and in a batch."""
     terms = LogitTerms(window, future)
@@ -247,6 +248,6 @@ def test_the_reference_of_later_keys_is_dense_attention() -> None:
     request = random_request(shape, 300, torch.float64, 0)
     paged = page(shape, [request], [(0, 300)])
     q, k, v = (x.transpose(0, 1) for x in (request.q, request.k, request.v))
-    out = attention.paged_attention(paged.q, paged.cache, paged.batch, 0.2, LogitTerms.two_sided())
+    out = ops.paged_attention(paged.q, paged.cache, paged.batch, 0.2, LogitTerms.two_sided())
     expected = torch.softmax(q @ k.transpose(1, 2) * 0.2, -1) @ v
     torch.testing.assert_close(out.transpose(0, 1), expected, atol=1e-10, rtol=0)

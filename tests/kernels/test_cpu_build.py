@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagewire.kernels import layers
+from pagewire.kernels import ops
 from pagewire.kernels.cache import cache_folder
 from pagewire.kernels.cpu import build as build_module
 from pagewire.kernels.cpu import kernels as cpu_kernels
@@ -23,6 +23,7 @@ from pagewire.kernels.cpu.build import (
     supported_instruction_sets,
 )
 from pagewire.kernels.cpu.library import InstructionsRefusedError
+from pagewire.kernels.layer import Activation
 
 PORTABLE = supported_instruction_sets()[-1]
 
@@ -108,7 +109,7 @@ def test_without_a_compiler_the_reference_serves(
     monkeypatch.setenv("CXX", "/nowhere/c++")
     monkeypatch.delenv("PAGEWIRE_CPU_ISA", raising=False)
     with caplog.at_level(logging.WARNING, logger="pagewire.kernels"):
-        out = layers.silu_and_mul(torch.ones(2, 4))
+        out = ops.activate_and_mul(torch.ones(2, 4), Activation.SILU)
     assert out.shape == (2, 2)
     assert len(caplog.records) == 1 and "no C++ compiler" in caplog.text
 
@@ -244,7 +245,7 @@ def test_transformers_does_not_mistake_our_kernels_for_its_own() -> None:
     pytest.importorskip("transformers")
     root = Path(__file__).parents[2]
     command = (
-        "import importlib.util, pagewire.kernels.attention, transformers.integrations.hub_kernels\n"
+        "import importlib.util, pagewire.kernels.ops, transformers.integrations.hub_kernels\n"
         "spec = importlib.util.find_spec('kernels')\n"
         f"assert spec is None or {str(root)!r} not in str(spec.origin), spec\n"
     )

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire.kernels import reference
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
+from pagewire.kernels.reference.kernels import reference
 from pagewire.kernels.weight import dense_weight
 
 SIZES = [(64, 64), (33, 7), (257, 100), (1, 1), (160, 2816), (7, 8192)]

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire.kernels import reference
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.integers import SCALE_DTYPES, Integers, integer_weight, quantise
+from pagewire.kernels.reference.kernels import reference
+from pagewire.kernels.reference.quantised import _fma, quantised_linear
 from pagewire.kernels.weight import Weight, dense_weight
 
 TABLE = (0, 255, 127, 128, 3, 90, 17, 254, 200, 1, 64, 129, 33, 250, 99, 180)
@@ -69,7 +70,7 @@ def test_bits_are_those_of_the_reference(kernels: CpuKernels, scheme: Integers, 
         weight = random_weight(scheme, n, k, dtype, SCALE_DTYPES[i], offsets)
         bias = torch.randn(n).to(dtype) if i else None
         x = random_rows(max(ROWS), k, dtype)
-        linear, wanted = kernels.pack(weight, bias), reference.quantised_linear(x, weight, bias)
+        linear, wanted = kernels.pack(weight, bias), quantised_linear(x, weight, bias)
         assert isinstance(linear, QuantisedLinear) and wanted.isfinite().all()
         for count in ROWS:
             assert torch.equal(linear(x[:count]), wanted[:count]), count
@@ -96,7 +97,7 @@ def test_any_product_in_any_company(
     weight, x = product
     linear = kernels.pack(weight)
     whole = linear(x)
-    assert same(whole, reference.quantised_linear(x, weight))
+    assert same(whole, quantised_linear(x, weight))
     picked = torch.tensor(data.draw(st.lists(st.integers(0, len(x) - 1), min_size=1, max_size=70)))
     before = torch.get_num_threads()
     try:
@@ -112,7 +113,7 @@ def test_large_products_on_all_threads(kernels: CpuKernels) -> None:
         weight = random_weight(scheme, 300, 1088, torch.bfloat16, torch.float16, False)
         x, linear = random_rows(450, 1088, torch.bfloat16), kernels.pack(weight)
         whole = linear(x)
-        assert torch.equal(whole, reference.quantised_linear(x, weight))
+        assert torch.equal(whole, quantised_linear(x, weight))
         assert torch.equal(torch.cat([linear(row[None]) for row in x[380:390]]), whole[380:390])
 
 
@@ -148,7 +149,7 @@ def test_a_row_that_is_not_finite_is_nan_and_no_other_is(kernels: CpuKernels) ->
         keep = torch.ones(20, dtype=torch.bool).index_fill(0, spoilt, False)
         assert torch.equal(found[keep], linear(clean)[keep])
         assert linear(x[3:4]).isnan().all()
-        assert same(found, reference.quantised_linear(x, weight))
+        assert same(found, quantised_linear(x, weight))
 
 
 def test_zeros_and_tiny_numbers(kernels: CpuKernels) -> None:
@@ -159,7 +160,7 @@ def test_zeros_and_tiny_numbers(kernels: CpuKernels) -> None:
     x[2] *= 1e-38  # the inverse of such a scale is no float32
     x[3, 1:] = 1e-45
     found = kernels.pack(weight)(x)
-    assert torch.equal(found, reference.quantised_linear(x, weight))
+    assert torch.equal(found, quantised_linear(x, weight))
     assert found[0].eq(0).all() and found[1].ne(0).any() and found.isfinite().all()
 
 
@@ -207,7 +208,7 @@ def test_the_reference_packs_and_is_as_invariant() -> None:
     bias, x = torch.randn(50).bfloat16(), random_rows(30, 96, torch.bfloat16)
     linear = reference.pack(weight, bias)
     assert linear.num_bytes == weight.num_bytes + 100
-    assert torch.equal(linear(x), reference.quantised_linear(x, weight, bias))
+    assert torch.equal(linear(x), quantised_linear(x, weight, bias))
     assert torch.equal(linear(x[7]), linear(x)[7]) and linear(x[:0]).shape == (0, 50)
 
 
@@ -218,13 +219,11 @@ def test_the_reference_rounds_a_sum_of_a_product_once() -> None:
     b[100:200], c[100:200] = a[100:200], -(a[100:200] ** 2)  # what is left is the rounding of the square
     a[200:], c[200:] = 1 + 2.0**-12, torch.where(c[200:] > 0, 2.0**-40, -(2.0**-40))
     b[200:] = 1 + 2.0**-12  # a product between two numbers of float32, and a sum just beside it
-    for found, *terms in zip(
-        reference._fma(a, b, c).tolist(), a.tolist(), b.tolist(), c.tolist(), strict=True
-    ):
+    for found, *terms in zip(_fma(a, b, c).tolist(), a.tolist(), b.tolist(), c.tolist(), strict=True):
         x, y, z = map(Fraction, terms)
         exact, value = x * y + z, torch.tensor(found)
         for other in (math.inf, -math.inf):
             neighbour = Fraction(torch.nextafter(value, torch.tensor(other)).item())
             assert abs(Fraction(found) - exact) <= abs(neighbour - exact)
-    special = reference._fma(torch.tensor([math.inf, math.nan, 0.0]), torch.ones(3), torch.ones(3))
+    special = _fma(torch.tensor([math.inf, math.nan, 0.0]), torch.ones(3), torch.ones(3))
     assert special[0] == math.inf and special[1].isnan() and special[2] == 1

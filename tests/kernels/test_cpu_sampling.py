@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.kernels import reference, sampling
+from pagewire.kernels import ops
 from pagewire.kernels.cpu.kernels import CpuKernels
+from pagewire.kernels.reference.kernels import reference
+from pagewire.kernels.reference.sampling import FRACTION_BITS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 3, 16, 100, 4096, 4097, 32001]
@@ -41,7 +43,7 @@ def test_a_nan_is_found_wherever_it_is(kernels: CpuKernels, dtype: torch.dtype) 
 
 
 def test_other_dtypes_and_no_rows(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    assert sampling.largest(torch.tensor([[1.0, 3.0, 3.0]], dtype=torch.float64))[1].tolist() == [1]
+    assert ops.largest(torch.tensor([[1.0, 3.0, 3.0]], dtype=torch.float64))[1].tolist() == [1]
     assert kernels.largest(torch.empty(0, 7, dtype=dtype))[1].tolist() == []
 
 
@@ -106,7 +108,7 @@ def literal_mass(depth: float) -> int:
     for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
         p = p * r + f(c)
     p = (p * (r * r) + r) + f(1)
-    return int(math.ldexp(float(p), sampling.FRACTION_BITS - int(n)))
+    return int(math.ldexp(float(p), FRACTION_BITS - int(n)))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -118,8 +120,8 @@ def test_fixed_point_probabilities(kernels: CpuKernels, dtype: torch.dtype, size
     masses = kernels.fixed_point_probabilities(depths)
     assert torch.equal(masses, reference.fixed_point_probabilities(depths))
     assert masses[:200].tolist() == [literal_mass(depth) for depth in depths[:200].tolist()]
-    assert masses[0] == 2**sampling.FRACTION_BITS
+    assert masses[0] == 2**FRACTION_BITS
     ordered, places = depths.sort()
     assert (masses[places].diff() <= 0).all()
-    exact = torch.exp(-ordered.double()) * 2**sampling.FRACTION_BITS
+    exact = torch.exp(-ordered.double()) * 2**FRACTION_BITS
     assert ((masses[places] - exact).abs() <= exact * 8e-8 + 1).all()

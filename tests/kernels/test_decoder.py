@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.kernels.attention import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.cpu.all_reduce import AllReduce
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
@@ -17,6 +16,7 @@ from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.integers import Integers, quantise
 from pagewire.kernels.layer import Experts, Mixture, Router, product_shapes
 from pagewire.kernels.linear import Linear, dense_weight, pack
+from pagewire.kernels.paging import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.reduced import Sum
 
 from .batches import allocate_kv

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.kernels.attention import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.cpu import encoder as compiled_encoder
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
@@ -17,6 +16,7 @@ from pagewire.kernels.encoder import EncoderLayer, EncoderStack, LayerNorm
 from pagewire.kernels.integers import Integers, quantise
 from pagewire.kernels.layer import Activation
 from pagewire.kernels.linear import Linear, dense_weight, pack
+from pagewire.kernels.paging import AttentionBatch, Cache, LogitTerms
 
 from .batches import allocate_kv
 

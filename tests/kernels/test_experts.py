@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from pagewire.kernels import reference
 from pagewire.kernels.cpu.experts import CompiledExperts
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
-from pagewire.kernels.experts import ACTIVATIONS, GroupedExperts, add_gated, one_by_one, route
+from pagewire.kernels.experts import GroupedExperts, one_by_one
 from pagewire.kernels.integers import Integers, integer_weight, quantise
 from pagewire.kernels.layer import Activation, Experts, Router
 from pagewire.kernels.linear import dense_weight, pack
+from pagewire.kernels.ops import add_gated, route
+from pagewire.kernels.reference.kernels import reference
 from pagewire.kernels.weight import Weight
 
 CPU = torch.device("cpu")
@@ -92,7 +94,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.usefixtures("served_kernels")
 def test_one_call_has_the_bits_of_a_call_for_each_expert(scheme: str, dtype: torch.dtype) -> None:
-    for activation in (*ACTIVATIONS, None):
+    for activation in (*Activation, None):
         experts = make_experts(dtype, SCHEMES[scheme], activation)
         assert isinstance(experts.compiled, CompiledExperts)
         assert experts.is_one_call == (activation is not None)
@@ -297,14 +299,14 @@ def test_routing(served_kernels: CpuKernels, dtype: torch.dtype) -> None:
         for normalised, rounded in ((False, False), (True, False), (True, True)):
             router = Router(pack(dense_weight(logits[:, :1])), num_chosen, normalised, rounded)
             ids, weights = route(logits, router)
-            expected = reference.route(logits, num_chosen, normalised=normalised, rounded=rounded)
+            expected = reference.route(logits, router)
             assert torch.equal(ids, expected[0])
             torch.testing.assert_close(weights, expected[1], rtol=2**-8 if rounded else 1e-5, atol=1e-7)
             alone = [route(row[None], router) for row in logits[:5]]
             assert torch.equal(torch.cat([a[0] for a in alone]), ids[:5])
             assert torch.equal(torch.cat([a[1] for a in alone]), weights[:5])
     with pytest.raises(ValueError, match="cannot be chosen"):
-        served_kernels.route(logits, 4, normalised=True, rounded=True)
+        served_kernels.route(logits, dataclasses.replace(router, num_chosen=4))
 
 
 @pytest.mark.usefixtures("served_kernels")

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.kernels import kv_codes, reference
+from pagewire.kernels import kv_codes
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.paging import CAUSAL, Cache, LogitTerms, kv_block_bytes
+from pagewire.kernels.reference.kernels import reference
 
 from .batches import Shape, allocate_kv, page, random_request
 from .instruction_sets import TESTED, kernels_or_skip

@@ -1,15 +1,17 @@
 """The PyTorch reference against PyTorch's own dense attention and the Hugging Face modules."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
-from pagewire.kernels import reference
+from pagewire.kernels.layer import Activation
 from pagewire.kernels.paging import WHOLE, Cache, LogitTerms
-from pagewire.kernels.reference_bias import attend_at_once
+from pagewire.kernels.reference.attention import attend_at_once
+from pagewire.kernels.reference.kernels import reference
 from pagewire.kernels.weight import dense_weight
 
 from .batches import TOLERANCE, Request, Shape, page, random_request
@@ -71,8 +73,7 @@ def test_a_row_has_the_same_bits_among_any_others(size: int, dtype: torch.dtype)
     x = torch.randn(40, 2 * size, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight = torch.rand(2 * size, generator=torch.Generator().manual_seed(1)).to(dtype)
     functions: list[Callable[[torch.Tensor], torch.Tensor]] = [
-        reference.silu_and_mul,
-        reference.gelu_tanh_and_mul,
+        *(partial(reference.activate_and_mul, activation=activation) for activation in Activation),
         lambda rows: reference.rms_norm(rows, weight, 1e-5),
         lambda rows: reference.rms_norm(rows, weight, 1e-5, offset=1.0),
         reference.pack(dense_weight(x), None),

@@ -7,11 +7,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagewire.kernels import dispatch, reference
+from pagewire.kernels import dispatch
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.integers import Integers, quantise
 from pagewire.kernels.joining import column_slice
-from pagewire.kernels.linear import Weight, dense_weight, linear, pack
+from pagewire.kernels.linear import Weight, dense_weight, pack
+from pagewire.kernels.ops import linear
+from pagewire.kernels.reference.kernels import reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pagewire.kernels.linear import linear
+from pagewire.kernels.ops import linear
 from pagewire.workers.model.attention import current_adapters
 
 

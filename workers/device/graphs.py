@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagewire.kernels.attention import AttentionBatch
 from pagewire.kernels.deltas import AdapterRows
+from pagewire.kernels.paging import AttentionBatch
 from pagewire.workers.adapters.recorded import RecordedRows
 from pagewire.workers.batch import Batch
 from pagewire.workers.device.interface import Device

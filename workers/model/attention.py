@@ -14,18 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.attention import (
-    UNSCALED,
-    AttentionBatch,
-    Cache,
-    KVScales,
-    LogitTerms,
-    kv_block_bytes,
-    paged_attention,
-    store_kv,
-)
 from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.kv_codes import row_width
+from pagewire.kernels.ops import paged_attention, store_kv
+from pagewire.kernels.paging import UNSCALED, AttentionBatch, Cache, KVScales, LogitTerms, kv_block_bytes
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.overlay import Overlay

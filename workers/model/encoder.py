@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.kernels.attention import AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.paging import AttentionBatch, Cache, LogitTerms
 from pagewire.workers.model.attention import KVShape, StepContext
 from pagewire.workers.model.encoder_stack import EncoderStack
 from pagewire.workers.model.overlay import laid_over

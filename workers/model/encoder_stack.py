@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from pagewire.kernels.encoder import EncoderLayer, LayerNorm
 from pagewire.kernels.encoder import EncoderStack as Stack
 from pagewire.kernels.layer import Activation
-from pagewire.kernels.layers import layer_norm
 from pagewire.kernels.linear import Linear
+from pagewire.kernels.ops import layer_norm
 from pagewire.kernels.paging import LogitTerms
 from pagewire.workers.model.attention import KVShape, current_step
 from pagewire.workers.model.encoder_structures import STRUCTURES, LayerParts, Structure

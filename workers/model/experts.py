@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.experts import ACTIVATIONS, GroupedExperts, route
+from pagewire.kernels.experts import GroupedExperts
 from pagewire.kernels.layer import Activation, Experts, Router
 from pagewire.kernels.linear import Linear, dense_weight
+from pagewire.kernels.ops import activate_and_mul, route
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import NAME, current_adapters
 from pagewire.workers.model.matrices import is_experts
@@ -100,10 +101,14 @@ def expert_linears(module: Any, name: str, weights: Weights, device: torch.devic
 def activation_of(between: Callable[[Tensor], Tensor], size: int) -> Activation | None:
     """The activation that a function of rows [R, size] computes; None if the kernels have none like it."""
     x = torch.randn(16, size, generator=torch.Generator().manual_seed(0))
-    for activation, kernel in ACTIVATIONS.items():
+    for activation in Activation:
         # Of a nearly closed gate all digits may be lost; what remains is of the size of input squared.
         if all(
-            torch.allclose(kernel(m * x), between(m * x), rtol=tolerance(x.dtype), atol=1e-6 * m * m)
+            torch.allclose(
+                *(activate_and_mul(m * x, activation), between(m * x)),
+                rtol=tolerance(x.dtype),
+                atol=1e-6 * m * m,
+            )
             for m in MAGNITUDES
         ):
             return activation

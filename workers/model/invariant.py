@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.overrides import TorchFunctionMode
 
 from pagewire.kernels.elementwise import elementwise
-from pagewire.kernels.linear import linear
+from pagewire.kernels.ops import linear
 
 NAMES = ("exp", "expm1", "log", "log1p", "sigmoid", "tanh", "erf", "sin", "cos")
 ELEMENTWISE = {

@@ -16,8 +16,8 @@ from pagewire.ipc.heap import release_spare_memory
 from pagewire.ipc.hub import read_configs
 from pagewire.ipc.pooling import PoolerConfig, PoolingInfo
 from pagewire.ipc.worker_messages import Parallel, WorkerConfig
-from pagewire.kernels.attention import AttentionBatch
 from pagewire.kernels.cpu.memory import forget_mapped_files
+from pagewire.kernels.paging import AttentionBatch
 from pagewire.kernels.weight import Scheme
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.turns import own_turn

@@ -129,7 +129,7 @@ def position_offset(base: Any) -> int:
 
 def normalized_rows(x: Tensor) -> Tensor:
     """Rows float32 [n, D], each divided by its length. A row's bits do not depend on the others."""
-    from pagewire.kernels.layers import rms_norm
+    from pagewire.kernels.ops import rms_norm
 
     size = x.shape[-1]
     return rms_norm(x.contiguous(), torch.full((size,), size**-0.5, device=x.device), 1e-24)

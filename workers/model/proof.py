@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.kernels.attention import AttentionBatch
 from pagewire.kernels.integers import Integers
+from pagewire.kernels.paging import AttentionBatch
 from pagewire.kernels.weight import Scheme
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device

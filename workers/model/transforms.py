@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.joining import joined
-from pagewire.kernels.layers import rms_norm
 from pagewire.kernels.linear import Linear, Weight
+from pagewire.kernels.ops import rms_norm
 from pagewire.kernels.quantising import dense
 from pagewire.kernels.reduced import Reduced
 from pagewire.kernels.weight import DENSE

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagewire.kernels import sampling
-from pagewire.kernels.sampling import FRACTION_BITS
+from pagewire.kernels import ops
+from pagewire.kernels.reference.sampling import FRACTION_BITS
 
 ONE = 2**FRACTION_BITS
 BLOCK = 256  # tokens per partial sum when the drawn token is searched
@@ -45,7 +45,7 @@ def depths_below(x: torch.Tensor, peaks: torch.Tensor, temperatures: Sequence[fl
 
 def fixed_point_probabilities(depths: torch.Tensor) -> torch.Tensor:
     """Probabilities int64 [n, V] of `depths`: `ONE` for the most likely token, others in proportion."""
-    return sampling.fixed_point_probabilities(depths)
+    return ops.fixed_point_probabilities(depths)
 
 
 def keep_min_p(masses: torch.Tensor, min_p: Sequence[float]) -> None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.tasks import without
-from pagewire.kernels.sampling import largest, only_allowed
+from pagewire.kernels.ops import largest, only_allowed
 from pagewire.workers.sample.fixed_point import (
     depth_bins,
     depths_below,

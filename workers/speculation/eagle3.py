@@ -25,10 +25,14 @@ from torch import Tensor
 
 from pagewire.ipc.hub import read_json
 from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.kernels.attention import AttentionBatch, Cache, paged_attention
-from pagewire.kernels.dispatch import implementation_for
-from pagewire.kernels.experts import ACTIVATIONS
-from pagewire.kernels.layers import add_rms_norm, rms_norm
+from pagewire.kernels.ops import (
+    activate_and_mul,
+    add_rms_norm,
+    paged_attention,
+    rms_norm,
+    rotate_and_store,
+)
+from pagewire.kernels.paging import AttentionBatch, Cache
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
@@ -161,7 +165,7 @@ class Eagle3:
         residual = normed if self.settings.norm_before_residual else state.clone()
         attended = self._attend(layer.qkv(x), positions, batch, caches[index])
         x = add_rms_norm(attended, residual, layer.attention_norm, eps)
-        x = layer.down(ACTIVATIONS[self.settings.activation](layer.gate_up(x)))
+        x = layer.down(activate_and_mul(layer.gate_up(x), self.settings.activation))
         normed = add_rms_norm(x, residual, layer.norm, eps)
         return residual, normed
 
@@ -170,9 +174,8 @@ class Eagle3:
         head_dim, own, (cos, sin) = self.settings.size_of_head, self._heads, self._loaded.angles
         heads = qkv.view(len(qkv), -1, head_dim)
         q, k, v = torch.split(heads, [own.num, own.num_kv, own.num_kv], 1)
-        kernels = implementation_for(q, k, v)
         angles = cos.index_select(0, positions), sin.index_select(0, positions)
-        q = kernels.rotate_and_store(q, k, v, angles, None, cache, batch.slot_mapping)
+        q = rotate_and_store(q, k, v, angles, None, cache, batch.slot_mapping)
         out = paged_attention(q, cache, batch, head_dim**-0.5)
         return self._loaded.layer.out(out.view(len(qkv), -1))
 

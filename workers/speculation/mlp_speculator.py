@@ -29,7 +29,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from pagewire.ipc.hub import read_json
 from pagewire.ipc.worker_messages import StepPlan
-from pagewire.kernels.layers import rms_norm
+from pagewire.kernels.ops import rms_norm
 from pagewire.kernels.paging import Cache
 from pagewire.kernels.weight import Linear, dense_weight
 from pagewire.workers.collective.interface import Collective

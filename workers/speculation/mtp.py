@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.kernels.attention import AttentionBatch
+from pagewire.kernels.paging import AttentionBatch
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.model.attention import StepContext

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.kernels.attention import AttentionBatch
+from pagewire.kernels.paging import AttentionBatch
 from pagewire.workers.device.interface import Device
 from pagewire.workers.slots import Slots
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.ipc.worker_messages import StepPlan, WorkerConfig
-from pagewire.kernels.attention import AttentionBatch, Cache
+from pagewire.kernels.paging import AttentionBatch, Cache
 from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.loaded import LoadedModel

@@ -10,8 +10,9 @@ import pytest
 
 from pagewire.cli.commands import doctor
 from pagewire.cli.main import main
-from pagewire.kernels import reference
 from pagewire.kernels.cuda import compile
+from pagewire.kernels.layer import Activation
+from pagewire.kernels.reference.kernels import reference
 
 from ..command import ENVIRONMENT, pagewire
 
@@ -100,7 +101,9 @@ def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(doctor, "silu_and_mul_on", lambda index, x: reference.silu_and_mul(x))
+    monkeypatch.setattr(
+        doctor, "silu_and_mul_on", lambda index, x: reference.activate_and_mul(x, Activation.SILU)
+    )
     (finding,) = doctor.check_launch()
     assert finding.good
     monkeypatch.setattr(doctor, "silu_and_mul_on", lambda index, x: torch.zeros(64, 1024))

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire.kernels import decoder, reference
+from pagewire.kernels import decoder
 from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.cuda.variants import all_variants
-from pagewire.kernels.dispatch import Kernels
 from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache
+from pagewire.kernels.reference.kernels import Kernels, reference
 from pagewire.kernels.weight import Linear, UnpackedLinear, dense_weight
 from tests.kernels.batches import allocate_kv
 from tests.kernels.cuda.emulate import ORDERS, EmulatedLauncher
@@ -87,7 +87,7 @@ def run(
     angles = torch.cat([angles, angles], 1)
     first_norm = Norm(torch.ones(HIDDEN).bfloat16(), 1e-5, 0.0)
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("attention", "decoder", "layers"):
+        for module in ("decoder", "dispatch"):
             patch.setattr(f"pagewire.kernels.{module}.implementation_for", lambda *_: kernels)
         stack_of_layers = decoder.Stack(first_norm, stack)
         return stack_of_layers(residual, angles.cos().bfloat16(), angles.sin().bfloat16(), batch, caches)
@@ -136,8 +136,9 @@ def test_each_kernel_alone_equals_the_reference() -> None:
         reference.add_rms_norm(x, y.clone(), weight, 1e-6, offset=1.0),
         **close,
     )
-    torch.testing.assert_close(ours.silu_and_mul(x), reference.silu_and_mul(x), **close)
-    torch.testing.assert_close(ours.gelu_tanh_and_mul(x), reference.gelu_tanh_and_mul(x), **close)
+    for activation in Activation:
+        found, wanted = (kernels.activate_and_mul(x, activation) for kernels in (ours, reference))
+        torch.testing.assert_close(found, wanted, **close)
     product = ours.pack(dense_weight(torch.eye(64).bfloat16()), torch.ones(64).bfloat16())
     assert torch.equal(product(x), x + 1)
     assert torch.equal(ours.largest(x)[1], x.argmax(1))

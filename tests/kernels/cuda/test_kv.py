@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagewire.kernels import reference
 from pagewire.kernels.cuda.kv import FP8, NO_NORMS, HeadNorms, write_kv
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.paging import UNSCALED, Cache, KVScales, token_view
+from pagewire.kernels.reference.kernels import reference
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, EmulationError, guarded
 
 SIZES = (32, 64, 80, 96, 112, 128, 160, 256)

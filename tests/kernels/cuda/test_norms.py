@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.kernels import reference
 from pagewire.kernels.cuda.norms import DTYPES, rms_norm
+from pagewire.kernels.reference.kernels import reference
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, guarded
 
 dtypes = st.sampled_from(list(DTYPES))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.cuda import sampling as cuda
-from pagewire.kernels.sampling import fixed_point_probabilities
+from pagewire.kernels.ops import fixed_point_probabilities
 from pagewire.workers.sample.device_sampler import CudaTokenSampler
 from pagewire.workers.sample.logprobs import logprobs_of
 from pagewire.workers.sample.masks import TokenMasks

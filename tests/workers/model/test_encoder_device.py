@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.kernels import reference
-from pagewire.kernels.attention import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.layer import Angles
+from pagewire.kernels.paging import AttentionBatch, Cache
+from pagewire.kernels.reference.kernels import Kernels
 from pagewire.workers.model.encoder import EncoderModel, in_pages
 from pagewire.workers.model.encoder_stack import build_encoder_stack
 from pagewire.workers.model.pooling_model import normalized_rows
@@ -24,15 +24,12 @@ META = torch.device("meta")
 LENGTHS = [20, 1, 33]
 
 
-class MetaKernels:
+class MetaKernels(Kernels):
     """The reference's kernels; those that read numbers only note where what they get is."""
 
     def __init__(self) -> None:
         self.devices: set[str] = set()
         self.num_attended = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(reference, name)
 
     def note(self, *values: object) -> None:
         self.devices |= {value.device.type for value in values if isinstance(value, Tensor)}
@@ -48,7 +45,7 @@ class MetaKernels:
         return q
 
     def paged_attention(
-        self, q: Tensor, cache: Cache, batch: AttentionBatch, scale: float, terms: LogitTerms
+        self, q: Tensor, cache: Cache, batch: AttentionBatch, scale: float, terms: Any = None, out: Any = None
     ) -> Tensor:
         places = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
         self.note(q, cache.k, cache.v, *places, terms.relative_bias)
@@ -60,7 +57,7 @@ class MetaKernels:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> MetaKernels:
     """Kernels that take tensors without numbers."""
     made = MetaKernels()
-    for module in ("attention", "encoder", "layers", "linear"):
+    for module in ("dispatch", "encoder", "linear"):
         monkeypatch.setattr(f"pagewire.kernels.{module}.implementation_for", lambda *_: made)
     return made
 

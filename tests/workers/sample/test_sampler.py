@@ -16,7 +16,7 @@ from transformers.generation import logits_process as hf
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import Masks
-from pagewire.kernels import reference
+from pagewire.kernels.reference.kernels import reference
 from pagewire.workers.sample import fixed_point as m
 from pagewire.workers.sample import sampler
 from pagewire.workers.sample.masks import TokenMasks

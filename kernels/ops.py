@@ -1,0 +1,26 @@
+"""The kernels as functions: each calls the fastest implementation for its tensors.
+
+`Kernels` documents them. All raise NotImplementedError where the tensors' device is not
+served, see `dispatch.implementation_for`.
+"""
+
+from pagewire.kernels.dispatch import dispatched
+from pagewire.kernels.reference.kernels import Kernels
+
+paged_attention = dispatched(Kernels.paged_attention)
+store_kv = dispatched(Kernels.store_kv)
+rotate_and_store = dispatched(Kernels.rotate_and_store)
+
+rms_norm = dispatched(Kernels.rms_norm)
+add_rms_norm = dispatched(Kernels.add_rms_norm)
+layer_norm = dispatched(Kernels.layer_norm)
+activate_each = dispatched(Kernels.activate_each)
+activate_and_mul = dispatched(Kernels.activate_and_mul)
+
+linear = dispatched(Kernels.linear)
+route = dispatched(Kernels.route)
+add_gated = dispatched(Kernels.add_gated)
+
+largest = dispatched(Kernels.largest)
+only_allowed = dispatched(Kernels.only_allowed)
+fixed_point_probabilities = dispatched(Kernels.fixed_point_probabilities)

@@ -1,0 +1,337 @@
+"""Every kernel in plain PyTorch: what each computes, the oracle of the tests, and what runs where none is compiled.
+
+`CpuKernels` and `CudaKernels` replace the methods that they have compiled. Sums are float32 (float64 for float64
+tensors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pagewire.kernels import integers
+from pagewire.kernels.deltas import AdapterRows, adapt_with
+from pagewire.kernels.elementwise import elementwise
+from pagewire.kernels.integers import Integers
+from pagewire.kernels.layer import (
+    Activation,
+    Angles,
+    EncoderLayer,
+    Experts,
+    HeadNorms,
+    Layer,
+    LayerNorm,
+    Norm,
+    Router,
+)
+from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.reference import attention, sampling
+from pagewire.kernels.reference.quantised import UnpackedQuantisedLinear
+from pagewire.kernels.weight import Linear, UnpackedLinear, Weight
+
+ROWS = 16
+"""Rows of every product in `Kernels.linear`."""
+
+
+class ExpertProducts(Protocol):
+    """The products of a layer's experts, packed by an implementation."""
+
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, adapters: AdapterRows | None = None, first: int = 0
+    ) -> Tensor:
+        """See `pagewire.kernels.experts.GroupedExperts`; the experts' activation is one that the kernels have."""
+
+    def up(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Rows [R, H] to [R, N]: the first `counts[0]` of them by the first expert, and so on."""
+
+    def down(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Rows [R, I] to [R, H], likewise."""
+
+
+class Kernels:
+    """The kernels of a device. A row's bits depend on the row alone, unless a method says otherwise.
+
+    Norms, activations and rotations follow the rounding of the Hugging Face modules that they replace.
+    """
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        cache: Cache,
+        batch: AttentionBatch,
+        scale: float,
+        terms: LogitTerms = CAUSAL,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of every query token to its own request's keys and values.
+
+        Query i of a request with `query_len` tokens sits at position `seq_len - query_len + i`. The bits of a
+        token's output depend on its request alone, not on the batch, the chunking or the threads.
+
+        Args:
+            q: [T, Hq, D], any strides as long as D is contiguous.
+            cache: of the layer; Hq is a multiple of Hkv. On the CPU it may be of int8.
+            batch: which rows of q belong to which request.
+            scale: factor of the dot products, usually D ** -0.5.
+            terms: which keys are seen, and what changes the logits.
+            out: [T, Hq, Dv], contiguous, in q's dtype; made if not given.
+
+        Returns:
+            out: [T, Hq, Dv] in q's dtype. Padding rows are 0.
+
+        Raises:
+            TypeError: an index tensor of the batch is not int32.
+            ValueError: shapes disagree, the batch points outside its tensors, or the cache takes no scales.
+        """
+        return attention.paged_attention(q, cache, batch, scale, terms, out)
+
+    def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
+        """Writes keys and values into their slots of a cache.
+
+        Args:
+            k: [T, Hkv, D] in the cache's dtype; may be a strided view. For a cache of 8 bits, of the model's dtype.
+            v: [T, Hkv, Dv], likewise.
+            cache: of the layer.
+            slot_mapping: int64 [T], `block * block_size + row`; -1 stores nothing.
+
+        Raises:
+            ValueError: the cache takes no scales.
+            IndexError: a slot lies outside the cache (not checked on GPUs).
+        """
+        attention.store_kv(k, v, cache, slot_mapping)
+
+    def rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        angles: Angles,
+        head_norms: HeadNorms | None,
+        cache: Cache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Norms heads, rotates queries and keys, stores keys and values; see `rotary` and `store_kv`.
+
+        Returns:
+            The queries [T, Hq, D]. q and k may be overwritten.
+        """
+        if head_norms is not None:
+            q, k = (
+                self.rms_norm(heads, norm.weight, norm.eps, offset=norm.offset)
+                for heads, norm in zip((q, k), head_norms, strict=True)
+            )
+        self.rotary(q, k, *angles)
+        self.store_kv(k, v, cache, slot_mapping)
+        return q
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotates q and k in place: `x * cos + rotate_half(x) * sin` on the first `rot_dim` elements of each head.
+
+        The two products and the sum are rounded to the dtype, as PyTorch does, so the result equals Hugging Face's
+        to the bit (if cos and sin have q's dtype).
+
+        Args:
+            q: [T, Hq, D], any strides as long as D is contiguous.
+            k: [T, Hkv, D], likewise.
+            cos: [T, rot_dim], both halves given, as Hugging Face's rotary modules return them; rot_dim <= D.
+            sin: likewise.
+        """
+        for x in (q, k):
+            rotated = x[..., : cos.shape[-1]]
+            first, second = rotated.chunk(2, dim=-1)
+            turned = torch.cat((-second, first), dim=-1)
+            rotated.copy_(rotated * cos[:, None] + turned * sin[:, None])
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, out: Tensor | None = None
+    ) -> Tensor:
+        """`x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last axis, computed in float32.
+
+        With offset 0 the normed value is rounded to x's dtype before the product, as in Llama. With another offset
+        (1 for Gemma) everything is float32 up to the result.
+
+        Args:
+            x: [..., N], N contiguous.
+            weight: [N].
+            out: of x's shape and dtype, contiguous; may be x itself. Made if not given.
+
+        Returns:
+            out, of x's shape and dtype.
+        """
+        dtype = attention.accumulation_dtype(x)
+        wide = x.to(dtype)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        result = normed.to(x.dtype) * weight if offset == 0.0 else normed * (weight.to(dtype) + offset)
+        return result.to(x.dtype) if out is None else out.copy_(result)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+    ) -> Tensor:
+        """`residual += x` in place, rounded to its dtype; returns `rms_norm(residual, weight, eps, offset=offset)`.
+
+        Args:
+            x: [..., N].
+            residual: like x, contiguous.
+            weight: [N].
+        """
+        residual += x
+        return self.rms_norm(residual, weight, eps, offset=offset)
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
+    ) -> Tensor:
+        """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last axis, computed in float32.
+
+        Args:
+            x: [..., N].
+            weight: [N].
+            bias: [N]; None: 0.
+            residual: like x, is added to it first; the sum is rounded to x's dtype.
+
+        Returns:
+            A tensor of x's shape and dtype.
+        """
+        total = x if residual is None else x + residual
+        return functional.layer_norm(total, weight.shape, weight, bias, eps)
+
+    def activate_each(self, x: Tensor, activation: Activation) -> Tensor:
+        """An activation of each element of x: SILU, GELU or GELU_TANH."""
+        if activation is Activation.SILU:
+            return elementwise(functional.silu, x)
+        form = {Activation.GELU: "none", Activation.GELU_TANH: "tanh"}[activation]
+        return elementwise(functional.gelu, x, approximate=form)
+
+    def activate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
+        """[..., 2 I] to [..., I]: `activation(first half) * second half`, the activation rounded before.
+
+        CLAMPED_SWIGLU is gpt-oss's: of each pair (gate, up) of neighbours in the last axis, with gate at most 7 and
+        up from -7 to 7, `(up + 1) * (gate * sigmoid(1.702 * gate))`; every step is rounded.
+        """
+        if activation is Activation.CLAMPED_SWIGLU:
+            gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
+            return (up + 1) * (gate * elementwise(torch.sigmoid, gate * 1.702))
+        gate, up = x.chunk(2, dim=-1)
+        return self.activate_each(gate, activation) * up
+
+    def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """See `pagewire.kernels.linear.pack`; weight and bias are on the device, and fit. Here both are kept."""
+        if isinstance(weight.scheme, Integers):
+            return UnpackedQuantisedLinear(weight, bias)
+        return UnpackedLinear(self.linear, weight, bias)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x @ weight.T + bias`, to the bits of the product over the packed weight, without keeping that.
+
+        On a GPU a row's bits may depend on the number of rows.
+
+        Args:
+            x: [..., K].
+            weight: [N, K], of the same dtype. Each call packs it anew, in pieces that fit a processor's cache.
+            bias: [N], of the same dtype.
+
+        Returns:
+            [..., N].
+
+        Raises:
+            ValueError: the shapes or dtypes do not fit.
+        """
+        if x.device.type != "cpu":
+            return functional.linear(x, weight, bias)
+        rows = x.reshape(-1, x.shape[-1])
+        num_rows = len(rows)
+        # PyTorch sums in an order that depends on the number of rows, so there are always as many.
+        blocks = functional.pad(rows, (0, 0, 0, -num_rows % ROWS)).view(-1, ROWS, x.shape[-1])
+        out = x.new_empty(len(blocks), ROWS, len(weight))
+        for block, result in zip(blocks, out, strict=True):
+            result.copy_(functional.linear(block, weight, bias))
+        return out.flatten(0, 1)[:num_rows].view(*x.shape[:-1], len(weight))
+
+    def quantise(self, weight: Weight, scheme: Integers, scale_dtype: torch.dtype) -> Weight:
+        """See `pagewire.kernels.quantising.quantise`; scheme and shape are checked."""
+        return integers.quantise(weight, scheme, scale_dtype)
+
+    def dense(self, weight: Weight) -> Tensor:
+        """See `pagewire.kernels.quantising.dense`; the scheme is `Integers`."""
+        return weight.dense()
+
+    def adapt(self, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:
+        """See `pagewire.kernels.adapted.adapt`; x [T, K] and out [T, N] are checked."""
+        adapt_with(self.linear, x, out, rows, product)
+
+    def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> Callable[..., Tensor] | None:
+        """All layers of a `pagewire.kernels.decoder.Stack` in one call; None: they run kernel by kernel."""
+        return None
+
+    def encoder(
+        self, layers: Sequence[EncoderLayer], input_norm: LayerNorm | None, *, norm_first: bool
+    ) -> Callable[..., Tensor] | None:
+        """All layers of a `pagewire.kernels.encoder.EncoderStack` in one call, likewise."""
+        return None
+
+    def experts(self, experts: Experts) -> ExpertProducts | None:
+        """The products of all experts in one call each; None: they are called one by one."""
+        return None
+
+    def route(self, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+        """Chooses the experts of each token, and their weights.
+
+        Args:
+            logits: [T, E].
+            router: how many are chosen, and what becomes of their probabilities.
+
+        Returns:
+            ids int64 [T, C] of the most probable experts, the most probable first, and weights float32 [T, C].
+        """
+        weights, ids = torch.softmax(logits.float(), -1).topk(router.num_chosen)
+        if router.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return ids, weights.to(logits.dtype).float() if router.rounded else weights
+
+    def add_gated(self, out: Tensor, x: Tensor, gate: Tensor) -> None:
+        """`out += sigmoid(gate) * x` in place, every step rounded.
+
+        Args:
+            out: [T, H], contiguous.
+            x: [T, H].
+            gate: [T, 1].
+        """
+        out += elementwise(torch.sigmoid, gate) * x
+
+    def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The largest value of each row, and the lowest column that holds it.
+
+        Args:
+            x: [R, V], any float dtype, V contiguous and at least 1.
+            allowed: int32 [R, ceil(V / 32)]: column i takes part if bit i % 32 of word i // 32 is set.
+
+        Returns:
+            values float32 [R], NaN for a row that contains NaN, and columns int64 [R] (arbitrary for such a row).
+            A row without allowed columns has the value -inf.
+        """
+        return sampling.largest(x, allowed)
+
+    def only_allowed(self, x: Tensor, allowed: Tensor) -> Tensor:
+        """x as new float32 [R, V], with -inf in columns that are not allowed. Arguments as for `largest`."""
+        return sampling.only_allowed(x, allowed)
+
+    def fixed_point_probabilities(self, depths: Tensor) -> Tensor:
+        """exp(-depth) as a 64-bit fixed-point number with `FRACTION_BITS` bits of fraction, rounded down.
+
+        The exponential is spelled out in float32 additions and multiplications, each rounded to nearest, so that
+        every implementation and every device gives the same bits: a sampled token depends on nothing else. It is
+        exact at 0, never rises with depth, and errs by at most 8e-8 of itself.
+
+        Args:
+            depths: float32, at least 0; not NaN.
+
+        Returns:
+            int64, of the same shape, from 0 to 2**FRACTION_BITS.
+        """
+        return sampling.fixed_point_probabilities(depths)
+
+
+reference = Kernels()
