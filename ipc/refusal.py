@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -14,6 +14,7 @@ from pagewire.ipc.messages import Outline, Refused
 
 READ_BYTES = 1 << 20  # of larger frames nothing is read, since anything may be in them
 
+T = TypeVar("T")
 Key = Annotated[int, msgspec.Meta(ge=-MAX_INT - 1, le=MAX_INT)]
 
 
@@ -35,9 +36,7 @@ def refusal(error: Exception, frames: Sequence[Buffer]) -> Refused:
     return Refused(error_text(error), error_type(error), keys, call_id)
 
 
-def _read(
-    decoder: msgspec.msgpack.Decoder[msgspec.Raw], items: Sequence[msgspec.Raw]
-) -> Iterator[msgspec.Raw]:
+def _read(decoder: msgspec.msgpack.Decoder[T], items: Sequence[msgspec.Raw]) -> Iterator[T]:
     """Decode the items that can be."""
     for item in items:
         try:

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from pagewire.kernels.cuda import attention, gates, kv, lora, norms, sampling
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
-from pagewire.kernels.cuda.replacements import replacement
+from pagewire.kernels.cuda.replacements import REPLACEMENTS
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.layer import Activation, Angles, HeadNorms
@@ -75,7 +75,7 @@ class CudaKernels(Kernels):
 
     def replace(self, method: str) -> None:
         """Let PyTorch compute a method from now on: its kernel is wrong on this device."""
-        setattr(self, method, replacement(method))
+        setattr(self, method, getattr(REPLACEMENTS, method))
         self.replaced.add(method)
 
     def paged_attention(

@@ -14,14 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagewire.kernels import reference
 from pagewire.kernels.cuda import attention, gates, kv, norms
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
-from pagewire.kernels.dispatch import Kernels
-from pagewire.kernels.layer import Norm
+from pagewire.kernels.layer import Activation, Norm
 from pagewire.kernels.paging import CAUSAL, UNSCALED, AttentionBatch, Cache, KVScales, LogitTerms
+from pagewire.kernels.reference.kernels import Kernels, reference
 
 TOLERANCE = {
     torch.float16: 0.02,
@@ -146,15 +145,14 @@ def norm_trials(dtype: torch.dtype) -> Iterator[Trial]:
 def gate_trials(dtype: torch.dtype) -> Iterator[Trial]:
     """Gated activations."""
     for activation in gates.ACTIVATIONS:
-        method = f"{activation.value}_and_mul"
 
         def compute(
-            kernels: Kernels, layout: Layout, inputs: Sequence[Tensor], method: str = method
+            kernels: Kernels, layout: Layout, inputs: Sequence[Tensor], activation: Activation = activation
         ) -> Tensor:
-            result: Tensor = getattr(kernels, method)(inputs[0])
-            return result
+            return kernels.activate_and_mul(inputs[0], activation)
 
-        yield Trial(method, method, compute, [2 * normal(3, 2 * 136).to(dtype)], TOLERANCE[dtype])
+        name = f"{activation.value}_and_mul"
+        yield Trial(name, "activate_and_mul", compute, [2 * normal(3, 2 * 136).to(dtype)], TOLERANCE[dtype])
 
 
 def write_trials(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> Iterator[Trial]:

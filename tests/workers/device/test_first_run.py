@@ -64,7 +64,7 @@ def test_an_engine_serves_although_kernels_are_wrong(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """PyTorch computes the gate, and the sampler of CPUs draws tokens; the next start knows without trials."""
-    some = [trial for trial in trials(*LAUNCHES[:3]) if trial.method == "silu_and_mul"]
+    some = [trial for trial in trials(*LAUNCHES[:3]) if trial.name == "silu_and_mul"]
     monkeypatch.setattr(first_run, "trials", lambda *_, **__: some)  # the others take long to compile
     monkeypatch.setattr(
         first_run, "why_sampling_is_wrong", lambda device, dtype: "differs from the CPU's sampler"
@@ -83,12 +83,12 @@ def test_an_engine_serves_although_kernels_are_wrong(
         caplog.clear()
         runner, tokens = load(device := NewDevice(EmulatedLauncher(edits=(GATE,))))
         assert tokens == expected, start
-        assert device.kernels.replaced == {"silu_and_mul", "sample"}
+        assert device.kernels.replaced == {"activate_and_mul", "sample"}
         assert isinstance(runner.sampler, CpuTokenSampler) and runner.graphs is None
         warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert sorted(warning.partition(";")[0].partition(" by ")[0] for warning in warnings) == [
             "PyTorch computes sample: sampling differs from the CPU's sampler",
-            "PyTorch computes silu_and_mul: silu_and_mul differs from PyTorch",
+            "PyTorch computes activate_and_mul: silu_and_mul differs from PyTorch",
         ]
         monkeypatch.setattr(first_run, "here", None)  # the next start runs no trial
     assert len(store.files) == 1
