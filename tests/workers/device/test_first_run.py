@@ -87,8 +87,8 @@ def test_an_engine_serves_although_kernels_are_wrong(
         assert isinstance(runner.sampler, CpuTokenSampler) and runner.graphs is None
         warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert sorted(warning.partition(";")[0].partition(" by ")[0] for warning in warnings) == [
-            "PyTorch computes sample: sampling differs from the CPU's sampler",
             "PyTorch computes activate_and_mul: silu_and_mul differs from PyTorch",
+            "PyTorch computes sample: sampling differs from the CPU's sampler",
         ]
         monkeypatch.setattr(first_run, "here", None)  # the next start runs no trial
     assert len(store.files) == 1
