@@ -43,7 +43,7 @@ from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.session import Session, refuse_unsupported
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.calls import RemoteCall
-from pagewire.ipc.compatibility import NAMES
+from pagewire.ipc.compatibility import NAMES, OPTIONS, settle
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import BeamSearchParams, SamplingParams
@@ -260,7 +260,7 @@ class LLM(LocalEngine):
             conversations_of,
         )
 
-        refuse_unsupported(mm_processor_kwargs=mm_processor_kwargs)
+        settle("mm_processor_kwargs", mm_processor_kwargs, OPTIONS["mm_processor_kwargs"])
         conversations = conversations_of(messages)
         tokenizers = [self.session.tokenizer_for(r) for r in for_each(lora_request, len(conversations))]
         return [

@@ -130,6 +130,11 @@ OPTIONS: Mapping[str, Absent] = {
     "allowed_media_domains": _MEDIA,
     "limit_mm_per_prompt": _MEDIA,
     "mm_processor_kwargs": _MEDIA,
+    "api_server_count": Absent(
+        "a server is one process",
+        "start `pagewire serve --attach ADDRESS` several times, on one core",
+        silent=(1,),
+    ),
     "collect_detailed_traces": Absent(
         "there is one span per request", "start_profile and stop_profile trace the workers", pending=True
     ),
@@ -186,6 +191,11 @@ OPTIONS: Mapping[str, Absent] = {
         "larger matrices are divided already",
         silent=(False,),
     ),
+    "generation_config": Absent(
+        "default sampling parameters are those of the model's generation_config.json",
+        "give SamplingParams, or the fields of a request",
+        silent=("auto",),
+    ),
     "guided_decoding_backend": Absent(
         "all grammars are compiled by llguidance",
         "it serves the same JSON schemas, regular expressions, choices and grammars",
@@ -233,6 +243,10 @@ OPTIONS: Mapping[str, Absent] = {
         warned=int,
     ),
     "override_neuron_config": Absent("Neuron devices are not served", "use device='cuda' or 'cpu'"),
+    "override_generation_config": Absent(
+        "default sampling parameters are those of the model's generation_config.json",
+        "give SamplingParams, or the fields of a request",
+    ),
     "preemption_mode": Absent(
         "preempted sequences are recomputed",
         "their blocks that are still cached are not computed again",
@@ -256,6 +270,7 @@ OPTIONS: Mapping[str, Absent] = {
         silent=(0, 4),
         warned=int | float,
     ),
+    "task": Absent("it is two options", "runner='pooling' and convert='embed', for one", silent=("auto",)),
     "tokenizer_pool_extra_config": Absent(
         "texts are tokenized in threads of their frontend",
         "several frontends can share an engine",

@@ -11,6 +11,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from pagewire.ipc.environment import READ
+
 PACKAGES = (
     *("pagewire", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy"),
     *("pyzmq", "msgspec", "uvloop", "psutil", "cupy-cuda12x", "cupy-cuda13x"),
@@ -51,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 def relevant(name: str) -> bool:
     """Return True for environment variables that affect the engine, except those that could hold a secret."""
     secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))
-    return name.startswith(("PAGEWIRE_", "OMP_", "MKL_", "CUDA_", "HF_", "GOMP_")) and not secret
+    return (name in READ or name.startswith(("OMP_", "MKL_", "CUDA_", "HF_", "GOMP_"))) and not secret
 
 
 def version(package: str) -> str:
