@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagewire.kernels import cache
+from pagewire.kernels.cpu.panels import MACROS, TILE_DEPTH, UNPACKED, Panels
 
 logger = logging.getLogger("pagewire.kernels")
 
@@ -31,6 +32,7 @@ HEADERS = tuple(sorted(path.name for path in Path(__file__).parent.glob("*.h")))
 FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *MACROS,
 )
 
 
@@ -45,22 +47,34 @@ class InstructionSet:
     name: str
     cpu_flags: frozenset[str] = frozenset()
     compiler_flags: tuple[str, ...] = ()
+    panels: Panels = UNPACKED
 
 
-_AVX2 = InstructionSet("avx2", frozenset({"avx2", "fma", "f16c"}), ("-mavx2", "-mfma", "-mf16c"))
+_NARROW = Panels(16, 16)
+_WIDE = Panels(64, 32)  # the sums of wider panels of integers would not fit AVX-512's registers
+_PAIRS = Panels(64, 32, frozenset({("bfloat16", 2)}))
+_TILES = Panels(64, 64, frozenset({("bfloat16", TILE_DEPTH)}))
+_TILES_FP16 = Panels(64, 64, frozenset({("bfloat16", TILE_DEPTH), ("float16", TILE_DEPTH)}))
+_AVX2 = InstructionSet("avx2", frozenset({"avx2", "fma", "f16c"}), ("-mavx2", "-mfma", "-mf16c"), _NARROW)
 _AVX512 = InstructionSet(
     "avx512",
     _AVX2.cpu_flags | {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
     (*_AVX2.compiler_flags, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+    _WIDE,
 )
 _AVX512_VNNI = InstructionSet(
-    "avx512_vnni", _AVX512.cpu_flags | {"avx512_vnni"}, (*_AVX512.compiler_flags, "-mavx512vnni")
+    "avx512_vnni", _AVX512.cpu_flags | {"avx512_vnni"}, (*_AVX512.compiler_flags, "-mavx512vnni"), _WIDE
 )
 _AVX512_BF16 = InstructionSet(  # no CPU has the former without the latter
-    "avx512_bf16", _AVX512_VNNI.cpu_flags | {"avx512_bf16"}, (*_AVX512_VNNI.compiler_flags, "-mavx512bf16")
+    "avx512_bf16",
+    _AVX512_VNNI.cpu_flags | {"avx512_bf16"},
+    (*_AVX512_VNNI.compiler_flags, "-mavx512bf16"),
+    _PAIRS,
 )
-_AVX_VNNI = InstructionSet("avx_vnni", _AVX2.cpu_flags | {"avx_vnni"}, (*_AVX2.compiler_flags, "-mavxvnni"))
-_PORTABLE = InstructionSet("portable")
+_AVX_VNNI = InstructionSet(
+    "avx_vnni", _AVX2.cpu_flags | {"avx_vnni"}, (*_AVX2.compiler_flags, "-mavxvnni"), _NARROW
+)
+_PORTABLE = InstructionSet("portable", panels=Panels(8, 8))
 VECTORS = (_AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX_VNNI, _AVX2, _PORTABLE)
 """Sets without matrix tiles, the best first."""
 
@@ -68,15 +82,21 @@ _AMX = InstructionSet(
     "amx",
     _AVX512_BF16.cpu_flags | {"amx_tile", "amx_bf16", "amx_int8"},
     (*_AVX512_BF16.compiler_flags, "-DPAGEWIRE_TILES"),
+    _TILES,
 )
 _AMX_FP16 = InstructionSet(
-    "amx_fp16", _AMX.cpu_flags | {"amx_fp16"}, (*_AMX.compiler_flags, "-DPAGEWIRE_TILES_FP16")
+    "amx_fp16",
+    _AMX.cpu_flags | {"amx_fp16"},
+    (*_AMX.compiler_flags, "-DPAGEWIRE_TILES_FP16"),
+    _TILES_FP16,
 )
 INSTRUCTION_SETS = (_AMX_FP16, _AMX, *VECTORS)
 """The best first."""
 
 EMULATED_TILES = "amx_emulated"
 """The name of `emulated_tiles`."""
+REFERENCE = "reference"
+"""The name of the kernels in plain torch."""
 
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -103,7 +123,13 @@ def emulated_tiles() -> InstructionSet:
     """`amx_fp16` with the tile instructions in plain C++: to its bits, on any CPU, and slowly. Only for tests."""
     vectors = next(isa for isa in VECTORS if isa.cpu_flags <= cpu_flags())
     flags = ("-DPAGEWIRE_TILES", "-DPAGEWIRE_TILES_FP16", "-DPAGEWIRE_EMULATE_TILES")
-    return InstructionSet(EMULATED_TILES, vectors.cpu_flags, (*vectors.compiler_flags, *flags))
+    return InstructionSet(EMULATED_TILES, vectors.cpu_flags, (*vectors.compiler_flags, *flags), _TILES_FP16)
+
+
+def panels_of(isa: str) -> Panels:
+    """The panels of an instruction set by its name."""
+    known = (*INSTRUCTION_SETS, emulated_tiles())
+    return next((found.panels for found in known if found.name == isa), UNPACKED)
 
 
 def compiler_command() -> list[str]:
@@ -130,7 +156,7 @@ def build(isa: InstructionSet) -> bytes:
     """
     here = Path(__file__).parent
     compiler = compiler_command()
-    flags = [*FLAGS, *isa.compiler_flags]
+    flags = [*FLAGS, *isa.compiler_flags, *isa.panels.macros]
     key = hashlib.sha256()
     for part in (cache.FORMAT, _run([*compiler, "--version"]), platform.machine(), *flags):
         key.update(part.encode() + b"\0")

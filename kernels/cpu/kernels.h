@@ -82,8 +82,6 @@ EXPORT void pagewire_only_allowed(const void* x, const uint32_t* allowed, float*
 
 EXPORT void pagewire_fixed_point_probabilities(const float* depths, int64_t* masses, int64_t size, int32_t num_threads);
 
-EXPORT int64_t pagewire_packed_size(int64_t n, int64_t k, int32_t dtype);
-
 EXPORT void pagewire_pack(const void* weight, void* packed, int64_t n, int64_t k, int64_t row_stride, int32_t dtype,
                           int32_t num_threads);
 
@@ -97,8 +95,6 @@ struct Integers {
   int32_t scale_dtype;  // of scales and offsets, as in AttentionCall
   int32_t offsets;      // 0: there are none
 };
-
-EXPORT int64_t pagewire_quantised_size(int64_t n, int64_t k, const Integers* form);
 
 EXPORT void pagewire_quantised_pack(const void* codes, const void* scales, const void* offsets, void* packed,
                                     int64_t n, int64_t k, const Integers* form, int32_t num_threads);

@@ -250,16 +250,16 @@ class CpuKernels(Kernels):
 
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         if isinstance(weight.scheme, Integers):
-            return QuantisedLinear(self._library, weight, bias)
-        return PackedLinear(self._library, weight, bias)
+            return QuantisedLinear(self._library, self.isa.panels, weight, bias)
+        return PackedLinear(self._library, self.isa.panels, weight, bias)
 
     def packed_linear(self, packed: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> PackedLinear:
         """See `PackedLinear.of_packed`."""
-        return PackedLinear.of_packed(self._library, packed, bias, shape)
+        return PackedLinear.of_packed(self._library, self.isa.panels, packed, bias, shape)
 
     def quantised_linear(self, packed: Tensor, form: PackedForm, bias: Tensor | None) -> QuantisedLinear:
         """See `QuantisedLinear.of_packed`."""
-        return QuantisedLinear.of_packed(self._library, packed, form, bias)
+        return QuantisedLinear.of_packed(self._library, self.isa.panels, packed, form, bias)
 
     def quantise(self, weight: Weight, scheme: Integers, scale_dtype: torch.dtype) -> Weight:
         return integers.quantise(self._library, weight, scheme, scale_dtype)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pagewire.kernels.cpu.build import (
     EMULATED_TILES,
+    REFERENCE,
     BuildError,
     InstructionSet,
     build,
@@ -17,7 +18,6 @@ from pagewire.kernels.cpu.build import (
     emulated_tiles,
     supported_instruction_sets,
 )
-from pagewire.kernels.cpu.packed_size import REFERENCE
 from pagewire.kernels.declarations import POINTER, functions, struct_fields
 
 logger = logging.getLogger("pagewire.kernels")

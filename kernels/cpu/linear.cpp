@@ -112,16 +112,6 @@ void multiply_unpacked(const Rows<T>& rows, const Weight<T>& weight, int num_thr
 
 }  // namespace
 
-// How many elements a packed matrix [n, k] has.
-EXPORT int64_t pagewire_packed_size(int64_t n, int64_t k, int32_t dtype) {
-  int64_t size = 0;
-  dispatch(dtype, [&](auto element) {
-    using T = decltype(element);
-    size = num_panels<T>(n) * Product<T>::panel_elements(k);
-  });
-  return size;
-}
-
 // weight [n, k], rows row_stride apart.
 EXPORT void pagewire_pack(const void* weight, void* packed, int64_t n, int64_t k, int64_t row_stride, int32_t dtype,
                           int32_t num_threads) {

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu.memory import zeros
+from pagewire.kernels.cpu.panels import Panels
 from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous, of_size
 from pagewire.kernels.weight import Weight, check_rows
 
@@ -16,8 +17,8 @@ PACKED_ROWS = 1024  # rows of a weight packed at a time, whole panels of any ins
 class PackedLinear:
     """A linear layer over a packed weight [N, K]: see `pagewire.kernels.linear.pack`."""
 
-    def __init__(self, library: ctypes.CDLL, weight: Weight, bias: Tensor | None) -> None:
-        self._describe(library, weight.shape, weight.dtype, bias)
+    def __init__(self, library: ctypes.CDLL, panels: Panels, weight: Weight, bias: Tensor | None) -> None:
+        self._describe(library, panels, weight.shape, weight.dtype, bias)
         self.packed = zeros((self._packed_size(self.out_features),), weight.dtype)
         for start in range(0, self.out_features, PACKED_ROWS):
             rows = weight.slice(start, min(start + PACKED_ROWS, self.out_features)).dense()
@@ -25,7 +26,12 @@ class PackedLinear:
 
     @classmethod
     def of_packed(
-        cls, library: ctypes.CDLL, packed: Tensor, bias: Tensor | None, shape: tuple[int, int]
+        cls,
+        library: ctypes.CDLL,
+        panels: Panels,
+        packed: Tensor,
+        bias: Tensor | None,
+        shape: tuple[int, int],
     ) -> "PackedLinear":
         """The linear layer whose `packed`, `bias` and shape [N, K] these are; packed by a library of the same code.
 
@@ -33,7 +39,7 @@ class PackedLinear:
             ValueError: they do not fit each other.
         """
         linear = cls.__new__(cls)
-        linear._describe(library, shape, packed.dtype, bias)
+        linear._describe(library, panels, shape, packed.dtype, bias)
         if packed.shape != (size := linear._packed_size(shape[0]),):
             raise ValueError(
                 f"{size} packed numbers expected for a weight {shape}, not {tuple(packed.shape)}"
@@ -42,18 +48,22 @@ class PackedLinear:
         return linear
 
     def _describe(
-        self, library: ctypes.CDLL, shape: tuple[int, int], dtype: torch.dtype, bias: Tensor | None
+        self,
+        library: ctypes.CDLL,
+        panels: Panels,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        bias: Tensor | None,
     ) -> None:
         self.out_features, self.in_features = shape
         self.dtype = dtype
         self.bias = None if bias is None else of_size(bias, self.out_features)
         self.num_bytes = math.prod(shape) * dtype.itemsize + (0 if bias is None else bias.nbytes)
-        self._library, self._code = library, DTYPES[dtype]
+        self._library, self._panels, self._code = library, panels, DTYPES[dtype]
 
     def _packed_size(self, num_rows: int) -> int:
         """The number of elements that this many rows take when they are packed."""
-        size: int = self._library.pagewire_packed_size(num_rows, self.in_features, self._code)
-        return size
+        return self._panels.float_size(num_rows, self.in_features, str(self.dtype).removeprefix("torch."))
 
     def _pack(self, rows: Tensor, to: Tensor) -> None:
         self._library.pagewire_pack(

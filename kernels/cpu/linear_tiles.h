@@ -23,7 +23,7 @@ namespace {
 template <class T>
 class TiledProduct {
  public:
-  static constexpr int64_t kPanel = 64, kDepth = 2;
+  static constexpr int64_t kPanel = PAGEWIRE_PANEL, kDepth = 2;
 
   static int64_t panel_elements(int64_t k) { return round_up(k, kTileDepth) * kPanel; }
 

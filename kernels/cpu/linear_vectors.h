@@ -10,12 +10,11 @@
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kVectors = 4, kRows = 6;  // 24 of 32 registers are sums
-#elif defined(__AVX2__)
-constexpr int kVectors = 2, kRows = 6;  // 12 of 16
+constexpr int kVectors = PAGEWIRE_PANEL / kLanes;
+#if defined(__AVX2__)
+constexpr int kRows = 6;  // with AVX-512's 4 vectors 24 of 32 registers are sums, with AVX2's 2 12 of 16
 #else
-constexpr int kVectors = 2, kRows = 4;
+constexpr int kRows = 4;
 #endif
 
 // One link of the chain: `depth` elements of a row times as many of each column.
@@ -45,7 +44,7 @@ struct Link<bf16> {
 
 template <class T>
 struct VectorProduct {
-  static constexpr int64_t kPanel = kVectors * kLanes, kDepth = Link<T>::depth;
+  static constexpr int64_t kPanel = PAGEWIRE_PANEL, kDepth = Link<T>::depth;
   static constexpr int64_t kRowChunk = 384;
   static constexpr int64_t kStreamed = 64;  // rows up to which reading the matrix from memory is the limit
   static constexpr int64_t kLead = 2048;    // bytes that the reading of a matrix for one block of rows runs ahead

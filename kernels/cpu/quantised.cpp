@@ -246,11 +246,6 @@ class RowCodes {
 
 }  // namespace
 
-// How many bytes a packed weight [n, k] has.
-EXPORT int64_t pagewire_quantised_size(int64_t n, int64_t k, const Integers* form) {
-  return (n + kPanel - 1) / kPanel * PanelLayout(*form, k).bytes();
-}
-
 // codes [n, k * bits / 8]; scales, and offsets where the weight has some, [n, groups]; all of them contiguous.
 EXPORT void pagewire_quantised_pack(const void* codes, const void* scales, const void* offsets, void* packed,
                                     int64_t n, int64_t k, const Integers* form, int32_t num_threads) {

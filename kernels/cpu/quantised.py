@@ -11,6 +11,7 @@ from torch import Tensor
 from pagewire.kernels.cpu.integers import SchemeStruct
 from pagewire.kernels.cpu.linear import PACKED_ROWS, as_rows
 from pagewire.kernels.cpu.memory import zeros
+from pagewire.kernels.cpu.panels import Panels, Stored
 from pagewire.kernels.cpu.tensors import DTYPES, of_size
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.weight import Weight, check_rows
@@ -35,6 +36,11 @@ class PackedForm:
         _, scales, *offsets = weight.parts
         return cls(weight.scheme, weight.shape, weight.dtype, scales.dtype, bool(offsets))
 
+    @property
+    def stored(self) -> Stored:
+        """What its size depends on."""
+        return Stored(self.scheme.bits, self.scheme.group, self.has_offsets, self.scale_dtype.itemsize)
+
 
 class QuantisedLinear:
     """A linear layer over a packed quantised weight [N, K]: see `pagewire.kernels.linear.pack`.
@@ -42,8 +48,8 @@ class QuantisedLinear:
     The product is defined by `pagewire.kernels.reference.quantised.quantised_linear`, and has its bits.
     """
 
-    def __init__(self, library: ctypes.CDLL, weight: Weight, bias: Tensor | None) -> None:
-        self._bind(library, PackedForm.of(weight), bias)
+    def __init__(self, library: ctypes.CDLL, panels: Panels, weight: Weight, bias: Tensor | None) -> None:
+        self._bind(library, panels, PackedForm.of(weight), bias)
         self.packed = zeros((self._packed_size(self.out_features),), torch.uint8)
         for start in range(0, self.out_features, PACKED_ROWS):
             rows = weight.slice(start, min(start + PACKED_ROWS, self.out_features))
@@ -51,12 +57,12 @@ class QuantisedLinear:
 
     @classmethod
     def of_packed(
-        cls, library: ctypes.CDLL, packed: Tensor, form: PackedForm, bias: Tensor | None
+        cls, library: ctypes.CDLL, panels: Panels, packed: Tensor, form: PackedForm, bias: Tensor | None
     ) -> QuantisedLinear:
         """The layer over what another's `packed` held, without a copy.
 
         Args:
-            library: the one that packed it.
+            library, panels: those that packed it.
             packed: uint8, flat; its memory is best aligned to 64 bytes.
             form: the other's.
             bias: [N], of the form's dtype.
@@ -65,15 +71,15 @@ class QuantisedLinear:
             ValueError: it is not as long as such a weight is.
         """
         linear = cls.__new__(cls)
-        linear._bind(library, form, bias)
+        linear._bind(library, panels, form, bias)
         size = linear._packed_size(linear.out_features)
         if packed.dtype != torch.uint8 or packed.shape != (size,) or not packed.is_contiguous():
             raise ValueError(f"{size} packed bytes expected, not {tuple(packed.shape)} of {packed.dtype}")
         linear.packed = packed
         return linear
 
-    def _bind(self, library: ctypes.CDLL, form: PackedForm, bias: Tensor | None) -> None:
-        self.form, self.scheme, self._library = form, form.scheme, library
+    def _bind(self, library: ctypes.CDLL, panels: Panels, form: PackedForm, bias: Tensor | None) -> None:
+        self.form, self.scheme, self._library, self._panels = form, form.scheme, library, panels
         self.out_features, self.in_features = form.shape
         self.dtype, self._code = form.dtype, DTYPES[form.dtype]
         self.bias = None if bias is None else of_size(bias, self.out_features)
@@ -87,8 +93,7 @@ class QuantisedLinear:
 
     def _packed_size(self, num_rows: int) -> int:
         """The number of bytes that this many rows take when they are packed."""
-        size: int = self._library.pagewire_quantised_size(num_rows, self.in_features, self.struct_address)
-        return size
+        return self._panels.integer_bytes(num_rows, self.in_features, self.form.stored)
 
     def _pack(self, rows: Weight, to: Tensor) -> None:
         codes, scales, *offsets = (part.contiguous() for part in rows.parts)

@@ -11,13 +11,9 @@
 
 namespace {
 
-#if defined(PAGEWIRE_TILES)
-constexpr int kVectors = 4;
-#else
-constexpr int kVectors = 2;
-#endif
-constexpr int64_t kPanel = kVectors * kLanes;  // columns whose sums are in registers at a time
-constexpr int64_t kDepth = 64;  // what k is rounded up to without groups: the depth of a matrix tile of bytes
+constexpr int64_t kPanel = PAGEWIRE_INTEGER_PANEL;  // columns whose sums are in registers at a time
+constexpr int kVectors = kPanel / kLanes;
+constexpr int64_t kDepth = PAGEWIRE_ROW_DEPTH;
 
 struct PanelLayout {
   int64_t groups, group;  // how many, and columns of each

@@ -39,7 +39,7 @@ namespace {
 
 constexpr int64_t kTileRows = 16;   // of a tile: rows of A and C; pairs of k in B
 constexpr int64_t kTileBytes = 64;  // of a row: 32 elements of k in A; 16 columns in B and C
-constexpr int64_t kTileDepth = 32;  // elements of k that one product takes
+constexpr int64_t kTileDepth = PAGEWIRE_TILE_DEPTH;  // elements of k that one product takes
 constexpr int64_t kTileWidth = 16;  // columns
 
 // The shapes of the eight tiles, as LDTILECFG reads them.

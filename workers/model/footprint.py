@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pagewire.ipc.worker_messages import Parallel
-from pagewire.kernels.cpu.packed_size import ITEM_BYTES, IntegerForm, packed_bytes, packed_integer_bytes
+from pagewire.kernels.cpu.build import panels_of
+from pagewire.kernels.cpu.panels import ITEM_BYTES, Stored
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.dimensions import Dimensions
 from pagewire.workers.model.headers import CheckpointHeaders
-from pagewire.workers.model.inventory import Matrix, Part, Stored, matrices
+from pagewire.workers.model.inventory import Matrix, Part, matrices
 from pagewire.workers.model.shares import stage_layers
 from pagewire.workers.model.structure import has_stack_structure
 
@@ -230,7 +231,7 @@ class _Held:
 
     @classmethod
     def of(cls, matrix: Matrix, dtype: str, quantization: str | None, isa: str) -> _Held:
-        itemsize, stored = ITEM_BYTES[dtype], matrix.stored
+        itemsize, stored, panels = ITEM_BYTES[dtype], matrix.stored, panels_of(isa)
         if stored.is_float and quantization in ONLINE and not matrix.is_vector:
             stored = ONLINE[quantization].get(matrix.part, stored)
         if stored.is_float:
@@ -238,13 +239,10 @@ class _Held:
             stored = Stored(8 * itemsize)
             if matrix.is_vector or matrix.part is Part.EMBEDDING:
                 return cls(matrix, stored, matrix.num_weights * itemsize, is_copy)
-            return cls(
-                matrix, stored, matrix.count * packed_bytes(matrix.rows, matrix.columns, dtype, isa), True
-            )
-        form = IntegerForm(stored.bits, stored.group, stored.has_offsets)
-        return cls(
-            matrix, stored, matrix.count * packed_integer_bytes(matrix.rows, matrix.columns, form, isa), True
-        )
+            size = panels.float_size(matrix.rows, matrix.columns, dtype) * itemsize
+        else:
+            size = panels.integer_bytes(matrix.rows, matrix.columns, stored)
+        return cls(matrix, stored, matrix.count * size, True)
 
     @classmethod
     def of_tied(cls, embedding: Matrix, dtype: str, quantization: str | None, isa: str) -> _Held:

@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
+from pagewire.kernels.cpu.panels import Stored
 from pagewire.workers.model.headers import TensorHeader
 
 FLOAT_BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16}
@@ -58,26 +59,6 @@ PATTERNS: tuple[tuple[Part, re.Pattern[str]], ...] = tuple(
         (Part.EMBEDDING, r"embed|(^|\.)(wte|wpe|w)\.weight$"),
     )
 )
-
-
-class Stored(NamedTuple):
-    """How the numbers of a matrix are held: floats, or integers with scales."""
-
-    bits: int
-    """Of a number, without its scale: 32 or 16 are floats, 8 and fewer are integers."""
-    group: int | None = None
-    """Columns that share a scale; None: all of a row."""
-    has_offsets: bool = False
-
-    @property
-    def is_float(self) -> bool:
-        """True for plain floats."""
-        return self.bits >= 16
-
-    @property
-    def name(self) -> str:
-        """Such as "int4/32"."""
-        return f"float{self.bits}" if self.is_float else f"int{self.bits}/{self.group or 'row'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from pagewire.ipc.environment import env_flag
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels import cache
 from pagewire.kernels.cpu import library
-from pagewire.kernels.cpu.packed_size import REFERENCE
+from pagewire.kernels.cpu.build import REFERENCE
 
 logger = logging.getLogger("pagewire.worker")
 

@@ -12,7 +12,7 @@ import torch
 
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import Parallel, Ready, WorkerConfig
-from pagewire.kernels.cpu.packed_size import REFERENCE
+from pagewire.kernels.cpu.build import REFERENCE
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.checkpoint_headers import read_headers
 from pagewire.workers.model.fit import sizes_of

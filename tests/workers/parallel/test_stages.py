@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.worker_messages import Parallel, Ready, WorkerConfig
 from pagewire.kernels.cpu import library
-from pagewire.kernels.cpu.packed_size import REFERENCE
+from pagewire.kernels.cpu.build import REFERENCE
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import stage_cut
 from pagewire.workers.model.checkpoint_headers import read_headers
