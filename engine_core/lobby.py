@@ -15,6 +15,7 @@ from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.messages import TokenDelta
 from pagewire.ipc.params import StructuredOutputsParams
+from pagewire.ipc.shares import Name
 
 
 class PendingGrammar(Protocol):
@@ -27,8 +28,8 @@ class PendingGrammar(Protocol):
 class GrammarCompiler(Protocol):
     """Compiles grammars in the background."""
 
-    def submit(self, structure: StructuredOutputsParams, now: float) -> PendingGrammar:
-        """Begin to compile a grammar; raises EngineBusyError."""
+    def submit(self, structure: StructuredOutputsParams, tenant: Name, now: float) -> PendingGrammar:
+        """Begin to compile a grammar for a tenant; raises EngineBusyError."""
 
 
 MAX_REPLAYED = 256  # matchers, and tokens that they start with, for which one call of `ready` does the work
@@ -95,7 +96,7 @@ class Lobby:
         if structure is None:
             self._ready.update(dict.fromkeys(group))
             return
-        pending = self._grammars.submit(structure, now)
+        pending = self._grammars.submit(structure, group[0].tenant.name, now)
         self._grammar_of.update(dict.fromkeys(group, pending))
         self._compiling.setdefault(pending, {}).update(dict.fromkeys(group))
 

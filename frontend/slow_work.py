@@ -5,40 +5,79 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 from pagewire.ipc.errors import EngineBusyError
+from pagewire.ipc.fair_queue import FairQueue
 
 T = TypeVar("T")
 
+# For whom the requests of this context are served; "" where nobody says so.
+current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
+
+
+class SlowCall:
+    """Work that waits for a thread, or has begun. future: gets its result."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.future: Future[Any] = Future()
+        self._work: Callable[[], Any] | None = work
+
+    def begin(self) -> bool:
+        """Begin; False if nobody waits for it any more."""
+        return self.future.set_running_or_notify_cancel()
+
+    def run(self) -> None:
+        """Do the work."""
+        work, self._work = self._work, None
+        assert work is not None
+        try:
+            self.future.set_result(work())
+        except BaseException as error:
+            self.future.set_exception(error)
+            del self, work  # else the error holds them, by its frames
+
 
 class SlowWork:
-    """A few threads with a bounded queue, for any number of event loops.
+    """A few threads with a bounded queue, for any number of event loops. Tenants take turns (`FairQueue`).
 
     kind: what the work is, in the plural, for errors. max_waiting: pieces of work that may wait for a thread.
     """
 
     def __init__(self, kind: str, num_threads: int, max_waiting: int) -> None:
-        self._kind, self._max_waiting = kind, max_waiting
-        self._threads = ThreadPoolExecutor(num_threads, kind)
-        self._places = threading.Semaphore(num_threads + max_waiting)
+        self._kind, self._num_threads, self._max_waiting = kind, num_threads, max_waiting
+        self._queue: FairQueue[SlowCall] = FairQueue()
+        self._threads: list[threading.Thread] = []
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return `work()`, run in one of the threads.
+        """Return `work()`, run in one of the threads, in the turn of `current_tenant`.
 
         A caller that is cancelled gives its place up; but work that has begun counts until it has ended.
 
         Raises:
             EngineBusyError: too much is waiting.
         """
-        if not self._places.acquire(blocking=False):
+        tenant = current_tenant.get()
+        if self._queue.num_before(tenant) >= self._num_threads + self._max_waiting:
             raise EngineBusyError(f"{self._max_waiting} {self._kind} are already waiting")
-        pieces = [work]
-        future = self._threads.submit(lambda: pieces.pop()())
-        future.add_done_callback(lambda _: self._places.release())
+        call = SlowCall(work)
+        self._queue.put(call, tenant)
+        self._add_thread()
         try:
-            return await asyncio.wrap_future(future)  # a cancellation of this cancels `future`
-        except asyncio.CancelledError:
-            pieces.clear()  # the queue keeps what was cancelled, but not what it refers to
-            raise
+            result: T = await asyncio.wrap_future(call.future)  # a cancellation of this cancels the future
+            return result
+        finally:
+            self._queue.remove(call)
+
+    def _add_thread(self) -> None:
+        if len(self._threads) < self._num_threads:
+            self._threads.append(threading.Thread(target=self._serve, name=self._kind, daemon=True))
+            self._threads[-1].start()
+
+    def _serve(self) -> None:
+        while True:
+            with self._queue.turn(SlowCall.begin) as call:
+                call.run()
+            del call  # its result is not held until the next one comes

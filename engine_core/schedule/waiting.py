@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.tenants import Tenant, Tenants
+from pagewire.ipc.shares import num_before
 
 # Stale entries that a heap may hold beyond a quarter of the waiting ones, before it is rebuilt: they keep sequences
 # that have ended, with their prompts, in memory.
@@ -36,7 +37,7 @@ class WaitingQueue:
 
     def num_before(self, tenant: Tenant) -> int:
         """How full the queue is for a tenant: if full for others, it still has an equal share of the room."""
-        return min(len(self), tenant.num_waiting * len({*self._heaps, tenant}))
+        return num_before(tenant.num_waiting, len({*self._heaps, tenant}), len(self))
 
     def add(self, sequence: Sequence, *, alone: bool = False) -> None:
         """Queue a sequence. alone: among the suspects."""

@@ -21,6 +21,7 @@ from pagewire.ipc.lora import AdapterLoaded
 from pagewire.ipc.messages import Request
 from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
 from pagewire.ipc.pooling import PoolingParams
+from pagewire.ipc.shares import Name
 
 from .schedule.simulation import grammar
 
@@ -45,7 +46,8 @@ class Compiler:
         self.pending: dict[str, Pending] = {}
         self.full = False
 
-    def submit(self, structure: StructuredOutputsParams, now: float) -> Pending:
+    def submit(self, structure: StructuredOutputsParams, tenant: Name, now: float) -> Pending:
+        assert tenant == b"c"
         if self.full:
             raise EngineBusyError("too many grammars")
         return self.pending.setdefault(structure.regex or "", Pending())

@@ -13,7 +13,7 @@ import pytest
 from pagewire.frontend import off_loop
 from pagewire.frontend.off_loop import num_chars, tokenizing
 from pagewire.frontend.pooling.inputs import TextPair
-from pagewire.frontend.slow_work import SlowWork
+from pagewire.frontend.slow_work import SlowWork, current_tenant
 from pagewire.frontend.text.tokenizer import LARGE_TEXT
 from pagewire.ipc.errors import EngineBusyError
 
@@ -50,6 +50,27 @@ def test_large_texts_take_turns_and_others_pass() -> None:
         second.release.set()
         assert await b == "b"
 
+    asyncio.run(run())
+
+
+def test_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        first, order = Work(), list[str]()
+        begun = start(LARGE_TEXT, first, "first")
+        assert await asyncio.to_thread(first.begun.wait, PATIENCE)
+        waiting = []
+        for name in ("a0", "a1", "a2", "b0"):
+            current_tenant.set(name[0])
+            waiting.append(start(LARGE_TEXT, lambda name: order.append(name) or name, name))
+            await asyncio.sleep(0)
+        with pytest.raises(EngineBusyError):
+            current_tenant.set("a")
+            await tokenizing(LARGE_TEXT, str.upper, "a3")
+        first.release.set()
+        assert await asyncio.gather(begun, *waiting) == ["first", "a0", "a1", "a2", "b0"]
+        assert "b0" in order[:2]
+
+    monkeypatch.setattr(off_loop, "_large_texts", SlowWork("large texts", 1, 3))
     asyncio.run(run())
 
 

@@ -25,6 +25,7 @@ from pagewire.frontend.server.http.key_file import (
 from pagewire.frontend.server.http.tenants import Tenant, secret_salt
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.frontend.server.page import PATHS
+from pagewire.frontend.slow_work import current_tenant
 
 logger = logging.getLogger("pagewire.server")
 
@@ -134,6 +135,7 @@ class KeyCheck:
             await self.app(scope, receive, send)
             return
         if (tenant := self._tenant(scope)) is not None:
+            current_tenant.set(tenant.name)
             await self.app({**scope, "tenant": tenant}, receive, send)
             return
         error = APIError(

@@ -13,10 +13,11 @@ import pytest
 from llguidance import LLTokenizer
 
 import pagewire.demo
+from pagewire.engine_core.grammar.compilation import Compilation
 from pagewire.engine_core.grammar.compile import compile_grammar, load_tokenizer
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
-from pagewire.engine_core.grammar.pool import Compilation, Grammars
-from pagewire.engine_core.grammar.prover import ConfinedProver
+from pagewire.engine_core.grammar.pool import Grammars
+from pagewire.engine_core.grammar.prover import ConfinedProver, Proof
 from pagewire.engine_core.grammar.schema import json_schema
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.params import StructuredOutputsParams
@@ -83,7 +84,7 @@ class Woken:
         self.grammars = Grammars(load, VOCAB, wake=self.event.set, **options)
 
     def compile(self, **structure: Any) -> Compilation:
-        compilation = self.grammars.submit(StructuredOutputsParams(**structure), time.monotonic())
+        compilation = self.grammars.submit(StructuredOutputsParams(**structure), "", time.monotonic())
         while compilation.outcome is None:
             assert self.event.wait(WAIT)
             self.event.clear()
@@ -334,7 +335,7 @@ def test_compiling_has_a_time_limit(tokenizer: LLTokenizer) -> None:
     gate = Gate(tokenizer)
     woken = Woken(gate.load, seconds=5.0)
     now = time.monotonic()
-    slow = woken.grammars.submit(StructuredOutputsParams(regex="a"), now)
+    slow = woken.grammars.submit(StructuredOutputsParams(regex="a"), "", now)
     assert gate.reached.wait(WAIT)
     assert slow.poll(now + 4.9) is None
     with pytest.raises(GrammarError, match="regex: not compiled within 5 s"):
@@ -350,17 +351,54 @@ def test_a_grammar_that_no_thread_had_time_for_is_compiled_when_it_comes_again(
     gate = Gate(tokenizer)
     woken = Woken(gate.load, seconds=5.0)
     now = time.monotonic()
-    woken.grammars.submit(StructuredOutputsParams(regex="a"), now)
+    woken.grammars.submit(StructuredOutputsParams(regex="a"), "", now)
     assert gate.reached.wait(WAIT)  # by the only thread
     structure = StructuredOutputsParams(regex="b")
-    late = woken.grammars.submit(structure, now - 6.0)
+    late = woken.grammars.submit(structure, "", now - 6.0)
     with pytest.raises(EngineBusyError, match="regex: waited 5 s for other grammars"):
         late.poll(now)
-    again = woken.grammars.submit(structure, now)
+    again = woken.grammars.submit(structure, "", now)
     assert again is not late and again.poll(now) is None
     gate.opened.set()
     assert isinstance(woken.compile(regex="b").poll(time.monotonic()), Grammar)
     assert late.outcome is None  # the thread has skipped it
+
+
+class Recorder:
+    """Proves grammars, and keeps the order in which they came."""
+
+    def __init__(self, prover: ConfinedProver) -> None:
+        self._prover = prover
+        self.order: list[str | None] = []
+
+    def prove(self, structure: StructuredOutputsParams, seconds: float, cpu_seconds: float) -> Proof:
+        self.order.append(structure.regex)
+        return self._prover.prove(structure, seconds, cpu_seconds)
+
+    def close(self) -> None:
+        """The prover goes on."""
+
+
+def test_a_tenant_does_not_wait_for_the_many_grammars_of_another(
+    tokenizer: LLTokenizer, prover: ConfinedProver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagewire.engine_core.grammar.pool.NUM_THREADS", 1)
+    gate, recorder = Gate(tokenizer), Recorder(prover)
+    woken = Woken(gate.load, open_prover=lambda: recorder)
+
+    def submit(tenant: str, regex: str) -> Compilation:
+        return woken.grammars.submit(StructuredOutputsParams(regex=regex), tenant, time.monotonic())
+
+    all_of_them = [submit("a", f"a{number}") for number in range(4)]
+    assert gate.reached.wait(WAIT)  # for the first of them
+    all_of_them.append(submit("b", "b"))
+    assert submit("c", "a3") is all_of_them[3]  # which is then compiled in the turn of either
+    gate.opened.set()
+    while any(compilation.outcome is None for compilation in all_of_them):
+        assert woken.event.wait(WAIT)
+        woken.event.clear()
+    first, *next_ones, last, very_last = recorder.order
+    assert (first, last, very_last) == ("a0", "a1", "a2") and set(next_ones) == {"b", "a3"}
 
 
 def test_too_many_at_once_are_refused(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,8 +412,10 @@ def test_too_many_at_once_are_refused(tokenizer: LLTokenizer, monkeypatch: pytes
     woken = Woken(load)
     with pytest.raises(EngineBusyError, match="3 grammars are already waiting"):
         for i in range(10):
-            woken.grammars.submit(StructuredOutputsParams(regex=f"a{i}"), time.monotonic())
+            woken.grammars.submit(StructuredOutputsParams(regex=f"a{i}"), "", time.monotonic())
+    others = woken.grammars.submit(StructuredOutputsParams(regex="b"), "another tenant", time.monotonic())
     gate.set()
+    assert woken.compile(regex="b") is others
     assert woken.compile(regex="a0").poll(time.monotonic()) is not None
 
 

@@ -17,9 +17,10 @@ import pytest
 
 import pagewire.demo
 from pagewire.engine_core.grammar.chains import chain_length
+from pagewire.engine_core.grammar.compilation import Compilation
 from pagewire.engine_core.grammar.compile import compile_text, load_tokenizer
 from pagewire.engine_core.grammar.matcher import MAX_EXCESS_SECONDS, SHARE, Grammar, GrammarError, MasksTime
-from pagewire.engine_core.grammar.pool import Compilation, Grammars
+from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.grammar.prover import MAX_GRAMMAR_BYTES, ConfinedProver, try_steps
 from pagewire.ipc.confined import JobTimeoutError
 from pagewire.ipc.errors import EngineBusyError
@@ -191,8 +192,8 @@ class Pool:
             **options,
         )
 
-    def submit(self, **structure: Any) -> Compilation:
-        return self.grammars.submit(StructuredOutputsParams(**structure), time.monotonic())
+    def submit(self, tenant: str = "a", **structure: Any) -> Compilation:
+        return self.grammars.submit(StructuredOutputsParams(**structure), tenant, time.monotonic())
 
     def wait(self, compilation: Compilation) -> Grammar:
         while compilation.outcome is None:
@@ -221,14 +222,17 @@ def words(first: int) -> dict[str, Any]:
 def test_the_memory_of_grammars_is_bounded_cached_and_in_use(prover: ConfinedProver) -> None:
     pool = Pool(prover)
     sizes = [pool.wait(pool.submit(json=words(i))).num_bytes for i in range(2)]
-    pool = Pool(prover, max_bytes=int(1.5 * max(sizes)))
+    pool = Pool(prover, max_bytes=int(3 * max(sizes)))
     kept = pool.wait(pool.submit(json=words(0)))
     assert pool.submit(json=words(0)).outcome is kept
     with pytest.raises(EngineBusyError, match="grammars in use take"):
         pool.wait(pool.submit(json=words(1)))
+    others = pool.wait(pool.submit("b", json=words(1)))  # of another tenant, which has a share of its own
+    assert others.num_bytes + kept.num_bytes <= 3 * max(sizes)
+    del others
     del kept
     pool.wait(pool.submit(json=words(1)))  # it was not remembered as bad, and there is room now
-    assert pool.grammars.num_bytes <= 1.5 * max(sizes)
+    assert pool.grammars.num_bytes <= 3 * max(sizes)
 
 
 def test_the_memory_of_cached_grammars_is_bounded(prover: ConfinedProver) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from pagewire.frontend import off_loop
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.http.auth import ApiKeys
 from pagewire.frontend.server.http.tenants import Tenant
+from pagewire.frontend.slow_work import SlowWork, current_tenant
 from pagewire.ipc.messages import Abort, EngineInfo, Submit
 
 from ...conftest import FakeCore
@@ -84,6 +86,24 @@ def test_a_key_gives_its_name_to_requests_and_to_the_log(
     ]
     assert caplog.records[-1].facts["key"] == "alice"
     assert "secret" not in caplog.text
+
+
+def test_slow_work_is_done_in_the_turn_of_the_keys_name(
+    keyed: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+
+    class Recorder(SlowWork):
+        async def run(self, work: Callable[[], Any]) -> Any:
+            names.append(current_tenant.get())
+            return await super().run(work)
+
+    monkeypatch.setattr(off_loop, "LARGE_TEXT", 4)
+    monkeypatch.setattr(off_loop, "_large_texts", Recorder("large texts", 1, 1))
+    client = keyed()
+    for headers in (ALICE, BOB):
+        assert client.post("/tokenize", {"prompt": "w5 w6"}, **headers).json["tokens"] == [5, 6]
+    assert names == ["alice", "bob"]
 
 
 def test_keys_of_the_command_line_have_numbers(serve: Callable[..., Client], core: FakeCore) -> None:
