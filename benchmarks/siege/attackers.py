@@ -35,6 +35,7 @@ ATTACKERS = {
         Attacker("chats", greedy.chats, 1),
         Attacker("grammars", grammars.attack, 4, loops=3),
         Attacker("many-grammars", grammars.many, 0.5),
+        Attacker("slow-grammars", grammars.slow, 2, loops=6),
         Attacker("templates", templates.attack, 3, loops=3),
         Attacker("responses", responses.attack, 3, loops=3),
         Attacker("combined", combined.attack, 2, loops=3),

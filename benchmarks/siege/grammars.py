@@ -28,6 +28,14 @@ async def many(target: Target, rng: random.Random) -> str:
     return await ask(target, rng, "/v1/completions", dumps(fields | grammar))
 
 
+async def slow(target: Target, rng: random.Random) -> str:
+    """A schema that takes all the processor time that one may take, and was never seen before."""
+    patterns = [f".*{rng.getrandbits(64):x}.*" for _ in range(log_uniform(rng, 20, 450))]
+    schema = {"allOf": [{"type": "string", "pattern": pattern} for pattern in patterns]}
+    fields = {"prompt": "A list is", "max_tokens": 1, "guided_json": schema}
+    return await ask(target, rng, "/v1/completions", dumps(fields))
+
+
 def drawn(rng: random.Random) -> tuple[str, Fields]:
     """An endpoint and a body with a grammar in one of its fields."""
     kind = rng.randrange(8)

@@ -80,7 +80,8 @@ async def received(name: str, numbers: list[int], folder: Path) -> tuple[list[by
 
 
 @pytest.mark.parametrize(
-    "name", ["bodies", "requests", "greedy", "chats", "grammars", "templates", "many-grammars"]
+    "name",
+    ["bodies", "requests", "greedy", "chats", "grammars", "templates", "many-grammars", "slow-grammars"],
 )
 def test_an_attack_is_repeated_by_its_number(name: str, tmp_path: Path) -> None:
     numbers = list(range(6))
