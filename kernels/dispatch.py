@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -27,17 +27,17 @@ def implementation_for(*tensors: Tensor) -> Kernels:
         NotImplementedError: the tensors are neither on the CPU nor on a GPU.
         LaunchError, CompileError: the CUDA kernels cannot be loaded, see `cuda.launch`.
     """
-    device = tensors[0].device
-    if device.type == "cuda":
+    first = tensors[0]
+    if first.is_cpu:
+        dtype = first.dtype
+        if dtype in DTYPES and {tensor.dtype for tensor in tensors} <= {dtype, KV_CODES}:
+            return cpu_kernels.load() or reference
+        return reference
+    if first.is_cuda:
         from pagewire.kernels.cuda import kernels as cuda_kernels  # never imported where there is no GPU
 
-        return cuda_kernels.load(device.index) if cuda_kernels.serves(tensors) else reference
-    if device.type != "cpu":
-        raise NotImplementedError(f"no kernels for device {device.type!r}: 'cpu' and 'cuda' are served")
-    dtype = tensors[0].dtype
-    if dtype in DTYPES and all(tensor.dtype in (dtype, KV_CODES) for tensor in tensors):
-        return cpu_kernels.load() or reference
-    return reference
+        return cuda_kernels.load(first.device.index) if cuda_kernels.serves(tensors) else reference
+    raise NotImplementedError(f"no kernels for device {first.device.type!r}: 'cpu' and 'cuda' are served")
 
 
 def dispatched(method: Callable[Concatenate[Kernels, Arguments], Result]) -> Callable[Arguments, Result]:
@@ -52,13 +52,15 @@ def dispatched(method: Callable[Concatenate[Kernels, Arguments], Result]) -> Cal
     return call
 
 
-def _operands(arguments: Iterable[object]) -> Iterator[Tensor]:
-    """The tensors of numbers among the arguments of a kernel. Indices and masks have the same dtype everywhere."""
+def _operands(arguments: Iterable[object]) -> list[Tensor]:
+    """The tensors of numbers among the arguments of a kernel; neither indices nor masks."""
+    found: list[Tensor] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
             if argument.dtype.is_floating_point:
-                yield argument
+                found.append(argument)
         elif isinstance(argument, Cache):
-            yield from (argument.k, argument.v)
+            found += argument.k, argument.v
         elif isinstance(argument, tuple):  # angles
-            yield from _operands(argument)
+            found += _operands(argument)
+    return found
