@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from types import UnionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,7 +18,7 @@ from pagewire.ipc.quoting import quoted
 logger = logging.getLogger("pagewire")
 
 
-class Absent(NamedTuple):
+class Absent(msgspec.Struct, frozen=True, gc=False):
     """Why a name is absent, and which of its values are accepted all the same.
 
     reason: why pagewire does not have it. instead: what does its work, or what to write.
