@@ -56,8 +56,8 @@ class LLM(LocalEngine):
     `with` block, or when collected. The calls that act on the engine as a whole (`sleep`, `reset_prefix_cache`,
     `collective_rpc`, ...) are those of `LocalEngine`. Methods are safe to call from several threads at once.
 
-    Options are those of `EngineArgs`, and refused as it says. `restarts`: how often to replace a core that dies; open
-    requests go on in the new one.
+    Options are those of `EngineArgs`, and refused as it says. `restarts`: how often to replace a core that dies;
+    open requests go on in the new one.
 
     All methods raise `EngineDeadError`, with the cause, once the core is lost.
 

@@ -39,7 +39,9 @@ def test_options_of_server_and_engine() -> None:
 
 def test_the_file_stands_behind_the_command_line(tmp_path: Path) -> None:
     config = tmp_path / "server.yaml"
-    config.write_text("host: 1.2.3.4\nport: 6379\nuvicorn-log-level: error\nmax_num_seqs: 3\nmodel: demo\n")
+    config.write_text(
+        "host: 1.2.3.4\nport: 6379\nuvicorn-log-level: error\nmax_num_seqs: 3\nmodel: demo\nswap-space: 9\n"
+    )
     server, options = parsed("--config", str(config), "--port", "1")
     assert (server.host, server.port, server.uvicorn_log_level) == ("1.2.3.4", 1, "error")
     assert (engine_args(options).model, engine_args(options).max_num_seqs) == ("demo", 3)
