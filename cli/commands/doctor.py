@@ -267,6 +267,41 @@ def check_launch() -> Iterator[Finding]:
         yield Finding(True, f"cuda:{index}: silu and mul of {tuple(x.shape)}, equal to PyTorch's")
 
 
+def check_probes() -> Iterator[Finding]:
+    """Check on every GPU what the kernels rely on: fragments of tensor cores, arithmetic, shared memory."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding(None, "not tried: no device")
+        return
+    from pagewire.kernels.cuda.compile import CompileError
+    from pagewire.kernels.cuda.probes import PROBES
+
+    for index in range(torch.cuda.device_count()):
+        for name in PROBES:
+            try:
+                reason = why_probe_fails(name, index)
+            except CompileError:
+                yield Finding(None, "not tried: no compiler")
+                return
+            except Exception as error:  # as in `check_launch`
+                raise CheckError(f"cuda:{index}, {name}: {type(error).__name__}: {error}") from None
+            if reason:
+                raise CheckError(f"cuda:{index}: {reason}")
+        yield Finding(True, f"cuda:{index}: {', '.join(PROBES)} as the kernels need them")
+
+
+def why_probe_fails(name: str, index: int) -> str:
+    """Return why a probe fails on `cuda:index`; empty if it passes."""
+    import torch
+
+    from pagewire.kernels.cuda.launch import CudaLauncher
+    from pagewire.kernels.cuda.probes import PROBES
+
+    with torch.cuda.device(index):
+        return PROBES[name](CudaLauncher.at(index), torch.device("cuda", index))
+
+
 def silu_and_mul_on(index: int, x: Tensor) -> Tensor:
     """Return silu(gate) * up, computed on `cuda:index`, for a CPU tensor that holds gate and up side by side."""
     import torch
@@ -287,4 +322,5 @@ CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     "headers": check_headers,
     "compile": check_compile,
     "launch": check_launch,
+    "probes": check_probes,
 }

@@ -181,15 +181,14 @@ def _check_write(tensors: Mapping[str, Tensor | None], sizes: _Sizes, chunk: int
             f" up to {LARGEST_HEAD}, and of 16"
         )
     cached = [tensor for name in _CACHED if (tensor := tensors[name]) is not None]
-    if not all(tensor.is_contiguous() for tensor in cached) or not all(map(_is_aligned, _inputs(tensors))):
+    misplaced = any(tensor.data_ptr() % 16 for tensor in (*cached[:2], *_inputs(tensors)))
+    if misplaced or not all(tensor.is_contiguous() for tensor in cached):
         raise ValueError(
-            "write_kv: heads must be contiguous and aligned to 16 bytes, caches and slots contiguous"
+            "write_kv: heads and caches must be aligned to 16 bytes, caches and slots contiguous"
         )
+    if not all(map(_has_whole_chunks, _inputs(tensors))):
+        raise ValueError("write_kv: heads must be contiguous, and lie multiples of 16 bytes apart")
 
 
-def _is_aligned(tensor: Tensor) -> bool:
-    return (
-        tensor.stride(-1) == 1
-        and tensor.data_ptr() % 16 == 0
-        and all(stride % 8 == 0 for stride in tensor.stride()[:-1])
-    )
+def _has_whole_chunks(tensor: Tensor) -> bool:
+    return tensor.stride(-1) == 1 and all(stride % 8 == 0 for stride in tensor.stride()[:-1])

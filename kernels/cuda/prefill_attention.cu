@@ -43,6 +43,7 @@ template <class S>
 DEVICE void write_rows(u8* staged, Rows<S>& rows, const AttentionParameters& a, const Queries& queries, int first_row,
                        int lane) {
     using T = typename S::T;
+    __syncwarp();  // all lanes have read the queries, which lie there
 #pragma unroll
     for (int m = 0; m < S::M; m++)
 #pragma unroll

@@ -253,7 +253,9 @@ DEVICE void load_matrices(u32* out, const void* row) {
         u16 pair[2];
         for (int j = 0; j < 2; j++) {
             const int r = TRANSPOSED ? 2 * t + j : group, c = TRANSPOSED ? group : 2 * t + j;
-            memcpy(&pair[j], emulated::value_of<const char*>(lanes, 8 * i + r) + 2 * c, 2);
+            const char* element = emulated::value_of<const char*>(lanes, 8 * i + r) + 2 * c;
+            emulated::touch(element, 2, emulated::Touch::READ);
+            memcpy(&pair[j], element, 2);
         }
         out[i] = pair[0] | u32(pair[1]) << 16;
     }
@@ -294,6 +296,7 @@ DEVICE void ldmatrix_x2_transposed(u32 out[2], const void* row) {
 DEVICE void copy_async(void* target, const void* source, int bytes, bool reads) {
     emulated::check_aligned(target, bytes, "cp.async");
     emulated::check_aligned(source, bytes, "cp.async");
+    emulated::touch(target, bytes, emulated::Touch::WRITE);
     memset(target, 0xFF, bytes);  // NaN until the thread waits for it
     emulated::current->open.push_back({target, source, bytes, reads ? bytes : 0});
 }
@@ -309,6 +312,7 @@ DEVICE void wait_for_copies() {
     auto& groups = emulated::current->groups;
     for (; groups.size() > size_t(N); groups.erase(groups.begin()))
         for (const emulated::Copy& copy : groups[0]) {
+            emulated::touch(copy.target, copy.bytes, emulated::Touch::WRITE);
             memset(copy.target, 0, copy.bytes);
             memcpy(copy.target, copy.source, copy.kept);
         }

@@ -254,7 +254,7 @@ def two_sided_trials(dtype: torch.dtype, head_dim: int) -> Iterator[Trial]:
 
 def adapter_trial(dtype: torch.dtype) -> Trial:
     """Two adapters in a product whose last panel is not full; some rows have none."""
-    num_out, num_in, ranks = 200, 264, (4, 9)
+    num_out, num_in, ranks = 200, 264, (4, 40)
     of_rows = torch.tensor([1, -1, 0, 1, 1, 0, -1, *[1] * 9])
     rows = torch.cat([(of_rows == adapter).nonzero().flatten() for adapter in (0, 1)])
     starts = torch.tensor([0, *((of_rows == adapter).sum() for adapter in (0, 1))]).cumsum(0)

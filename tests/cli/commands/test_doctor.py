@@ -16,7 +16,7 @@ from pagewire.kernels.reference.kernels import reference
 
 from ..command import ENVIRONMENT, pagewire
 
-NAMES = ["driver", "torch", "cupy", "nvrtc", "headers", "compile", "launch"]
+NAMES = ["driver", "torch", "cupy", "nvrtc", "headers", "compile", "launch", "probes"]
 
 
 @pytest.fixture
@@ -112,6 +112,21 @@ def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "silu_and_mul_on", lambda index, x: 1 / 0)
     with pytest.raises(doctor.CheckError, match="cuda:0: ZeroDivisionError"):
         list(doctor.check_launch())
+
+
+def test_a_device_that_computes_otherwise_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(doctor, "why_probe_fails", lambda name, index: "")
+    assert all(finding.good for finding in doctor.check_probes())
+    monkeypatch.setattr(doctor, "why_probe_fails", lambda name, index: "a sum differs" if index else "")
+    with pytest.raises(doctor.CheckError, match="cuda:1: a sum differs"):
+        list(doctor.check_probes())
+    monkeypatch.setattr(doctor, "why_probe_fails", lambda name, index: 1 / 0)
+    with pytest.raises(doctor.CheckError, match="cuda:0, fragments of tensor cores: ZeroDivisionError"):
+        list(doctor.check_probes())
 
 
 def test_building_ahead_fills_the_cache(

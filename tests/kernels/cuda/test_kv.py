@@ -204,6 +204,7 @@ def write_changed(**changes: Tensor) -> None:
         ({"cos": torch.zeros(2, 24).half(), "sin": torch.zeros(2, 24).half()}, ValueError),
         ({"v": torch.zeros(2, 1, 64).half()[..., ::2]}, ValueError),
         ({"v": torch.zeros(65).half()[1:].view(2, 1, 32)}, ValueError),
+        ({"k_cache": torch.zeros(513).half()[1:].view(1, 1, 16, 32)}, ValueError),
         (
             {"k": torch.zeros(2, 1, 264).half(), "k_cache": torch.zeros(1, 1, 16, 264).half(), "q": None},
             ValueError,

@@ -1,8 +1,9 @@
 // The part of CUDA that the kernels use, emulated on a CPU. One OS thread runs everything: a CUDA thread is a fiber,
 // which yields only where it must wait for other threads. Blocks run one after another.
 //
-// The emulation tests logic: indices, masks, barriers, which lane holds which value. It does not test memory order
-// within a warp, bank conflicts or approximate arithmetic. Errors that a device would not report are reported here: a
+// The emulation tests logic: indices, masks, barriers, which lane holds which value. It does not test the order in which
+// blocks see global memory, bank conflicts or approximate arithmetic. Compiled with RACES, it finds accesses to shared
+// memory that no barrier orders, whatever the order of threads. Errors that a device would not report are reported here: a
 // barrier that some threads never reach, a collective outside its mask, a misaligned access, an unmapped address.
 #pragma once
 
@@ -112,6 +113,7 @@ struct Fiber {
     int number, lane;
     Warp* warp;
     bool done;
+    unsigned block_epoch, warp_epoch;  // barriers of all threads, and of all lanes, that it has passed
     const char* waits_for;
     std::vector<Copy> open;
     std::vector<std::vector<Copy>> groups;
@@ -167,6 +169,90 @@ inline void wait_while(const uint64_t& round, uint64_t entered, const char* what
     block.progress++;
 }
 
+// ---------------------------------------------------------------- races
+
+enum class Touch { READ, WRITE, ATOMIC };
+
+#ifdef RACES
+
+#define UNTRACED __attribute__((no_sanitize("thread")))
+
+struct Access {
+    int thread = -1;
+    bool atomic = false;
+    unsigned block_epoch = 0, warp_epoch = 0;
+};
+
+// The last accesses to a byte. Of more than two readers the last two are kept.
+struct Shadow {
+    Access write, reads[2];
+};
+
+extern "C" __attribute__((visibility("hidden"))) char __bss_start[], _end[];  // static shared memory lies between them
+inline std::vector<Shadow> of_dynamic, of_static;
+inline bool touching = false;  // the compiler traces what the functions here call, too
+
+UNTRACED inline void forget_accesses() {
+    of_dynamic.assign(block.shared_bytes, Shadow());
+    of_static.assign(_end - __bss_start, Shadow());
+    current = nullptr;
+}
+
+// Only barriers and __syncwarp order the accesses of two threads: shuffles and ldmatrix do not.
+UNTRACED inline void check_order(const Access& before, const char* first, const char* second) {
+    const Fiber& me = *current;
+    if (before.thread < 0 || before.thread == me.number || before.block_epoch != me.block_epoch) return;
+    if (before.thread / 32 == me.number / 32 && before.warp_epoch != me.warp_epoch) return;
+    touching = false;
+    fail("a race: thread %d %s shared memory that thread %d %s, with no barrier between them", me.number, second,
+         before.thread, first);
+}
+
+UNTRACED inline void touch_byte(Shadow& byte, Touch how) {
+    const Access access{current->number, how == Touch::ATOMIC, current->block_epoch, current->warp_epoch};
+    if (how != Touch::ATOMIC || !byte.write.atomic)
+        check_order(byte.write, "wrote", how == Touch::READ ? "reads" : "writes");
+    if (how == Touch::READ) {
+        if (byte.reads[0].thread != access.thread) byte.reads[1] = byte.reads[0];
+        byte.reads[0] = access;
+        return;
+    }
+    for (const Access& read : byte.reads) check_order(read, "read", "writes");
+    byte.write = access;
+}
+
+// An access of the running thread to any memory; only shared memory counts, and the emulation's own state does not.
+UNTRACED inline void touch(const volatile void* address, size_t bytes, Touch how) {
+    const char* at = const_cast<const char*>(static_cast<const volatile char*>(address));
+    if (touching || !current || block.error[0]) return;
+    touching = true;
+    std::vector<Shadow>* shadows = nullptr;
+    size_t place = 0;
+    if (at >= block.shared && at < block.shared + block.shared_bytes) {
+        shadows = &of_dynamic, place = at - block.shared;
+    } else if (at >= __bss_start && at < _end) {
+        auto holds = [=](const auto& own) {
+            const char* start = reinterpret_cast<const char*>(&own);
+            return at >= start && at < start + sizeof own;
+        };
+        if (holds(block) || holds(current) || holds(order) || holds(random_numbers) || holds(of_dynamic) ||
+            holds(of_static) || holds(touching))
+            place = 0;
+        else
+            shadows = &of_static, place = at - __bss_start;
+    }
+    for (size_t i = place; shadows && i < std::min(place + bytes, shadows->size()); i++) touch_byte((*shadows)[i], how);
+    touching = false;
+}
+
+#else
+
+#define UNTRACED
+inline void forget_accesses() {}
+inline void touch(const volatile void*, size_t, Touch) {}
+
+#endif
+
 inline void barrier(int number, int num_threads, const char* what) {
     Barrier& barrier = block.barriers[number];
     block.progress++;
@@ -176,6 +262,7 @@ inline void barrier(int number, int num_threads, const char* what) {
     } else {
         wait_while(barrier.round, barrier.round, what);
     }
+    if (num_threads == block.num_threads) current->block_epoch++;
 }
 
 // The values of all lanes of the mask, by lane.
@@ -261,11 +348,13 @@ inline void report_deadlock() {
 
 inline void run_block() {
     memset(block.shared, 0xFF, block.shared_bytes);  // NaN until it is written
+    forget_accesses();
     for (Barrier& barrier : block.barriers) barrier = Barrier();
     block.warps.assign((block.num_threads + 31) / 32, Warp());
     for (int i = 0; i < block.num_threads; i++) {
         Fiber& fiber = block.fibers[i];
         fiber.done = false;
+        fiber.block_epoch = fiber.warp_epoch = 0;
         fiber.waits_for = nullptr;
         fiber.number = i;
         fiber.lane = i % 32;
@@ -287,9 +376,12 @@ inline void run_block() {
     }
 }
 
-inline void on_fault(int, siginfo_t* info, void*) {
-    snprintf(block.error, sizeof block.error, "block (%u, %u, %u), thread %d: no memory at %p", block.index.x,
-             block.index.y, block.index.z, current ? current->number : -1, info->si_addr);
+// The compiler's check of alignment ends in an instruction that there is none of.
+inline void on_fault(int signal, siginfo_t* info, void*) {
+    char what[64] = "a misaligned access";
+    if (signal != SIGILL) snprintf(what, sizeof what, "no memory at %p", info->si_addr);
+    snprintf(block.error, sizeof block.error, "block (%u, %u, %u), thread %d: %s", block.index.x, block.index.y,
+             block.index.z, current ? current->number : -1, what);
     siglongjmp(after_fault, 1);
 }
 
@@ -319,13 +411,14 @@ inline const char* run_grid(dim3 grid, dim3 size, size_t shared_bytes, void (*bo
     for (Fiber& fiber : block.fibers)
         if (!fiber.stack) fiber.stack = guarded(STACK);
 
-    struct sigaction action = {}, old_segv, old_bus;
+    struct sigaction action = {}, old_segv, old_bus, old_ill;
     action.sa_sigaction = on_fault;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
     stack_t alternative = {signal_stack, 0, STACK}, old_stack;
     sigaltstack(&alternative, &old_stack);
     sigaction(SIGSEGV, &action, &old_segv);
     sigaction(SIGBUS, &action, &old_bus);
+    sigaction(SIGILL, &action, &old_ill);
     std::vector<unsigned> blocks(size_t(grid.x) * grid.y * grid.z);
     std::iota(blocks.begin(), blocks.end(), 0);
     if (order != Order::IN_ORDER) std::shuffle(blocks.begin(), blocks.end(), random_numbers);
@@ -338,6 +431,7 @@ inline const char* run_grid(dim3 grid, dim3 size, size_t shared_bytes, void (*bo
     current = nullptr;
     sigaction(SIGSEGV, &old_segv, nullptr);
     sigaction(SIGBUS, &old_bus, nullptr);
+    sigaction(SIGILL, &old_ill, nullptr);
     sigaltstack(&old_stack, nullptr);
     return block.error[0] ? block.error : nullptr;
 }
@@ -356,7 +450,8 @@ void call(void (*kernel)(P), const void* parameters) {
 
 // Defines `run`, which runs a kernel with one parameter, a struct, and returns null or an error message.
 #define EMULATED_KERNEL(...)                                                                                          \
-    extern "C" const char* run(const unsigned* g, const unsigned* b, size_t shared, const void* p, size_t bytes) {    \
+    extern "C" __attribute__((visibility("default"))) const char* run(const unsigned* g, const unsigned* b,           \
+                                                                      size_t shared, const void* p, size_t bytes) {   \
         return emulated::launch(                                                                                      \
             __VA_ARGS__, [](const void* p) { emulated::call(__VA_ARGS__, p); }, dim3{g[0], g[1], g[2]},               \
             dim3{b[0], b[1], b[2]}, shared, p, bytes);                                                                \
@@ -364,7 +459,7 @@ void call(void (*kernel)(P), const void* parameters) {
 
 }  // namespace emulated
 
-extern "C" inline __attribute__((used)) void set_order(int order, unsigned seed) {
+extern "C" inline __attribute__((used, visibility("default"))) void set_order(int order, unsigned seed) {
     emulated::order = emulated::Order(order);
     emulated::random_numbers.seed(seed);
 }
@@ -376,7 +471,10 @@ extern "C" inline __attribute__((used)) void set_order(int order, unsigned seed)
 constexpr int warpSize = 32;
 
 inline void __syncthreads() { emulated::barrier(0, emulated::block.num_threads, "__syncthreads"); }
-inline void __syncwarp(unsigned mask = 0xffffffffu) { emulated::meet(mask, 0, "__syncwarp"); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) {
+    emulated::meet(mask, 0, "__syncwarp");
+    if (mask == 0xffffffffu) emulated::current->warp_epoch++;
+}
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 
@@ -450,7 +548,7 @@ T __reduce_min_sync(unsigned mask, T value) {
 inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
     return emulated::reduce(mask, value, [](unsigned a, unsigned b) { return a | b; }, "__reduce_or_sync");
 }
-inline int __syncthreads_count(int predicate) {
+UNTRACED inline int __syncthreads_count(int predicate) {
     static int counts[2];  // alternating: the next count may begin before all threads have read this one
     const int now = emulated::block.barriers[0].round & 1;
     if (!emulated::block.barriers[0].arrived) counts[now] = 0;
@@ -461,20 +559,42 @@ inline int __syncthreads_count(int predicate) {
 inline int __syncthreads_or(int predicate) { return __syncthreads_count(predicate) != 0; }
 inline int __syncthreads_and(int predicate) { return __syncthreads_count(!predicate) == 0; }
 
+#ifdef RACES
+// What the compiler calls before each access, if it looks for races between threads.
+#define TRACED(name, bytes, how) \
+    extern "C" UNTRACED __attribute__((used)) void __tsan_##name(void* p) { emulated::touch(p, bytes, emulated::Touch::how); }
+#define TRACED_SIZES(bytes) \
+    TRACED(read##bytes, bytes, READ) TRACED(write##bytes, bytes, WRITE) \
+    TRACED(unaligned_read##bytes, bytes, READ) TRACED(unaligned_write##bytes, bytes, WRITE)
+TRACED_SIZES(1) TRACED_SIZES(2) TRACED_SIZES(4) TRACED_SIZES(8) TRACED_SIZES(16)
+extern "C" UNTRACED __attribute__((used)) void __tsan_read_range(void* p, size_t n) {
+    emulated::touch(p, n, emulated::Touch::READ);
+}
+extern "C" UNTRACED __attribute__((used)) void __tsan_write_range(void* p, size_t n) {
+    emulated::touch(p, n, emulated::Touch::WRITE);
+}
+extern "C" UNTRACED __attribute__((used)) void __tsan_func_entry(void*) {}
+extern "C" UNTRACED __attribute__((used)) void __tsan_func_exit() {}
+extern "C" UNTRACED __attribute__((used)) void __tsan_init() {}
+extern "C" UNTRACED __attribute__((used)) unsigned char __tsan_atomic8_load(const volatile unsigned char* p, int) {
+    return *p;  // of static variables that may have to be initialized
+}
+#endif
+
 // Atomic because a fiber yields only where it waits.
 template <class T, class U>
-T atomicAdd(T* p, U value) { T old = *p; *p = T(old + value); return old; }
+UNTRACED T atomicAdd(T* p, U value) { emulated::touch(p, sizeof *p, emulated::Touch::ATOMIC); T old = *p; *p = T(old + value); return old; }
 template <class T, class U>
-T atomicMax(T* p, U value) { T old = *p; *p = std::max(old, T(value)); return old; }
+UNTRACED T atomicMax(T* p, U value) { emulated::touch(p, sizeof *p, emulated::Touch::ATOMIC); T old = *p; *p = std::max(old, T(value)); return old; }
 template <class T, class U>
-T atomicMin(T* p, U value) { T old = *p; *p = std::min(old, T(value)); return old; }
+UNTRACED T atomicMin(T* p, U value) { emulated::touch(p, sizeof *p, emulated::Touch::ATOMIC); T old = *p; *p = std::min(old, T(value)); return old; }
 template <class T, class U>
-T atomicOr(T* p, U value) { T old = *p; *p = old | T(value); return old; }
+UNTRACED T atomicOr(T* p, U value) { emulated::touch(p, sizeof *p, emulated::Touch::ATOMIC); T old = *p; *p = old | T(value); return old; }
 template <class T, class U>
-T atomicExch(T* p, U value) { T old = *p; *p = T(value); return old; }
+UNTRACED T atomicExch(T* p, U value) { emulated::touch(p, sizeof *p, emulated::Touch::ATOMIC); T old = *p; *p = T(value); return old; }
 template <class T, class U, class V>
-T atomicCAS(T* p, U compare, V value) { T old = *p; if (old == T(compare)) *p = T(value); return old; }
-inline unsigned atomicInc(unsigned* p, unsigned last) { unsigned old = *p; *p = old >= last ? 0 : old + 1; return old; }
+UNTRACED T atomicCAS(T* p, U compare, V value) { emulated::touch(p, sizeof *p, emulated::Touch::ATOMIC); T old = *p; if (old == T(compare)) *p = T(value); return old; }
+UNTRACED inline unsigned atomicInc(unsigned* p, unsigned last) { emulated::touch(p, sizeof *p, emulated::Touch::ATOMIC); unsigned old = *p; *p = old >= last ? 0 : old + 1; return old; }
 
 template <class T>
 T __ldg(const T* p) { return *p; }

@@ -27,6 +27,8 @@ class EmulatedLauncher:
     """Faults to plant in the sources."""
     capability: tuple[int, int] = (9, 0)
     multiprocessors: int = 4
+    races: bool = False
+    """Find accesses to shared memory that no barrier orders; takes several times as long."""
 
     def load(self, variants: Sequence[Variant], progress: object = None) -> None:
         """Nothing to do: kernels are compiled at first use."""
@@ -48,7 +50,7 @@ class EmulatedLauncher:
             raise EmulationError("an empty grid")
         files = {name for name, _ in read_source(variant.source)}
         edits = tuple(edit for edit in self.edits if edit.file in files)
-        library = load(variant, edits, 100 * self.capability[0] + 10 * self.capability[1])
+        library = load(variant, edits, 100 * self.capability[0] + 10 * self.capability[1], self.races)
         library.set_order(*self.order)
         run = library.run
         run.restype = ctypes.c_char_p

@@ -13,7 +13,22 @@ from pagewire.kernels.cpu.build import compiler_command
 from pagewire.kernels.cuda.source import Variant, read_source
 
 HEADER = Path(__file__).parent / "cuda.h"
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-fno-strict-aliasing", "-ffp-contract=off")
+FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-shared",
+    "-w",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-fsanitize=alignment",
+    "-fsanitize-undefined-trap-on-error",
+)
+RACES = (
+    "-fsanitize=thread",
+    "-DRACES",
+    "-fvisibility=hidden",
+)  # other libraries have the same names of variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +41,13 @@ class Edit:
 
 
 @functools.cache
-def load(variant: Variant, edits: tuple[Edit, ...] = (), arch: int = 900) -> ctypes.CDLL:
+def load(variant: Variant, edits: tuple[Edit, ...] = (), arch: int = 900, races: bool = False) -> ctypes.CDLL:
     """A variant, as a library whose `run` runs it (`EMULATED_KERNEL` in `cuda.h`).
 
     Args:
         edits: replacements in copies of the files.
         arch: `__CUDA_ARCH__`.
+        races: the library finds races in shared memory, and takes several times as long.
 
     Raises:
         ValueError: an edit's text does not occur exactly once in its file.
@@ -44,7 +60,8 @@ def load(variant: Variant, edits: tuple[Edit, ...] = (), arch: int = 900) -> cty
         texts[edit.file] = texts[edit.file].replace(edit.old, edit.new)
     texts["kernel.cu"] = texts.pop(variant.source)
     texts["main.cpp"] = f'#include "kernel.cu"\nEMULATED_KERNEL({variant.name})\n'
-    return ctypes.CDLL(str(_compile(texts, (*compiler_command(), *FLAGS, f"-D__CUDA_ARCH__={arch}"))))
+    flags = (*FLAGS, *(RACES if races else ()), f"-D__CUDA_ARCH__={arch}")
+    return ctypes.CDLL(str(_compile(texts, (*compiler_command(), *flags))))
 
 
 def _compile(texts: dict[str, str], command: tuple[str, ...]) -> Path:
@@ -56,8 +73,11 @@ def _compile(texts: dict[str, str], command: tuple[str, ...]) -> Path:
             for name, text in texts.items():
                 (Path(directory) / name).write_text(text)
             compiled = Path(directory) / library.name
-            command = (*command, "-include", str(header), "main.cpp", "-o", library.name)
-            subprocess.run(command, cwd=directory, check=True)
+            compile_only = (*command, "-include", str(header), "-c", "main.cpp", "-o", "main.o")
+            subprocess.run(compile_only, cwd=directory, check=True)
+            # Without the flags of checks, for which the compiler would link libraries; `cuda.h` has what they call.
+            link = (*compiler_command(), "-shared", "main.o", "-o", library.name)
+            subprocess.run(link, cwd=directory, check=True)
             compiled.rename(library)
     return library
 

@@ -1,0 +1,77 @@
+"""No threads access the same shared memory without a barrier between them, in whichever order they are emulated.
+
+For changes of the kernels: with the compiler's trace of every access, they take several times as long.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.kernels.cuda.trials import Trial, trials
+from pagewire.workers.device.first_run import why_sampling_is_wrong
+from tests.kernels.cuda.emulate import Edit, EmulatedLauncher, EmulationError
+from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
+
+pytestmark = pytest.mark.planted_faults
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+TRIALS = {
+    trial.name: trial
+    for encodes in (False, True)
+    for trial in trials(BF16, E4M3, 64, encodes=encodes)
+    if "norm" not in trial.method
+    or trial.name.endswith((" 248", " 1016", " 4088"))  # of one warp, of four, of more
+}
+
+
+def run(trial: Trial, *edits: Edit) -> str:
+    kernels = CudaKernels(EmulatedLauncher(edits=edits, races=True), "cpu")
+    return trial.why_wrong(kernels, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_no_kernel_races(name: str) -> None:
+    assert run(TRIALS[name]) == ""
+
+
+def test_sampling_does_not_race() -> None:
+    assert why_sampling_is_wrong(EmulatedCudaDevice(EmulatedLauncher(races=True)), BF16) == ""
+
+
+FAULTS = [
+    ("rms_norm of 1016", "norms.cu", "        __syncthreads();\n", ""),
+    (
+        "adapters",
+        "lora.cu",
+        "        __syncthreads();  // all threads are done",
+        "        // all threads are done",
+    ),
+    ("adapters", "lora.cu", "        __syncthreads();\n        if (!is_there)", "        if (!is_there)"),
+    (
+        "prefill attention over bfloat16, heads of 64",
+        "prefill_attention.cu",
+        "__syncthreads();  // these",
+        "// these",
+    ),
+    (
+        "prefill attention over float8_e4m3fn, heads of 64",
+        "prefill_attention.cu",
+        "    __syncwarp();\n    uint4* const out",
+        "    uint4* const out",
+    ),
+    (
+        "decode attention over bfloat16, heads of 64",
+        "decode_attention.cu",
+        "        __syncwarp();\n        ring",
+        "        ring",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "file", "old", "new"), FAULTS)
+def test_a_missing_barrier_is_named(name: str, file: str, old: str, new: str) -> None:
+    with pytest.raises(
+        EmulationError, match=r"a race: thread \d+ \w+ shared memory that thread \d+ \w+, with no"
+    ):
+        run(TRIALS[name], Edit(file, old, new))
