@@ -329,8 +329,12 @@ class Runner:
         max_blocks = -(-self.model.max_model_len // config.block_size)
         sizes = recorded_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
         adapted = None if self.adapters is None else self.adapters.recorded_rows(sizes[-1])
-        self.graphs = DecodeGraphs(self.device, self._forward, sizes, max_blocks, config.block_size, adapted)
-        self.graphs.record()
+        graphs = DecodeGraphs(self.device, self._forward, sizes, max_blocks, config.block_size, adapted)
+        graphs.record()
+        if not graphs.are_right():
+            logger.warning("steps are launched kernel by kernel: replayed CUDA graphs compute something else")
+            return
+        self.graphs = graphs
         logger.info("recorded CUDA graphs for batches of %s requests", ", ".join(map(str, sizes)))
 
     def _run_alone(self, lengths: Sequence[int], params: SamplingParams, media: Sequence[Media] = ()) -> None:

@@ -11,6 +11,7 @@ from pagewire.ipc.worker_messages import Parallel
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.collective import SharedMemoryGroup, region_bytes
 from pagewire.workers.collective import meeting
+from pagewire.workers.collective.check import check
 from pagewire.workers.collective.distributed import DistributedGroup
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.single import SingleRank
@@ -24,7 +25,7 @@ def open_collective(
     listener: the socket that this worker listens at, where ranks may be on several machines.
 
     Raises:
-        LoadError, OSError, RuntimeError: the ranks cannot meet.
+        LoadError, OSError, RuntimeError: the ranks cannot meet, or NCCL gives them other numbers than were sent.
     """
     if listener is not None and (parallel.rank > 0 or not parallel.host):
         listener.close()  # the ranks meet elsewhere
@@ -32,7 +33,9 @@ def open_collective(
     if parallel.size == 1:
         return SingleRank()
     if device.type != "cpu":
-        return DistributedGroup("nccl", device, parallel, listener)
+        group = DistributedGroup("nccl", device, parallel, listener)
+        check(group, device)  # its launches, and the ways between the GPUs
+        return group
     if parallel.shared_memory and (compiled := library.choose()) is not None:
         return shared_memory_group(compiled, parallel)
     return DistributedGroup("gloo", device, parallel, listener)

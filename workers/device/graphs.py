@@ -22,6 +22,9 @@ from pagewire.workers.adapters.recorded import RecordedRows
 from pagewire.workers.batch import Batch
 from pagewire.workers.device.interface import Device
 
+TOLERANCE = 0.05
+"""The largest difference of a replay's states, relative to their size. Products may be summed in another order."""
+
 
 def recorded_sizes(max_num_seqs: int) -> list[int]:
     """The batch sizes to record: 1, 2, 4, multiples of 8 up to 256, then multiples of 32, and `max_num_seqs`."""
@@ -55,6 +58,7 @@ class DecodeGraphs:
         adapted: RecordedRows | None = None,
     ) -> None:
         self._device, self._forward, self.sizes, self._adapted = device, forward, list(sizes), adapted
+        self._block_size = block_size
         self._static = _empty_batch(self.sizes[-1], max_blocks, max_blocks * block_size, device.torch_device)
         self._replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
 
@@ -66,6 +70,20 @@ class DecodeGraphs:
             if self._adapted is not None:
                 rows = self._adapted.first(size)
                 self._replays[size, True] = self._device.record(partial(self._forward, batch, rows))
+
+    def are_right(self) -> bool:
+        """True if a replay gives another token the states that the model gives it; they go to the first KV block.
+
+        A launch that was not recorded, on another stream or with memory of another allocator, shows here.
+        """
+        batch = _empty_batch(1, 1, self._block_size, self._device.torch_device)
+        batch.input_ids.fill_(1)
+        for tensor, number in ((batch.attention.seq_lens, 1), (batch.attention.slot_mapping, 0)):
+            tensor.fill_(number)
+        batch.attention.query_start_loc[1:].fill_(1)
+        expected = self._forward(batch, None).float().clone()
+        difference = (self.replay(batch).float() - expected).norm()
+        return bool(difference <= TOLERANCE * expected.norm())
 
     def size_for(self, num_requests: int) -> int | None:
         """The recorded size to which `num_requests` are padded; None if all are smaller."""

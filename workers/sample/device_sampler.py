@@ -37,6 +37,9 @@ from pagewire.workers.sample.logprobs import Logprobs, logprob_rows
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, sample, unusable
 
+NOT_ARRIVED = -1
+"""A row's status on the host until the device's results are there."""
+
 
 def row_sampling(slot: SamplingSlot, mask: int = -1, max_most_likely: int = MOST_TOKENS) -> RowSampling:
     """The sampling parameters of a slot's next token, in the form that the kernels take.
@@ -119,8 +122,10 @@ class CudaTokenSampler:
         request = self._request(slots, masks or TokenMasks())
         request = request.with_tensors(self._device.upload(request.tensors))
         result = self._sampler.sample(logits, request)
+        on_host = result.within_memory(self._host)
+        on_host.statuses.fill_(NOT_ARRIVED)
         copied = self._device.download(result.memory, self._host)
-        return CudaPendingTokens(logits, slots, result.token_ids, result.within_memory(self._host), copied)
+        return CudaPendingTokens(logits, slots, result.token_ids, on_host, copied)
 
     def _request(self, slots: Sequence[SamplingSlot], masks: TokenMasks) -> SamplingRequest:
         if masks.mask_rows or any(slot.edits.active for slot in slots):
@@ -157,8 +162,14 @@ class CudaPendingTokens:
         return self.copied.reached()
 
     def finish(self) -> SampleOutput:
-        """Wait for the tokens, which are the same as those of `sampler.sample`."""
+        """Wait for the tokens, which are the same as those of `sampler.sample`.
+
+        Raises:
+            RuntimeError: they are not there, although the event behind them is reached.
+        """
         self.copied.wait()
+        if NOT_ARRIVED in self.result.statuses.tolist():
+            raise RuntimeError("the tokens of a step did not arrive from the device before their event")
         output = SampleOutput(self.result.token_ids.tolist())
         statuses, peaks = self.result.statuses.tolist(), self.result.peaks.tolist()
         for row, (status, peak) in enumerate(zip(statuses, peaks, strict=True)):

@@ -10,7 +10,9 @@ import torch
 
 from pagewire.cli.commands import doctor_distributed
 from pagewire.cli.main import main
-from pagewire.workers.collective import probe
+from pagewire.ipc.worker_messages import Parallel
+from pagewire.workers.collective import open as open_module
+from pagewire.workers.collective.check import check
 from pagewire.workers.collective.single import SingleRank
 
 
@@ -40,12 +42,23 @@ def test_ranks_that_fail_and_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert outcome(monkeypatch, tmp_path, hangs) == (False, "no answer from rank 1 within 2 s")
 
 
-def test_a_wrong_sum_is_noticed() -> None:
-    class Wrong(SingleRank):
-        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-            return x + (x == x.max())
+class Wrong(SingleRank):
+    """A group whose sums have an error in one element."""
 
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (x == x.max())
+
+
+def test_a_wrong_sum_is_noticed() -> None:
     cpu = torch.device("cpu")
-    probe.check(SingleRank(), cpu)
+    check(SingleRank(), cpu)
     with pytest.raises(RuntimeError, match=r"rank 0: the sum of 3 numbers of torch.float32 is wrong"):
-        probe.check(Wrong(), cpu)
+        check(Wrong(), cpu)
+
+
+def test_ranks_on_gpus_notice_it_when_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kind of group that only a machine with several GPUs has is checked at every start."""
+    monkeypatch.setattr(open_module, "DistributedGroup", lambda backend, *_: Wrong())
+    monkeypatch.setattr(open_module, "check", lambda group, device: check(group, torch.device("cpu")))
+    with pytest.raises(RuntimeError, match=r"the sum of 3 numbers of torch\.float32 is wrong"):
+        open_module.open_collective(Parallel(rank=0, size=2), torch.device("cuda", 0))

@@ -79,10 +79,11 @@ def load(
         yield lambda folder=llama, **fields: load_runner(folder, **(SIZES | fields))[0]
 
 
-def check_recorded(runner: Runner, num_recorded: int, num_replayed: int) -> None:
-    """Where that can be counted."""
+def check_recorded(runner: Runner, num_recorded: int, num_replayed: int, num_starts: int = 1) -> None:
+    """Where that can be counted. Each start replays a step to see that graphs are right."""
     if isinstance(runner.device, EmulatedCudaDevice):
-        assert (runner.device.num_recorded, runner.device.num_replayed) == (num_recorded, num_replayed)
+        replayed = runner.device.num_replayed - num_starts
+        assert (runner.device.num_recorded, replayed) == (num_recorded, num_replayed)
 
 
 class Core:
@@ -489,7 +490,40 @@ def test_steps_are_recorded_again_after_a_sleep(load: Callable[..., Runner], lev
     assert runner.graphs is None and not runner.caches
     call(runner, "wake_up", [], {})
     assert [outcome(result) for result in Core(runner).run(plans)] == before
-    check_recorded(runner, num_recorded=8, num_replayed=6)
+    check_recorded(runner, num_recorded=8, num_replayed=6, num_starts=2)
+
+
+class StaleDevice(EmulatedCudaDevice):
+    """A device whose graphs lack a launch: a replay leaves what the recording computed."""
+
+    def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        result = work()
+        return lambda: result
+
+
+def test_graphs_that_compute_something_else_are_not_used(
+    load: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plans = make_plans(make_prompts(VOCAB_SIZE, (9, 2)), 3, [GREEDY, GREEDY])
+    expected = [outcome(result) for result in Core(plain := load(enforce_eager=True)).run(plans)]
+    if not isinstance(plain.device, EmulatedCudaDevice):
+        pytest.skip("a GPU's graphs are right")
+    monkeypatch.setattr(runner_module, "open_device", lambda config: StaleDevice())
+    runner = load()
+    assert runner.graphs is None and [outcome(result) for result in Core(runner).run(plans)] == expected
+    assert "replayed CUDA graphs compute something else" in caplog.text
+
+
+def test_tokens_that_did_not_arrive_are_an_error(
+    load: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event that is reached before the copy in front of it is done would give the tokens of another step."""
+    runner = load()
+    plans = make_plans(make_prompts(VOCAB_SIZE, (9,)), 2, [GREEDY])
+    Core(runner).run(plans[:1])
+    monkeypatch.setattr(type(runner.device), "download", lambda self, source, target: self.record_event())
+    with pytest.raises(RuntimeError, match="the tokens of a step did not arrive from the device"):
+        runner.step(plans[1])
 
 
 def test_another_structure_runs_without_recorded_steps(tmp_path: Path, load: Callable[..., Runner]) -> None:
