@@ -75,8 +75,8 @@ def report(options: argparse.Namespace) -> Report:
     from pagewire.engine_core.config import EngineConfig
     from pagewire.kernels.cpu.library import expected_isa
     from pagewire.workers.device.machine import default_threads, machine_memory, read_rate, runs_on_cpu
-    from pagewire.workers.model.checkpoint_headers import WITHOUT_HEADERS, read_headers
     from pagewire.workers.model.fit import fit, kept_bytes, remedies, sizes_of
+    from pagewire.workers.model.headers import WITHOUT_HEADERS, read_headers
     from pagewire.workers.model.speed import expected_speed
 
     if options.model_tag is not None:

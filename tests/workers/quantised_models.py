@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pagewire.kernels.cpu.panels import Stored
 from pagewire.kernels.integers import Integers, integer_weight, quantise
 from pagewire.kernels.weight import Weight, dense_weight
+from pagewire.workers.model.formats.format import Held, Parts, described
 
 from .formats.rounding import awq_gemm, rounded
 
@@ -29,20 +31,20 @@ class PartsFormat:
     def check(self, names: Iterable[str]) -> None:
         """See `Format.check`."""
 
-    def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """See `Format.shape`."""
+    def stored(self, name: str, tensors: Parts) -> Held:
+        """See `Format.stored`."""
         bits = 4 if "codes4" in tensors else 8
         rows, num_bytes = tensors[f"codes{bits}"].shape
-        return rows, num_bytes * 8 // bits
+        num_in, num_groups = num_bytes * 8 // bits, tensors["scales"].shape[1]
+        group = None if num_groups == 1 else num_in // num_groups
+        return (rows, num_in), Stored(bits, group, "offsets" in tensors)
 
     def weight(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
         """See `Format.weight`."""
-        num_in = self.shape(name, tensors)[1]
-        bits = 4 if "codes4" in tensors else 8
-        scales = tensors["scales"]
-        group = None if scales.shape[1] == 1 else num_in // scales.shape[1]
+        bits, group, *_ = self.stored(name, described(tensors))[1]
         scheme = Integers(bits, group, int(tensors["zero"]))
-        return integer_weight(scheme, tensors[f"codes{bits}"], scales, tensors.get("offsets"), dtype)
+        codes = tensors[f"codes{bits}"]
+        return integer_weight(scheme, codes, tensors["scales"], tensors.get("offsets"), dtype)
 
 
 def write_quantised(

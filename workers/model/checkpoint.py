@@ -10,25 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pagewire.ipc.quoting import quoted
 from pagewire.kernels.cpu import arena
 from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.headers import safetensors_header, weight_files
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+from pagewire.workers.model.headers import DTYPES, TensorHeader, safetensors_header, weight_files
 
 
 class WeightSource(Protocol):
@@ -74,9 +60,11 @@ class Checkpoint:
         from safetensors import safe_open
 
         self._files: dict[str, Any] = {}
+        self._headers: dict[str, TensorHeader] = {}
         self._read: list[tuple[int, int]] = []
         for path in weight_files(Path(folder)) if paths is None else paths:
-            safetensors_header(path)  # whose shapes are then checked; the library takes those of any length
+            # Its shapes are checked first; the library takes those of any length.
+            self._headers |= {tensor.name: tensor for tensor in safetensors_header(path)}
             try:
                 file: Any = safe_open(path, framework="pt")
             except Exception as error:
@@ -87,6 +75,10 @@ class Checkpoint:
     def names(self) -> Iterable[str]:
         """The names of all tensors."""
         return self._files.keys()
+
+    def header(self, name: str) -> TensorHeader:
+        """What its file's header says about a tensor."""
+        return self._headers[name]
 
     def read(self, name: str) -> Tensor:
         """A tensor in its own dtype."""
@@ -100,10 +92,10 @@ class Checkpoint:
         Raises:
             LoadError: PyTorch has no such dtype.
         """
-        described = self._files[name].get_slice(name)
-        if (dtype := DTYPES.get(described.get_dtype())) is None:
-            raise LoadError(f"{name} of the checkpoint is of an unknown dtype: {described.get_dtype()}")
-        return torch.empty(described.get_shape(), dtype=dtype, device="meta")
+        header = self.header(name)
+        if header.dtype not in DTYPES:
+            raise LoadError(f"{name} of the checkpoint is of an unknown dtype: {quoted(header.dtype)}")
+        return torch.empty(header.shape, dtype=getattr(torch, DTYPES[header.dtype]), device="meta")
 
     def weight(self, name: str, dtype: torch.dtype) -> Weight:
         """See `WeightSource.weight`: a view of the file."""

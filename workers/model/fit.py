@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import msgspec
 
@@ -13,9 +12,8 @@ from pagewire.ipc.options import KV_DTYPES
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks, step_bytes
 from pagewire.workers.errors import MemoryShortageError
-from pagewire.workers.model.checkpoint_headers import read_headers
 from pagewire.workers.model.footprint import Footprint, footprint, of_rank
-from pagewire.workers.model.headers import CheckpointHeaders
+from pagewire.workers.model.headers import Headers, read_headers
 from pagewire.workers.model.inventory import Part
 from pagewire.workers.model.mtp_layers import divided
 from pagewire.workers.weight_cache import folder
@@ -71,44 +69,6 @@ def kept_bytes(config: WorkerConfig, isa: str) -> int | None:
     return None if key is None else folder.size_of(key)
 
 
-class Needs(NamedTuple):
-    """Bytes that a model and its drafter take beside the KV cache, and those of a token in it."""
-
-    base: int
-    weights: int
-    loading: int
-    tables: int
-    kv_token: int
-    spare_kv: int
-    """For drafts whose places belong to no block yet."""
-
-
-def needs(sizes: Footprint, config: WorkerConfig, max_model_len: int, kept: int | None) -> Needs:
-    """What a footprint needs; kept: as for `fit`."""
-    own = Needs(
-        BASE_BYTES,
-        sizes.weight_bytes,
-        sizes.loading_bytes,
-        max_model_len * sizes.position_bytes,
-        sizes.kv_token_bytes,
-        spare_kv=0,
-    )
-    if kept is not None:
-        own = own._replace(base=KEPT_BASE_BYTES, weights=kept, loading=0, tables=0)
-    drafter, speculative = sizes.drafter, config.speculative
-    if drafter is None or speculative is None:
-        return own
-    num_spare = config.max_num_seqs * -(-speculative.num_speculative_tokens // config.block_size)
-    return Needs(
-        BASE_BYTES,
-        own.weights + drafter.weight_bytes,
-        max(own.loading, drafter.loading_bytes),
-        own.tables + max_model_len * drafter.position_bytes,
-        own.kv_token + drafter.kv_token_bytes,
-        num_spare * config.block_size * drafter.kv_token_bytes,
-    )
-
-
 def fit(sizes: Footprint, config: WorkerConfig, total: int, available: int, kept: int | None = None) -> Fit:
     """Whether a footprint fits, given the bytes of memory that this machine has, and has available now.
 
@@ -117,9 +77,23 @@ def fit(sizes: Footprint, config: WorkerConfig, total: int, available: int, kept
     Raises:
         LoadError: an option about memory is malformed.
     """
-    dimensions = sizes.dimensions
+    dimensions, drafter, speculative = sizes.dimensions, sizes.drafter, config.speculative
     max_model_len = config.max_model_len or dimensions.max_positions
-    base, weights, loading, tables, kv_token_bytes, spare = needs(sizes, config, max_model_len, kept)
+    base, weights, loading = BASE_BYTES, sizes.weight_bytes, sizes.loading_bytes
+    tables, kv_token_bytes, spare = max_model_len * sizes.position_bytes, sizes.kv_token_bytes, 0
+    if kept is not None:
+        base, weights, loading, tables = KEPT_BASE_BYTES, kept, 0, 0
+    if drafter is not None and speculative is not None:
+        base, weights, loading = (
+            BASE_BYTES,
+            weights + drafter.weight_bytes,
+            max(loading, drafter.loading_bytes),
+        )
+        tables += max_model_len * drafter.position_bytes
+        kv_token_bytes += drafter.kv_token_bytes
+        # For drafts whose places belong to no block yet.
+        num_spare = config.max_num_seqs * -(-speculative.num_speculative_tokens // config.block_size)
+        spare = num_spare * config.block_size * drafter.kv_token_bytes
     steps = step_bytes(config, max(1, dimensions.vocab_size))
     left = available - base - weights - tables
     budget = max(0, kv_budget(config, max(0, left), steps) - spare)
@@ -128,7 +102,7 @@ def fit(sizes: Footprint, config: WorkerConfig, total: int, available: int, kept
     blocks = budget // block_bytes if config.num_blocks is None else config.num_blocks
     problem = None
     if left < loading:
-        whose = "its weights" if sizes.drafter is None else "its weights and the drafter's"
+        whose = "its weights" if drafter is None else "its weights and the drafter's"
         problem = (
             f"{whose} take {amount(weights)} of memory, loading them {amount(loading)} "
             f"more, and the worker itself {amount(base)}"
@@ -174,9 +148,7 @@ class Remedy:
         )
 
 
-def remedies(
-    headers: CheckpointHeaders, config: WorkerConfig, isa: str, total: int, available: int
-) -> list[Remedy]:
+def remedies(headers: Headers, config: WorkerConfig, isa: str, total: int, available: int) -> list[Remedy]:
     """Single changes of the options with which a model fits that does not fit as it is."""
     found = []
     for options, changed in _changes(headers, config, isa, total, available):
@@ -187,7 +159,7 @@ def remedies(
 
 
 def _changes(
-    headers: CheckpointHeaders, config: WorkerConfig, isa: str, total: int, available: int
+    headers: Headers, config: WorkerConfig, isa: str, total: int, available: int
 ) -> Iterator[tuple[str, WorkerConfig]]:
     sizes = sizes_of(headers, config, isa)
     now = fit(sizes, config, total, available)
@@ -205,7 +177,7 @@ def _changes(
         yield "--dtype bfloat16", msgspec.structs.replace(config, dtype="bfloat16")
 
 
-def sizes_of(headers: CheckpointHeaders, config: WorkerConfig, isa: str) -> Footprint:
+def sizes_of(headers: Headers, config: WorkerConfig, isa: str) -> Footprint:
     """The footprint of a checkpoint with the options of a worker; of a rank of a group, that of its part.
 
     Raises:
@@ -237,9 +209,7 @@ def drafter_of_rank(whole: Footprint, config: WorkerConfig) -> Footprint:
     return of_rank(whole, config.parallel, (Part.EMBEDDING,) if is_eagle3 else ())
 
 
-def check_fit(
-    headers: CheckpointHeaders, config: WorkerConfig, isa: str, total: int, available: int
-) -> Footprint:
+def check_fit(headers: Headers, config: WorkerConfig, isa: str, total: int, available: int) -> Footprint:
     """The footprint of a model that fits into memory.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a model will take in a CPU worker, by the headers of its checkpoint: bytes of each part, and of a token.
+"""What a model will take in a CPU worker, by the headers of its checkpoint, and how fast it should be.
 
 Imports no torch: `pagewire inspect` answers in a moment, and a worker knows before it reads any weights.
 """
@@ -10,44 +10,27 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from pagewire.ipc.quantization import ONLINE
 from pagewire.ipc.worker_messages import Parallel
 from pagewire.kernels.cpu.build import panels_of
-from pagewire.kernels.cpu.panels import ITEM_BYTES, Stored
+from pagewire.kernels.cpu.panels import ITEM_BYTES, Panels, Stored
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.dimensions import Dimensions
-from pagewire.workers.model.headers import CheckpointHeaders
+from pagewire.workers.model.headers import DTYPES, Headers
 from pagewire.workers.model.inventory import Matrix, Part, matrices
+from pagewire.workers.model.online import quantised_as
 from pagewire.workers.model.shares import stage_layers
 from pagewire.workers.model.structure import has_stack_structure
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 KV_ITEM_BYTES = ITEM_BYTES | {"int8": 1, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 KV_SCALE_BYTES = {"int8": 4}  # of a token and head, for K and for V
-EIGHT_BITS = Stored(8, 32)
-
-
-def _everywhere(layers: Stored) -> dict[Part, Stored]:
-    """All matrices: those of layers so, embedding and output in 8 bits."""
-    return {
-        Part.ATTENTION: layers,
-        Part.FEED_FORWARD: layers,
-        Part.EXPERTS: layers,
-        Part.EMBEDDING: EIGHT_BITS,
-        Part.OUTPUT: EIGHT_BITS,
-    }
-
-
-ONLINE = {  # how `online.py` holds the matrices of a part that it quantises
-    "int8": _everywhere(EIGHT_BITS),
-    "fp8": _everywhere(EIGHT_BITS),
-    "int4": _everywhere(Stored(4, 32, has_offsets=True)),
-    "bitsandbytes": _everywhere(Stored(4, 64)),
-    "experts_int8": {Part.EXPERTS: EIGHT_BITS},
-}
-FILE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 PACKING_ROWS = 1024  # of a matrix that are converted and packed at a time
 LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+UNDIVIDED = (Part.NORMS, Part.OTHER)
+"""Parts that every rank has as a whole."""
 
 
 @dataclass(frozen=True)
@@ -124,43 +107,42 @@ class Footprint:
 
 
 def footprint(
-    headers: CheckpointHeaders,
-    isa: str,
-    dtype: str = "auto",
-    quantization: str | None = None,
-    kv_dtype: str = "auto",
+    headers: Headers, isa: str, dtype: str = "auto", quantization: str | None = None, kv_dtype: str = "auto"
 ) -> Footprint:
     """The footprint of a checkpoint.
 
     isa: the instruction set of the kernels. dtype, quantization, kv_dtype: the engine's options.
 
     Raises:
-        LoadError: its configuration has sizes of another form.
+        LoadError: its configuration has sizes of another form, or its tensors are of a format that is not served.
     """
     try:
         found = list(matrices(headers.tensors, headers.config))
         dimensions = Dimensions.of(headers.config, found)
-    except (TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
+    except LoadError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise LoadError(f"the sizes of this model cannot be told: {error!r}") from error
     own = dimensions.dtype if dtype == "auto" else DTYPE_NAMES.get(dtype, dtype)
-    method = _method(headers.config, found) or quantization
-    held = [_Held.of(matrix, own, quantization, isa) for matrix in found]
-    tied = next((h for h in held if h.matrix.part is Part.EMBEDDING), None)
-    if tied is not None and not any(h.matrix.part is Part.OUTPUT and not h.matrix.is_vector for h in held):
-        held.append(_Held.of_tied(tied.matrix, own, quantization, isa))
+    embedding = next((matrix for matrix in found if matrix.part is Part.EMBEDDING), None)
+    is_tied = not any(matrix.part is Part.OUTPUT and not matrix.is_vector for matrix in found)
+    all_matrices = list(found)
+    if embedding is not None and is_tied:  # its weights count there, and are packed for the output layer
+        all_matrices.append(replace(embedding, name="lm_head.weight", part=Part.OUTPUT, num_bytes=0))
+    held = [_held(matrix, own, quantization, panels_of(isa)) for matrix in all_matrices]
     share = min(1.0, dimensions.experts_per_token / dimensions.num_experts) if dimensions.num_experts else 1.0
+    by_part = {part: [h for h in held if h.matrix.part is part] for part in Part}
     kv_item = KV_ITEM_BYTES[own if kv_dtype == "auto" else DTYPE_NAMES.get(kv_dtype, kv_dtype)]
+    names = [matrix.name for matrix in found]
     return Footprint(
         form=headers.form,
         num_files=headers.num_files,
-        quantization=method,
+        quantization=_method(headers.config, found) or quantization,
         dimensions=dimensions,
         dtype=own,
         isa=isa,
-        is_stack=has_stack_structure(
-            dimensions.model_type, [matrix.name for matrix in found], headers.config
-        ),
-        parts=_parts(held, share or 1.0),
+        is_stack=has_stack_structure(dimensions.model_type, names, headers.config),
+        parts=[_figures(part, of_part, share or 1.0) for part, of_part in by_part.items() if of_part],
         loading_bytes=_loading_bytes(held, own),
         kv_token_bytes=dimensions.kv_elements * kv_item
         + dimensions.kv_scales * KV_SCALE_BYTES.get(kv_dtype, 0),
@@ -171,43 +153,38 @@ def footprint(
 def of_rank(whole: Footprint, parallel: Parallel, undivided: Sequence[Part] = ()) -> Footprint:
     """The footprint of a rank that has its part of a model, the largest in its stage.
 
-    While loading it may take as much as alone: rank 0 runs a layer of the whole model at a time.
+    A stage has its layers; the first one has the embedding, the last one the output layer. While loading it may
+    take as much as alone: rank 0 runs a layer of the whole model at a time.
 
-    undivided: parts that every rank has as a whole, beside norms and what is of no part.
+    undivided: parts that every rank has as a whole, beside `UNDIVIDED`.
 
     Raises:
         LoadError: the layers cannot be divided into so many stages.
     """
-    size = parallel.num_shards
+    size, num_layers = parallel.num_shards, whole.dimensions.num_layers
+    layers = 1.0
+    shares = dict.fromkeys(Part, 1.0)
     if parallel.stages > 1:
-        whole = _of_stage(whole, parallel)
-    if size == 1:
-        return whole
-    kv_share = min(1.0, -(-whole.kv_heads // size) / whole.kv_heads)
-    everywhere = {part.value for part in (Part.NORMS, Part.OTHER, *undivided)}
+        layers = len(stage_layers(num_layers, parallel)) / num_layers if num_layers else 1 / parallel.stages
+        shares = dict.fromkeys(Part, layers) | {
+            Part.EMBEDDING: float(parallel.stage == 0),
+            Part.OUTPUT: float(parallel.stage == parallel.stages - 1),
+        }
+    shares = {
+        part: share if part in (*UNDIVIDED, *undivided) else share / size for part, share in shares.items()
+    }
     parts = [
-        part
-        if part.part in everywhere
-        else replace(part, packed_bytes=-(-part.packed_bytes // size), read_bytes=-(-part.read_bytes // size))
+        replace(
+            part,
+            packed_bytes=math.ceil(part.packed_bytes * shares[Part(part.part)]),
+            read_bytes=math.ceil(part.read_bytes * shares[Part(part.part)]),
+        )
         for part in whole.parts
     ]
-    return replace(whole, parts=parts, kv_token_bytes=int(whole.kv_token_bytes * kv_share))
-
-
-def _of_stage(whole: Footprint, parallel: Parallel) -> Footprint:
-    """The footprint of a stage: its layers, and embedding and output layer only in the first and in the last."""
-    num_layers = whole.dimensions.num_layers
-    share = len(stage_layers(num_layers, parallel)) / num_layers if num_layers else 1 / parallel.stages
-    elsewhere = {
-        Part.EMBEDDING.value: float(parallel.stage == 0),
-        Part.OUTPUT.value: float(parallel.stage == parallel.stages - 1),
-    }
-    parts = []
-    for part in whole.parts:
-        own = elsewhere.get(part.part, share)
-        packed, read = math.ceil(part.packed_bytes * own), math.ceil(part.read_bytes * own)
-        parts.append(replace(part, packed_bytes=packed, read_bytes=read))
-    return replace(whole, parts=parts, kv_token_bytes=math.ceil(whole.kv_token_bytes * share))
+    kv_share = min(1.0, -(-whole.kv_heads // size) / whole.kv_heads)
+    return replace(
+        whole, parts=parts, kv_token_bytes=int(math.ceil(whole.kv_token_bytes * layers) * kv_share)
+    )
 
 
 def _method(config: Mapping[str, object], found: Iterable[Matrix]) -> str | None:
@@ -219,8 +196,7 @@ def _method(config: Mapping[str, object], found: Iterable[Matrix]) -> str | None
     return types.most_common(1)[0][0] if types else None
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     """A matrix, and how the worker will hold it."""
 
     matrix: Matrix
@@ -229,57 +205,36 @@ class _Held:
     is_copy: bool
     """False if it is used where the file is mapped."""
 
-    @classmethod
-    def of(cls, matrix: Matrix, dtype: str, quantization: str | None, isa: str) -> _Held:
-        itemsize, stored, panels = ITEM_BYTES[dtype], matrix.stored, panels_of(isa)
-        if stored.is_float and quantization in ONLINE and not matrix.is_vector:
-            stored = ONLINE[quantization].get(matrix.part, stored)
-        if stored.is_float:
-            is_copy = FILE_DTYPES.get(matrix.dtype) != dtype
-            stored = Stored(8 * itemsize)
-            if matrix.is_vector or matrix.part is Part.EMBEDDING:
-                return cls(matrix, stored, matrix.num_weights * itemsize, is_copy)
-            size = panels.float_size(matrix.rows, matrix.columns, dtype) * itemsize
-        else:
-            size = panels.integer_bytes(matrix.rows, matrix.columns, stored)
-        return cls(matrix, stored, matrix.count * size, True)
 
-    @classmethod
-    def of_tied(cls, embedding: Matrix, dtype: str, quantization: str | None, isa: str) -> _Held:
-        """The output layer that is packed from the embedding's weights, which count there."""
-        output = replace(embedding, name="lm_head.weight", part=Part.OUTPUT, num_bytes=0)
-        return cls.of(output, dtype, quantization, isa)
+def _held(matrix: Matrix, dtype: str, quantization: str | None, panels: Panels) -> _Held:
+    rows, columns, stored, itemsize = matrix.rows, matrix.columns, matrix.stored, ITEM_BYTES[dtype]
+    if quantization in ONLINE and stored.is_float and not matrix.is_vector and matrix.part not in UNDIVIDED:
+        stored = quantised_as(quantization, matrix.name.removesuffix(".weight"), columns) or stored
+    if not stored.is_float:
+        return _Held(matrix, stored, matrix.count * panels.integer_bytes(rows, columns, stored), True)
+    stored = Stored(8 * itemsize)
+    if matrix.is_vector or matrix.part is Part.EMBEDDING:
+        return _Held(matrix, stored, matrix.num_weights * itemsize, DTYPES.get(matrix.dtype) != dtype)
+    return _Held(matrix, stored, matrix.count * panels.float_size(rows, columns, dtype) * itemsize, True)
 
 
-def _parts(held: Iterable[_Held], expert_share: float) -> list[PartFigures]:
-    """The figures of each part. expert_share: of the experts that run for a token."""
-    by_part: dict[Part, list[_Held]] = {}
+def _figures(part: Part, held: Sequence[_Held], expert_share: float) -> PartFigures:
+    """The figures of a part. expert_share: of the experts that run for a token."""
+    weights = sum(h.matrix.num_weights for h in held if h.matrix.num_bytes)
+    file_bytes = sum(h.matrix.num_bytes for h in held)
+    packed = sum(h.packed_bytes for h in held)
+    sizes: Counter[str] = Counter()
     for h in held:
-        by_part.setdefault(h.matrix.part, []).append(h)
-    figures = []
-    for part in Part:
-        if part not in by_part:
-            continue
-        of_part = by_part[part]
-        weights = sum(h.matrix.num_weights for h in of_part if h.matrix.num_bytes)
-        file_bytes = sum(h.matrix.num_bytes for h in of_part)
-        packed = sum(h.packed_bytes for h in of_part)
-        read = {Part.EMBEDDING: 0, Part.EXPERTS: int(packed * expert_share)}.get(part, packed)
-        sizes: Counter[str] = Counter()
-        for h in of_part:
-            sizes[h.stored.name] += h.packed_bytes
-        figures.append(
-            PartFigures(
-                part=part.value,
-                parameters=weights,
-                bits=8 * file_bytes / weights if weights else 0.0,
-                file_bytes=file_bytes,
-                packed_bytes=sum(h.packed_bytes for h in of_part if h.is_copy),
-                read_bytes=read,
-                held=sizes.most_common(1)[0][0],
-            )
-        )
-    return figures
+        sizes[h.stored.name] += h.packed_bytes
+    return PartFigures(
+        part=part.value,
+        parameters=weights,
+        bits=8 * file_bytes / weights if weights else 0.0,
+        file_bytes=file_bytes,
+        packed_bytes=sum(h.packed_bytes for h in held if h.is_copy),
+        read_bytes={Part.EMBEDDING: 0, Part.EXPERTS: int(packed * expert_share)}.get(part, packed),
+        held=sizes.most_common(1)[0][0],
+    )
 
 
 def _loading_bytes(held: Iterable[_Held], dtype: str) -> int:
@@ -290,15 +245,13 @@ def _loading_bytes(held: Iterable[_Held], dtype: str) -> int:
     """
     itemsize, largest, outside = ITEM_BYTES[dtype], 0, 0
     layers: Counter[str] = Counter()
-    for h in held:
-        matrix = h.matrix
+    for matrix in (h.matrix for h in held):
         largest = max(largest, min(matrix.rows, PACKING_ROWS) * matrix.columns * itemsize)
         together = matrix.part is Part.EXPERTS and matrix.count == 1
-        if FILE_DTYPES.get(matrix.dtype) == dtype and not together:
+        if DTYPES.get(matrix.dtype) == dtype and not together:
             continue
-        size = matrix.num_weights * itemsize
         if layer := LAYER.search(matrix.name):
-            layers[layer[1]] += size
+            layers[layer[1]] += matrix.num_weights * itemsize
         elif matrix.part is Part.OUTPUT and matrix.num_bytes:
-            outside += size
+            outside += matrix.num_weights * itemsize
     return outside + max(layers.values(), default=0) + largest

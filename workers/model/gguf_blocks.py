@@ -16,6 +16,7 @@ from torch import Tensor
 from pagewire.kernels.integers import Integers, integer_weight
 from pagewire.kernels.weight import Weight
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.gguf_names import BLOCKS
 
 CHUNK_BYTES = 4 << 20  # of blocks, converted at a time: what lies between is some times larger
 Parts = tuple[Tensor, Tensor, Tensor | None]
@@ -174,24 +175,16 @@ def _mxfp4(blocks: Tensor) -> Parts:
     return _rows(_nibbles(blocks[..., 1:], 16)), _rows(scales), None
 
 
-def _table(values: tuple[int, ...], zero: int) -> tuple[int, ...]:
-    return tuple(value + zero for value in values)
-
-
-IQ4 = Integers(4, 32, 128, _table(IQ4_VALUES, 128))
-BLOCK_TYPES: dict[str, BlockType] = {
-    "Q8_0": BlockType(Integers(8, 32, 128), _q8_0),
-    "Q4_0": BlockType(Integers(4, 32, 8), _q4_0),
-    "Q4_1": BlockType(Integers(4, 32, 0), _q4_1),
-    "Q5_0": BlockType(Integers(8, 32, 16), _q5_0),
-    "Q5_1": BlockType(Integers(8, 32, 0), _q5_1),
-    "Q2_K": BlockType(Integers(4, 16, 0), _q2_k),
-    "Q3_K": BlockType(Integers(4, 16, 4), _q3_k),
-    "Q4_K": BlockType(Integers(4, 32, 0), _q4_k),
-    "Q5_K": BlockType(Integers(8, 32, 0), _q5_k),
-    "Q6_K": BlockType(Integers(8, 16, 32), _q6_k),
-    "IQ4_NL": BlockType(IQ4, _q4_0),
-    "IQ4_XS": BlockType(IQ4, _iq4_xs),
-    "MXFP4": BlockType(Integers(4, 32, 12, _table(MXFP4_VALUES, 12)), _mxfp4),
+TABLES = {
+    **dict.fromkeys(("IQ4_NL", "IQ4_XS"), tuple(value + 128 for value in IQ4_VALUES)),
+    "MXFP4": tuple(value + 12 for value in MXFP4_VALUES),
+}
+UNPACK = (
+    {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1}
+    | {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
+    | {"IQ4_NL": _q4_0, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4}
+)
+BLOCK_TYPES = {
+    name: BlockType(Integers(*scheme, TABLES.get(name)), UNPACK[name]) for name, scheme in BLOCKS.items()
 }
 """The quantised types that are read; `gguf.FLOATS` has the others."""

@@ -10,6 +10,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+BLOCKS = (
+    {"Q8_0": (8, 32, 128), "Q4_0": (4, 32, 8), "Q4_1": (4, 32, 0), "Q5_0": (8, 32, 16), "Q5_1": (8, 32, 0)}
+    | {"Q2_K": (4, 16, 0), "Q3_K": (4, 16, 4), "Q4_K": (4, 32, 0), "Q5_K": (8, 32, 0), "Q6_K": (8, 16, 32)}
+    | {"IQ4_NL": (4, 32, 128), "IQ4_XS": (4, 32, 128), "MXFP4": (4, 32, 12)}
+)
+"""The types of quantised blocks that are read: bits, columns of a scale, and the value that stands for 0.
+Where it is 0, groups have offsets."""
 LAYER = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?\.(weight|bias)")
 UNUSED = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Tensors that are part of the configuration."""

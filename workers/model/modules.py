@@ -188,8 +188,9 @@ def weight_source(worker_config: WorkerConfig, config: Any, form: Format | None)
         LoadError: a file is missing or broken, or the format refuses the checkpoint.
     """
     path = worker_config.model_path
-    source: WeightSource = GgufCheckpoint(path, config) if is_gguf(path) else Checkpoint(path)
-    return source if form is None else QuantisedCheckpoint(source, form)
+    if is_gguf(path):
+        return GgufCheckpoint(path, config)
+    return Checkpoint(path) if form is None else QuantisedCheckpoint(Checkpoint(path), form)
 
 
 def module_on_meta(

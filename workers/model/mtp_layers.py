@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from pagewire.workers.model.headers import CheckpointHeaders, Headers
+from pagewire.workers.model.headers import Headers
 
 PROJECTION = re.compile(r"((?:.+\.)?layers\.\d+\.)eh_proj\.")
 COPIES = ("embed_tokens.", "shared_head.head.")
@@ -22,7 +22,7 @@ def mtp_prefixes(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(match[1] for match in found if match is not None))
 
 
-def divided(headers: CheckpointHeaders) -> tuple[CheckpointHeaders, CheckpointHeaders]:
+def divided(headers: Headers) -> tuple[Headers, Headers]:
     """The headers of a model without its MTP layers, and those of these layers, as of a model of their own."""
     prefixes = mtp_prefixes(tensor.name for tensor in headers.tensors)
     copies = tuple(prefix + part for prefix in prefixes for part in COPIES)

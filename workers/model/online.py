@@ -1,100 +1,69 @@
 """Weights quantised while they are loaded: what `quantization=` means for a checkpoint of plain numbers.
 
-Which scheme keeps how much accuracy was measured on SmolLM2-135M; ARCHITECTURE.md has the figures.
+Which scheme keeps how much accuracy was measured on SmolLM2-135M; ARCHITECTURE.md has the figures. Imports torch
+only to quantise.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-
-from pagewire.kernels.integers import Integers, row_blocks
-from pagewire.kernels.weight import DENSE, Weight
+from pagewire.ipc.quantization import ONLINE
+from pagewire.kernels.cpu.panels import Stored
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.formats.bitsandbytes import nf4
-from pagewire.workers.model.formats.fp8 import fp8_weight
-from pagewire.workers.model.formats.reexpress import as_integers, wider
+from pagewire.workers.model.formats.format import wider
 
-INT4 = Integers(4, 32, 0)
+if TYPE_CHECKING:
+    from pagewire.kernels.weight import Weight
+
 ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Last parts of the names of matrices that choose experts: small, and every choice depends on them."""
 IN_LAYERS = re.compile(r"\.\d+\.")
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 
 
-def online(quantization: str) -> Callable[[str, Weight], Weight]:
-    """A function from the name of a module and its dense weight to the quantised weight, or the same one.
+def quantised_as(quantization: str, name: str, num_in: int) -> Stored | None:
+    """How a matrix of plain numbers will be held; None: as it is. name: of its module. num_in: its columns.
 
     Matrices outside of the layers (embedding and output) have 8 bits in 4-bit schemes too, and so do matrices whose
     columns are no multiple of a group. What chooses among experts stays as it is.
+    """
+    if name.rpartition(".")[2] in ROUTERS or (quantization == "experts_int8" and not EXPERTS.search(name)):
+        return None
+    if quantization not in ("int4", "bitsandbytes") or not IN_LAYERS.search(name) or num_in % 32:
+        return wider(num_in)
+    return Stored(4, 32, has_offsets=True) if quantization == "int4" else Stored(4, 32 if num_in % 64 else 64)
+
+
+def online(quantization: str) -> Callable[[str, Weight], Weight]:
+    """A function from the name of a module and its dense weight to the quantised weight, or the same one.
 
     quantization: one of `ONLINE`.
 
     Raises:
         LoadError: it is none of them.
     """
+    from pagewire.kernels.integers import Integers
+    from pagewire.kernels.weight import DENSE
+    from pagewire.workers.model.formats.reexpress import as_integers, rounded_to_fp8
+    from pagewire.workers.model.formats.tables import nf4
+
     if quantization not in ONLINE:
         raise LoadError(
             f"quantization={quantization!r} cannot be done while plain numbers are loaded: {', '.join(ONLINE)} can"
         )
-    quantised = ONLINE[quantization]
 
     def apply(name: str, weight: Weight) -> Weight:
-        if name.rpartition(".")[2] in ROUTERS or weight.scheme is not DENSE:
+        held = quantised_as(quantization, name, weight.shape[1])
+        if held is None or weight.scheme is not DENSE:
             return weight
-        return quantised(name, weight)
+        if quantization == "fp8" and IN_LAYERS.search(name):
+            return rounded_to_fp8(weight)
+        if quantization == "bitsandbytes" and held.bits == 4:
+            return nf4(weight)
+        scheme = Integers(held.bits, held.group, 0 if held.has_offsets else 128)
+        return as_integers(f"weights quantised by int{held.bits}", weight, scheme)
 
     return apply
-
-
-def _int8(name: str, weight: Weight) -> Weight:
-    return _integers("int8", weight, wider(weight.shape[1]))
-
-
-def _int4(name: str, weight: Weight) -> Weight:
-    if not IN_LAYERS.search(name) or weight.shape[1] % 32:
-        return _int8(name, weight)
-    return _integers("int4", weight, INT4)
-
-
-def _nf4(name: str, weight: Weight) -> Weight:
-    if not IN_LAYERS.search(name) or weight.shape[1] % 32:
-        return _int8(name, weight)
-    return nf4(weight)
-
-
-def _experts(name: str, weight: Weight) -> Weight:
-    return _int8(name, weight) if EXPERTS.search(name) else weight
-
-
-def _fp8(name: str, weight: Weight) -> Weight:
-    """Rounded to e4m3 with a scale for each row, as the name promises, and held as such a checkpoint is."""
-    if not IN_LAYERS.search(name):
-        return _int8(name, weight)
-    most = torch.finfo(torch.float8_e4m3fn).max
-    device = weight.parts[0].device
-    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=device)
-    scales = torch.empty(weight.shape[0], 1, device=device)
-    for start, stop in row_blocks(*weight.shape):
-        rows = replace(weight.slice(start, stop), dtype=torch.float32).dense()
-        reach = rows.abs().amax(1, keepdim=True)
-        scales[start:stop] = torch.where(reach > 0, reach / most, 1.0)
-        values[start:stop] = (rows / scales[start:stop]).to(torch.float8_e4m3fn)
-    return fp8_weight(values, scales, weight.dtype)
-
-
-def _integers(kind: str, weight: Weight, scheme: Integers) -> Weight:
-    return as_integers(f"weights quantised by {kind}", weight, scheme)
-
-
-ONLINE: dict[str, Callable[[str, Weight], Weight]] = {
-    "fp8": _fp8,
-    "int8": _int8,
-    "int4": _int4,
-    "bitsandbytes": _nf4,
-    "experts_int8": _experts,
-}
-"""Names of `quantization=` for checkpoints of plain numbers."""

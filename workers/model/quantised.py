@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -11,10 +11,8 @@ from torch import Tensor
 from pagewire.kernels.quantising import dense
 from pagewire.kernels.weight import Weight
 from pagewire.workers.errors import LoadError, first_line
-from pagewire.workers.model.checkpoint import WeightSource
-from pagewire.workers.model.formats.format import Format, StackFormat
-
-FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+from pagewire.workers.model.checkpoint import Checkpoint
+from pagewire.workers.model.formats.format import Format, StackFormat, parts_by_weight
 
 
 class QuantisedCheckpoint:
@@ -23,7 +21,7 @@ class QuantisedCheckpoint:
     What belongs to no quantised matrix (norms, biases, modules that were left out) is read as it is.
     """
 
-    def __init__(self, files: WeightSource, form: Format) -> None:
+    def __init__(self, files: Checkpoint, form: Format) -> None:
         """Find the tensors of each matrix.
 
         Raises:
@@ -32,18 +30,8 @@ class QuantisedCheckpoint:
         self._files, self._form = files, form
         with _named(f"a checkpoint in format {form.name}"):
             form.check(files.names)
-        self._parts: dict[str, dict[str, str]] = {}
-        self._plain: set[str] = set()
-        suffixes = sorted(form.suffixes, key=len, reverse=True)
-        for name in files.names:
-            if (found := _split(name, suffixes)) is None:
-                self._plain.add(name)
-            else:
-                weight, suffix = found
-                self._parts.setdefault(weight, {})[suffix] = name
-        for weight in [weight for weight, parts in self._parts.items() if self._is_dense(parts)]:
-            self._plain.add(weight)
-            del self._parts[weight]
+        plain, self._parts = parts_by_weight(form, map(files.header, files.names))
+        self._plain = {tensor.name for tensor in plain}
 
     @property
     def names(self) -> Iterable[str]:
@@ -55,7 +43,7 @@ class QuantisedCheckpoint:
         if name in self._plain:
             return self._files.on_meta(name)
         with _named(name):
-            shape = self._form.shape(_module(name), self._tensors(name, self._files.read))
+            shape, _ = self._form.stored(_module(name), self._parts[name])
         return torch.empty(shape, dtype=torch.float32, device="meta")
 
     def read(self, name: str) -> Tensor:
@@ -73,7 +61,7 @@ class QuantisedCheckpoint:
         if name in self._plain:
             return self._files.weight(name, dtype)
         with _named(name):
-            return self._form.weight(_module(name), self._tensors(name, self._files.read), dtype)
+            return self._form.weight(_module(name), self._tensors(name), dtype)
 
     def stacked(self, name: str, dtype: torch.dtype, transposed: bool) -> Iterator[Weight]:
         """See `WeightSource.stacked`."""
@@ -84,30 +72,17 @@ class QuantisedCheckpoint:
         if not isinstance(form, StackFormat) or form.transposed != transposed:
             raise LoadError(f"{name}: format {form.name} holds no stacks of matrices of this form")
         with _named(name):
-            yield from form.stacked(_module(name), self._tensors(name, self._files.read), dtype)
+            yield from form.stacked(_module(name), self._tensors(name), dtype)
 
     def let_go(self) -> None:
         """See `WeightSource.let_go`."""
         self._files.let_go()
 
-    def _tensors(self, name: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        return {suffix: read(full) for suffix, full in self._parts[name].items()}
-
-    def _is_dense(self, parts: dict[str, str]) -> bool:
-        return parts.keys() == {"weight"} and self._files.on_meta(parts["weight"]).dtype in FLOATS
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        return {suffix: self._files.read(part.name) for suffix, part in self._parts[name].items()}
 
     def _is_stack(self, name: str) -> bool:
         return all(suffix.startswith("_") for suffix in self._parts[name])
-
-
-def _split(name: str, suffixes: Iterable[str]) -> tuple[str, str] | None:
-    """The weight that a tensor is a part of, and the suffix that says which; None if it is no part of any."""
-    for suffix in suffixes:
-        end = suffix if suffix.startswith("_") else f".{suffix}"
-        if name.endswith(end):
-            owner = name.removesuffix(end)
-            return (owner if suffix.startswith("_") else f"{owner}.weight"), suffix
-    return None
 
 
 def _module(name: str) -> str:

@@ -24,7 +24,7 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model import attention
 from pagewire.workers.model.checkpoint import WeightSource
-from pagewire.workers.model.checkpoint_headers import WITHOUT_HEADERS
+from pagewire.workers.model.headers import WITHOUT_HEADERS
 from pagewire.workers.model.loaded import LoadedModel
 from pagewire.workers.model.loading import module_bytes, transform_parts
 from pagewire.workers.model.model import load_config

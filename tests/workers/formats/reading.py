@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from pagewire.kernels.cpu.quantised import PackedForm
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.weight import Weight
-from pagewire.workers.model.formats.format import Format
+from pagewire.workers.model.formats.format import Format, described
 
 from .rounding import Rounded
 
@@ -21,13 +22,25 @@ def matrix(rows: int = 64, columns: int = 256, seed: int = 0) -> Tensor:
 
 
 def read(form: Format, tensors: Mapping[str, Tensor], name: str = NAME) -> Weight:
-    """The weight of a module's tensors; its shape is known without them."""
+    """The weight of a module's tensors; its shape, and how it is held, are known without them."""
     assert tensors.keys() <= form.suffixes
     form.check([f"{name}.{suffix}" for suffix in tensors])
-    shape = form.shape(name, {suffix: tensor.to("meta") for suffix, tensor in tensors.items()})
+    shape, held = form.stored(name, described(tensors))
     weight = form.weight(name, tensors, torch.float32)
     assert weight.shape == shape
+    if isinstance(weight.scheme, Integers) and not tensors.keys() & {"g_idx", "weight_g_idx"}:
+        assert held == PackedForm.of(weight).stored
     return weight
+
+
+def is_told(form: Format, tensors: Mapping[str, Tensor], weight: Weight) -> bool:
+    """Whether headers tell a weight's shape, and how its integers are held."""
+    return form.stored(NAME, described(tensors)) == (weight.shape, PackedForm.of(weight).stored)
+
+
+def shape_of(form: Format, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """The shape of a weight by what headers say of its tensors."""
+    return form.stored(name, described(tensors))[0]
 
 
 def assert_exact(weight: Weight, original: Rounded) -> None:

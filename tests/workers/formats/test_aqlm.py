@@ -10,6 +10,8 @@ from pagewire.kernels import integers
 from pagewire.kernels.weight import Weight
 from pagewire.workers.model.formats import aqlm
 
+from .reading import is_told, shape_of
+
 FORM = aqlm.of({"quant_method": "aqlm", "in_group_size": 8})
 
 
@@ -40,8 +42,9 @@ def test_sums_of_codebooks(
     bits: int, books: int, outs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors, dense = saved(bits, books, outs, dtype)
-    assert tensors.keys() == FORM.suffixes and FORM.shape("a", tensors) == dense.shape
-    assert 0 < error(FORM.weight("a", tensors, torch.bfloat16), dense) < 0.007
+    assert tensors.keys() == FORM.suffixes and shape_of(FORM, "a", tensors) == dense.shape
+    weight = FORM.weight("a", tensors, torch.bfloat16)
+    assert 0 < error(weight, dense) < 0.007 and is_told(FORM, tensors, weight)
     monkeypatch.setattr(integers, "BLOCK", 64 * 10)
     assert 0 < error(FORM.weight("a", tensors, torch.bfloat16), dense) < 0.007
 

@@ -15,9 +15,11 @@ from pagewire.kernels.integers import INT8, Integers
 from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.formats import bitsandbytes
-from pagewire.workers.model.formats.bitsandbytes import integer_table, nf4, nf4_values
 from pagewire.workers.model.formats.registry import format_of
+from pagewire.workers.model.formats.tables import integer_table, nf4, nf4_values
 from pagewire.workers.model.quantised import QuantisedCheckpoint
+
+from .reading import is_told, shape_of
 
 # Dettmers et al. 2023, "QLoRA", appendix E.
 NF4 = (
@@ -88,8 +90,9 @@ def test_blocks_of_4_bits(
     shape: tuple[int, int], block: int, group: int | None, nested: bool, kind: str
 ) -> None:
     tensors, dense = saved(shape, block, kind, nested)
-    assert tensors.keys() <= FORM.suffixes and FORM.shape("a", tensors) == shape
+    assert tensors.keys() <= FORM.suffixes and shape_of(FORM, "a", tensors) == shape
     weight = FORM.weight("a", tensors, torch.bfloat16)
+    assert is_told(FORM, tensors, weight)
     assert isinstance(weight.scheme, Integers) and weight.scheme.group == group
     assert weight.scheme.bits == (4 if group else 8)
     assert error(weight, dense) < (0.006 if group else 0.008)
@@ -105,7 +108,8 @@ def test_int8_is_exact() -> None:
     values = torch.arange(-127, 129).clamp(max=127).to(torch.int8).view(4, 64)
     tensors = {"weight": values, "SCB": torch.tensor([1.0, 2.0, 3.0, 4.0]), "weight_format": torch.tensor(0)}
     weight = FORM.weight("a", tensors, torch.float32)
-    assert weight.scheme == INT8 and FORM.shape("a", tensors) == (4, 64)
+    assert is_told(FORM, tensors, weight)
+    assert weight.scheme == INT8 and shape_of(FORM, "a", tensors) == (4, 64)
     assert torch.allclose(weight.dense(), values.float() * tensors["SCB"][:, None] / 127, rtol=1e-6, atol=0)
 
 
@@ -154,7 +158,7 @@ def test_what_does_not_fit_is_refused() -> None:
         )
     }
     with pytest.raises(ValueError, match="only matrices"):
-        FORM.shape("a", stacked)
+        shape_of(FORM, "a", stacked)
 
 
 def test_a_checkpoint_names_its_parts_below_the_weight(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels import integers
+from pagewire.kernels.cpu.panels import Stored
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.weight import Weight
 from pagewire.workers.model.formats import fp8, reexpress
-from pagewire.workers.model.formats.fp8 import fp8_weight
+from pagewire.workers.model.formats.format import described
+from pagewire.workers.model.formats.reexpress import fp8_weight
 
 MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 ROWS, COLUMNS = 192, 320
@@ -82,7 +84,7 @@ def test_the_formats_of_checkpoints() -> None:
     values, scales, dense = quantised(128, 128, torch.float8_e4m3fn)
     deepseek = fp8.of({"quant_method": "fp8", "weight_block_size": [128, 128]})
     tensors = {"weight": values, "weight_scale_inv": scales}
-    assert deepseek.shape("a", tensors) == (ROWS, COLUMNS)
+    assert deepseek.stored("a", described(tensors)) == ((ROWS, COLUMNS), Stored(8, 32))
     assert error(deepseek.weight("a", tensors, torch.bfloat16), dense) < 0.006
     values, scales, dense = quantised(ROWS, COLUMNS, torch.float8_e4m3fn)
     static = fp8.of({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]})

@@ -11,9 +11,11 @@ from safetensors.torch import save_file
 from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.formats import mxfp4
 from pagewire.workers.model.formats.format import StackFormat
-from pagewire.workers.model.formats.mxfp4 import mxfp4_weight
 from pagewire.workers.model.formats.registry import format_of
+from pagewire.workers.model.formats.tables import mxfp4_weight
 from pagewire.workers.model.quantised import QuantisedCheckpoint
+
+from .reading import shape_of
 
 
 def e2m1(code: int) -> float:
@@ -40,7 +42,7 @@ def test_experts_are_stacked() -> None:
     form = mxfp4.of({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     assert isinstance(form, StackFormat) and form.transposed
     tensors = {"_blocks": blocks, "_scales": scales}
-    assert form.shape("experts.gate_up_proj", tensors) == (3, 4 * 32, 20)
+    assert shape_of(form, "experts.gate_up_proj", tensors) == (3, 4 * 32, 20)
     table = torch.tensor([e2m1(code) for code in range(16)])
     numbers = torch.stack((table[blocks.long() & 15], table[blocks.long() >> 4]), dim=-1).flatten(3)
     expected = (numbers * torch.exp2(scales.float() - 127)[..., None]).flatten(2)

@@ -10,6 +10,8 @@ from pagewire.kernels import integers
 from pagewire.kernels.weight import Weight
 from pagewire.workers.model.formats import squeezellm
 
+from .reading import is_told, shape_of
+
 FORM = squeezellm.of({"quant_method": "squeezellm", "wbits": 4})
 ROWS, COLUMNS = 12, 96
 
@@ -61,8 +63,9 @@ def error(weight: Weight, dense: Tensor) -> float:
 @pytest.mark.parametrize("bits", [3, 4])
 def test_tables_of_rows(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, dense = saved(bits)
-    assert FORM.shape("a", tensors) == (ROWS, COLUMNS)
-    assert 0 < error(FORM.weight("a", tensors, torch.bfloat16), dense) < 0.007
+    assert shape_of(FORM, "a", tensors) == (ROWS, COLUMNS)
+    weight = FORM.weight("a", tensors, torch.bfloat16)
+    assert 0 < error(weight, dense) < 0.007 and is_told(FORM, tensors, weight)
     tensors, dense = with_outliers(tensors, dense)
     assert tensors.keys() == FORM.suffixes
     assert 0 < error(FORM.weight("a", tensors, torch.bfloat16), dense) < 0.007
@@ -74,4 +77,4 @@ def test_tables_that_do_not_fit_are_refused() -> None:
     tensors, _ = saved(4)
     for wrong in (tensors["lookup_table"][:-1], tensors["lookup_table"][:, :4]):
         with pytest.raises(ValueError, match="do not fit"):
-            FORM.shape("a", tensors | {"lookup_table": wrong})
+            shape_of(FORM, "a", tensors | {"lookup_table": wrong})

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.checkpoint_headers import read_headers
-from pagewire.workers.model.headers import TensorHeader, safetensors_header
+from pagewire.workers.model.headers import TensorHeader, read_headers, safetensors_header
 
 
 def test_tensors_of_all_files_and_the_configuration_are_read(tmp_path: Path) -> None:

@@ -6,19 +6,20 @@ from typing import Any
 
 import pytest
 
+from pagewire.kernels.cpu.panels import Stored
 from pagewire.workers.model.gguf_blocks import BLOCK_TYPES
 from pagewire.workers.model.headers import TensorHeader
-from pagewire.workers.model.inventory import Matrix, Part, Stored, matrices, part_of
+from pagewire.workers.model.inventory import Matrix, Part, matrices, part_of
 
 SIZES = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "I64": 8}
 Q = "model.layers.0.self_attn.q_proj"
 
 
-def header(name: str, dtype: str, *shape: int) -> TensorHeader:
+def header(name: str, dtype: str, *shape: int, content: bytes = b"") -> TensorHeader:
     size = SIZES[dtype]
     for side in shape:
         size *= side
-    return TensorHeader(name, shape, dtype, size)
+    return TensorHeader(name, shape, dtype, size, lambda: content)
 
 
 @pytest.mark.parametrize(
@@ -59,9 +60,14 @@ def test_plain_tensors_are_vectors_matrices_and_stacks() -> None:
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
-GPTQ = {"quant_method": "gptq", "bits": 8, "sym": True}
-PACKED = {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {"num_bits": 4}}}}
+GPTQ = {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}
 FP8, BNB = {"quant_method": "fp8"}, {"quant_method": "bitsandbytes"}
+STATE = b'{"blocksize": 64, "shape": [64, 256]}'
+
+
+def packed(**weights: Any) -> dict[str, Any]:
+    groups = {"0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +77,7 @@ FP8, BNB = {"quant_method": "fp8"}, {"quant_method": "bitsandbytes"}
             AWQ,
             {"qweight": ("I32", 256, 8), "qzeros": ("I32", 2, 8), "scales": ("F16", 2, 64)},
             (1, 64, 256),
-            Stored(4, 128, True),
+            Stored(4, 128, True, 4),
         ),
         (
             GPTQ,
@@ -85,12 +91,17 @@ FP8, BNB = {"quant_method": "fp8"}, {"quant_method": "bitsandbytes"}
             Stored(8, 32),
         ),
         (
-            PACKED,
+            packed(num_bits=4, group_size=64),
             {"weight_packed": ("I32", 64, 32), "weight_scale": ("BF16", 64, 4), "weight_shape": ("I64", 2)},
             (1, 64, 256),
             Stored(4, 64),
         ),
-        (PACKED, {"weight": ("I8", 64, 256), "weight_scale": ("F32", 64, 1)}, (1, 64, 256), Stored(8)),
+        (
+            packed(num_bits=8, strategy="channel"),
+            {"weight": ("I8", 64, 256), "weight_scale": ("F32", 64, 1)},
+            (1, 64, 256),
+            Stored(8, scale_bytes=4),
+        ),
         (
             FP8,
             {"weight": ("F8_E4M3", 64, 256), "weight_scale_inv": ("F32", 1, 2)},
@@ -102,7 +113,7 @@ FP8, BNB = {"quant_method": "fp8"}, {"quant_method": "bitsandbytes"}
             {
                 "weight": ("U8", 8192, 1),
                 "weight.absmax": ("F32", 256),
-                "weight.quant_state.bitsandbytes__nf4": ("U8", 9),
+                "weight.quant_state.bitsandbytes__nf4": ("U8", len(STATE)),
             },
             (1, 64, 256),
             Stored(4, 64),
@@ -111,7 +122,7 @@ FP8, BNB = {"quant_method": "fp8"}, {"quant_method": "bitsandbytes"}
             BNB,
             {"weight": ("I8", 64, 256), "SCB": ("F32", 64), "weight_format": ("U8",)},
             (1, 64, 256),
-            Stored(8),
+            Stored(8, scale_bytes=4),
         ),
     ],
     ids=lambda value: value["quant_method"] if isinstance(value, dict) and "quant_method" in value else "",
@@ -119,12 +130,11 @@ FP8, BNB = {"quant_method": "fp8"}, {"quant_method": "bitsandbytes"}
 def test_quantised_tensors_make_one_matrix(
     quantization: dict[str, Any], tensors: dict[str, tuple[Any, ...]], shape: tuple[int, ...], stored: Stored
 ) -> None:
-    headers = [header(f"{Q}.{suffix}", *described) for suffix, described in tensors.items()]
-    config = {"quantization_config": quantization, "hidden_size": 256}
-    (found,) = matrices(headers, config)
-    assert found == Matrix(
-        Q, Part.ATTENTION, *shape[1:], stored, sum(tensor.num_bytes for tensor in headers), count=shape[0]
-    )
+    headers = [header(f"{Q}.{suffix}", *described, content=STATE) for suffix, described in tensors.items()]
+    (found,) = matrices(headers, {"quantization_config": quantization})
+    num_bytes = sum(tensor.num_bytes for tensor in headers)
+    expected = Matrix(f"{Q}.weight", Part.ATTENTION, *shape[1:], stored, num_bytes, count=shape[0])
+    assert found == expected
 
 
 def test_blocks_of_experts_make_a_stack() -> None:

@@ -17,8 +17,8 @@ from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import Ready
 from pagewire.kernels.cpu.build import REFERENCE
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.checkpoint_headers import read_headers
 from pagewire.workers.model.footprint import footprint
+from pagewire.workers.model.headers import read_headers
 from pagewire.workers.runner import Runner
 
 from ..architectures import ARCHITECTURES, SERVED, VOCAB_SIZE, Architecture

@@ -12,12 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.quantization import FAMILIES
+from pagewire.kernels.cpu.panels import Stored
 from pagewire.kernels.integers import INT8, Integers, integer_weight
 from pagewire.kernels.linear import Linear, pack
 from pagewire.kernels.weight import Weight
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import modules, products, stack
 from pagewire.workers.model.checkpoint import Checkpoint
+from pagewire.workers.model.formats.format import Held, Parts
 from pagewire.workers.model.formats.registry import READERS
 from pagewire.workers.model.quantised import QuantisedCheckpoint
 from pagewire.workers.model.stack import DecoderStack
@@ -279,11 +281,11 @@ class StacksFormat(PartsFormat):
     suffixes = frozenset({"_codes", "_scales", "weight", "weight.scales"})
     transposed = True
 
-    def shape(self, name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
+    def stored(self, name: str, tensors: Parts) -> Held:
         if "weight" in tensors:
-            return tuple(tensors["weight"].shape)
+            return tensors["weight"].shape, Stored(8)
         experts, rows, columns = tensors["_codes"].shape
-        return experts, columns, rows
+        return (experts, columns, rows), Stored(8)
 
     def weight(self, name: str, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
         return integer_weight(INT8, tensors["weight"], tensors["weight.scales"], None, dtype)

@@ -17,8 +17,8 @@ from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.build import REFERENCE
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import stage_cut
-from pagewire.workers.model.checkpoint_headers import read_headers
 from pagewire.workers.model.fit import sizes_of
+from pagewire.workers.model.headers import read_headers
 from pagewire.workers.model.shares import stage_layers
 from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.runner import Runner

@@ -14,8 +14,8 @@ from pagewire.kernels.integers import Integers
 from pagewire.workers.calls import call
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import modules
-from pagewire.workers.model.checkpoint_headers import read_headers
 from pagewire.workers.model.fit import sizes_of
+from pagewire.workers.model.headers import read_headers
 from pagewire.workers.runner import Runner
 from pagewire.workers.speculation.mtp_checkpoint import read_layers
 

@@ -17,8 +17,8 @@ from pagewire.workers.calls import call
 from pagewire.workers.device.cpu import CpuEvent
 from pagewire.workers.errors import LoadError
 from pagewire.workers.main import Connection, Pipeline
-from pagewire.workers.model.checkpoint_headers import read_headers
 from pagewire.workers.model.fit import sizes_of
+from pagewire.workers.model.headers import read_headers
 from pagewire.workers.runner import Runner
 
 from ...engine_core.schedule.simulation import drafting

@@ -11,12 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from pagewire.kernels.integers import row_blocks
-from pagewire.kernels.weight import Weight
-from pagewire.workers.model.formats.reexpress import reexpressed
+from pagewire.workers.model.formats.format import (
+    Dtype,
+    Held,
+    Parts,
+    Tensor,
+    Tensors,
+    Weight,
+    described,
+    wider,
+)
 
 
 @dataclass(frozen=True)
@@ -29,17 +33,19 @@ class Aqlm:
     def check(self, names: Iterable[str]) -> None:
         """See `Format.check`: every form of AQLM is served."""
 
-    def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """See `Format.shape`."""
+    def stored(self, name: str, tensors: Parts) -> Held:
+        """See `Format.stored`."""
         out_groups, in_groups, num_codebooks = tensors["codes"].shape
         num_books, _, outs, ins = tensors["codebooks"].shape
         if num_books != num_codebooks:
             raise ValueError(f"its codes are of {num_codebooks} codebooks, of which it holds {num_books}")
-        return out_groups * outs, in_groups * ins
+        return (out_groups * outs, in_groups * ins), wider(in_groups * ins)
 
-    def weight(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
+    def weight(self, name: str, tensors: Tensors, dtype: Dtype) -> Weight:
         """See `Format.weight`."""
-        self.shape(name, tensors)
+        from pagewire.workers.model.formats.reexpress import reexpressed
+
+        self.stored(name, described(tensors))
         return reexpressed("sums of codebooks' vectors", _dense(**tensors), dtype)
 
 
@@ -49,6 +55,8 @@ def _dense(codes: Tensor, codebooks: Tensor, scales: Tensor) -> Iterator[Tensor]
     codes: signed integers [N / outs, K / ins, books], modulo `size`. codebooks: [books, size, outs, ins]. scales:
     [N / outs, 1 or K / ins, 1 or outs, 1 or ins].
     """
+    from pagewire.kernels.integers import row_blocks
+
     num_books, size, outs, ins = codebooks.shape
     groups, in_groups, _ = codes.shape
     for start, stop in row_blocks(groups, in_groups * ins * outs):

@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from pagewire.kernels.weight import Weight
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.formats.checks import (
     check_complete,
     check_divides,
     check_shape,
+    marlin_shape,
     need,
     need_scales,
     parts_by_module,
 )
-from pagewire.workers.model.formats.grouped import GroupedIntegers
-from pagewire.workers.model.formats.marlin import marlin_integers, marlin_shape
-from pagewire.workers.model.formats.packing import pairs_of_rows, unpacked
+from pagewire.workers.model.formats.format import Dtype, Held, Parts, Tensors, Weight, described, grouped
 from pagewire.workers.model.formats.settings import integer_setting, switch
 
 BITS = 4
@@ -74,11 +69,11 @@ class AwqFormat:
                 )
         check_complete(names, self._needed, self.suffixes)
 
-    def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """See `Format.shape`."""
+    def stored(self, name: str, tensors: Parts) -> Held:
+        """See `Format.stored`."""
         if self._version == "marlin":
             return marlin_shape(name, tensors, "qweight", "scales", self._group)
-        words, zeros = (need(name, tensors, suffix, torch.int32) for suffix in ("qweight", "qzeros"))
+        words, zeros = (need(name, tensors, suffix, "I32") for suffix in ("qweight", "qzeros"))
         if self._version == "gemm":
             num_in, num_out = words.shape[0], words.shape[1] * PER_WORD
             check_divides(name, "columns", num_in, 2)
@@ -94,31 +89,25 @@ class AwqFormat:
             if zeros.shape[0] != num_out or zeros.shape[1] * PER_WORD < num_groups:
                 raise LoadError(f"{name}.qzeros does not hold {num_groups} zeros for {num_out} outputs")
             need_scales(name, tensors, "scales", (num_out, zeros.shape[1] * PER_WORD))
-        return num_out, num_in
+        return (num_out, num_in), grouped(BITS, num_in, group, tensors["scales"], has_zeros=True)
 
-    def weight(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
+    def weight(self, name: str, tensors: Tensors, dtype: Dtype) -> Weight:
         """See `Format.weight`."""
-        _, num_in = self.shape(name, tensors)
+        import torch
+
+        from pagewire.workers.model.formats.grouped import GroupedIntegers
+        from pagewire.workers.model.formats.marlin import marlin_integers
+        from pagewire.workers.model.formats.packing import awq_gemm, unpacked
+
+        (_, num_in), _ = self.stored(name, described(tensors))
         if self._version == "marlin":
             return marlin_integers(name, tensors, "qweight", "scales", self._group).weight(dtype)
         group = num_in if self._group == -1 else self._group
         if self._version == "gemm":
-            codes, zeros, scales = _gemm(tensors)
+            codes, zeros, scales = awq_gemm(tensors["qweight"], tensors["qzeros"], tensors["scales"])
         else:
             codes = tensors["qweight"].contiguous().view(torch.uint8)
             num_groups = num_in // group
             zeros = unpacked(tensors["qzeros"], BITS)[:, :num_groups]
             scales = tensors["scales"][:, :num_groups]
         return GroupedIntegers(f"{name}.scales", BITS, num_in, codes, scales, zeros, group).weight(dtype)
-
-
-def _gemm(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes in pairs uint8 [N, K / 2], zeros uint8 [N, G] and scales [N, G] of the gemm layout."""
-    codes = _by_output(pairs_of_rows(tensors["qweight"].contiguous().view(torch.uint8)))
-    return codes, _by_output(unpacked(tensors["qzeros"], BITS)), tensors["scales"].T
-
-
-def _by_output(stored: Tensor) -> Tensor:
-    """Rows [R, N] of words with eight outputs in the order 0 2 4 6 1 3 5 7, as [N, R] in their own order."""
-    words = stored.reshape(len(stored), -1, 2, PER_WORD // 2)
-    return words.permute(1, 3, 2, 0).reshape(-1, len(stored))

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from pagewire.kernels.integers import SCALE_DTYPES
-from pagewire.kernels.weight import Weight, dense_weight
+from pagewire.kernels.cpu.panels import Stored
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.formats.checks import check_divides, check_shape, need, parts_by_module
+from pagewire.workers.model.formats.checks import (
+    SCALE_DTYPES,
+    check_divides,
+    check_shape,
+    need,
+    parts_by_module,
+)
 from pagewire.workers.model.formats.config_groups import ConfigGroups, WeightSettings
-from pagewire.workers.model.formats.fp8 import FLOAT8, fp8_weight
-from pagewire.workers.model.formats.grouped import GroupedIntegers, group_index
-from pagewire.workers.model.formats.packing import unpacked
+from pagewire.workers.model.formats.format import (
+    Dtype,
+    Held,
+    Parts,
+    Tensor,
+    Tensors,
+    Weight,
+    described,
+    grouped,
+    wider,
+)
+from pagewire.workers.model.headers import DTYPES, FLOATS, TensorHeader
 
 logger = logging.getLogger("pagewire.worker")
 
+FLOAT8 = ("F8_E4M3", "F8_E5M2")
 ACTIVATIONS = frozenset({"input_scale", "input_zero_point", "output_scale", "output_zero_point"})
 """What belongs to activations is not read: each row of activations gets its own scale while it is computed."""
 
@@ -85,35 +98,46 @@ class CompressedTensorsFormat:
                 raise LoadError(f"{module} has {', '.join(sorted(has))}, but no weight or no weight_scale")
             self._groups.settings(module)
 
-    def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """See `Format.shape`."""
+    def stored(self, name: str, tensors: Parts) -> Held:
+        """See `Format.stored`."""
         if "weight_packed" in tensors:
-            return _packed_shape(name, tensors, self._groups.settings(name))
-        values = need(name, tensors, "weight", torch.int8, *FLOAT8, *SCALE_DTYPES)
-        num_out, num_in = values.shape
-        check_divides(name, "columns", num_in, 1)
-        if values.dtype not in SCALE_DTYPES:
             settings = self._groups.settings(name)
-            if values.dtype.is_floating_point != (settings.kind == "float"):
+            shape = _packed_shape(name, tensors, settings)
+        else:
+            values = need(name, tensors, "weight", "I8", *FLOAT8, *SCALE_DTYPES)
+            shape = values.shape[0], values.shape[1]
+            check_divides(name, "columns", shape[1], 1)
+            if values.dtype in SCALE_DTYPES:
+                return shape, Stored(FLOATS[values.dtype])
+            settings = self._groups.settings(name)
+            if (values.dtype in FLOAT8) != (settings.kind == "float"):
                 raise LoadError(
-                    f"{name}.weight is of {values.dtype}, and quantization_config says {settings.kind}"
+                    f"{name}.weight is of torch.{DTYPES[values.dtype]}, and quantization_config says "
+                    f"{settings.kind}"
                 )
-            _scales(name, tensors, settings, (num_out, num_in))
-        return num_out, num_in
+        scales = _check_scales(name, tensors, settings, shape)
+        if settings.kind == "float":
+            return shape, wider(shape[1])
+        group = settings.group or shape[1]
+        return shape, grouped(settings.bits, shape[1], group, scales, not settings.symmetric)
 
-    def weight(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
+    def weight(self, name: str, tensors: Tensors, dtype: Dtype) -> Weight:
         """See `Format.weight`."""
-        num_out, num_in = self.shape(name, tensors)
+        from pagewire.kernels.weight import dense_weight
+        from pagewire.workers.model.formats.grouped import GroupedIntegers, group_index
+        from pagewire.workers.model.formats.reexpress import fp8_weight
+
+        (num_out, num_in), held = self.stored(name, described(tensors))
         values = tensors.get("weight")
-        if values is not None and values.dtype in SCALE_DTYPES:
+        if values is not None and held.is_float:
             # Saved without being compressed, or a module of which only outputs have scales.
             return dense_weight(values, dtype)
         settings = self._groups.settings(name)
         if values is not None and settings.kind == "float":
             block = (settings.block_rows, settings.group) if settings.strategy == "block" else None
             return fp8_weight(values, tensors["weight_scale"], dtype, block)
-        scales = _scales(name, tensors, settings, (num_out, num_in))
-        zeros = _zeros(name, tensors, settings, (num_out, num_in))
+        scales = _for_each_row(tensors["weight_scale"], settings, num_out)
+        zeros = _zeros(name, tensors.get("weight_zero_point"), settings, num_out)
         if values is None:
             codes = _packed_codes(name, tensors, settings, (num_out, num_in))
         else:
@@ -126,8 +150,10 @@ class CompressedTensorsFormat:
         return integers.weight(dtype)
 
 
-def _packed_shape(name: str, tensors: Mapping[str, Tensor], settings: WeightSettings) -> tuple[int, int]:
-    words = need(name, tensors, "weight_packed", torch.int32)
+def _packed_shape(
+    name: str, tensors: Mapping[str, TensorHeader], settings: WeightSettings
+) -> tuple[int, int]:
+    words = need(name, tensors, "weight_packed", "I32")
     if settings.kind == "float":
         raise LoadError(f"{name}.weight_packed holds floats by quantization_config, which is not served")
     num_out, num_in = words.shape[0], words.shape[1] * 32 // settings.bits
@@ -136,16 +162,55 @@ def _packed_shape(name: str, tensors: Mapping[str, Tensor], settings: WeightSett
         # The last word of a row may have room for more columns than there are.
         num_in = min(num_in, need(name, tensors, "weight_scale", *SCALE_DTYPES).shape[1] * settings.group)
         check_shape(name, "weight_packed", words, (num_out, -(-num_in * settings.bits // 32)))
-    _scales(name, tensors, settings, (num_out, num_in))
     if (size := tensors.get("weight_shape")) is not None:
         check_shape(name, "weight_shape", size, (2,))
     return num_out, num_in
+
+
+def _check_scales(
+    name: str, tensors: Parts, settings: WeightSettings, shape: tuple[int, int]
+) -> TensorHeader:
+    """The header of the scales, once they and the zeros are known to be of the right shapes and dtypes."""
+    scales, zeros = tensors.get("weight_scale"), tensors.get("weight_zero_point")
+    if scales is None or scales.dtype not in SCALE_DTYPES:
+        what = "missing" if scales is None else f"of {scales.dtype}"
+        raise LoadError(f"{name}.weight_scale must be of float16, bfloat16 or float32; it is {what}")
+    _check_rows(name, scales, settings, shape)
+    if zeros is None and not settings.symmetric:
+        raise LoadError(f"{name}.weight_zero_point is missing")
+    if zeros is not None and settings.kind == "int":
+        if zeros.dtype not in ("I8", "I32"):
+            raise LoadError(f"{name}.weight_zero_point must be int8 or int32, not {zeros.dtype}")
+        if zeros.dtype == "I8":
+            _check_rows(name, zeros, settings, shape)
+        else:
+            num_groups = -(-shape[1] // (settings.group or shape[1]))
+            packed = -(-shape[0] * settings.bits // 32)
+            check_shape(name, "weight_zero_point", zeros, (packed, num_groups))
+    return scales
+
+
+def _check_rows(name: str, values: TensorHeader, settings: WeightSettings, shape: tuple[int, int]) -> None:
+    """Raise LoadError if there is not a value for the tensor, for each row, group or block."""
+    suffix, num_out = values.name.rpartition(".")[2], shape[0]
+    if settings.strategy == "tensor":
+        if math.prod(values.shape) != 1:
+            raise LoadError(f"{name}.{suffix} must be a single number, not of the shape {values.shape}")
+    elif settings.strategy == "channel":
+        check_shape(name, suffix, values, (num_out,) if len(values.shape) == 1 else (num_out, 1))
+    else:
+        rows = -(-num_out // (settings.block_rows or 1))
+        check_shape(name, suffix, values, (rows, -(-shape[1] // settings.group)))
 
 
 def _packed_codes(
     name: str, tensors: Mapping[str, Tensor], settings: WeightSettings, shape: tuple[int, int]
 ) -> Tensor:
     """The integers of a packed matrix; those of 4 bits are in pairs, without a copy, if they fill their words."""
+    import torch
+
+    from pagewire.workers.model.formats.packing import unpacked
+
     size, words = tensors.get("weight_shape"), tensors["weight_packed"]
     if size is not None and tuple(size.tolist()) != shape:
         raise LoadError(
@@ -156,64 +221,36 @@ def _packed_codes(
     return unpacked(words, settings.bits)[:, : shape[1]]
 
 
-def _scales(
-    name: str, tensors: Mapping[str, Tensor], settings: WeightSettings, shape: tuple[int, int]
-) -> Tensor:
-    """The scales [N, G]; those of a tensor or of blocks for each row."""
-    scales = tensors.get("weight_scale")
-    if scales is None or scales.dtype not in SCALE_DTYPES:
-        what = "missing" if scales is None else f"of {scales.dtype}"
-        raise LoadError(f"{name}.weight_scale must be of float16, bfloat16 or float32; it is {what}")
-    return _for_each_row(name, "weight_scale", scales, settings, shape)
-
-
-def _zeros(
-    name: str, tensors: Mapping[str, Tensor], settings: WeightSettings, shape: tuple[int, int]
-) -> Tensor | None:
+def _zeros(name: str, stored: Tensor | None, settings: WeightSettings, num_out: int) -> Tensor | None:
     """The zeros [N, G] of the unsigned integers; None if they are symmetric."""
-    middle, stored = 2 ** (settings.bits - 1), tensors.get("weight_zero_point")
+    import torch
+
+    from pagewire.workers.model.formats.packing import unpacked
+
     if stored is None:
-        if settings.symmetric:
-            return None
-        raise LoadError(f"{name}.weight_zero_point is missing")
+        return None
     if stored.dtype == torch.int32:
-        num_groups = -(-shape[1] // (settings.group or shape[1]))
-        check_shape(name, "weight_zero_point", stored, (-(-shape[0] * settings.bits // 32), num_groups))
-        zeros = unpacked(stored.T, settings.bits)[:, : shape[0]].T
-    elif stored.dtype == torch.int8:
-        signed = _for_each_row(name, "weight_zero_point", stored, settings, shape)
-        zeros = _unsigned(name, "weight_zero_point", signed, settings.bits)
+        zeros = unpacked(stored.T, settings.bits)[:, :num_out].T
     else:
-        raise LoadError(f"{name}.weight_zero_point must be int8 or int32, not {stored.dtype}")
+        signed = _for_each_row(stored, settings, num_out)
+        zeros = _unsigned(name, "weight_zero_point", signed, settings.bits)
     if not settings.symmetric:
         return zeros
-    if (zeros != middle).any():
+    if (zeros != 2 ** (settings.bits - 1)).any():
         raise LoadError(
             f"{name}.weight_zero_point is not 0, although quantization_config says that it is symmetric"
         )
     return None
 
 
-def _for_each_row(
-    name: str, suffix: str, values: Tensor, settings: WeightSettings, shape: tuple[int, int]
-) -> Tensor:
+def _for_each_row(values: Tensor, settings: WeightSettings, num_out: int) -> Tensor:
     """Values of a tensor, of rows, groups or blocks, for the groups of each row [N, G]."""
-    num_out, num_in = shape
     if settings.strategy == "tensor":
-        if values.numel() != 1:
-            raise LoadError(
-                f"{name}.{suffix} must be a single number, not of the shape {tuple(values.shape)}"
-            )
         return values.reshape(1, 1).expand(num_out, 1)
     if settings.strategy == "channel":
-        values = values.reshape(-1, 1) if values.dim() == 1 else values
-        check_shape(name, suffix, values, (num_out, 1))
-        return values
-    num_groups = -(-num_in // settings.group)
+        return values.reshape(-1, 1)
     if settings.strategy == "group":
-        check_shape(name, suffix, values, (num_out, num_groups))
         return values
-    check_shape(name, suffix, values, (-(-num_out // settings.block_rows), num_groups))
     repeated: Tensor = values.repeat_interleave(settings.block_rows, dim=0)
     return repeated[:num_out]
 
@@ -224,6 +261,8 @@ def _unsigned(name: str, suffix: str, values: Tensor, bits: int) -> Tensor:
     Raises:
         LoadError: some need more bits.
     """
+    import torch
+
     if bits == 8:
         return values.view(torch.uint8) ^ 128
     low, high = int(values.min()), int(values.max())

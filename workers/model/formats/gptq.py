@@ -7,22 +7,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from pagewire.kernels.weight import Weight
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.formats.checks import (
     check_complete,
     check_divides,
     check_shape,
+    marlin_shape,
     need,
     need_scales,
     parts_by_module,
 )
-from pagewire.workers.model.formats.grouped import GroupedIntegers, group_index
-from pagewire.workers.model.formats.marlin import marlin_integers, marlin_shape
-from pagewire.workers.model.formats.packing import unpacked
+from pagewire.workers.model.formats.format import (
+    Dtype,
+    Held,
+    Parts,
+    Tensor,
+    Tensors,
+    Weight,
+    described,
+    grouped,
+)
 from pagewire.workers.model.formats.settings import integer_setting, pattern, switch
 
 BITS = (2, 3, 4, 8)
@@ -141,24 +145,32 @@ class GptqFormat:
         for module in parts_by_module(names, self._needed):
             self._of_module(module)
 
-    def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """See `Format.shape`."""
+    def stored(self, name: str, tensors: Parts) -> Held:
+        """See `Format.stored`."""
         settings = self._of_module(name)
         if self._layout == "marlin":
             return marlin_shape(name, tensors, "B", "s", settings.group)
-        words, zeros = (need(name, tensors, suffix, torch.int32) for suffix in ("qweight", "qzeros"))
+        words, zeros = (need(name, tensors, suffix, "I32") for suffix in ("qweight", "qzeros"))
         check_divides(name, "bits in a column", words.shape[0] * 32, settings.bits)
         num_in, num_out = words.shape[0] * 32 // settings.bits, words.shape[1]
         check_divides(name, "bits in a row of zeros", num_out * settings.bits, 32)
-        num_groups = 1 if settings.group == -1 else -(-num_in // settings.group)
+        group = num_in if settings.group == -1 else settings.group
+        num_groups = -(-num_in // group)
         check_shape(name, "qzeros", zeros, (num_groups, num_out * settings.bits // 32))
-        need_scales(name, tensors, "scales", (num_groups, num_out))
-        return num_out, num_in
+        scales = need_scales(name, tensors, "scales", (num_groups, num_out))
+        held = grouped(settings.bits, num_in, group, scales, not settings.symmetric)
+        return (num_out, num_in), held
 
-    def weight(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
+    def weight(self, name: str, tensors: Tensors, dtype: Dtype) -> Weight:
         """See `Format.weight`."""
+        import torch
+
+        from pagewire.workers.model.formats.grouped import GroupedIntegers, group_index
+        from pagewire.workers.model.formats.marlin import marlin_integers
+        from pagewire.workers.model.formats.packing import unpacked
+
         settings = self._of_module(name)
-        _, num_in = self.shape(name, tensors)
+        (_, num_in), _ = self.stored(name, described(tensors))
         if self._layout == "marlin":
             return marlin_integers(name, tensors, "B", "s", settings.group).weight(dtype)
         words, scales = tensors["qweight"].T.contiguous(), tensors["scales"].T
@@ -185,6 +197,8 @@ class GptqFormat:
         Raises:
             LoadError: the integers should be symmetric, and are not.
         """
+        from pagewire.workers.model.formats.packing import unpacked
+
         bits, middle = settings.bits, 2 ** (settings.bits - 1)
         if settings.symmetric:
             # `checkpoint_format` may be wrong: kernels for symmetric integers read no zeros, and do not notice.

@@ -15,11 +15,9 @@ from torch import Tensor
 from pagewire.kernels.integers import Integers, integer_weight, row_blocks
 from pagewire.kernels.weight import Weight
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.formats.format import known_group, width
 from pagewire.workers.model.formats.packing import pairs, split_pairs
 from pagewire.workers.model.formats.reexpress import reexpressed
-
-GROUPS = (128, 64, 32, 16)
-"""The numbers of columns with a scale that kernels know."""
 
 
 @dataclass(frozen=True)
@@ -55,27 +53,30 @@ class GroupedIntegers:
             return reexpressed(kind, self._dense_blocks(), dtype)
         if self.group >= self.num_in:
             return self._exact(None, dtype)
-        for group in GROUPS:
-            if self.group % group == 0 and self.num_in % group == 0:
-                return self._exact(group, dtype)
+        if (group := known_group(self.group, self.num_in)) is not None:
+            return self._exact(group, dtype)
         kind = f"integers of {self.bits} bits in groups of {self.group}"
         return reexpressed(kind, self._dense_blocks(), dtype)
 
     def _exact(self, group: int | None, dtype: torch.dtype) -> Weight:
         """The same integers, with zeros as offsets: in float32, which holds an integer times a scale exactly."""
-        width = 4 if self.bits <= 4 and self.num_in % 2 == 0 else 8
-        middle = 2 ** (width - 1)
+        num_bits = width(self.bits, self.num_in)
+        middle = 2 ** (num_bits - 1)
         codes, scales, offsets = self.codes, self.scales, None
-        if not (width == 4 and self._are_pairs):
+        if not (num_bits == 4 and self._are_pairs):
             shift = middle - 2 ** (self.bits - 1)
             codes = self._values(0, len(codes))
             codes = codes + shift if shift else codes
-            codes = pairs(codes) if width == 4 else codes
+            codes = pairs(codes) if num_bits == 4 else codes
         if self.zeros is not None:
             scales = scales.float()
             offsets = self._per_group(scales * (2 ** (self.bits - 1) - self.zeros.float()), group)
         return integer_weight(
-            Integers(width, group, middle), codes.contiguous(), self._per_group(scales, group), offsets, dtype
+            Integers(num_bits, group, middle),
+            codes.contiguous(),
+            self._per_group(scales, group),
+            offsets,
+            dtype,
         )
 
     def _dense_blocks(self) -> Iterator[Tensor]:

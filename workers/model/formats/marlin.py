@@ -7,42 +7,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pagewire.workers.model.formats.checks import check_divides, need, need_scales
+from pagewire.workers.model.formats.checks import MARLIN_TILE as TILE
 from pagewire.workers.model.formats.grouped import GroupedIntegers
 from pagewire.workers.model.formats.packing import pairs, unpacked
 
 BITS = 4
-TILE = 16
-"""Rows and columns of a tile."""
-
-
-def marlin_shape(
-    name: str, tensors: Mapping[str, Tensor], words: str, scales: str, group: int
-) -> tuple[int, int]:
-    """The shape [N, K] of a matrix of tensors on the meta device.
-
-    Args:
-        name: of the module.
-        words: the suffix of int32 [K / 16, 2 * N].
-        scales: the suffix of the scales [G, N].
-        group: columns with a scale; -1: all of a row.
-
-    Raises:
-        LoadError: the tensors do not fit each other.
-    """
-    packed = need(name, tensors, words, torch.int32)
-    num_in, num_out = packed.shape[0] * TILE, packed.shape[1] // 2
-    check_divides(name, "words in a row", packed.shape[1], 128)
-    check_divides(name, "columns", num_in, num_in if group == -1 else group)
-    need_scales(name, tensors, scales, (1 if group == -1 else num_in // group, num_out))
-    return num_out, num_in
 
 
 def marlin_integers(
     name: str, tensors: Mapping[str, Tensor], words: str, scales: str, group: int
 ) -> GroupedIntegers:
     """The matrix whose tensors `marlin_shape` describes."""
-    _, num_in = marlin_shape(name, tensors, words, scales, group)
+    num_in = tensors[words].shape[0] * TILE
     codes = pairs(marlin_codes(tensors[words]).T)
     ordered = marlin_scales(tensors[scales]).T
     return GroupedIntegers(

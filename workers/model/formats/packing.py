@@ -54,3 +54,18 @@ def pairs_of_rows(stream: Tensor) -> Tensor:
     """
     even, odd = stream[0::2], stream[1::2]
     return torch.stack((even & 15 | odd << 4, even >> 4 | odd & 240), dim=-1).flatten(-2)
+
+
+def awq_gemm(words: Tensor, zeros: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes in pairs uint8 [N, K / 2], zeros uint8 [N, G] and scales [N, G] of AWQ's layout gemm.
+
+    words: int32 [K, N / 8]. zeros: int32 [G, N / 8]. scales: [G, N].
+    """
+    codes = _by_output(pairs_of_rows(words.contiguous().view(torch.uint8)))
+    return codes, _by_output(unpacked(zeros, 4)), scales.T
+
+
+def _by_output(stored: Tensor) -> Tensor:
+    """Rows [R, N] of words with eight outputs in the order 0 2 4 6 1 3 5 7, as [N, R] in their own order."""
+    words = stored.reshape(len(stored), -1, 2, 4)
+    return words.permute(1, 3, 2, 0).reshape(-1, len(stored))

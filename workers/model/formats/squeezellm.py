@@ -10,12 +10,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from pagewire.kernels.integers import row_blocks
-from pagewire.kernels.weight import Weight
-from pagewire.workers.model.formats.reexpress import reexpressed
+from pagewire.workers.model.formats.format import (
+    Dtype,
+    Held,
+    Parts,
+    Tensor,
+    Tensors,
+    Weight,
+    described,
+    wider,
+)
 
 WORD = 32
 
@@ -36,24 +40,29 @@ class SqueezeLlm:
     def check(self, names: Iterable[str]) -> None:
         """See `Format.check`: every form of SqueezeLLM is served."""
 
-    def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """See `Format.shape`."""
+    def stored(self, name: str, tensors: Parts) -> Held:
+        """See `Format.stored`."""
         words, num_rows = tensors["qweight"].shape
         num_tables, size = tensors["lookup_table"].shape
         if num_tables != num_rows or size not in (8, 16):
             raise ValueError(
                 f"{num_tables} tables of {size} values do not fit {num_rows} rows of 3 or 4 bits"
             )
-        return num_rows, words * WORD // _bits(size)
+        num_in = words * WORD // _bits(size)
+        return (num_rows, num_in), wider(num_in)
 
-    def weight(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
+    def weight(self, name: str, tensors: Tensors, dtype: Dtype) -> Weight:
         """See `Format.weight`."""
-        num_rows, num_in = self.shape(name, tensors)
+        from pagewire.workers.model.formats.reexpress import reexpressed
+
+        (num_rows, num_in), _ = self.stored(name, described(tensors))
         return reexpressed("rows with tables of values", _dense(tensors, num_rows, num_in), dtype)
 
 
 def _dense(tensors: Mapping[str, Tensor], num_rows: int, num_in: int) -> Iterator[Tensor]:
     """Blocks of rows of the matrix with its outliers."""
+    from pagewire.kernels.integers import row_blocks
+
     tables = tensors["lookup_table"].float()
     for start, stop in row_blocks(num_rows, num_in):
         codes = _unpacked(tensors["qweight"][:, start:stop], _bits(tables.shape[1]))
@@ -69,6 +78,8 @@ def _dense(tensors: Mapping[str, Tensor], num_rows: int, num_in: int) -> Iterato
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
     """The codes int64 [K, n] in words int32 [K * bits / 32, n]: in each column a stream of bits, lowest first."""
+    import torch
+
     first = torch.arange(words.shape[0] * WORD // bits) * bits
     word, shift = first // WORD, (first % WORD)[:, None]
     stream = words.long() & 0xFFFFFFFF
@@ -80,6 +91,8 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 
 def _add_outliers(block: Tensor, tensors: Mapping[str, Tensor], start: int, stop: int) -> None:
     """Add the sparse matrix's rows from `start` to before `stop` to a block of the dense one."""
+    import torch
+
     ends = tensors["rows"][start : stop + 1].long()
     within = slice(int(ends[0]), int(ends[-1]))
     rows = torch.repeat_interleave(torch.arange(stop - start), ends.diff())
