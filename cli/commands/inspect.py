@@ -13,8 +13,7 @@ from pagewire.cli.options import UsageError, add_engine_options, engine_args
 if TYPE_CHECKING:
     from pagewire.ipc.options import EngineArgs
     from pagewire.workers.model.fit import Fit, Remedy
-    from pagewire.workers.model.footprint import Footprint
-    from pagewire.workers.model.speed import Speed
+    from pagewire.workers.model.footprint import Footprint, Speed
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,8 @@ def report(options: argparse.Namespace) -> Report:
     from pagewire.kernels.cpu.library import expected_isa
     from pagewire.workers.device.machine import default_threads, machine_memory, read_rate, runs_on_cpu
     from pagewire.workers.model.fit import fit, kept_bytes, remedies, sizes_of
+    from pagewire.workers.model.footprint import expected_speed
     from pagewire.workers.model.headers import WITHOUT_HEADERS, read_headers
-    from pagewire.workers.model.speed import expected_speed
 
     if options.model_tag is not None:
         if hasattr(options, "model"):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +18,18 @@ from pagewire.workers.errors import LoadError
 from pagewire.workers.model.headers import DTYPES, TensorHeader, safetensors_header, weight_files
 
 
-class WeightSource(Protocol):
+class WeightSource(ABC):
     """The weights of a model, by the names that they have in a dense checkpoint: `...q_proj.weight`."""
 
+    def __init__(self) -> None:
+        self._mapped: list[tuple[int, int]] = []
+
     @property
+    @abstractmethod
     def names(self) -> Iterable[str]:
         """The names of all weights."""
 
+    @abstractmethod
     def on_meta(self, name: str) -> Tensor:
         """A weight of this shape on the meta device.
 
@@ -31,6 +37,7 @@ class WeightSource(Protocol):
             LoadError: it is of a dtype that is not read, or its tensors do not fit each other.
         """
 
+    @abstractmethod
     def read(self, name: str) -> Tensor:
         """A weight as plain numbers: in its own dtype, or dequantised, in float32."""
 
@@ -40,15 +47,27 @@ class WeightSource(Protocol):
         Raises:
             LoadError: its tensors do not fit each other.
         """
+        return dense_weight(self.read(name), dtype)
 
     def stacked(self, name: str, dtype: torch.dtype, transposed: bool) -> Iterator[Weight]:
         """The matrices [N, K] of a weight [E, N, K], one by one; [E, K, N] if it is transposed."""
+        for matrix in self.read(name):
+            yield dense_weight(matrix.T if transposed else matrix, dtype)
 
     def let_go(self) -> None:
         """Give back the memory of weights read since the last call. One in use comes from its file again."""
+        for address, size in self._mapped:
+            start = address & -mmap.PAGESIZE
+            arena.give_back(start, address + size - start)
+        self._mapped.clear()
+
+    def _noted(self, tensor: Tensor) -> Tensor:
+        """A tensor of a mapped file, whose memory is given back by `let_go`."""
+        self._mapped.append((tensor.data_ptr(), tensor.nbytes))
+        return tensor
 
 
-class Checkpoint:
+class Checkpoint(WeightSource):
     """The tensors of the safetensors files in a model folder: views of the mapped files, not to be written to."""
 
     def __init__(self, folder: str | Path, paths: Iterable[Path] | None = None) -> None:
@@ -59,9 +78,9 @@ class Checkpoint:
         """
         from safetensors import safe_open
 
+        super().__init__()
         self._files: dict[str, Any] = {}
         self._headers: dict[str, TensorHeader] = {}
-        self._read: list[tuple[int, int]] = []
         for path in weight_files(Path(folder)) if paths is None else paths:
             # Its shapes are checked first; the library takes those of any length.
             self._headers |= {tensor.name: tensor for tensor in safetensors_header(path)}
@@ -82,9 +101,7 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """A tensor in its own dtype."""
-        tensor: Tensor = self._files[name].get_tensor(name)
-        self._read.append((tensor.data_ptr(), tensor.nbytes))
-        return tensor
+        return self._noted(self._files[name].get_tensor(name))
 
     def on_meta(self, name: str) -> Tensor:
         """The shape and dtype of a tensor, on the meta device.
@@ -96,19 +113,3 @@ class Checkpoint:
         if header.dtype not in DTYPES:
             raise LoadError(f"{name} of the checkpoint is of an unknown dtype: {quoted(header.dtype)}")
         return torch.empty(header.shape, dtype=getattr(torch, DTYPES[header.dtype]), device="meta")
-
-    def weight(self, name: str, dtype: torch.dtype) -> Weight:
-        """See `WeightSource.weight`: a view of the file."""
-        return dense_weight(self.read(name), dtype)
-
-    def stacked(self, name: str, dtype: torch.dtype, transposed: bool) -> Iterator[Weight]:
-        """See `WeightSource.stacked`: views of the file."""
-        for matrix in self.read(name):
-            yield dense_weight(matrix.T if transposed else matrix, dtype)
-
-    def let_go(self) -> None:
-        """Give back the memory of tensors read since the last call. A tensor in use comes from its file again."""
-        for address, size in self._read:
-            start = address & -mmap.PAGESIZE
-            arena.give_back(start, address + size - start)
-        self._read.clear()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pagewire.ipc.gguf.file import BLOCKS, GgufError, TensorInfo, read_gguf
-from pagewire.kernels.cpu import arena
 from pagewire.kernels.quantising import dense
 from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.checkpoint import WeightSource
 from pagewire.workers.model.gguf_blocks import BLOCK_TYPES, quantised
 from pagewire.workers.model.gguf_names import MODELS, Place, places
 
@@ -23,7 +22,7 @@ BLOCK_BYTES = {name: (values, size) for name, values, size in BLOCKS.values()}
 MAX_EXPERTS = 1 << 12
 
 
-class GgufCheckpoint:
+class GgufCheckpoint(WeightSource):
     """The tensors of a GGUF file, or of all parts of a split one, which are mapped and not to be written to.
 
     A matrix of quantised blocks is a weight of integers (`gguf_blocks.py`), unless it is read as floats.
@@ -37,6 +36,7 @@ class GgufCheckpoint:
         Raises:
             LoadError: a file is missing or broken, has tensors of types that are not read, or is of another model.
         """
+        super().__init__()
         try:
             file = read_gguf(path)
         except GgufError as error:
@@ -55,7 +55,6 @@ class GgufCheckpoint:
         except KeyError as error:
             raise LoadError(f"{path} has tensors that {config.model_type} has no use for: {error}") from error
         self._files = {info.path: _mapped(info.path) for info in file.tensors.values()}
-        self._read: list[tuple[int, int]] = []
 
     @property
     def names(self) -> Iterable[str]:
@@ -101,18 +100,6 @@ class GgufCheckpoint:
         weight = quantised(blocks, info.type, dtype)
         return weight.take(_order(weight.shape[0], place.heads)) if place.heads else weight
 
-    def stacked(self, name: str, dtype: torch.dtype, transposed: bool) -> Iterator[Weight]:
-        """The matrices [N, K] of a weight [E, N, K], one by one; [E, K, N] if it is transposed."""
-        for matrix in self.read(name):
-            yield dense_weight(matrix.T if transposed else matrix, dtype)
-
-    def let_go(self) -> None:
-        """Give back the memory of tensors read since the last call. A tensor in use comes from its file again."""
-        for address, size in self._read:
-            start = address & -mmap.PAGESIZE
-            arena.give_back(start, address + size - start)
-        self._read.clear()
-
     def _floats(self, info: TensorInfo, place: Place) -> Tensor:
         shape = info.shape if place.expert is None else info.shape[1:]
         return self._bytes(info, place).view(FLOATS[info.type]).view(shape)
@@ -123,9 +110,7 @@ class GgufCheckpoint:
         if place.expert is not None:
             size //= info.shape[0]
             start += place.expert * size
-        content = self._files[info.path][start : start + size]
-        self._read.append((content.data_ptr(), size))
-        return content
+        return self._noted(self._files[info.path][start : start + size])
 
 
 def _mapped(path: Path) -> Tensor:

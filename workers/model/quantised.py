@@ -11,12 +11,12 @@ from torch import Tensor
 from pagewire.kernels.quantising import dense
 from pagewire.kernels.weight import Weight
 from pagewire.workers.errors import LoadError, first_line
-from pagewire.workers.model.checkpoint import Checkpoint
+from pagewire.workers.model.checkpoint import Checkpoint, WeightSource
 from pagewire.workers.model.formats.format import Format, StackFormat, parts_by_weight
 
 
-class QuantisedCheckpoint:
-    """The weights of a quantised checkpoint, by the names that they would have in a dense one: a `WeightSource`.
+class QuantisedCheckpoint(WeightSource):
+    """The weights of a quantised checkpoint, by the names that they would have in a dense one.
 
     What belongs to no quantised matrix (norms, biases, modules that were left out) is read as it is.
     """
@@ -27,6 +27,7 @@ class QuantisedCheckpoint:
         Raises:
             LoadError: the format refuses the checkpoint.
         """
+        super().__init__()
         self._files, self._form = files, form
         with _named(f"a checkpoint in format {form.name}"):
             form.check(files.names)

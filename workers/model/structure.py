@@ -29,23 +29,19 @@ def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[s
     activation = text.get("hidden_act") or text.get("hidden_activation") or DEFAULT_ACTIVATION
     if model_type in OTHER_ARITHMETIC | OTHER_EMBEDDING or activation not in ACTIVATIONS:
         return False
-    children: dict[str, set[str]] = {}
-    for name in names:
-        _, found, rest = name.partition("model.layers.")
-        if rest.endswith("norm.bias"):  # of a norm that is no RMSNorm
-            return False
-        if found:
-            module, *inner = rest.removesuffix(".weight").removesuffix(".bias").split(".")[1:]
-            children.setdefault(module if inner else "", set()).add(inner[0] if inner else module)
-    if model_type in SPARSE_MODELS:
-        feed_forward = children.setdefault("mlp", set())
-        feed_forward |= children.pop("block_sparse_moe", set())
-        if feed_forward >= SPARSE:  # some layers may have experts, and others none
-            feed_forward -= SPARSE | SHARED
-            feed_forward |= MLP
-    if children.keys() != {"self_attn", "mlp", ""} or children["self_attn"] not in (
-        ATTENTION,
-        ATTENTION | HEAD_NORMS,
-    ):
+    names = list(names)
+    if any(name.endswith("norm.bias") for name in names):  # of a norm that is no RMSNorm
         return False
-    return children["mlp"] == MLP and children[""] == NORMS
+    inner = (name.partition("model.layers.")[2].split(".")[1:3] for name in names)
+    found = {
+        ".".join(path).replace("block_sparse_moe", "mlp").removesuffix(".weight") for path in inner if path
+    }
+    dense, experts = _within("mlp", MLP), _within("mlp", SPARSE)
+    if model_type in SPARSE_MODELS and found >= experts:  # some layers may have experts, and others none
+        found = found - experts - _within("mlp", SHARED) | dense
+    parts, norms = _within("self_attn", ATTENTION) | dense | NORMS, _within("self_attn", HEAD_NORMS)
+    return found in (parts, parts | norms)
+
+
+def _within(module: str, names: Iterable[str]) -> set[str]:
+    return {f"{module}.{name}" for name in names}

@@ -14,10 +14,9 @@ from pagewire.kernels.cpu.library import expected_isa
 from pagewire.workers import main
 from pagewire.workers.errors import MemoryShortageError
 from pagewire.workers.model.fit import Fit, fit, kept_bytes, remedies, sizes_of
-from pagewire.workers.model.footprint import Footprint, footprint
+from pagewire.workers.model.footprint import Footprint, expected_speed, footprint
 from pagewire.workers.model.headers import TensorHeader, read_headers
 from pagewire.workers.model.inventory import Part
-from pagewire.workers.model.speed import expected_speed
 from pagewire.workers.weight_cache import folder as weight_folder
 from pagewire.workers.weight_cache.key import key_of
 
