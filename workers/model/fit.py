@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
 from pagewire.ipc.model_figures import ModelFigures
-from pagewire.ipc.options import KV_DTYPES
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks, step_bytes
 from pagewire.workers.errors import MemoryShortageError
@@ -150,31 +150,26 @@ class Remedy:
 
 def remedies(headers: Headers, config: WorkerConfig, isa: str, total: int, available: int) -> list[Remedy]:
     """Single changes of the options with which a model fits that does not fit as it is."""
-    found = []
-    for options, changed in _changes(headers, config, isa, total, available):
+    sizes, found = sizes_of(headers, config, isa), []
+    for name, value in _changes(sizes, fit(sizes, config, total, available), config):
+        changed = msgspec.structs.replace(config, **{name: value})
         result = fit(sizes_of(headers, changed, isa), changed, total, available)
         if result.problem is None:
-            found.append(Remedy(options, result))
+            found.append(Remedy(f"--{name.replace('_', '-')} {value}", result))
     return found
 
 
-def _changes(
-    headers: Headers, config: WorkerConfig, isa: str, total: int, available: int
-) -> Iterator[tuple[str, WorkerConfig]]:
-    sizes = sizes_of(headers, config, isa)
-    now = fit(sizes, config, total, available)
+def _changes(sizes: Footprint, now: Fit, config: WorkerConfig) -> Iterator[tuple[str, Any]]:
+    """Options to try, and their values."""
     if 0 < now.kv_tokens < now.max_model_len:
-        shorter = now.kv_tokens
-        yield f"--max-model-len {shorter}", msgspec.structs.replace(config, max_model_len=shorter)
-    more = now.kv_request_bytes
-    yield f"--kv-cache-memory-bytes {more}", msgspec.structs.replace(config, kv_cache_memory_bytes=more)
-    if "int8" in KV_DTYPES and config.kv_cache_dtype == "auto":
-        yield "--kv-cache-dtype int8", msgspec.structs.replace(config, kv_cache_dtype="int8")
+        yield "max_model_len", now.kv_tokens
+    yield "kv_cache_memory_bytes", now.kv_request_bytes
+    if config.kv_cache_dtype == "auto":
+        yield "kv_cache_dtype", "int8"
     if sizes.quantization is None:
-        for name in ("int8", "int4"):
-            yield f"--quantization {name}", msgspec.structs.replace(config, quantization=name)
-    if sizes.dtype == "float32" and sizes.quantization is None:
-        yield "--dtype bfloat16", msgspec.structs.replace(config, dtype="bfloat16")
+        yield from (("quantization", "int8"), ("quantization", "int4"))
+        if sizes.dtype == "float32":
+            yield "dtype", "bfloat16"
 
 
 def sizes_of(headers: Headers, config: WorkerConfig, isa: str) -> Footprint:
@@ -200,13 +195,12 @@ def sizes_of(headers: Headers, config: WorkerConfig, isa: str) -> Footprint:
 def drafter_of_rank(whole: Footprint, config: WorkerConfig) -> Footprint:
     """The footprint of the drafter in a rank of a group: of its part, or of the whole where that is what it has."""
     size, speculative = config.parallel.num_shards, config.speculative
-    asked = None if speculative is None else speculative.draft_tensor_parallel_size
+    assert speculative is not None
     divisible = size <= whole.kv_heads or size % whole.kv_heads == 0
-    if asked == 1 or not divisible:
+    if speculative.draft_tensor_parallel_size == 1 or not divisible:
         return whole
     # An EAGLE-3 head may have an embedding of its own, which every rank has as a whole (`eagle3_division.py`).
-    is_eagle3 = speculative is not None and speculative.method == "eagle3"
-    return of_rank(whole, config.parallel, (Part.EMBEDDING,) if is_eagle3 else ())
+    return of_rank(whole, config.parallel, (Part.EMBEDDING,) if speculative.method == "eagle3" else ())
 
 
 def check_fit(headers: Headers, config: WorkerConfig, isa: str, total: int, available: int) -> Footprint:

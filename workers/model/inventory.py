@@ -13,7 +13,6 @@ from typing import Any
 
 from pagewire.kernels.cpu.panels import Stored
 from pagewire.workers.model.formats.format import parts_by_weight
-from pagewire.workers.model.formats.registry import format_of
 from pagewire.workers.model.gguf_names import BLOCKS
 from pagewire.workers.model.headers import FLOATS, TensorHeader
 
@@ -100,6 +99,8 @@ def matrices(tensors: Iterable[TensorHeader], config: Mapping[str, Any]) -> Iter
         ValueError, KeyError, ...: as `format_of` and `Format.stored`.
     """
     if settings := config.get("quantization_config"):
+        from pagewire.workers.model.formats.registry import format_of  # which knows all formats
+
         form = format_of(settings)
         tensors, quantised = parts_by_weight(form, tensors)
         for name, parts in quantised.items():
