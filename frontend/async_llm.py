@@ -45,7 +45,7 @@ from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.session import Session, ignore_usage_context
 from pagewire.frontend.stat_loggers import StatLoggerBase, checked, status_line
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.calls import RemoteCall
+from pagewire.ipc.calls import CALLS, HealthReport, RemoteCall
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.messages import EngineInfo
@@ -420,21 +420,27 @@ class AsyncLLM(AsyncEngineCalls):
         if not report["alive"]:
             raise EngineDeadError(report["reason"])
 
-    async def health(self) -> dict[str, Any]:
+    async def health(self) -> HealthReport:
         """The core's answer to `check_health`: "alive" and "ready", truth values, and the "reason" if not both.
 
         Raises:
-            EngineDeadError: the core is lost, or does not answer.
+            EngineDeadError: the core is lost, does not answer, or answers with something else.
         """
         if self.dead_error is not None:
             raise EngineDeadError(*self.dead_error.args)
         answer = asyncio.wrap_future(self.session.call("check_health"))
         try:
-            report: dict[str, Any] = await asyncio.wait_for(answer, HEALTH_SECONDS)
+            report: HealthReport = CALLS["check_health"].answer(
+                await asyncio.wait_for(answer, HEALTH_SECONDS)
+            )
             return report
         except asyncio.TimeoutError:
             text = f"the engine core has not said for {HEALTH_SECONDS:g} s whether it is healthy"
             raise EngineDeadError(text) from None
+        except EngineDeadError:
+            raise
+        except Exception as error:  # of any type: a core that answers so is not proven to live
+            raise EngineDeadError(f"the engine core does not say whether it is healthy: {error}") from None
 
     @property
     def dead_error(self) -> EngineDeadError | None:

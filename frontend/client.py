@@ -6,26 +6,26 @@
 
 A client is attached once. The loss of its core is final: the client reports it within milliseconds (socket
 monitor, `CoreDying`, exit of a spawned core) or after `PAGEWIRE_HEARTBEAT_TIMEOUT_S` of silence, and accepts
-nothing more.
+nothing more. So is a core that sends heartbeats, but does not answer calls within the limits that they declare.
 
 While the IO thread runs a callback, which may take long or wait for a lock, the heartbeat thread sends the pings:
 the core must not take a busy frontend for a hung one. Nor does the frontend blame the core for its own slowness:
-only time that it spent waiting for messages counts as the core's silence, not time in which it was busy or stopped.
+only time that it spent waiting for messages counts for the core, not time in which it was busy or stopped.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from itertools import islice
 from typing import Any
 
 from pagewire.frontend.link import PING, Link, attach, core_exit
+from pagewire.frontend.open_calls import OpenCalls
 from pagewire.frontend.outbox import Outbox
 from pagewire.ipc.budget import MAX_BATCH_BYTES
 from pagewire.ipc.codec import MAX_FRAMES, MAX_MESSAGE_BYTES, Buffer, Codec
@@ -98,9 +98,9 @@ class CoreClient:
         self._silence_seconds = env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", HEARTBEAT_TIMEOUT_S)
         self._next_ping = 0.0
         self._silence = 0.0  # seconds spent waiting for messages since the last one came
+        self._waited = 0.0  # seconds spent waiting for messages in all: the clock of the core's time limits
         self._encoder: Codec[Any] = Codec(ToFrontend)
-        self._call_ids = itertools.count()
-        self._calls: dict[int, Future[Any]] = {}
+        self._calls = OpenCalls(self._silence_seconds)
         self._outbox = Outbox(self._fence)
         self._lock = threading.Lock()  # guards what several threads use: outbox, encoder, wake-up pipe, dead
         self._waking = False  # a byte is in the wake-up pipe
@@ -196,13 +196,11 @@ class CoreClient:
             EngineDeadError, EngineBusyError, OverflowError, TypeError: as `submit`.
             ValueError: the arguments are too large.
         """
-        future: Future[Any] = Future()
-        call_id = next(self._call_ids)
-        self._calls[call_id] = future
+        call_id, future = self._calls.open(method)
         try:
-            self._send_later(Call(call_id, method, list(args), kwargs))
+            self._send_later(Call(call_id, method, list(args), kwargs), call_id=call_id)
         except BaseException:
-            self._calls.pop(call_id, None)
+            self._calls.forget(call_id)
             raise
         return future
 
@@ -217,7 +215,9 @@ class CoreClient:
         self._thread.join()
         self._heart.join()
 
-    def _send_later(self, message: Any, urgent: bool = False, closing: bool = False) -> None:
+    def _send_later(
+        self, message: Any, urgent: bool = False, closing: bool = False, call_id: int | None = None
+    ) -> None:
         """Put a message into the outbox, even a full one if it is urgent. Raises as `call`."""
         with self._lock:
             frames = self._encoder.encode(message)
@@ -226,7 +226,7 @@ class CoreClient:
             self._check_open(urgent)
             if closing:
                 self._close_by = time.monotonic() + FLUSH_SECONDS
-            self._outbox.add_control(frames)
+            self._outbox.add_control(frames, call_id)
             self._wake()
 
     def _encode_requests(
@@ -266,9 +266,7 @@ class CoreClient:
 
     def _fence(self) -> tuple[int, list[Buffer]]:
         """A call behind which the outbox goes on, whatever the answer is."""
-        call_id = next(self._call_ids)
-        future: Future[Any] = Future()
-        self._calls[call_id] = future
+        call_id, future = self._calls.open("fence")
         future.add_done_callback(lambda _: self._passed(call_id))
         return call_id, self._encoder.encode(Call(call_id, "fence", []))
 
@@ -317,6 +315,10 @@ class CoreClient:
                 return EngineDeadError(core_exit(self._child) or "the engine core closed the connection")
             if self._silence > self._silence_seconds:
                 return EngineDeadError(f"the engine core has not answered for {self._silence_seconds:g} s")
+            if (method := self._calls.overdue(self._waited)) is not None:
+                return EngineDeadError(
+                    f"the engine core sends heartbeats, but has not answered {method} in time"
+                )
             now = time.monotonic()
             with self._link_lock:
                 self._ping(now)
@@ -339,7 +341,9 @@ class CoreClient:
         if self._link.wait(self._wake_read_fd, seconds, to_send=to_send):
             os.read(self._wake_read_fd, 1)
             self._waking = False  # before the outbox is read, so that no wake-up is lost
-        self._silence += min(time.monotonic() - now, seconds + WAKE_SECONDS)
+        waited = min(time.monotonic() - now, seconds + WAKE_SECONDS)
+        self._silence += waited
+        self._waited += waited
 
     def _take(self, message: ToFrontend) -> EngineDeadError | None:
         """Handle one message. Returns the cause if it ends the connection, else None."""
@@ -348,8 +352,7 @@ class CoreClient:
         elif isinstance(message, Blocks):
             self._on_blocks(message)
         elif isinstance(message, CallAnswer):
-            if (future := self._calls.pop(message.call_id, None)) is not None:
-                settle(future, message)
+            self._calls.settle(message)
         elif isinstance(message, CoreDying):
             return (EngineStoppedError if message.stopped else EngineDeadError)(message.cause)
         elif isinstance(message, Detached):
@@ -362,8 +365,8 @@ class CoreClient:
         """End the requests and the call that the core names as refused; all others go on."""
         error = received_error(refused.error, refused.error_type)
         logger.error("the engine core refused a message: %s", error)
-        if refused.call_id is not None and (future := self._calls.pop(refused.call_id, None)) is not None:
-            fail(future, error)
+        if refused.call_id is not None:
+            self._calls.fail(refused.call_id, error)
         if refused.keys:
             self._on_refused(refused.keys, error)
 
@@ -380,7 +383,8 @@ class CoreClient:
                 frames = self._outbox.next()
                 if frames is None or not self._link.send(frames):
                     return
-                self._outbox.sent()
+                if (call_id := self._outbox.sent()) is not None:
+                    self._calls.sent(call_id, self._waited)
 
     def _end(self, cause: EngineDeadError | None) -> None:
         self._ended.set()
@@ -391,8 +395,7 @@ class CoreClient:
             os.close(self._wake_read_fd)
         with self._link_lock:
             self._link.close(linger_ms=int(FLUSH_SECONDS * 1000) if cause is None else 0)
-        for call_id in list(self._calls):
-            fail(self._calls.pop(call_id), EngineDeadError(*self.dead.args))
+        self._calls.fail_all(self.dead)
         if cause is not None:
             self._on_dead(cause)
 
@@ -421,22 +424,3 @@ def too_large(frames: Sequence[Buffer], name: str, limit: int) -> ValueError | N
         f"{name} is too large: {size} bytes, and a message to this engine core has at most {limit}; shorten the "
         "prompt or the parameters"
     )
-
-
-def settle(future: Future[Any], reply: CallAnswer) -> None:
-    """Set the future of a call to its result or error."""
-    if reply.error is not None:
-        fail(future, received_error(reply.error, reply.error_type))
-        return
-    try:
-        future.set_result(reply.result)
-    except InvalidStateError:
-        pass  # the caller has cancelled it
-
-
-def fail(future: Future[Any], error: Exception) -> None:
-    """Set the future of a call to an error."""
-    try:
-        future.set_exception(error)
-    except InvalidStateError:
-        pass

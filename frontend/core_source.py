@@ -125,11 +125,17 @@ class SpawnedCores:
         )
 
 
+def longest_silence() -> float:
+    """Seconds for which a core may answer nothing."""
+    return env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", HEARTBEAT_TIMEOUT_S)
+
+
 class RunningCores:
     """Attaches to whichever core runs at an address.
 
     peer_uid: see `CoreClient.connect`. name: of this frontend. timeout: seconds to wait for a connection.
     reattach_timeout: seconds to wait for another core after one was lost; 0: none may take its place.
+    patience: seconds for which the first core may answer nothing at all once it is connected; None: any.
     """
 
     def __init__(
@@ -140,13 +146,14 @@ class RunningCores:
         name: str,
         timeout: float | None,
         reattach_timeout: float,
+        patience: float | None = None,
     ) -> None:
         self._address, self._curve, self._peer_uid, self._name = address, curve, peer_uid, name
-        self._timeout, self._reattach_timeout = timeout, reattach_timeout
+        self._timeout, self._reattach_timeout, self._patience = timeout, reattach_timeout, patience
 
     def connect(self, dial: Dial) -> Attached:
         """Attach to the core, and wait until it is ready."""
-        return self._attach(dial, self._timeout)
+        return self._attach(dial, self._timeout, self._patience)
 
     def replace(self, dial: Dial, error: EngineDeadError, closing: threading.Event) -> Attached:
         """Wait for another core at the address. One that loads its model may take longer."""
@@ -154,12 +161,11 @@ class RunningCores:
             raise error
         give_up = time.monotonic() + self._reattach_timeout
         cause = error
-        patience = env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", HEARTBEAT_TIMEOUT_S)
         limit = "" if math.isinf(self._reattach_timeout) else f" for {self._reattach_timeout:g} s"
         logger.error("%s; waiting%s for another core at %s", error, limit, self._address)
         while not closing.wait(RETRY_SECONDS) and time.monotonic() < give_up:
             try:
-                return self._attach(dial, RETRY_SECONDS, patience)
+                return self._attach(dial, RETRY_SECONDS, longest_silence())
             except EngineDeadError:
                 pass  # no core listens yet, or it hangs
             except START_ERRORS as failure:

@@ -20,11 +20,15 @@ Frames: TypeAlias = list[Buffer]
 
 
 class Message(NamedTuple):
-    """An encoded message. number: counts all messages of the outbox. keys: of its requests; a call has none."""
+    """An encoded message.
+
+    number: counts all messages of the outbox. keys: of its requests; a call has none. call_id: of a call.
+    """
 
     frames: Frames
     number: int
     keys: Sequence[int] = ()
+    call_id: int | None = None
 
     @property
     def num_requests(self) -> int:
@@ -93,9 +97,9 @@ class Outbox:
         self._tenants.setdefault(tenant, Tenant()).waiting.append(message)
         self._count()
 
-    def add_control(self, frames: Frames) -> None:
-        """Put any other message behind all earlier ones."""
-        self._controls.append(Message(frames, self._num_added))
+    def add_control(self, frames: Frames, call_id: int | None = None) -> None:
+        """Put any other message behind all earlier ones. call_id: if it is a call."""
+        self._controls.append(Message(frames, self._num_added, call_id=call_id))
         self._count()
 
     def drop(self, keys: Set[int]) -> None:
@@ -120,16 +124,15 @@ class Outbox:
                 return self._fence(name, tenant)
         return None
 
-    def sent(self) -> None:
-        """The message that `next` has returned is sent."""
+    def sent(self) -> int | None:
+        """The message that `next` has returned is sent. Returns its id if it is a call, or a fence."""
         if (fence := self._unsent_fence) is not None:
             self._fences[fence.call_id] = fence
             self._unsent_fence = None
-            return
+            return fence.call_id
         self._num_waiting -= 1
         if self._control_is_due():
-            self._controls.popleft()
-            return
+            return self._controls.popleft().call_id
         name, tenant = next((name, tenant) for name, tenant in self._tenants.items() if tenant.may_send)
         message = tenant.waiting.popleft()
         self._tenants[name] = self._tenants.pop(name)  # behind the others
@@ -137,6 +140,7 @@ class Outbox:
             load.add(message.num_requests, message.num_bytes)
         if tenant.unfenced.wants_fence:
             self._fence(name, tenant)
+        return None
 
     def passed(self, call_id: int) -> None:
         """The call of a fence is answered."""

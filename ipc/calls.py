@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, get_type_hints
+from typing import Annotated, Any, Concatenate, ParamSpec, TypedDict, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -31,6 +31,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LONG_SECONDS = 60.0  # workers show progress in a call that declares a longer time limit
+PROMPT_SECONDS = 10.0  # of calls that the core answers by itself, as soon as it has taken the requests before
 
 
 class RunsIn(Enum):
@@ -65,7 +66,8 @@ class RemoteCall:
         types: by argument, bounds and description included. result: type that the method returns.
         seconds: time limit; None: that of a step (`PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S`). Then the core answers
             TimeoutError; a worker that has not answered counts as hung. It does so sooner if it shows no progress
-            for the time limit of a step, whatever is declared.
+            for the time limit of a step, whatever is declared. A core that runs the call itself, and does not
+            answer in time, is lost to its frontends (`frontend.open_calls`).
         overtakes: the core runs it before requests that the same frontend sent earlier, where they still wait.
     """
 
@@ -396,29 +398,37 @@ class AdapterCalls(Caller):
         """The adapters that are registered: name, adapter_id, path, resident, num_bytes, rank, pinned."""
 
 
+class HealthReport(TypedDict):
+    """The answer to `check_health`, which describes it."""
+
+    alive: bool
+    ready: bool
+    reason: str
+
+
 class ReportCalls(Caller):
     """The calls by which the core reports on itself, for monitoring."""
 
     @remote(RunsIn.CORE, right=Right.READ, seconds=60.0, overtakes=True)
-    def check_health(self) -> dict[str, Any]:
+    def check_health(self) -> HealthReport:
         """Whether the engine is proven to live, and whether it takes requests.
 
         alive: every worker has finished a step or answered a ping within seconds (`PAGEWIRE_HEALTH_TIMEOUT_S`).
         ready: alive, and neither asleep, nor paused, nor shutting down. reason: why not; empty if ready.
         """
 
-    @remote(RunsIn.CORE, right=Right.READ)
+    @remote(RunsIn.CORE, right=Right.READ, seconds=PROMPT_SECONDS)
     def metrics(self) -> list[dict[str, Any]]:
         """The value of every metric of the core: counters, gauges and histograms, over all frontends."""
 
-    @remote(RunsIn.CORE, right=Right.READ)
+    @remote(RunsIn.CORE, right=Right.READ, seconds=PROMPT_SECONDS)
     def status(self) -> dict[str, Any]:
         """The state of scheduler, KV cache and worker, and each frontend. Counts begin at the core's start.
 
         running, waiting: sequences, of which a request has n. (The metrics count requests.)
         """
 
-    @remote(RunsIn.CORE, right=Right.READ)
+    @remote(RunsIn.CORE, right=Right.READ, seconds=PROMPT_SECONDS)
     def requests(self, limit: int = 1000) -> list[dict[str, Any]]:
         """At most `limit` unfinished sequences of all frontends, those that run before those that wait."""
 
@@ -426,7 +436,7 @@ class ReportCalls(Caller):
 class EventCalls(Caller):
     """The calls by which a frontend gets messages that it has not requested one by one."""
 
-    @remote(RunsIn.CORE, right=Right.EVENTS)
+    @remote(RunsIn.CORE, right=Right.EVENTS, seconds=PROMPT_SECONDS)
     def follow_blocks(self) -> bool:
         """Get a snapshot of the names of cached KV blocks, and what comes and goes from then on (`Blocks`).
 
@@ -438,7 +448,7 @@ class EventCalls(Caller):
 class FlowCalls(Caller):
     """The calls that frontends make by themselves."""
 
-    @remote(RunsIn.CORE, right=Right.GENERATE)
+    @remote(RunsIn.CORE, right=Right.GENERATE, seconds=PROMPT_SECONDS)
     def fence(self) -> None:
         """Answered when the core has taken the requests that the same frontend sent earlier (`ipc.window`)."""
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from pagewire.engine_core.clients.calls import PendingCalls
 from pagewire.engine_core.workers.group import Outcome, WorkerGroup
 from pagewire.engine_core.workers.stopwatch import Stopwatch
+from pagewire.ipc.calls import HealthReport
 from pagewire.ipc.environment import env_float
 
 FRESH_SECONDS = 1.0  # a message of the workers proves that they live for this long: at most one ping a second
@@ -91,7 +92,7 @@ def ignore(outcome: Outcome) -> None:
     """Leave the answer of a ping: that it has come is seen in `WorkerGroup.last_sign`."""
 
 
-def report(problem: str | None, obstacle: str | None) -> dict[str, Any]:
+def report(problem: str | None, obstacle: str | None) -> HealthReport:
     """The answer of `check_health`. problem: why the workers do not count as alive; obstacle: why requests wait."""
     reason = problem or obstacle
     return {"alive": problem is None, "ready": reason is None, "reason": reason or ""}

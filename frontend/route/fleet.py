@@ -23,7 +23,7 @@ from pagewire.frontend.client import CoreClient
 from pagewire.frontend.connection import Owner
 from pagewire.frontend.route.adapters import RouterAdapters
 from pagewire.frontend.route.engines import check_same
-from pagewire.frontend.route.gathering import REPORT_SECONDS, Answers, gather, merged
+from pagewire.frontend.route.gathering import Answers, gather, merged
 from pagewire.frontend.route.ledger import Ledger, Work
 from pagewire.frontend.route.members import Members
 from pagewire.frontend.route.metrics import relabelled, router_rows
@@ -32,12 +32,14 @@ from pagewire.frontend.route.places import running
 from pagewire.frontend.route.replica import Place, Placement, Replica, State
 from pagewire.frontend.spawn import SpawnedCore
 from pagewire.ipc.block_names import split_names
-from pagewire.ipc.errors import EngineBusyError, EngineDeadError, EngineStoppedError
+from pagewire.ipc.calls import CALLS
+from pagewire.ipc.errors import EngineBusyError, EngineDeadError, EngineStoppedError, ProtocolError
 from pagewire.ipc.messages import Blocks, EngineInfo, Request, TokenDelta
 
 logger = logging.getLogger("pagewire.route")
 
 BUSY_SECONDS = 1.0  # for which a core that refuses requests, such as one that shuts down, gets none
+PROBE_SECONDS = 10.0  # between two calls that show whether a core with requests still answers
 
 
 class Fleet:
@@ -281,23 +283,25 @@ class Fleet:
         """
         self.check()
         calls: dict[int, Future[Any]] = {}
+        called: dict[int, Replica] = {}
         error: EngineDeadError | None = None
         for replica in self.members:
             if replica.state not in (State.UP, State.DRAINING) or replica.connection is None:
                 continue
             try:
                 calls[replica.number] = replica.client.call(method, *args, **kwargs)
+                called[replica.number] = replica
             except EngineDeadError as lost:
                 error = lost
         if not calls:
             raise error or EngineDeadError("no engine core is up")
         merge = self._all_metrics if method == "metrics" else partial(merged, method)
-        answer = gather(calls, merge, REPORT_SECONDS.get(method))
+        answer = gather(method, calls, lambda number, each: checked(method, called[number], each), merge)
         self._adapters.called(method, args, calls, answer)
         return answer
 
     def _all_metrics(self, answers: Answers) -> list[dict[str, Any]]:
-        rows = [row for number, rows in answers.items() for row in relabelled(rows, number)]
+        rows = [row for rows in answers.values() for row in rows]
         return rows + list(router_rows(self, self.info, self.members))
 
     # -------------------------------------------------------------- as the listener of its cores
@@ -379,7 +383,12 @@ class Fleet:
         self._wake.set()
 
     def core_attached(self, replica: Replica) -> None:
-        """Use the core that took the place of the lost one, if it is a replica, too."""
+        """Use the core that took the place of the lost one, if it is a replica, too, and answers."""
+        try:
+            replica.prove(replica.client)
+        except EngineDeadError as error:
+            logger.error("core %d gets no requests: %s", replica.number, error)
+            return  # its client takes it for lost before long, and another is looked for
         with self._lock:
             try:
                 check_same(self.info, replica.client.info, replica.place.label)
@@ -404,18 +413,26 @@ class Fleet:
 
     def _supervise(self) -> None:
         while not self._closing.is_set():
-            self._wake.wait(self._time_left())
+            self._wake.wait(min(PROBE_SECONDS, self._time_left()))
             self._wake.clear()
             try:
                 self._see_to_cores()
+                self._probe()
             except Exception:  # of any kind: the next event must be seen to
                 logger.exception("requests of a lost core could not go on")
 
-    def _time_left(self) -> float | None:
-        """Seconds until requests wait no longer for a core; None if there is one."""
+    def _probe(self) -> None:
+        """Ask the cores that have requests for a sign that they answer."""
+        with self._lock:
+            used = {placement.replica for placement in self._ledger.placed.values()}
+        for replica in used:
+            replica.ask()
+
+    def _time_left(self) -> float:
+        """Seconds until requests wait no longer for a core; infinite if there is one."""
         with self._lock:
             if self.dead is None or self._dead_since == math.inf:
-                return None
+                return math.inf
             return max(0.0, self._dead_since + self._patience - time.monotonic())
 
     def _see_to_cores(self) -> None:
@@ -450,6 +467,22 @@ class Fleet:
     def _check_drained(self, replica: Replica) -> None:
         if replica.state is State.DRAINING:
             self._wake.set()
+
+
+def checked(method: str, replica: Replica, answer: Any) -> Any:
+    """The answer of a core to a call, as it is merged with those of others.
+
+    Raises:
+        ProtocolError: it is of another type than the call declares, which is logged once.
+    """
+    try:
+        answer = CALLS[method].answer(answer) if method in CALLS else answer
+        return relabelled(answer, replica.number) if method == "metrics" else answer
+    except ProtocolError as error:
+        if method not in replica.wrong_answers:
+            replica.wrong_answers.add(method)
+            logger.error("core %d is left out of answers to %s: %s", replica.number, method, error)
+        raise
 
 
 class OneCore:

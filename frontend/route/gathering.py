@@ -9,32 +9,38 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
-from pagewire.ipc.errors import EngineDeadError
+from pagewire.ipc.calls import HealthReport
+from pagewire.ipc.errors import EngineDeadError, ProtocolError
 
 # Calls for monitoring, which a core that hangs must not hold up: seconds after which it is left out.
 REPORT_SECONDS = {"metrics": 3.0, "status": 3.0, "requests": 3.0, "check_health": 6.0}
 Answers: TypeAlias = Mapping[int, Any]  # by the number of the core
+Check: TypeAlias = Callable[[int, Any], Any]
 
 
 def gather(
-    calls: Mapping[int, Future[Any]], merge: Callable[[Answers], Any], seconds: float | None
+    method: str, calls: Mapping[int, Future[Any]], check: Check, merge: Callable[[Answers], Any]
 ) -> Future[Any]:
-    """The merged answers of several cores, as one future.
+    """The merged answers of several cores to a call, as one future.
 
-    A core that is lost meanwhile is left out, as long as another one answers. Any other error of a core is that of
-    all. seconds: cores that have not answered by then are left out, too; None: there is no limit.
+    A core that is lost meanwhile, or that answers with something of another type, is left out, as long as another
+    one answers. In calls for monitoring so is one that hangs or has any other error; else that is the error of all.
+
+    check: returns the answer of a core as it is merged, or raises ProtocolError.
     """
-    return Gathering(calls, merge, seconds).merged
+    return Gathering(method, calls, check, merge).merged
 
 
 class Gathering:
     """Waits for the answers of several cores. merged: gets what they come to."""
 
     def __init__(
-        self, calls: Mapping[int, Future[Any]], merge: Callable[[Answers], Any], seconds: float | None
+        self, method: str, calls: Mapping[int, Future[Any]], check: Check, merge: Callable[[Answers], Any]
     ) -> None:
         self.merged: Future[Any] = Future()
-        self._merge = merge
+        self._method, self._check, self._merge = method, check, merge
+        seconds = REPORT_SECONDS.get(method)
+        self._left_out = (EngineDeadError, ProtocolError) if seconds is None else (Exception,)
         self._answers: dict[int, Any] = {}
         self._error: BaseException | None = None
         self._missing = set(calls)
@@ -50,19 +56,27 @@ class Gathering:
     def _take(self, number: int, done: Future[Any]) -> None:
         with self._lock:
             self._missing.discard(number)
-            if (error := done.exception()) is None:
-                self._answers[number] = done.result()
-            elif self._error is None or isinstance(self._error, EngineDeadError):
+            error = done.exception()
+            if error is None:
+                try:
+                    self._answers[number] = self._check(number, done.result())
+                except ProtocolError as wrong:
+                    error = wrong
+            if error is not None and (self._error is None or isinstance(self._error, self._left_out)):
                 self._error = error
-            is_last = not self._missing
-        if is_last:
+            is_over = not self._missing or self._is_known(number)
+        if is_over:
             self._finish()
+
+    def _is_known(self, number: int) -> bool:
+        """Whether one answer is enough: the engine is healthy if a core is, however long others take to say so."""
+        return self._method == "check_health" and self._answers.get(number, {}).get("ready", False)
 
     def _finish(self) -> None:
         with self._lock:
             answers, error = dict(self._answers), self._error
         with suppress(InvalidStateError):  # it is finished, or was cancelled
-            if error is not None and not (answers and isinstance(error, EngineDeadError)):
+            if error is not None and not (answers and isinstance(error, self._left_out)):
                 self.merged.set_exception(error)
                 return
             try:
@@ -103,25 +117,31 @@ def merged(method: str, answers: Answers) -> Any:
     return values
 
 
-def merged_health(reports: list[dict[str, Any]]) -> dict[str, Any]:
+def merged_health(reports: list[HealthReport]) -> HealthReport:
     """The health of several cores: alive or ready if one is."""
-    alive, ready = (any(report[name] for report in reports) for name in ("alive", "ready"))
+    ready = any(report["ready"] for report in reports)
     reasons = dict.fromkeys(report["reason"] for report in reports if report["reason"])
-    return {"alive": alive, "ready": ready, "reason": "" if ready else "; ".join(reasons)}
+    alive = any(report["alive"] for report in reports)
+    return HealthReport(alive=alive, ready=ready, reason="" if ready else "; ".join(reasons))
 
 
 def merged_status(answers: Answers) -> dict[str, Any]:
-    """The state of several cores: numbers added, truth values if they hold everywhere, frontends joined."""
-    first = next(iter(answers.values()))
+    """The state of several cores: numbers added, truth values if they hold everywhere, frontends joined.
+
+    Of a value that is of different types in different cores, those of one type count.
+    """
     result: dict[str, Any] = {}
-    for name, value in first.items():
-        values = [answer.get(name) for answer in answers.values()]
-        if isinstance(value, bool):
-            result[name] = all(values)
-        elif isinstance(value, (int, float)) and name != "worker_pid":
-            result[name] = sum(each for each in values if each is not None)
-        elif isinstance(value, list):
-            result[name] = [entry for each in values for entry in each]
+    for name in dict.fromkeys(name for answer in answers.values() for name in answer):
+        values = [answer[name] for answer in answers.values() if answer.get(name) is not None]
+        truths = [value for value in values if isinstance(value, bool)]
+        numbers = [value for value in values if isinstance(value, (int, float)) and name != "worker_pid"]
+        lists = [value for value in values if isinstance(value, list)]
+        if truths:
+            result[name] = all(truths)
+        elif numbers:
+            result[name] = sum(numbers)
+        elif lists:
+            result[name] = [entry for value in lists for entry in value]
         else:
-            result[name] = value
+            result[name] = next(iter(values), None)
     return result

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeAlias
 
+from pagewire.frontend.metrics import read_metrics
 from pagewire.frontend.route.replica import Replica, State
+from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.messages import EngineInfo
 
 Row: TypeAlias = dict[str, Any]
@@ -21,9 +23,17 @@ class Routed(Protocol):
         """How many cached blocks a core has reported."""
 
 
-def relabelled(rows: Iterable[Row], number: int) -> list[Row]:
-    """The metrics of a core, of which the label `engine` is its number."""
-    return [row | {"labels": row["labels"] | {"engine": str(number)}} for row in rows]
+def relabelled(rows: list[Row], number: int) -> list[Row]:
+    """The metrics of a core, of which the label `engine` is its number.
+
+    Raises:
+        ProtocolError: one of them is no metric.
+    """
+    try:
+        read_metrics(rows)
+        return [row | {"labels": row["labels"] | {"engine": str(number)}} for row in rows]
+    except (LookupError, TypeError, ValueError) as error:
+        raise ProtocolError(f"the answer to metrics is of another type: {error!r:.100}") from None
 
 
 def router_rows(fleet: Routed, info: EngineInfo, replicas: Iterable[Replica]) -> Iterator[Row]:

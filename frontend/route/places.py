@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 
-from pagewire.frontend.core_source import RunningCores, SpawnedCores
+from pagewire.frontend.core_source import RunningCores, SpawnedCores, longest_silence
 from pagewire.frontend.route.replica import Place
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.sockets import CurveKeys, check_address
@@ -22,7 +22,9 @@ def running(address: str, curve: CurveKeys | None = None, peer_uid: int | None =
         ValueError: a bad address.
     """
     check_address(address, encrypted=curve is not None)
-    source = RunningCores(address, curve, peer_uid, "route", CONNECT_SECONDS, math.inf)
+    source = RunningCores(
+        address, curve, peer_uid, "route", CONNECT_SECONDS, math.inf, patience=longest_silence()
+    )
     return Place(address, source)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -12,10 +14,12 @@ from typing import Any, Protocol
 from pagewire.frontend.client import CoreClient
 from pagewire.frontend.connection import Client, Connection
 from pagewire.frontend.core_source import CoreSource
-from pagewire.ipc.errors import EngineDeadError
+from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 from pagewire.ipc.messages import Blocks, Request, TokenDelta
 
 logger = logging.getLogger("pagewire.route")
+
+PROOF_SECONDS = 10.0  # for a core that has greeted to answer a call, before it gets requests
 
 
 class State(Enum):
@@ -97,6 +101,8 @@ class Replica:
         adapters: those that were registered with it, by name: None, or why it could not load one.
         next_blocks: number of the next message about blocks; None from a call of `follow_blocks` until its
             snapshot, or at the latest its answer, comes. num_gaps: how often messages were missed.
+        wrong_answers: methods to which it has answered with something of another type.
+        probe: the last call that shows whether it still answers.
     """
 
     def __init__(self, number: int, place: Place, listener: Listener) -> None:
@@ -110,6 +116,8 @@ class Replica:
         self.adapters: dict[str, Exception | None] = {}
         self.next_blocks: int | None = None
         self.num_gaps = 0
+        self.wrong_answers: set[str] = set()
+        self.probe: Future[Any] | None = None
         self._listener = listener
 
     @property
@@ -124,12 +132,38 @@ class Replica:
         return self.connection.client
 
     def connect(self) -> Connection:
-        """Attach to the core, and wait until it is ready.
+        """Attach to the core, and wait until it is ready, and has answered a call.
 
         Raises:
-            as `CoreSource.connect`.
+            as `CoreSource.connect`, and `prove`.
         """
-        return Connection(self.place.source, self, self._take_blocks)
+        connection = Connection(self.place.source, self, self._take_blocks)
+        try:
+            self.prove(connection.client)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def prove(self, client: CoreClient) -> None:
+        """Wait for the answer of a core to a call: one that greets may answer nothing.
+
+        Raises:
+            EngineDeadError: there is none.
+        """
+        try:
+            error = client.call("fence").exception(PROOF_SECONDS)
+        except FutureTimeoutError:
+            text = f"{self.place.label} greets, but has answered nothing for {PROOF_SECONDS:g} s"
+            raise EngineDeadError(text) from None
+        if isinstance(error, EngineDeadError):  # any other is an answer, too
+            raise error
+
+    def ask(self) -> None:
+        """See whether the core still answers: its client takes it for lost if it does not (`OpenCalls`)."""
+        if self.probe is None or self.probe.done():
+            with suppress(EngineDeadError, EngineBusyError):
+                self.probe = self.client.call("fence")
 
     def follow_blocks(self) -> None:
         """Ask the core which blocks it has, and for all changes from then on."""

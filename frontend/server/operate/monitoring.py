@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,6 +18,7 @@ from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.tenants import Tenant, tenant_of
 from pagewire.frontend.server.operate.metrics import CONTENT_TYPE, exposition
 from pagewire.frontend.server.service import Service
+from pagewire.ipc.calls import HealthReport
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.version import __version__
 
@@ -75,11 +76,11 @@ class HealthMonitor:
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
-        self._asked: asyncio.Task[dict[str, Any]] | None = None
-        self._answer: dict[str, Any] = {"ready": False}  # the last one
+        self._asked: asyncio.Task[HealthReport] | None = None
+        self._answer = HealthReport(alive=False, ready=False, reason="")  # the last one
         self._answered_at = -math.inf
 
-    async def report(self) -> dict[str, Any]:
+    async def report(self) -> HealthReport:
         """What `AsyncLLM.health` returns.
 
         Raises:
@@ -99,19 +100,19 @@ class HealthMonitor:
                 return self._answer
         return await asyncio.shield(self._asked)
 
-    async def _ask(self) -> dict[str, Any]:
+    async def _ask(self) -> HealthReport:
         self._answer = await self._engine.health()
         self._answered_at = time.monotonic()
         return self._answer
 
 
-def seen(asked: asyncio.Task[dict[str, Any]]) -> None:
+def seen(asked: asyncio.Task[HealthReport]) -> None:
     """Read the error of a task, if it has one: asyncio logs errors of tasks that nobody reads."""
     if not asked.cancelled():
         asked.exception()
 
 
-def answered(state: str, reports: Sequence[dict[str, Any]]) -> Response:
+def answered(state: Literal["alive", "ready"], reports: Sequence[HealthReport]) -> Response:
     """200 if all engines are in this state; or an error with the reason of the first that is not.
 
     Raises:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,15 +21,16 @@ from pagewire.frontend.route.places import running
 from pagewire.frontend.route.replica import Place, State
 from pagewire.frontend.session import Session
 from pagewire.ipc.block_names import prompt_names
+from pagewire.ipc.calls import CALLS
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.errors import EngineDeadError, RequestCrashedEngineError
 from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Blocks, Call, CoreDying, EngineInfo, Request, Submit, TokenDelta
+from pagewire.ipc.messages import Blocks, Call, CoreDying, EngineInfo, Hello, Request, Submit, TokenDelta
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.pooling import PoolingInfo
 
-from ..conftest import PATIENCE, FakeCore
+from ..conftest import HEALTHY, PATIENCE, FakeCore
 from ..mortal_core import LENGTH, Keeper, MortalCore, output
 from .conftest import NEVER, Cores, ends, wait_for, wait_until
 
@@ -282,7 +285,7 @@ def test_other_salts_are_other_prefixes(silent: SilentCores) -> None:
 
 def test_after_a_gap_all_names_are_asked_for_again(silent: SilentCores) -> None:
     core, replica, calls = silent.cores[0], silent.fleet.members.get(0), []
-    assert core.expect(Call).method == "follow_blocks"  # the first time
+    assert [core.expect(Call).method for _ in range(2)] == ["fence", "follow_blocks"]  # the first time
 
     def follow() -> bool:
         calls.append(1)
@@ -398,3 +401,78 @@ def test_a_core_that_is_stopped_makes_nothing_suspect(silent: SilentCores) -> No
     assert [state.output_token_ids[0] for state in states] == [
         [9, 4] if state is first else [4] for state in states
     ]
+
+
+# ---------------------------------------------------------------- cores that answer wrongly, or nothing
+
+
+METRIC = {"name": "m", "type": "gauge", "documentation": "", "labels": {}, "value": 1.0}
+
+
+def test_an_answer_of_another_type_is_the_failure_of_its_core_alone(
+    silent: SilentCores, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong, right = silent.cores
+    wrong.calls |= {"check_health": lambda: "very", "metrics": lambda: [{"name": "m"}], "status": lambda: [1]}
+    right.calls |= {"metrics": lambda: [METRIC], "status": lambda: {"running": 2}}
+    for _ in range(2):
+        assert silent.session.call("check_health").result(PATIENCE) == HEALTHY
+        rows = silent.session.call("metrics").result(PATIENCE)
+        assert [row["labels"]["engine"] for row in rows if row["name"] == "m"] == ["1"]
+        assert silent.session.call("status").result(PATIENCE) == {"running": 2}
+    wait_until(lambda: "answers to check_health" in caplog.text)
+    assert caplog.text.count("core 0 is left out of answers to check_health") == 1
+    right.calls["check_health"] = lambda: {"alive": True}
+    with pytest.raises(EngineDeadError, match="does not say whether it is healthy"):
+        asyncio.run(silent.engine.health())
+
+
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frontends that wait for answers of cores for a fraction of a second."""
+    monkeypatch.setenv("PAGEWIRE_HEARTBEAT_TIMEOUT_S", "0.5")
+    monkeypatch.setitem(CALLS, "fence", dataclasses.replace(CALLS["fence"], seconds=0.1))
+    monkeypatch.setattr("pagewire.frontend.route.fleet.PROBE_SECONDS", 0.05)
+    monkeypatch.setattr("pagewire.frontend.route.replica.PROOF_SECONDS", 0.2)
+    monkeypatch.setattr("pagewire.frontend.core_source.RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("pagewire.frontend.route.members.RETRY_SECONDS", 0.02)
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_core_that_sends_heartbeats_only_loses_its_requests(new_core: Callable[..., FakeCore]) -> None:
+    silent = SilentCores(new_core)
+    try:
+        states = submit(silent.session, silent.inbox, "a", "b")
+        core, replica = silent.cores[0], silent.fleet.members.get(0)
+        assert sorted(map(silent.core_of, states)) == [0, 1]
+        core.fences = False  # it answers pings, and greets again
+        wait_until(lambda: [silent.core_of(state) for state in states] == [1, 1])
+        greeted = core.expect(Hello) and core.expect(Hello)
+        assert greeted and replica.state is State.LOST, "it must answer before it gets requests"
+        assert silent.session.call("check_health").result(PATIENCE) == HEALTHY
+        core.fences = True
+        wait_until(lambda: replica.state is State.UP)
+        silent.cores[1].deltas([TokenDelta(state.key, 0, [4], finish_reason="length") for state in states])
+        wait_for(silent.inbox, states)
+        assert ends(states) == [(None, [4])] * 2
+    finally:
+        silent.engine.shutdown()
+
+
+@pytest.mark.usefixtures("short_limits")
+@pytest.mark.parametrize("greets", [True, False])
+def test_a_core_that_answers_nothing_else_does_not_join(
+    new_core: Callable[..., FakeCore], greets: bool
+) -> None:
+    right, wrong = new_core("right"), new_core("wrong")
+    wrong.fences, wrong.welcomes, wrong.pongs = False, greets, greets
+    engine = routed([running(right.address), running(wrong.address)])
+    fleet = engine.session.connection
+    assert isinstance(fleet, Fleet)
+    try:
+        states = [replica.state for replica in fleet.members]
+        assert sorted(state.value for state in states) == ["joining", "up"]
+        wrong.fences = wrong.welcomes = wrong.pongs = True
+        wait_until(lambda: len(fleet.members.up()) == 2)
+    finally:
+        engine.shutdown()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.frontend.route.gathering import gather, merged
-from pagewire.ipc.errors import EngineDeadError
+from pagewire.frontend.route.gathering import REPORT_SECONDS, Check, gather, merged
+from pagewire.ipc.errors import EngineDeadError, ProtocolError
 
 from ..conftest import PATIENCE
 
@@ -23,10 +23,14 @@ def answered(value: Any) -> Future[Any]:
     return future
 
 
+def gathered(method: str, *calls: Future[Any], check: Check = lambda number, answer: answer) -> Future[Any]:
+    """What calls to several cores come to."""
+    return gather(method, dict(enumerate(calls)), check, lambda answers: merged(method, answers))
+
+
 def test_answers_of_several_cores_come_as_one() -> None:
-    def of(method: str, *answers: Any, seconds: float | None = None) -> Any:
-        calls = {number: answered(answer) for number, answer in enumerate(answers)}
-        return gather(calls, lambda answers: merged(method, answers), seconds).result(PATIENCE)
+    def of(method: str, *answers: Any) -> Any:
+        return gathered(method, *map(answered, answers)).result(PATIENCE)
 
     assert of("is_paused", True, False) is False
     assert of("abort_request", 1, 2) == 3
@@ -48,11 +52,48 @@ def test_answers_of_several_cores_come_as_one() -> None:
     assert of("status", *status) == {"model": "m", "running": 2, "paused": True, "clients": [1, 1]}
 
 
-def test_a_core_that_hangs_is_left_out_of_reports() -> None:
+def test_a_core_that_hangs_is_left_out_of_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REPORT_SECONDS, "metrics", 0.01)
     hanging: Future[Any] = Future()
-    report = gather({0: answered([1]), 1: hanging}, lambda answers: merged("metrics", answers), 0.01)
+    report = gathered("metrics", answered([1]), hanging)
     assert report.result(PATIENCE) == [1]
     hanging.set_result([2])  # too late, and harmless
     nothing: Future[Any] = Future()
     with pytest.raises(EngineDeadError, match="no engine core has answered metrics in time"):
-        gather({0: nothing}, lambda answers: merged("metrics", answers), 0.01).result(PATIENCE)
+        gathered("metrics", nothing).result(PATIENCE)
+
+
+def test_the_health_is_known_as_soon_as_one_core_is_ready() -> None:
+    healthy, hanging = {"alive": True, "ready": True, "reason": ""}, Future[Any]()
+    calls = [hanging, answered({"alive": False, "ready": False, "reason": "x"}), answered(healthy), hanging]
+    report = gathered("check_health", *calls)
+    assert report.done() and report.result() == healthy
+
+
+def test_an_answer_of_another_type_is_left_out() -> None:
+    def check(number: int, answer: Any) -> Any:
+        if not isinstance(answer, bool):
+            raise ProtocolError(f"core {number} answers {answer!r}")
+        return answer
+
+    assert gathered("is_paused", answered(7), answered(True), check=check).result(PATIENCE) is True
+    with pytest.raises(ProtocolError, match="core 0 answers 'yes'"):
+        gathered("is_paused", answered("yes"), check=check).result(PATIENCE)
+
+
+def test_an_error_of_one_core_hides_no_report_of_others() -> None:
+    refused, sleeping = answered(PermissionError("no")), answered([{"request_id": "r"}])
+    assert gathered("requests", refused, sleeping).result(PATIENCE) == [{"request_id": "r"}]
+    with pytest.raises(PermissionError):
+        gathered("requests", refused).result(PATIENCE)
+    with pytest.raises(PermissionError):
+        gathered("sleep", refused, answered(None)).result(PATIENCE)
+
+
+def test_values_of_several_types_do_not_hide_a_status() -> None:
+    status = [{"running": "many", "paused": 3}, {"running": 2, "paused": False, "clients": [1]}, {}]
+    assert gathered("status", *map(answered, status)).result(PATIENCE) == {
+        "running": 2,
+        "paused": False,
+        "clients": [1],
+    }
