@@ -63,6 +63,7 @@ class EngineConfig:
             cache_dir=args.download_dir,
             load_format=args.load_format,
             trust_remote_code=args.trust_remote_code,
+            ignore_patterns=args.ignore_patterns,
         )
         model, generation = read_configs(path)
         model |= args.hf_overrides

@@ -34,7 +34,11 @@ def resolve_speculation(args: EngineArgs, served: Mapping[str, Any]) -> Speculat
     own = served
     if config.model is not None:
         path = model_folder(
-            config.model, revision=config.revision, token=args.hf_token, cache_dir=args.download_dir
+            config.model,
+            revision=config.revision,
+            token=args.hf_token,
+            cache_dir=args.download_dir,
+            ignore_patterns=args.ignore_patterns,
         )
         own, _ = read_configs(path)
         config = msgspec.structs.replace(config, model=str(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ WEIGHT_FILES = {  # by load format
     "dummy": [],
     "sharded_state": ["*.safetensors"],
 }
+IGNORED_FILES = ("original/**/*",)  # by default: weights in their authors' form, beside those of transformers
+# Never read: Mistral's form of weights that the repository has in transformers' form as well.
+DOUBLED_FILES = ("consolidated*.safetensors", "consolidated*.safetensors.index.json")
 OTHER_FORMATS = (
     "'auto' takes .safetensors files, 'pt' takes .bin files: pickles, which can run code of their authors; "
     "a GGUF file is named with its repository: owner/repository/file.gguf"
@@ -59,6 +63,7 @@ def model_folder(
     tokenizer_only: bool = False,
     load_format: str = "auto",
     trust_remote_code: bool = False,
+    ignore_patterns: str | Sequence[str] = IGNORED_FILES,
 ) -> Path:
     """The local folder with the model's files, or its GGUF file; downloaded from the hub if necessary.
 
@@ -69,6 +74,7 @@ def model_folder(
     folder, or as `owner/repository/file.gguf` of the hub. Of a split file any part may be named.
     revision: branch, tag or commit of the repository. tokenizer_only: do not download weights.
     load_format: which weights, one of `WEIGHT_FILES` or "gguf". trust_remote_code: download Python code as well.
+    ignore_patterns: files of the hub not to download. `*` stands for any characters, `**/` for any folders or none.
 
     Raises:
         ModelNotFoundError: there is no such folder, and the hub lacks the model, denies access or is unreachable.
@@ -102,10 +108,12 @@ def model_folder(
     weights = [] if tokenizer_only else WEIGHT_FILES[load_format]
     own = weights if tokenizer_only else weights + POOLING_FILES
     patterns = TOKENIZER_FILES + own + (CODE_FILES if trust_remote_code else [])
-    folder = download(name, patterns, revision, token, cache_dir)
+    ignored = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns)
+    folder = download(name, patterns, revision, token, cache_dir, [*ignored, *DOUBLED_FILES])
     if weights and not any(folder.glob(weights[0])):
         raise ModelNotFoundError(
-            f"{name} has no {weights[0]} files on the hub, which load_format={load_format!r} takes; {OTHER_FORMATS}"
+            f"{name} has no {weights[0]} files on the hub, which load_format={load_format!r} takes, but for those "
+            f"that are ignored ({', '.join([*ignored, DOUBLED_FILES[0]])}); {OTHER_FORMATS}"
         )
     return folder
 
@@ -131,8 +139,11 @@ def download(
     revision: str | None,
     token: str | bool | None,
     cache_dir: str | None,
+    ignored: Sequence[str] = (),
 ) -> Path:
     """Download the files of a hub repository that match `patterns`, with a progress bar; offline, use the cache.
+
+    ignored: patterns of files that are not downloaded, as `ignore_patterns` of `model_folder`.
 
     Raises:
         ModelNotFoundError: the text says why, and how to fix it.
@@ -143,7 +154,12 @@ def download(
     try:
         return Path(
             snapshot_download(
-                name, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=patterns
+                name,
+                revision=revision,
+                token=token,
+                cache_dir=cache_dir,
+                allow_patterns=patterns,
+                ignore_patterns=[*ignored, *(pattern.replace("**/", "") for pattern in ignored)],
             )
         )
     except GatedRepoError as error:

@@ -17,6 +17,7 @@ import msgspec
 
 from pagewire.ipc.bounds import check_int, check_number, unknown_name
 from pagewire.ipc.compatibility import OPTIONS, refuse_value, settle
+from pagewire.ipc.hub import IGNORED_FILES
 from pagewire.ipc.kv_events import KVEventsConfig, kv_events_config
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.pooling import PoolerConfig
@@ -94,6 +95,9 @@ class EngineArgs(metaclass=EngineArgsType):
     hf_token: str | bool | None = option(None, "Model", "access token for the hub; True: the stored one")
     hf_overrides: dict[str, Any] = option(None, "Model", "JSON merged into the model's config.json", make=dict)
     download_dir: str | None = option(None, "Model", "folder for downloads; default: the hub's cache")
+    ignore_patterns: str | list[str] = option(
+        None, "Model", "files of the hub's repository not to download, such as other forms of the same weights "
+        f"(default: {' '.join(IGNORED_FILES)})", make=lambda: list(IGNORED_FILES))
     load_format: Literal["auto", "safetensors", "gguf", "bitsandbytes", "pt", "dummy", "sharded_state"] = option(
         "auto", "Model", "auto: .safetensors files, or the GGUF file that is named or alone in the folder; "
         "safetensors, gguf: these only; bitsandbytes: as quantization=; pt: .bin files (pickles); "

@@ -8,6 +8,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 import pagewire.demo
 from pagewire.ipc.errors import ModelNotFoundError
@@ -185,6 +186,56 @@ def test_weights_are_taken_as_safetensors(tmp_path: Path, monkeypatch: pytest.Mo
     assert "*.safetensors" in call["allow_patterns"] and "*.bin" not in call["allow_patterns"]
 
 
+LLAMA = [
+    "config.json",
+    "model-00001-of-00001.safetensors",
+    "model.safetensors.index.json",
+    "original/params.json",
+]
+LLAMA += ["original/consolidated.safetensors", "original/a/b.safetensors", "2_Dense/model.safetensors"]
+MISTRAL = [
+    "config.json",
+    "model.safetensors",
+    "consolidated.safetensors",
+    "consolidated.safetensors.index.json",
+]
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "left_out"),
+    [
+        (LLAMA, {}, {file for file in LLAMA if file.startswith("original/")}),
+        (LLAMA, {"ignore_patterns": ["2_*"]}, {"2_Dense/model.safetensors", "original/params.json"}),
+        (
+            LLAMA,
+            {"ignore_patterns": "**/*.safetensors"},
+            {f for f in LLAMA if not f.startswith(("config", "model.s"))},
+        ),
+        (MISTRAL, {}, {"consolidated.safetensors", "consolidated.safetensors.index.json"}),
+    ],
+)
+def test_weights_that_are_there_twice_are_downloaded_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: list[str],
+    options: dict[str, Any],
+    left_out: set[str],
+) -> None:
+    """By the patterns as the hub's client reads them."""
+    fetched: list[str] = []
+
+    def snapshot_download(name: str, *, allow_patterns: Any, ignore_patterns: Any, **others: Any) -> str:
+        fetched.extend(
+            filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        )
+        (tmp_path / "model.safetensors").touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    model_folder("a/b", **options)
+    assert set(files) - set(fetched) == left_out
+
+
 CODE = {"*.bin", "*.bin.index.json", "*.py"}  # what can run code of its author
 
 
@@ -231,7 +282,7 @@ def test_a_repository_without_the_weights_asked_for_is_refused_with_the_alternat
     calls, download = repository(tmp_path, "config.json")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(
-        ModelNotFoundError, match=text + "; 'auto' takes .safetensors files, 'pt' takes .bin files"
+        ModelNotFoundError, match=text + ".*; 'auto' takes .safetensors files, 'pt' takes .bin files"
     ):
         model_folder("a/b", **options)
     assert len(calls) == 1
