@@ -27,7 +27,7 @@ from pagewire.ipc.lifeline import Child
 from .attack import Target
 from .attackers import chosen
 from .client import WAIT_SECONDS, Client
-from .fortress import EVIL_KEY, Fortress, besieged
+from .fortress import EMBEDDER, EVIL_KEY, MODEL, Fortress, besieged
 from .report import AttackLog, Report
 from .watcher import Lag, Watcher
 
@@ -113,7 +113,7 @@ class Siege:
 
     def _start_attackers(self) -> Child:
         host, port = "127.0.0.1", self._fortress.port
-        target = Target(host, port, EVIL_KEY, "demo", self._fortress.address)
+        target = Target(host, port, EVIL_KEY, MODEL, self._fortress.address)
         command = [sys.executable, "-m", "benchmarks.siege.attackers", "--target", json.dumps(asdict(target))]
         command += ["--seed", str(self._options.seed), "--seconds", str(self._seconds)]
         command += ["--attackers", self._options.attackers, "--attacks", self._options.replay]
@@ -133,7 +133,7 @@ class Siege:
         self._log.note_failure()
 
     async def _warm_up(self) -> None:
-        """Bring all processes to their usual size: a full batch with log probabilities, and a grammar."""
+        """Bring all processes to their usual size: a full batch with log probabilities, a grammar, and pooling."""
         fields = {
             "prompt": [[300 + index, 301] for index in range(64)],
             "max_tokens": 100,
@@ -143,6 +143,11 @@ class Siege:
         async with self._client.connection() as http:
             for extra in ({}, {"guided_regex": "[a-z ]*"}):
                 async with http.post("/v1/completions", json={**fields, **extra}) as response:
+                    response.raise_for_status()
+                    await response.read()
+            if EMBEDDER in self._fortress.processes:
+                texts = {"model": EMBEDDER, "input": [[300] * 500] * 8, "task": "token_embed"}
+                async with http.post("/pooling", json=texts) as response:
                     response.raise_for_status()
                     await response.read()
 
@@ -171,7 +176,11 @@ class Siege:
         """What the engine still has to do, by the name of a gauge; empty if it is idle."""
         async with http.get("/metrics") as response:
             lines = (await response.text()).splitlines()
-        samples = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if "{" in line}
+        samples = {
+            line.partition("{")[0]: float(line.rpartition(" ")[2])
+            for line in lines
+            if f'model_name="{MODEL}"' in line
+        }
         return {name: samples[name] for name in IDLE if samples[name]}
 
 

@@ -42,7 +42,7 @@ class Attacker:
     """A kind of attack.
 
     attack: carries one out, and returns in a word what came of it: a status, "closed", `UNANSWERED`.
-    per_second: most attacks in a second. loops: attacks at the same time. on_core: it needs the core's socket.
+    per_second: most attacks in a second. loops: attacks at the same time. on_core: it needs a core's own socket.
     """
 
     name: str

@@ -33,6 +33,7 @@ ATTACKERS = {
         Attacker("greedy", greedy.attack, 2, loops=3),
         Attacker("leaving", greedy.leaving, 3, loops=3),
         Attacker("chats", greedy.chats, 1),
+        Attacker("pooling", greedy.pooling, 2, loops=6, on_core=True),
         Attacker("grammars", grammars.attack, 4, loops=3),
         Attacker("many-grammars", grammars.many, 0.5),
         Attacker("slow-grammars", grammars.slow, 2, loops=6),

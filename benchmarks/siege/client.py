@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from .fortress import GOOD_KEY
+from .fortress import GOOD_KEY, MODEL
 
 WAIT_SECONDS = 2.0  # longest wait for an answer to begin, or to go on
 GRAMMAR_SECONDS = 10.0  # likewise with a schema never seen, which must be compiled behind those of others
@@ -114,7 +114,8 @@ class Client:
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
             return False
         families = text_string_to_metric_families(text)
-        values = {sample.name: sample.value for family in families for sample in family.samples}
+        samples = (sample for family in families for sample in family.samples)
+        values = {sample.name: sample.value for sample in samples if sample.labels["model_name"] == MODEL}
         restarts = values["pagewire:worker_restarts_total"]
         return restarts >= self._num_killed and values["pagewire:workers_ready"] == 1
 

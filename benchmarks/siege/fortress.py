@@ -17,6 +17,7 @@ import psutil
 
 from pagewire.ipc.lifeline import OWN_GROUP
 
+MODEL, EMBEDDER = "demo", "embedder"  # the models' names
 GOOD_KEY, EVIL_KEY = "key-of-the-good", "key-of-the-others"
 OPEN_FILES = 512  # descriptors that server and core may have: fewer than the attackers' connections
 KV_BYTES = 64 << 20
@@ -24,6 +25,7 @@ STOP_SECONDS = 60.0  # for a server or a core to end after SIGTERM
 SERVE = ["--port", "0", "--api-key", GOOD_KEY, "--api-key", EVIL_KEY, "--trust-request-chat-template"]
 SERVE += ["--max-log-len", "100", "--drain-seconds", "5"]
 ENGINE = ["--kv-cache-memory-bytes", str(KV_BYTES)]
+POOLS = ("--runner", "pooling", "--served-model-name", EMBEDDER)
 PR_SET_PDEATHSIG = 1
 
 # What a process of the engine is, by a part of its command.
@@ -37,21 +39,25 @@ JOB = "job"  # a process that server and core may end and start again at any tim
 
 
 class Fortress:
-    """A server that runs. url: where it listens. address: of its core's socket, if that has one of its own.
+    """A server that runs. url: where it listens. address: of its core's socket, if that has one of its own, beside
+    which there is a core of a model that pools.
 
     processes: those that were started here, by role: they must end with status 0 when they are asked to.
     """
 
     def __init__(self, with_core: bool, folder: Path, stack: ExitStack) -> None:
         self.processes: dict[str, subprocess.Popen[str]] = {}
-        self.logs = {role: folder / f"{role}.log" for role in ("core", "server")}
+        self.logs = {role: folder / f"{role}.log" for role in ("core", EMBEDDER, "server")}
         self.address = f"ipc://{folder}/core.sock" if with_core else None
         stack.callback(self.kill)
         if with_core:
-            self._start("core", "core", "--listen", f"ipc://{folder}/core.sock", "--model", "demo", *ENGINE)
-            engine = ["--attach", f"ipc://{folder}/core.sock"]
+            engine = []
+            for role, options in (("core", ()), (EMBEDDER, POOLS)):
+                address = f"ipc://{folder}/{role}.sock"
+                self._start(role, "core", "--listen", address, "--model", MODEL, *ENGINE, *options)
+                engine += ["--attach", address]
         else:
-            engine = ["demo", *ENGINE]
+            engine = [MODEL, *ENGINE]
         self.url = self._start("server", "serve", *engine, *SERVE)
         self.pids = {role: pids[0] for role, pids in self.roles().items() if role != JOB}
 
@@ -61,16 +67,17 @@ class Fortress:
         return int(self.url.rpartition(":")[2])
 
     def roles(self) -> dict[str, list[int]]:
-        """The ids of all processes that run, by role."""
+        """The ids of all processes that run, by role; those of the model that pools are "embedder"."""
         found: dict[str, list[int]] = {}
-        for process in self._tree():
-            try:
-                command = " ".join(process.cmdline())
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    role = next((role for part, role in ROLES.items() if part in command), JOB)
-                    found.setdefault(role, []).append(process.pid)
-            except psutil.Error:
-                pass  # it has ended meanwhile
+        for started in self.processes:
+            for process in self._tree(started):
+                try:
+                    command = " ".join(process.cmdline())
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        role = next((role for part, role in ROLES.items() if part in command), JOB)
+                        found.setdefault(EMBEDDER if started == EMBEDDER else role, []).append(process.pid)
+                except psutil.Error:
+                    pass  # it has ended meanwhile
         return found
 
     def memory(self) -> dict[str, float]:
@@ -83,9 +90,9 @@ class Fortress:
         return {role: sum(held) if role == JOB else max(held) for role, held in sizes.items()}
 
     def stop(self) -> list[str]:
-        """Ask the server to end, then the core. Returns what went wrong."""
+        """Ask the server to end, then the cores. Returns what went wrong."""
         wrong, others = [], self._tree()
-        for role in ("server", "core"):
+        for role in ("server", "core", EMBEDDER):
             if role not in self.processes:
                 continue
             process = self.processes[role]
@@ -124,9 +131,10 @@ class Fortress:
                 tails += [f"{role}: {line[:300]!r}" for line in text]
         return tails
 
-    def _tree(self) -> list[psutil.Process]:
+    def _tree(self, *roles: str) -> list[psutil.Process]:
+        """The processes that were started in these roles, and their descendants; without roles: in all."""
         processes: dict[int, psutil.Process] = {}
-        for started in self.processes.values():
+        for started in map(self.processes.__getitem__, roles or self.processes):
             try:
                 root = psutil.Process(started.pid)
                 processes |= {process.pid: process for process in (root, *root.children(recursive=True))}

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from .attack import SOURCES, Target, ask, connected, head, log_uniform, send  # noqa: F401
+from .fortress import EMBEDDER
+from .slow import read_slowly
 
 Fields: TypeAlias = dict[str, Any]
 BASE: Fields = {"prompt": "A list is", "max_tokens": 4}
@@ -42,6 +44,19 @@ async def chats(target: Target, rng: random.Random) -> str:
     """One greedy chat."""
     path, fields = rng.choice(CHATS)(rng)
     return await ask(target, rng, path, json.dumps(fields).encode())
+
+
+async def pooling(target: Target, rng: random.Random) -> str:
+    """One greedy request to the model that pools, to its end, read slowly, or left at any moment."""
+    path, fields = rng.choice(POOLING)(rng)
+    body = json.dumps({"model": EMBEDDER} | fields).encode()
+    if rng.random() < 0.6:
+        return await ask(target, rng, path, body)
+    try:
+        await read_slowly(target, rng, head(target, "POST", path, len(body)) + body)
+    except asyncio.TimeoutError:
+        pass  # it was not accepted, or there was nothing to read yet
+    return "left"
 
 
 # ---------------------------------------------------------------- completions
@@ -193,3 +208,42 @@ def many_parts(rng: random.Random) -> tuple[str, Fields]:
 
 
 CHATS = (many_messages, long_messages, many_tools, many_parts)
+
+
+# ---------------------------------------------------------------- pooling
+
+
+def encodings(rng: random.Random) -> Fields:
+    """Any way to write numbers."""
+    return rng.choice(
+        (
+            {},
+            {
+                "encoding_format": "base64",
+                "embed_dtype": rng.choice(("float32", "float16", "bfloat16", None)),
+            },
+        )
+    )
+
+
+def embeddings_of_tokens(rng: random.Random) -> tuple[str, Fields]:
+    """An embedding of every token: for a short body the longest answers that there are."""
+    texts = [[300 + i % 700] * LONGEST for i in range(log_uniform(rng, 1, 40))]
+    return "/pooling", {"input": texts, "task": "token_embed"} | encodings(rng)
+
+
+def embeddings_of_texts(rng: random.Random) -> tuple[str, Fields]:
+    """As many texts as there may be, or more."""
+    texts = [f"text {i}" for i in range(log_uniform(rng, 100, 2100))]
+    return rng.choice(("/v1/embeddings", "/pooling")), {"input": texts} | encodings(rng)
+
+
+def many_scores(rng: random.Random) -> tuple[str, Fields]:
+    """A text against very many others."""
+    texts = [f"text {i}" for i in range(log_uniform(rng, 100, 2100))]
+    return rng.choice(
+        (("/v1/score", {"text_1": "a", "text_2": texts}), ("/v1/rerank", {"query": "a", "documents": texts}))
+    )
+
+
+POOLING = (embeddings_of_tokens, embeddings_of_tokens, embeddings_of_texts, many_scores)

@@ -66,7 +66,7 @@ class Watcher:
         self._jobs |= set(roles.get(JOB, ()))
         self.num_jobs = len(self._jobs)
         self._look_for_worker(roles.get("worker", []))
-        for role in ("server", "core"):
+        for role in self._pids.keys() - {"worker"}:
             if self._pids[role] not in roles.get(role, []):
                 self.deaths.append(f"the {role} (pid {self._pids[role]}) has died")
                 return True

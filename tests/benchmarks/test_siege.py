@@ -330,7 +330,11 @@ def test_a_restart_excuses_what_begins_before_the_next_worker_is_ready() -> None
             return web.Response(status=503)
         restarts, ready = state
         return web.Response(
-            text=f"pagewire:worker_restarts_total {restarts}\npagewire:workers_ready {ready}\n"
+            text="".join(
+                f'pagewire:{name}{{model_name="{model}"}} {value}\n'
+                for name, value in (("worker_restarts_total", restarts), ("workers_ready", ready))
+                for model, value in (("demo", value), ("embedder", 0))
+            )
         )
 
     async def restarted() -> None:
