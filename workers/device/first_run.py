@@ -1,14 +1,12 @@
 """The first run on a device: each kernel that a model may launch, once beside PyTorch.
 
-    python -m pagewire.workers.device.first_run cuda:0 bfloat16 float8_e4m3fn 64 --skip 0 --lifeline FD
-
 The verdicts are kept in the cache of kernels, for this driver, chip and code, so the next start runs nothing. The
-trials run in a process of their own: a kernel that crashes or hangs takes that process with it, and not the worker.
+trials run in a process of their own (`trial_process.py`): a kernel that crashes or hangs ends that one, and not the
+worker.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import logging
@@ -21,7 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from pagewire.ipc.lifeline import Child, die_with_parent, exit_cause
+from pagewire.ipc.lifeline import Child, exit_cause
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels import cache
 from pagewire.kernels.cuda.kernels import CudaKernels
@@ -37,6 +35,7 @@ SAMPLING = "sample"
 LIMIT_SECONDS = 120.0  # for all trials: they take seconds, and more if the cache of kernels cannot be written
 MOST_PROCESSES = 6
 """Processes that may end by a trial. Then the kernels that remain are replaced without one."""
+PROGRAM = "pagewire.workers.device.trial_process"
 NO_TRIAL = 2
 """The exit status of a process that cannot run trials."""
 VOCAB_SIZE = 5000  # more than the sampling kernels' slice
@@ -194,13 +193,13 @@ def in_processes(device: TriedDevice, launches: Launches) -> dict[str, str]:
         NoTrialError: a process cannot be started, or ended before the first trial.
     """
     types = [str(dtype).removeprefix("torch.") for dtype in launches[:2]]
-    command = [sys.executable, "-m", __name__, str(device.torch_device), *types, str(launches.head_dim)]
+    command = [sys.executable, "-m", PROGRAM, str(device.torch_device), *types, str(launches.head_dim)]
     command += ["--encodes"] if launches.encodes else []
     return verdicts_from(command, [tried.name for tried in all_trials(device, launches)])
 
 
 def verdicts_from(command: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """The verdicts of processes that print what `main` does. command: gets `--skip N`, the trials that are done.
+    """The verdicts that processes print, as `PROGRAM` does. command: gets `--skip N`, the trials that are done.
 
     Raises:
         NoTrialError: see `in_processes`.
@@ -238,43 +237,3 @@ def output_of(command: Sequence[str]) -> tuple[list[str], int, str]:
     child.release()
     last = errors.decode(errors="replace").strip().splitlines()[-1:]
     return output.decode().splitlines(), child.process.returncode, ": ".join([cause, *last])
-
-
-def main() -> int:
-    """Run trials in this process: print a line at the start, and the verdict of each, as JSON.
-
-    Returns the exit status. After an exception the driver may refuse everything, so the process ends, and the next
-    one runs the other trials.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("device")
-    parser.add_argument("dtype")
-    parser.add_argument("kv_dtype")
-    parser.add_argument("head_dim", type=int)
-    parser.add_argument("--encodes", action="store_true")
-    parser.add_argument("--skip", type=int, required=True, metavar="N")
-    parser.add_argument("--lifeline", required=True, type=int, metavar="FD")
-    options = parser.parse_args()
-    die_with_parent(options.lifeline)
-    from pagewire.workers.device.cuda import CudaDevice
-
-    dtype, kv_dtype = (getattr(torch, name) for name in (options.dtype, options.kv_dtype))
-    launches = Launches(dtype, kv_dtype, options.head_dim, options.encodes)
-    device = CudaDevice.open(torch.device(options.device).index)
-    print("ready", flush=True)
-    for tried in all_trials(device, launches)[options.skip :]:
-        try:
-            reason = verdict(tried)
-        except NoTrialError as error:
-            print(error, file=sys.stderr)
-            return NO_TRIAL
-        print(json.dumps(reason), flush=True)
-        if reason.startswith("failed"):
-            break
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

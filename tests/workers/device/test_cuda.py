@@ -22,8 +22,8 @@ from pagewire.ipc.lora import LoadAdapter, LoRAConfig
 from pagewire.ipc.messages import Tensor
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import Masks, Parallel, Row, SlotInit, StepPlan, StepResult, WorkerConfig
+from pagewire.kernels import reference
 from pagewire.kernels.cuda.kernels import CudaKernels
-from pagewire.kernels.reference.kernels import reference
 from pagewire.workers import runner as runner_module
 from pagewire.workers.calls import call
 from pagewire.workers.device import cuda
@@ -505,7 +505,8 @@ def test_graphs_that_compute_something_else_are_not_used(
     load: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plans = make_plans(make_prompts(VOCAB_SIZE, (9, 2)), 3, [GREEDY, GREEDY])
-    expected = [outcome(result) for result in Core(plain := load(enforce_eager=True)).run(plans)]
+    plain = load(enforce_eager=True)
+    expected = [outcome(result) for result in Core(plain).run(plans)]
     if not isinstance(plain.device, EmulatedCudaDevice):
         pytest.skip("a GPU's graphs are right")
     monkeypatch.setattr(runner_module, "open_device", lambda config: StaleDevice())

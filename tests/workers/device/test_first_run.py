@@ -11,7 +11,7 @@ import torch
 
 from pagewire.kernels.cuda.trials import trials
 from pagewire.workers import runner as runner_module
-from pagewire.workers.device import cuda, first_run
+from pagewire.workers.device import cuda, first_run, trial_process
 from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.device.first_run import (
     Launches,
@@ -169,17 +169,19 @@ def test_the_process_of_trials(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         Tried("d", "d", lambda: raises(RuntimeError("illegal address\nmore"))),
         Tried("e", "e", lambda: pytest.fail("the driver refuses it")),
     ]
-    monkeypatch.setattr(first_run, "die_with_parent", lambda fd: None)
+    monkeypatch.setattr(trial_process, "die_with_parent", lambda fd: None)
     monkeypatch.setattr(cuda.CudaDevice, "open", lambda index: EmulatedCudaDevice())
     monkeypatch.setattr(
-        first_run, "all_trials", lambda device, launches: tried if launches == LAUNCHES else []
+        trial_process, "all_trials", lambda device, launches: tried if launches == LAUNCHES else []
     )
     monkeypatch.setattr(
-        sys, "argv", ["x", "cuda:0", "bfloat16", "bfloat16", "32", "--skip", "1", "--lifeline", "0"]
+        sys,
+        "argv",
+        ["trial_process", "cuda:0", "bfloat16", "bfloat16", "32", "--skip", "1", "--lifeline", "0"],
     )
-    assert first_run.main() == 0
+    assert trial_process.main() == 0
     ready, *lines = capsys.readouterr().out.splitlines()
     verdicts = [json.loads(line) for line in lines]
     assert (ready, verdicts) == ("ready", ["", "differs", "failed: RuntimeError: illegal address"])
     tried[1] = Tried("b", "b", lambda: raises(torch.OutOfMemoryError("it is full")))
-    assert first_run.main() == first_run.NO_TRIAL and "it is full" in capsys.readouterr().err
+    assert trial_process.main() == first_run.NO_TRIAL and "it is full" in capsys.readouterr().err
