@@ -22,8 +22,8 @@ from pagewire.ipc.lora import LoadAdapter, LoRAConfig
 from pagewire.ipc.messages import Tensor
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import Masks, Parallel, Row, SlotInit, StepPlan, StepResult, WorkerConfig
-from pagewire.kernels import reference
 from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.kernels.reference.kernels import reference
 from pagewire.workers import runner as runner_module
 from pagewire.workers.calls import call
 from pagewire.workers.device import cuda
