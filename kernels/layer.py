@@ -1,4 +1,4 @@
-"""A layer of a Llama-like decoder: its linear layers, its experts, its norms, its shape."""
+"""A layer of a decoder or an encoder: its linear layers, its experts, its norms, its shape."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from pagewire.kernels.paging import LogitTerms
 from pagewire.kernels.reduced import Sum
 from pagewire.kernels.weight import Linear
 
-PRODUCTS = ("qkv", "out", "gate_up", "down")
+PRODUCTS = ("qkv", "out", "up", "down")
 """The linear layers of a layer that adapters may change, in the order in which they are numbered."""
 
 
@@ -33,6 +33,25 @@ class Norm:
     weight: Tensor
     eps: float
     offset: float
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight."""
+        return self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """A layer norm, as `Kernels.layer_norm` computes it."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weight and bias."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 HeadNorms = tuple[Norm, Norm]
@@ -78,7 +97,7 @@ class Mixture:
     router: Router
     experts: Experts
     shared_gate: Linear | None
-    """[T, H] to [T, 1]: its sigmoid weights an expert that every token gets, the layer's `gate_up` and `down`."""
+    """[T, H] to [T, 1]: its sigmoid weights an expert that every token gets, the layer's `up` and `down`."""
 
     @property
     def num_bytes(self) -> int:
@@ -89,82 +108,41 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of a stack."""
+    """One layer of a stack. Each norm is of a sum; `pagewire.kernels.stack.Stack` says what it is for."""
 
     qkv: Linear
     """[T, H] to [T, (Hq + 2 Hkv) D]."""
     out: Linear
     """[T, Hq D] to [T, H]."""
-    gate_up: Linear | None
-    """[T, H] to [T, 2 I]; None where all of the feed-forward half is experts that a router chooses."""
+    attention_norm: Norm | LayerNorm
+    """After attention."""
+    up: Linear | None
+    """[T, H] to [T, 2 I], gate and up together; not `gated`: to [T, I]. None where all of the feed-forward half is
+    experts that a router chooses."""
     down: Linear | None
     """[T, I] to [T, H]; None likewise."""
-    head_norms: HeadNorms | None
-    attention_norm: Norm
-    """After attention."""
-    next_norm: Norm
-    """After the feed-forward half: the next layer's first norm, or the stack's last."""
+    output_norm: Norm | LayerNorm
+    """After the feed-forward half."""
+    activation: Activation
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     """Of the dot products of queries and keys."""
     terms: LogitTerms
-    activation: Activation
+    gated: bool = True
+    angles: int | None = 0
+    """Which of the call's tables of angles turns queries and keys; None: none does."""
+    head_norms: HeadNorms | None = None
     mixture: Mixture | None = None
     ranks: Sum | None = None
     """Adds up what `out` and the feed-forward half give, where every rank has a part of their inputs; None: all."""
 
-
-@dataclass(frozen=True, slots=True)
-class LayerNorm:
-    """A layer norm, as `Kernels.layer_norm` computes it."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-
     @property
     def num_bytes(self) -> int:
-        """Bytes of weight and bias."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderLayer:
-    """One layer of an encoder. Each norm is of a residual sum; `encoder.EncoderStack` says what it is for."""
-
-    qkv: Linear
-    """[T, H] to [T, (Hq + 2 Hkv) D]."""
-    out: Linear
-    """[T, Hq D] to [T, H]."""
-    attention_norm: LayerNorm
-    """After attention."""
-    up: Linear
-    """[T, H] to [T, I]; gated: to [T, 2 I], gate and up together."""
-    down: Linear
-    """[T, I] to [T, H]."""
-    output_norm: LayerNorm
-    """After the feed-forward half."""
-    activation: Activation
-    gated: bool
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    """Of the dot products of queries and keys."""
-    terms: LogitTerms
-    """Those of `LogitTerms.two_sided`; a `relative_bias` is float32."""
-    angles: int | None = None
-    """Which of the call's tables of angles turns queries and keys; None: none does."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the packed weights, and of the norms."""
-        products = (self.qkv, self.out, self.up, self.down)
-        return sum(part.num_bytes for part in products) + sum(
-            norm.num_bytes for norm in (self.attention_norm, self.output_norm)
-        )
+        """Bytes of the packed weights, and of the norms of sums."""
+        parts = (self.qkv, self.out, self.up, self.down, self.mixture, self.attention_norm, self.output_norm)
+        return sum(part.num_bytes for part in parts if part is not None)
 
 
 def mixture_linears(mixture: Mixture) -> list[Linear | None]:

@@ -22,7 +22,7 @@ class NativeSum(Sum, Protocol):
 
     @property
     def native_all_reduce(self) -> tuple[int, int]:
-        """The addresses of a C function as `AllReduce` in decoder.cpp, and of its first argument.
+        """The addresses of a C function as `AllReduce` in stack.cpp, and of its first argument.
 
         They are valid as long as this object.
         """

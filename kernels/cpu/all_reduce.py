@@ -1,4 +1,4 @@
-"""Sums over ranks for decoder.cpp, which calls them in the midst of a step."""
+"""Sums over ranks for stack.cpp, which calls them in the midst of a step."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ class QueryTileKernel {
     const int64_t width = values_width<T>(call.v_head_dim);
     for (int64_t row = 0; row < rows_.count; ++row) {
       float scale = 1.0f, sum = total.sum[row];
-      if (call.sinks) {
-        const float sink = call.sinks[rows_.head(row)] * kLog2E, top = std::max(total.max[row], sink);
+      if (call.terms.sinks) {
+        const float sink = call.terms.sinks[rows_.head(row)] * kLog2E, top = std::max(total.max[row], sink);
         scale = exp2(broadcast(total.max[row] - top))[0];
         sum = sum * scale + exp2(broadcast(sink - top))[0];
       }
@@ -113,7 +113,8 @@ bool valid(const AttentionCall& call) {
     const int64_t num_blocks = (seq_len + call.block_size - 1) / call.block_size;
     if (seq_len < length || num_blocks > call.max_blocks) return false;
     // Logits are computed for whole steps of keys, up to the end of the last KV tile.
-    if (call.relative_bias && (seq_len + kKvTileKeys - 1) / kKvTileKeys * kKvTileKeys > call.bias_radius) return false;
+    if (call.terms.relative_bias && (seq_len + kKvTileKeys - 1) / kKvTileKeys * kKvTileKeys > call.terms.bias_radius)
+      return false;
     const int32_t* blocks = call.block_table + request * call.block_table_stride;
     for (int64_t i = window_begin(call, seq_len - length) / call.block_size; i < num_blocks; ++i)
       if (blocks[i] < 0 || blocks[i] >= call.num_blocks) return false;

@@ -37,12 +37,12 @@ struct Task {
 
 // The first key that a query at this position sees.
 int64_t window_begin(const AttentionCall& call, int64_t position) {
-  return call.window ? std::max<int64_t>(0, position + 1 - call.window) : 0;
+  return call.terms.window ? std::max<int64_t>(0, position + 1 - call.terms.window) : 0;
 }
 
 // The end of the keys that a query at this position sees.
 int64_t sight_end(const AttentionCall& call, int64_t request, int64_t position) {
-  return std::min<int64_t>(position + 1 + call.future, call.seq_lens[request]);
+  return std::min<int64_t>(position + 1 + call.terms.future, call.seq_lens[request]);
 }
 
 // The rows of a query tile: the query heads of its first token, then those of the next.

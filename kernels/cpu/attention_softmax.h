@@ -27,9 +27,9 @@ template <class Keep>
 class Softmax {
  public:
   Softmax(const QueryRows& rows, int64_t kv_tile, int begin, int end)
-      : rows_(rows), call_(rows.call), kv_tile_(kv_tile), begin_(begin), end_(end),
+      : rows_(rows), call_(rows.call), terms_(call_.terms), kv_tile_(kv_tile), begin_(begin), end_(end),
         // A plain scale needs no pass of its own: it goes into the exponent.
-        plain_(!call_.softcap && !call_.alibi && !call_.relative_bias && call_.scale > 0.0f),
+        plain_(!terms_.softcap && !terms_.alibi && !terms_.relative_bias && call_.scale > 0.0f),
         factor_(plain_ ? call_.scale * kLog2E : kLog2E) {}
 
   // Rows [first, first + count); scores [count, kScoreStride]; their maxima and sums go to the partial result.
@@ -64,16 +64,16 @@ class Softmax {
   }
 
   void transform(int64_t row, float* scores) const {
-    const float softcap_inverse = call_.softcap ? 1.0f / call_.softcap : 0.0f;
-    const float slope = call_.alibi ? call_.alibi[rows_.head(row)] : 0.0f;
+    const float softcap_inverse = terms_.softcap ? 1.0f / terms_.softcap : 0.0f;
+    const float slope = terms_.alibi ? terms_.alibi[rows_.head(row)] : 0.0f;
     const int64_t distance = kv_tile_ * kKvTileKeys - rows_.position(row);  // from the query to key 0
     const float* const bias =
-        call_.relative_bias ? call_.relative_bias + (2 * rows_.head(row) + 1) * call_.bias_radius + distance : nullptr;
+        terms_.relative_bias ? terms_.relative_bias + (2 * rows_.head(row) + 1) * terms_.bias_radius + distance : nullptr;
     for (int key = begin_; key < end_; key += kLanes) {
       Floats s = load(scores + key) * broadcast(call_.scale);
-      if (call_.softcap) s = call_.softcap * tanh(s * softcap_inverse);
+      if (terms_.softcap) s = terms_.softcap * tanh(s * softcap_inverse);
       const Ints keys = lane_numbers() + (key + int32_t(distance));
-      if (call_.alibi) s = s + slope * __builtin_convertvector(keys, Floats);
+      if (terms_.alibi) s = s + slope * __builtin_convertvector(keys, Floats);
       if (bias) s = s + load(bias + key);
       store(scores + key, s);
     }
@@ -120,6 +120,7 @@ class Softmax {
 
   const QueryRows& rows_;
   const AttentionCall& call_;
+  const LogitTerms& terms_;
   const int64_t kv_tile_;
   const int begin_, end_;
   const bool plain_;

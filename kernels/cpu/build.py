@@ -24,7 +24,7 @@ logger = logging.getLogger("pagewire.kernels")
 
 SOURCES = (  # the slowest to compile first
     *("attention.cpp", "quantised.cpp", "linear.cpp", "layers.cpp", "sampling.cpp", "adapters.cpp"),
-    *("experts.cpp", "decoder.cpp", "encoder.cpp", "integers.cpp"),
+    *("experts.cpp", "stack.cpp", "integers.cpp"),
     *("collective.cpp", "team.cpp", "prepare.cpp"),
 )
 HEADERS = tuple(sorted(path.name for path in Path(__file__).parent.glob("*.h")))

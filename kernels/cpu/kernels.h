@@ -1,4 +1,4 @@
-// What the library offers, to Python and to decoder.cpp: library.py reads the structs and functions from here. Tensors
+// What the library offers, to Python and to stack.cpp: library.py reads the structs and functions from here. Tensors
 // are described where each function is defined.
 #pragma once
 
@@ -8,6 +8,17 @@
 
 // ---- attention.cpp. Strides count elements. ----
 
+// Which keys a query sees, and what changes its logits; kernels/paging.py says how.
+struct LogitTerms {
+  const float* sinks;          // [heads] or null
+  const float* alibi;          // [heads] or null
+  const float* relative_bias;  // [heads, 2 bias_radius] or null: added to logits, by bias_radius + key - query
+  int64_t bias_radius;
+  int64_t window;  // 0: none
+  int64_t future;  // keys after its own position that a query sees; 0: causal
+  float softcap;   // 0: none
+};
+
 struct AttentionCall {
   const void* q;        // [tokens, heads, head_dim]
   const void* k_cache;  // [blocks, kv_heads, block_size * head_dim] (codes: with scales behind), see layout.h
@@ -16,20 +27,14 @@ struct AttentionCall {
   const int32_t* query_start_loc;
   const int32_t* seq_lens;
   const int32_t* block_table;
-  const float* sinks;  // [heads] or null
-  const float* alibi;  // [heads] or null
-  const float* relative_bias;  // [heads, 2 bias_radius] or null: added to logits, by bias_radius + key - query
   int64_t q_token_stride, q_head_stride;
   int64_t k_block_stride, k_head_stride;
   int64_t v_block_stride, v_head_stride;
   int64_t block_table_stride;
   int64_t num_tokens, num_requests, num_heads, num_kv_heads, head_dim, v_head_dim;
   int64_t num_blocks, block_size, max_blocks;
-  int64_t window;  // 0: none
-  int64_t future;  // keys after its own position that a query sees; 0: causal
-  int64_t bias_radius;
+  LogitTerms terms;
   float scale;
-  float softcap;  // 0: none
   int32_t dtype;        // 0 float32, 1 bfloat16, 2 float16
   int32_t cache_dtype;  // the same, or 3: codes of 8 bits
   int32_t num_threads;
@@ -236,14 +241,17 @@ struct AdaptCall {
 
 EXPORT void pagewire_adapt(const AdaptCall* call);
 
-// ---- decoder.cpp: a stack of layers ----
+// ---- stack.cpp: a stack of layers; kernels/layer.py says what they compute ----
 
 struct Norm {
   const void* weight;  // null: there is none
-  float eps, offset;
+  const void* bias;    // of a layer norm; null: there is none
+  float eps;
+  float offset;     // of an RMS norm
+  int32_t centred;  // it is a layer norm
 };
 
-// A feed-forward half of experts. The `gate_up` and `down` of its layer are those of a shared expert.
+// A feed-forward half of experts. The `up` and `down` of its layer are those of a shared expert.
 struct Mixture {
   Matrix router;  // null: there is none
   Matrix shared_gate;
@@ -253,81 +261,47 @@ struct Mixture {
   int64_t first_product;  // the router's number; that of the shared gate follows, and those of the experts
 };
 
-struct Layer {
-  Matrix qkv, out, gate_up, down;
-  Mixture mixture;
-  Norm query_norm, key_norm, attention_norm, next_norm;  // before the feed-forward half, and after it
-  char* k_cache;
-  char* v_cache;
-  int64_t window;
-  float scale;
-  int32_t activation;  // of gate_up; see layers.cpp
-};
-
-struct StackCall {
-  const Layer* layers;
-  Norm input_norm;
-  void* x;         // [tokens, hidden]: in the end the normed output
-  void* residual;  // [tokens, hidden]
-  void* qkv;       // scratch: [tokens, (heads + 2 kv_heads) head_dim], then its attention [tokens, heads head_dim]
-  void* attended;
-  void* gate_up;  // scratch: [tokens, 2 intermediate], then gated [tokens, intermediate]
-  void* gated;
-  void* shared;      // scratch: [tokens, hidden], the output of the shared experts
-  void* logits;      // scratch: [tokens, experts]
-  int64_t* ids;      // scratch: [tokens, chosen]
-  float* weights;    // scratch: [tokens, chosen]
-  void* of_experts;  // scratch: see ExpertsCall
-  const void* cos;  // [tokens, 2 rotary_half]
-  const void* sin;
-  const int64_t* slots;
-  const void* all_reduce;  // adds up the ranks' outputs of `out` and `down`, see `AllReduce`; null: they are whole
-  const void* ranks;       // its first argument
-  const AdapterRows* adapters;  // null: no row has one. Products 4 i to 4 i + 3 are the first four of layer i, in order
-  int64_t num_layers, rotary_half;
-  AttentionCall attention;  // but for what differs between layers
-};
-
-EXPORT int pagewire_decoder(const StackCall* call);
-
-// ---- encoder.cpp: a stack of layers whose tokens attend to later ones, too ----
-
-struct LayerNorm {
-  const void* weight;  // null: there is no norm
-  const void* bias;  // null: there is none
-  float eps;
-};
-
 // Cosines and sines of the tokens of a call.
 struct Angles {
   const void* cos;  // [tokens, 2 rotary_half]
   const void* sin;
 };
 
-struct EncoderLayer {
+struct Layer {
   Matrix qkv, out, up, down;
-  LayerNorm attention_norm, output_norm;  // each after the residual sum
-  const float* relative_bias;  // see AttentionCall
-  int64_t window;              // keys to each side that a query sees, its own among them; 0: all
-  int64_t angles;              // the number of those that turn queries and keys; -1: none do
+  Mixture mixture;
+  Norm query_norm, key_norm, attention_norm, output_norm;
+  void* k_cache;
+  void* v_cache;
+  LogitTerms terms;
+  int64_t angles;  // the number of those that turn queries and keys; -1: none do
   float scale;
   int32_t activation;  // of up; see layers.cpp
   int32_t gated;       // up holds gates and then what they are multiplied with
 };
 
-struct EncoderCall {
-  const EncoderLayer* layers;
-  LayerNorm input_norm;  // before the first layer
-  void* x;  // [tokens, hidden], overwritten by the output
-  // Scratch, [group_tokens, ...].
-  void* normed;    // [hidden]: norms of the sums, which stay as they are in x; null: their norms take their place
-  void* qkv;       // [(heads + 2 kv_heads) head_dim], and then [hidden]
-  void* attended;  // [heads head_dim]
-  void* up;        // [up.n]
+struct StackCall {
+  const Layer* layers;
+  Norm input_norm;  // before the first layer
+  void* states;     // [tokens, hidden]: the input; in the end the last sum, or where norms come last, its norm
+  void* normed;     // [tokens, hidden]: in the end the norm of the last sum; null: norms come last
+  // Scratch, of all tokens or those of a group.
+  void* qkv;         // [tokens, (heads + 2 kv_heads) head_dim], and where norms come last [tokens, hidden]
+  void* attended;    // [tokens, heads head_dim]
+  void* up;          // [tokens, up.n]
+  void* shared;      // [tokens, hidden], the output of the shared experts
+  void* logits;      // [tokens, experts]
+  void* of_experts;  // see ExpertsCall
+  int64_t* ids;      // [tokens, chosen]
+  float* weights;    // [tokens, chosen]
   const Angles* angles;  // by number
   const int64_t* slots;
-  int64_t num_layers, rotary_half, group_tokens;
-  AttentionCall attention;  // the caches hold one layer at a time
+  const void* all_reduce;  // adds up the ranks' outputs of `out` and `down`, see `AllReduce`; null: they are whole
+  const void* ranks;       // its first argument
+  const AdapterRows* adapters;  // null: no row has one. Products 4 i to 4 i + 3 are the first four of layer i, in order
+  int64_t num_layers, rotary_half;
+  int64_t group_tokens;     // whole prompts run in groups of this many tokens at most; 0: all requests run together
+  AttentionCall attention;  // but for what differs between layers
 };
 
-EXPORT int pagewire_encoder(const EncoderCall* call);
+EXPORT int pagewire_stack(const StackCall* call);

@@ -9,25 +9,25 @@ from torch import Tensor
 
 from pagewire.kernels.cpu import adapters, integers
 from pagewire.kernels.cpu.build import InstructionSet
-from pagewire.kernels.cpu.decoder import CompiledStack
-from pagewire.kernels.cpu.encoder import CompiledEncoder
 from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts
 from pagewire.kernels.cpu.library import AttentionCall, choose
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
 from pagewire.kernels.cpu.quantised import PackedForm, QuantisedLinear
+from pagewire.kernels.cpu.stack import CompiledStack
 from pagewire.kernels.cpu.tensors import (
     CACHE_DTYPES,
     DTYPES,
     cache_fields,
     check_cache,
     last_contiguous,
+    logit_terms,
     of_size,
 )
 from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.kv_codes import head_size, row_width
-from pagewire.kernels.layer import Activation, EncoderLayer, Experts, Layer, LayerNorm, Norm, Router
+from pagewire.kernels.layer import Activation, Experts, Layer, LayerNorm, Norm, Router
 from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache, LogitTerms, check_scales
 from pagewire.kernels.reference.kernels import Kernels
 from pagewire.kernels.weight import Linear, Weight
@@ -63,15 +63,13 @@ class CpuKernels(Kernels):
         _check_attention(q, cache, batch, out)
         query_start_loc, seq_lens = batch.query_start_loc.contiguous(), batch.seq_lens.contiguous()
         block_table = last_contiguous(batch.block_table)
-        of_heads = _of_heads(terms, num_heads)  # they live until the call is over
+        native, owners = logit_terms(terms, num_heads)
         call = AttentionCall(
             q=q.data_ptr(),
             out=out.data_ptr(),
             query_start_loc=query_start_loc.data_ptr(),
             seq_lens=seq_lens.data_ptr(),
             block_table=block_table.data_ptr(),
-            **{name: x.data_ptr() for name, x in of_heads.items()},
-            bias_radius=of_heads["relative_bias"].shape[1] // 2 if "relative_bias" in of_heads else 0,
             q_token_stride=q.stride(0),
             q_head_stride=q.stride(1),
             **cache_fields(self._library, cache),
@@ -81,14 +79,14 @@ class CpuKernels(Kernels):
             num_heads=num_heads,
             head_dim=head_dim,
             max_blocks=block_table.shape[1],
-            window=terms.window or 0,
-            future=terms.future,
+            terms=native,
             scale=scale,
-            softcap=terms.softcap or 0.0,
             dtype=DTYPES[q.dtype],
             num_threads=torch.get_num_threads(),
         )
-        if self._library.pagewire_attention(ctypes.byref(call)):
+        failed = self._library.pagewire_attention(ctypes.byref(call))
+        del owners
+        if failed:
             raise ValueError("paged_attention: lengths or block numbers of the batch do not fit its tensors")
         return out
 
@@ -273,15 +271,11 @@ class CpuKernels(Kernels):
     def adapt(self, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:
         adapters.adapt(self._library, x, out, rows, product)
 
-    def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> CompiledStack | None:
+    def stack(
+        self, input_norm: Norm | LayerNorm | None, layers: Sequence[Layer], *, norm_first: bool
+    ) -> CompiledStack | None:
         """A compiled call for all layers; None if they differ in shape, or are not packed by this library."""
-        return CompiledStack.of(self._library, input_norm, layers)
-
-    def encoder(
-        self, layers: Sequence[EncoderLayer], input_norm: LayerNorm | None, *, norm_first: bool
-    ) -> CompiledEncoder | None:
-        """A compiled call for all layers; None if they differ in shape, or are not packed by this library."""
-        return CompiledEncoder.of(self._library, layers, input_norm, norm_first=norm_first)
+        return CompiledStack.of(self._library, input_norm, layers, norm_first=norm_first)
 
     def experts(self, experts: Experts) -> CompiledExperts | None:
         """The experts in one call; None if they are not packed by this library."""
@@ -394,14 +388,3 @@ def _contiguous_like(x: Tensor, other: Tensor) -> Tensor:
     if other.shape != x.shape or other.dtype != x.dtype or not other.is_contiguous():
         raise ValueError(f"expected a contiguous {x.dtype} tensor of shape {tuple(x.shape)}")
     return other
-
-
-def _of_heads(terms: LogitTerms, num_heads: int) -> dict[str, Tensor]:
-    """The terms that each head has, as the library takes them."""
-    given = {name: getattr(terms, name) for name in ("sinks", "alibi", "relative_bias")}
-    found = {name: x.to(torch.float32).contiguous() for name, x in given.items() if x is not None}
-    for name, x in found.items():
-        by_distance = name == "relative_bias" and x.dim() == 2 and len(x) == num_heads and x.shape[1] % 2 == 0
-        if x.shape != (num_heads,) and not by_distance:
-            raise ValueError(f"{name} for each of {num_heads} heads expected, not {tuple(x.shape)}")
-    return found

@@ -5,9 +5,12 @@ import ctypes
 import torch
 from torch import Tensor
 
+from pagewire.kernels.cpu.library import structure
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.kv_codes import head_size
-from pagewire.kernels.paging import Cache
+from pagewire.kernels.paging import Cache, LogitTerms
+
+LogitTermsStruct = structure("LogitTerms")
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtypes that the kernels are compiled for, and their numbers in the C++ code."""
@@ -40,6 +43,28 @@ def cache_fields(library: ctypes.CDLL, cache: Cache) -> dict[str, int]:
         "num_blocks": k_cache.shape[0],
         "block_size": k_cache.shape[2],
     }
+
+
+def logit_terms(terms: LogitTerms, num_heads: int) -> tuple[ctypes.Structure, list[Tensor]]:
+    """Terms as the library takes them, and the tensors that must live as long as the struct.
+
+    Raises:
+        ValueError: what each head has is not there for `num_heads` heads.
+    """
+    given = {name: getattr(terms, name) for name in ("sinks", "alibi", "relative_bias")}
+    found = {name: x.to(torch.float32).contiguous() for name, x in given.items() if x is not None}
+    for name, x in found.items():
+        by_distance = name == "relative_bias" and x.dim() == 2 and len(x) == num_heads and x.shape[1] % 2 == 0
+        if x.shape != (num_heads,) and not by_distance:
+            raise ValueError(f"{name} for each of {num_heads} heads expected, not {tuple(x.shape)}")
+    struct = LogitTermsStruct(
+        **{name: x.data_ptr() for name, x in found.items()},
+        bias_radius=found["relative_bias"].shape[1] // 2 if "relative_bias" in found else 0,
+        window=terms.window or 0,
+        future=terms.future,
+        softcap=terms.softcap or 0.0,
+    )
+    return struct, list(found.values())
 
 
 def check_cache(library: ctypes.CDLL, cache: Tensor) -> None:

@@ -128,7 +128,7 @@ class CudaKernels(Kernels):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        angles: Angles,
+        angles: Angles | None,
         head_norms: HeadNorms | None,
         cache: Cache,
         slot_mapping: Tensor,

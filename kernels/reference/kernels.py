@@ -20,7 +20,6 @@ from pagewire.kernels.integers import Integers
 from pagewire.kernels.layer import (
     Activation,
     Angles,
-    EncoderLayer,
     Experts,
     HeadNorms,
     Layer,
@@ -109,12 +108,14 @@ class Kernels:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        angles: Angles,
+        angles: Angles | None,
         head_norms: HeadNorms | None,
         cache: Cache,
         slot_mapping: Tensor,
     ) -> Tensor:
         """Norms heads, rotates queries and keys, stores keys and values; see `rotary` and `store_kv`.
+
+        Where there are no norms or no angles, that step is left out.
 
         Returns:
             The queries [T, Hq, D]. q and k may be overwritten.
@@ -124,7 +125,8 @@ class Kernels:
                 self.rms_norm(heads, norm.weight, norm.eps, offset=norm.offset)
                 for heads, norm in zip((q, k), head_norms, strict=True)
             )
-        self.rotary(q, k, *angles)
+        if angles is not None:
+            self.rotary(q, k, *angles)
         self.store_kv(k, v, cache, slot_mapping)
         return q
 
@@ -262,14 +264,10 @@ class Kernels:
         """See `pagewire.kernels.adapted.adapt`; x [T, K] and out [T, N] are checked."""
         adapt_with(self.linear, x, out, rows, product)
 
-    def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> Callable[..., Tensor] | None:
-        """All layers of a `pagewire.kernels.decoder.Stack` in one call; None: they run kernel by kernel."""
-        return None
-
-    def encoder(
-        self, layers: Sequence[EncoderLayer], input_norm: LayerNorm | None, *, norm_first: bool
+    def stack(
+        self, input_norm: Norm | LayerNorm | None, layers: Sequence[Layer], *, norm_first: bool
     ) -> Callable[..., Tensor] | None:
-        """All layers of a `pagewire.kernels.encoder.EncoderStack` in one call, likewise."""
+        """All layers of a `pagewire.kernels.stack.Stack` in one call; None: they run kernel by kernel."""
         return None
 
     def experts(self, experts: Experts) -> ExpertProducts | None:

@@ -11,17 +11,17 @@ from torch import Tensor
 from pagewire.kernels.cpu.all_reduce import AllReduce
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
 from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.integers import Integers, quantise
-from pagewire.kernels.layer import Experts, Mixture, Router, product_shapes
+from pagewire.kernels.layer import Activation, Angles, Experts, Layer, Mixture, Norm, Router, product_shapes
 from pagewire.kernels.linear import Linear, dense_weight, pack
 from pagewire.kernels.paging import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.reduced import Sum
+from pagewire.kernels.stack import Stack
 
 from .batches import allocate_kv
 
-MIXED = {"qkv": Integers(4, 16, 0), "gate_up": Integers(8, 16, 128), "down": Integers(8, None, 128)}
+MIXED = {"qkv": Integers(4, 16, 0), "up": Integers(8, 16, 128), "down": Integers(8, None, 128)}
 WIDTH = 32  # of an expert
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, BLOCKS = 48, 4, 2, 16, 72, 6
 
@@ -64,7 +64,7 @@ def make_stack(
         sizes = {
             "qkv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
             "out": (HIDDEN, HEADS * HEAD_DIM),
-            "gate_up": (2 * INTERMEDIATE, HIDDEN),
+            "up": (2 * INTERMEDIATE, HIDDEN),
             "down": (HIDDEN, INTERMEDIATE),
         }
         linears = {name: linear(random(*size), schemes.get(name)) for name, size in sizes.items()}
@@ -72,12 +72,12 @@ def make_stack(
         return Layer(
             qkv=linears["qkv"],
             out=linears["out"],
-            gate_up=linears["gate_up"] if is_dense else None,
+            up=linears["up"] if is_dense else None,
             down=linears["down"] if is_dense else None,
             mixture=mixture(not is_last) if experts else None,
             head_norms=(norm(HEAD_DIM), norm(HEAD_DIM)) if head_norms else None,
             attention_norm=norm(HIDDEN),
-            next_norm=norm(HIDDEN),
+            output_norm=norm(HIDDEN),
             num_heads=HEADS,
             num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
@@ -89,10 +89,10 @@ def make_stack(
     return Stack(norm(HIDDEN), [layer(MIXED if quantised else {}, False), layer({}, True)])
 
 
-def make_step(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, AttentionBatch]:
-    """Residual, cos, sin and batch of a request's first 20 tokens, another's single one, and one row of padding."""
+def make_step(dtype: torch.dtype) -> tuple[Tensor, Angles, AttentionBatch]:
+    """States, angles and batch of a request's first 20 tokens, another's single one, and one row of padding."""
     generator = torch.Generator().manual_seed(1)
-    residual = torch.randn(22, HIDDEN, generator=generator).to(dtype)
+    states = torch.randn(22, HIDDEN, generator=generator).to(dtype)
     angles = torch.rand(22, HEAD_DIM // 2, generator=generator).repeat(1, 2)
     batch = AttentionBatch(
         query_start_loc=torch.tensor([0, 20, 21], dtype=torch.int32),
@@ -102,7 +102,7 @@ def make_step(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, AttentionBatc
         max_query_len=20,
         max_seq_len=20,
     )
-    return residual, angles.cos().to(dtype), angles.sin().to(dtype), batch
+    return states, (angles.cos().to(dtype), angles.sin().to(dtype)), batch
 
 
 def make_caches(dtype: torch.dtype) -> list[Cache]:
@@ -156,10 +156,10 @@ def check_one_call(dtype: torch.dtype, cache_dtype: torch.dtype, options: dict[s
     adapters = make_adapters(stack, dtype) if options.get("experts") else None
     found, wanted = [], []
     for results in (found, wanted):
-        residual, cos, sin, batch = make_step(dtype)
+        states, angles, batch = make_step(dtype)
         caches = make_caches(cache_dtype)
-        normed = stack(residual, cos, sin, batch, caches, adapters=adapters)
-        results += [normed, residual, *(x for cache in caches for x in (cache.k, cache.v))]
+        normed = stack(states, batch, caches, [angles], adapters)
+        results += [normed, states, *(x for cache in caches for x in (cache.k, cache.v))]
         stack.compiled = None
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert found[0].isfinite().all() and found[0].std() > 0.1 and found[2].any()
@@ -169,29 +169,29 @@ def test_layers_of_two_forms_run_kernel_by_kernel(served_kernels: CpuKernels) ->
     stack = make_stack(torch.float32)
     first, second = stack.layers
     for other in (dataclasses.replace(second, head_dim=8), dataclasses.replace(second, down=lambda x: x)):
-        assert served_kernels.stack(stack.input_norm, [first, other]) is None
+        assert served_kernels.stack(stack.input_norm, [first, other], norm_first=True) is None
 
 
 def test_experts_of_another_dtype_or_activation_run_kernel_by_kernel(served_kernels: CpuKernels) -> None:
     stack, other = (make_stack(dtype, experts=True) for dtype in (torch.float32, torch.bfloat16))
     first, mixture = stack.layers[0], stack.layers[0].mixture
-    assert served_kernels.stack(stack.input_norm, [first]) is not None
+    assert served_kernels.stack(stack.input_norm, [first], norm_first=True) is not None
     assert mixture is not None and other.layers[0].mixture is not None
     for experts in (other.layers[0].mixture.experts, dataclasses.replace(mixture.experts, activation=None)):
         changed = dataclasses.replace(first, mixture=dataclasses.replace(mixture, experts=experts))
-        assert served_kernels.stack(stack.input_norm, [changed]) is None
+        assert served_kernels.stack(stack.input_norm, [changed], norm_first=True) is None
     for number in (0, 6):
         router = dataclasses.replace(mixture.router, num_chosen=number)
         changed = dataclasses.replace(first, mixture=dataclasses.replace(mixture, router=router))
         with pytest.raises(ValueError, match="cannot be chosen"):
-            served_kernels.stack(stack.input_norm, [changed])
+            served_kernels.stack(stack.input_norm, [changed], norm_first=True)
 
 
 @pytest.mark.usefixtures("served_kernels")
 def test_what_does_not_fit_is_refused() -> None:
     stack = make_stack(torch.float32)
     assert stack.compiled is not None
-    residual, cos, sin, batch = make_step(torch.float32)
+    states, (cos, sin), batch = make_step(torch.float32)
     caches = make_caches(torch.float32)
     for wrong in (
         caches[:1],
@@ -199,13 +199,13 @@ def test_what_does_not_fit_is_refused() -> None:
         [Cache(caches[0].k[:, :1], caches[0].v)] * 2,
     ):
         with pytest.raises(ValueError, match="caches"):
-            stack(residual, cos, sin, batch, wrong)
+            stack(states, batch, wrong, [(cos, sin)])
     with pytest.raises(ValueError, match="cos"):
-        stack(residual, cos[:5], sin[:5], batch, caches)
+        stack(states, batch, caches, [(cos[:5], sin[:5])])
     with pytest.raises(ValueError, match="states"):
-        stack(residual[:, :-1].contiguous(), cos, sin, batch, caches)
-    with pytest.raises(ValueError, match="contiguous tensors"):
-        stack(residual, cos.double(), sin.double(), batch, caches)
+        stack(states[:, :-1].contiguous(), batch, caches, [(cos, sin)])
+    with pytest.raises(ValueError, match="angles of"):
+        stack(states, batch, caches, [(cos.double(), sin.double())])
     for name, value in (
         ("slot_mapping", batch.slot_mapping[:-1]),
         ("slot_mapping", batch.slot_mapping + 1000),
@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ("query_start_loc", batch.query_start_loc[:-1]),
     ):
         with pytest.raises(ValueError, match="fit"):
-            stack(residual, cos, sin, dataclasses.replace(batch, **{name: value}), caches)
+            stack(states, dataclasses.replace(batch, **{name: value}), caches, [(cos, sin)])
 
 
 class EqualRanks:
@@ -252,8 +252,8 @@ def over_ranks(ranks: Sum, experts: bool = False) -> Stack:
 
 
 def run(stack: Stack) -> Tensor:
-    residual, cos, sin, batch = make_step(torch.bfloat16)
-    return stack(residual, cos, sin, batch, make_caches(torch.bfloat16))
+    states, angles, batch = make_step(torch.bfloat16)
+    return stack(states, batch, make_caches(torch.bfloat16), [angles])
 
 
 @pytest.mark.parametrize("experts", [False, True])

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cpu import encoder as compiled_encoder
+from pagewire.kernels.cpu import stack as compiled_stack
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.encoder import EncoderLayer, EncoderStack, LayerNorm
 from pagewire.kernels.integers import Integers, quantise
-from pagewire.kernels.layer import Activation
+from pagewire.kernels.layer import Activation, Layer, LayerNorm
 from pagewire.kernels.linear import Linear, dense_weight, pack
 from pagewire.kernels.paging import AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.stack import Stack
 
 from .batches import allocate_kv
 
@@ -44,7 +44,7 @@ def make_stack(
     windowed: bool = False,
     relative: bool = False,
     **form: bool,
-) -> EncoderStack:
+) -> Stack:
     """Two random layers; with `quantised` some matrices of the first are quantised.
 
     windowed: the first sees the keys within 7 of a query, and has angles of its own. form: `norm_first`, and
@@ -64,8 +64,8 @@ def make_stack(
 
     distances = random(HEADS, 2 * RADIUS).float() * RADIUS**0.5
 
-    def layer(scheme: Integers | None, window: int | None = None) -> EncoderLayer:
-        return EncoderLayer(
+    def layer(scheme: Integers | None, window: int | None = None) -> Layer:
+        return Layer(
             qkv=linear((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, scheme),
             out=linear(HIDDEN, HEADS * HEAD_DIM),
             attention_norm=norm(),
@@ -84,7 +84,7 @@ def make_stack(
 
     layers = [layer(Integers(8, None, 128) if quantised else None, 8 if windowed else None), layer(None)]
     input_norm = norm() if form.pop("input_norm", False) else None
-    return EncoderStack(layers, input_norm, **form)
+    return Stack(input_norm, layers, **{"norm_first": False, **form})
 
 
 def make_step(dtype: torch.dtype) -> tuple[Tensor, AttentionBatch, list[tuple[Tensor, Tensor]]]:
@@ -108,8 +108,9 @@ def make_step(dtype: torch.dtype) -> tuple[Tensor, AttentionBatch, list[tuple[Te
     return x, batch, [(angles.cos().to(dtype), angles.sin().to(dtype)) for angles in tables]
 
 
-def make_cache(dtype: torch.dtype) -> Cache:
-    return allocate_kv(sum(-(-n // PAGE) for n in LENGTHS), KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM, dtype)
+def make_caches(dtype: torch.dtype) -> list[Cache]:
+    """One for both layers."""
+    return 2 * [allocate_kv(sum(-(-n // PAGE) for n in LENGTHS), KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM, dtype)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -122,24 +123,24 @@ def test_one_call_is_all_the_kernels(
     stack = make_stack(dtype, **options)
     assert stack.compiled is not None
     x, batch, angles = make_step(dtype)
-    whole = stack(x.clone(), batch, make_cache(dtype), angles)
-    monkeypatch.setattr(compiled_encoder, "GROUP_TOKENS", 1)
-    assert torch.equal(stack(x.clone(), batch, make_cache(dtype), angles), whole)
+    whole = stack(x.clone(), batch, make_caches(dtype), angles)
+    monkeypatch.setattr(compiled_stack, "GROUP_TOKENS", 1)
+    assert torch.equal(stack(x.clone(), batch, make_caches(dtype), angles), whole)
     stack.compiled = None
-    assert torch.equal(stack(x.clone(), batch, make_cache(dtype), angles), whole)
+    assert torch.equal(stack(x.clone(), batch, make_caches(dtype), angles), whole)
     assert whole.isfinite().all() and whole.float().std() > 0.1
     if dtype == torch.float32 and "quantised" not in options:
         x, batch, angles = make_step(torch.float64)
         exact = make_stack(torch.float64, **options)
         assert exact.compiled is None
-        expected = exact(x, batch, make_cache(torch.float64), angles)
+        expected = exact(x, batch, make_caches(torch.float64), angles)
         torch.testing.assert_close(whole.double(), expected, atol=2e-5, rtol=0)
 
 
 def test_layers_of_two_forms_run_kernel_by_kernel(served_kernels: CpuKernels) -> None:
     first, second = make_stack(torch.float32).layers
     for other in (dataclasses.replace(second, head_dim=8), dataclasses.replace(second, down=lambda x: x)):
-        assert served_kernels.encoder([first, other], None, norm_first=False) is None
+        assert served_kernels.stack(None, [first, other], norm_first=False) is None
 
 
 @pytest.mark.usefixtures("served_kernels")
@@ -147,25 +148,25 @@ def test_what_does_not_fit_is_refused() -> None:
     stack = make_stack(torch.float32, rotary=True, relative=True)
     x, batch, angles = make_step(torch.float32)
     (cos, sin), other = angles
-    cache = make_cache(torch.float32)
+    caches = make_caches(torch.float32)
     with pytest.raises(ValueError, match="states"):
-        stack(x[:, :-1].contiguous(), batch, cache, angles)
-    with pytest.raises(ValueError, match="cache"):
-        stack(x, batch, make_cache(torch.bfloat16), angles)
+        stack(x[:, :-1].contiguous(), batch, caches, angles)
+    with pytest.raises(ValueError, match="caches"):
+        stack(x, batch, make_caches(torch.bfloat16), angles)
     with pytest.raises(ValueError, match="cos"):
-        stack(x, batch, cache, [(cos[:5], sin[:5]), other])
+        stack(x, batch, caches, [(cos[:5], sin[:5]), other])
     with pytest.raises(ValueError, match="angles of"):
-        stack(x, batch, cache, [(cos.double(), sin.double()), other])
+        stack(x, batch, caches, [(cos.double(), sin.double()), other])
     with pytest.raises(ValueError, match="1 tables of angles for layers that use 2"):
-        stack(x, batch, cache, angles[:1])
+        stack(x, batch, caches, angles[:1])
     few, wrong = (LogitTerms.two_sided(None, torch.zeros(size)) for size in ((HEADS, 64), (3, 512)))
     layers = [dataclasses.replace(layer, terms=few) for layer in stack.layers]
     with pytest.raises(ValueError, match="fit"):  # of fewer distances than a KV tile has
-        EncoderStack(layers)(x, batch, cache, angles)
-    with pytest.raises(ValueError, match=r"a contiguous bias \[4, 2 R\]"):
-        EncoderStack([dataclasses.replace(layer, terms=wrong) for layer in layers])
+        Stack(None, layers, norm_first=False)(x, batch, caches, angles)
+    with pytest.raises(ValueError, match="relative_bias for each of 4 heads"):
+        Stack(None, [dataclasses.replace(layer, terms=wrong) for layer in layers], norm_first=False)
     with pytest.raises(ValueError, match="layers that begin with a norm"):
-        EncoderStack(layers, layers[0].output_norm)
+        Stack(layers[0].output_norm, layers, norm_first=False)
     for name, value in (
         ("slot_mapping", batch.slot_mapping[:-1]),
         ("slot_mapping", batch.slot_mapping + 1000),
@@ -175,4 +176,4 @@ def test_what_does_not_fit_is_refused() -> None:
         ("query_start_loc", batch.query_start_loc.flip(0).contiguous()),
     ):
         with pytest.raises(ValueError, match="fit"):
-            stack(x, dataclasses.replace(batch, **{name: value}), cache, angles)
+            stack(x, dataclasses.replace(batch, **{name: value}), caches, angles)

@@ -221,10 +221,10 @@ def stack_places(first: int, layer: Layer) -> dict[str, Place]:
         (layer.qkv, {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads}),
         (layer.out, {"self_attn.o_proj": layer.out.out_features}),
     ]
-    if layer.gate_up is not None and layer.down is not None:
+    if layer.up is not None and layer.down is not None:
         mlp = "mlp" if layer.mixture is None else "mlp.shared_expert"
         size = layer.down.in_features
-        groups.append((layer.gate_up, {f"{mlp}.gate_proj": size, f"{mlp}.up_proj": size}))
+        groups.append((layer.up, {f"{mlp}.gate_proj": size, f"{mlp}.up_proj": size}))
         groups.append((layer.down, {f"{mlp}.down_proj": layer.down.out_features}))
     places = {}
     for product, (linear, modules) in enumerate(groups, first):

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.encoder import EncoderLayer, LayerNorm
-from pagewire.kernels.encoder import EncoderStack as Stack
-from pagewire.kernels.layer import Activation
+from pagewire.kernels.layer import Activation, Layer, LayerNorm
 from pagewire.kernels.linear import Linear
 from pagewire.kernels.ops import layer_norm
 from pagewire.kernels.paging import LogitTerms
+from pagewire.kernels.stack import Stack
 from pagewire.workers.model.attention import KVShape, current_step
 from pagewire.workers.model.encoder_structures import STRUCTURES, LayerParts, Structure
 from pagewire.workers.model.transforms import RotaryTable, embedding, pack_joined
@@ -85,7 +84,7 @@ def _stack(
         layers.append(_packed(part, pair, activation, angles, bias, weights, device))
     # ModernBERT's first layer has no norm of its own: its input is normed already.
     input_norm = None if first is None or isinstance(first, nn.Identity) else _norm(first, weights, device)
-    return Stack(layers, input_norm, norm_first=structure.final_norm is not None)
+    return Stack(input_norm, layers, norm_first=structure.final_norm is not None)
 
 
 def activation_of(config: Any) -> Activation:
@@ -104,13 +103,13 @@ def _packed(
     bias: Tensor | None,
     weights: Weights,
     device: torch.device,
-) -> EncoderLayer:
+) -> Layer:
     """A layer of the stack, with joined and packed linear layers. norms: of the sums in it."""
     heads = [weights.num_rows(linear) // parts.head_dim for linear in parts.qkv]
     if len(heads) == 1:
         heads = [heads[0] // 3] * 3
     _require(heads[1] == heads[2])
-    return EncoderLayer(
+    return Layer(
         qkv=_joined(parts.qkv, weights, device),
         out=_joined([parts.out], weights, device),
         attention_norm=_norm(norms[0], weights, device),
@@ -218,9 +217,8 @@ class EncoderStack(nn.Module):
     @property
     def num_bytes(self) -> int:
         """Bytes of the layers' weights, and of the norms before them."""
-        norms = [norm for norm in (self.embeddings.norm, self.stack.input_norm) if norm is not None]
-        of_layers = sum(layer.num_bytes for layer in self.stack.layers)
-        return of_layers + sum(norm.num_bytes for norm in norms)
+        norm = self.embeddings.norm
+        return self.stack.num_bytes + (0 if norm is None else norm.num_bytes)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor | None = None
@@ -234,7 +232,8 @@ class EncoderStack(nn.Module):
         angles = [
             (cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in self.angles
         ]
-        return (self.stack(x, step.batch, step.cache(0, self.kv_shape, None), angles)[None],)
+        caches = [step.cache(0, self.kv_shape, None)] * len(self.stack.layers)
+        return (self.stack(x, step.batch, caches, angles)[None],)
 
     def _tables(self, x: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
         """Cosines and sines [P, rot_dim] of all positions for states like x [T, H]."""

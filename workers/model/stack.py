@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
-from pagewire.kernels.layer import Mixture
+from pagewire.kernels.layer import Activation, Layer, Mixture, Norm
 from pagewire.kernels.linear import Linear
 from pagewire.kernels.paging import LogitTerms
 from pagewire.kernels.reduced import Reduced, Sum
+from pagewire.kernels.stack import Stack
 from pagewire.workers.model.attention import KVShape, StepContext
 from pagewire.workers.model.experts import grouped_experts, router_of
 from pagewire.workers.model.stages import Stage
@@ -117,9 +117,7 @@ class DecoderStack(nn.Module):
     @property
     def num_bytes(self) -> int:
         """Bytes of the layers' weights."""
-        norms = [self.stack.input_norm, *(layer.attention_norm for layer in self.stack.layers)]
-        norms += [layer.next_norm for layer in self.stack.layers]
-        return sum(norm.weight.nbytes for norm in norms) + sum(layer.num_bytes for layer in self.stack_layers)
+        return self.stack.num_bytes
 
     def forward(self, input_ids: Tensor, step: StepContext, received: Tensor | None = None) -> Tensor:
         """Tokens int64 [T] of a step to hidden states [T, H].
@@ -134,7 +132,7 @@ class DecoderStack(nn.Module):
             self._angles = [table[0] for table in self.rotary.table(residual[None])]
         cos, sin = (table.index_select(0, step.positions) for table in self._angles)
         caches = [step.cache(layer.index, layer.kv_shape, layer.window) for layer in self.stack_layers]
-        normed = self.stack(residual, cos, sin, step.batch, caches, step.adapters)
+        normed = self.stack(residual, step.batch, caches, [(cos, sin)], step.adapters)
         return normed if self.is_last else residual
 
 
@@ -162,9 +160,8 @@ class StackLayer:
         _require(heads[1] == heads[2])
         self.num_heads, self.num_kv_heads = heads[:2]
         self.kv_shape = KVShape(self.num_kv_heads, head_dim, head_dim, attention.k_proj.weight.dtype)
-        self.num_bytes = 0
 
-    def packed(self, next_norm: Norm, weights: Weights, device: torch.device) -> Layer:
+    def packed(self, output_norm: Norm, weights: Weights, device: torch.device) -> Layer:
         """The stack's layer, with joined and packed linears on a device; drops the original layer."""
         attention, mlp = self.layer.self_attn, self.layer.mlp
         ranks = None if weights.shards is None else weights.shards.collective
@@ -174,10 +171,8 @@ class StackLayer:
             mlp = getattr(mlp, "shared_expert", None)
         qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj], weights, device)
         out = _part(_joined([attention.o_proj], weights, device), ranks)
-        gate_up = None if mlp is None else _joined([mlp.gate_proj, mlp.up_proj], weights, device)
+        up = None if mlp is None else _joined([mlp.gate_proj, mlp.up_proj], weights, device)
         down = None if mlp is None else _part(_joined([mlp.down_proj], weights, device), ranks)
-        parts = (qkv, out, gate_up, down, mixture)
-        self.num_bytes = sum(part.num_bytes for part in parts if part is not None)
         head_norms = None
         if _children(attention) >= HEAD_NORMS:
             head_norms = _norm(attention.q_norm, weights, device), _norm(attention.k_norm, weights, device)
@@ -187,11 +182,11 @@ class StackLayer:
         return Layer(
             qkv=qkv,
             out=out,
-            gate_up=gate_up,
+            up=up,
             down=down,
             head_norms=head_norms,
             attention_norm=attention_norm,
-            next_norm=next_norm,
+            output_norm=output_norm,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.kv_shape.head_dim,

@@ -114,7 +114,8 @@ class Eagle3:
                 f"an EAGLE-3 head needs a model whose layers run in one call, and those of {target.architecture} "
                 "run one by one: take a draft model (method 'draft_model')"
             )
-        hidden_size = len(base.stack.input_norm.weight)
+        norm = base.stack.layers[0].attention_norm.weight
+        hidden_size = len(norm)
         layer = read_layer(
             *(self._path, target.dtype, self._device.torch_device, self._quantise),
             settings.shapes(hidden_size),
@@ -122,7 +123,7 @@ class Eagle3:
         )
         check_sizes(self._path, layer, settings, hidden_size)
         stack = TappedStack(base.stack, settings.places(len(base.stack.layers)))
-        angles = rotary_angles(self._path, target.max_model_len, base.stack.input_norm.weight)
+        angles = rotary_angles(self._path, target.max_model_len, norm)
         base.stack = stack
         assert base.embed_tokens is not None, "it is there on the first stage"
         self._parts = Parts(layer, stack, base.embed_tokens, angles)

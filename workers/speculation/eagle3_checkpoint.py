@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pagewire.ipc.hub import read_json
-from pagewire.kernels.decoder import Activation
 from pagewire.kernels.joining import joined
+from pagewire.kernels.layer import Activation
 from pagewire.kernels.weight import Linear, dense_weight
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model.checkpoint import Checkpoint

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagewire.kernels.decoder import Stack
 from pagewire.kernels.deltas import AdapterRows
+from pagewire.kernels.layer import Angles
 from pagewire.kernels.paging import AttentionBatch, Cache
+from pagewire.kernels.stack import Stack
 
 
 class TappedStack(Stack):
@@ -28,27 +29,26 @@ class TappedStack(Stack):
         ends = sorted({*after, len(stack.layers)})
         self._parts = []
         for start, end in zip([0, *ends], ends, strict=False):
-            norm = stack.layers[start - 1].next_norm if start else stack.input_norm
+            norm = stack.layers[start - 1].output_norm if start else stack.input_norm
             self._parts.append((start, end, Stack(norm, stack.layers[start:end])))
 
     def __call__(
         self,
-        residual: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        states: Tensor,
         batch: AttentionBatch,
         caches: Sequence[Cache],
+        angles: Sequence[Angles] = (),
         adapters: AdapterRows | None = None,
     ) -> Tensor:
         """See `Stack.__call__`; adapters are of whole stacks, and refused."""
         if adapters is not None:
             raise ValueError("a stack in parts takes no adapters")
         found: dict[int, Tensor] = {}
-        out = residual
+        out = states
         for start, end, part in self._parts:
-            out = part(residual, cos, sin, batch, caches[start:end])
+            out = part(states, batch, caches[start:end], angles)
             if end in self._after:
-                found[end] = residual.clone()
+                found[end] = states.clone()
         self.states = [found[place] for place in self._after]
         return out
 

@@ -22,7 +22,7 @@ from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.quantised import PackedForm, QuantisedLinear
 from pagewire.kernels.integers import Integers
-from pagewire.kernels.layer import Activation, Experts, Layer, Mixture, Norm, Router
+from pagewire.kernels.layer import Activation, Experts, Layer, LayerNorm, Mixture, Norm, Router
 from pagewire.kernels.paging import LogitTerms
 from pagewire.kernels.weight import Weight
 from pagewire.workers.model.attention import KVShape
@@ -92,7 +92,7 @@ def embedding_of(weight: Tensor) -> nn.Embedding:
     return nn.Embedding(num_rows, size, _weight=weight, _freeze=True)
 
 
-STORED = (Layer, LogitTerms, Mixture, Router, Experts, Norm, KVShape, Weight, Integers, PackedForm)
+STORED = (Layer, LogitTerms, Mixture, Router, Experts, Norm, LayerNorm, KVShape, Weight, Integers, PackedForm)
 """Dataclasses that are stored by their fields."""
 FORMS: dict[type, Form] = {
     **{kind: Form(fields_of, kind) for kind in STORED},

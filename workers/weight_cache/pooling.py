@@ -10,8 +10,8 @@ import msgspec
 from torch import Tensor, nn
 
 from pagewire.ipc.pooling import PoolingInfo
-from pagewire.kernels.encoder import EncoderLayer, LayerNorm
-from pagewire.kernels.encoder import EncoderStack as Stack
+from pagewire.kernels.layer import Layer, LayerNorm, Norm
+from pagewire.kernels.stack import Stack
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.model.dense import Dense
 from pagewire.workers.model.encoder import EncoderModel
@@ -39,8 +39,8 @@ class KeptEncoder:
     words: nn.Module
     positions: nn.Module | None
     token_types: nn.Module | None
-    layers: list[EncoderLayer]
-    input_norm: LayerNorm | None
+    layers: list[Layer]
+    input_norm: Norm | LayerNorm | None
     norm_first: bool
     angles: list[tuple[Tensor, Tensor]] | None
     offset: int
@@ -59,7 +59,7 @@ class KeptPooling:
     classifier: list[Dense] | None
 
 
-for _kind in (KeptEncoder, KeptPooling, PoolingSpec, TokenHead, Dense, EncoderLayer, LayerNorm):
+for _kind in (KeptEncoder, KeptPooling, PoolingSpec, TokenHead, Dense):
     add_form(_kind)
 FORMS[PoolingInfo] = BY_NAME[PoolingInfo.__name__] = Form(msgspec.structs.asdict, PoolingInfo)
 
@@ -76,7 +76,7 @@ class RestoredEncoder(EncoderModel):
 
     def __init__(self, kept: KeptEncoder, classifier: list[Dense] | None) -> None:
         embeddings = EncoderEmbeddings(kept.norm, kept.words, kept.positions, kept.token_types)
-        stack = Stack(kept.layers, kept.input_norm, norm_first=kept.norm_first)
+        stack = Stack(kept.input_norm, kept.layers, norm_first=kept.norm_first)
         base = EncoderStack(embeddings, stack, None)
         base.angles = kept.angles
         restore(self, base, classifier)

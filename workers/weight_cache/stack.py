@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from pagewire.ipc.worker_messages import Parallel
 from pagewire.kernels.adapted import Adapted
-from pagewire.kernels.decoder import Layer, Norm, Stack
+from pagewire.kernels.layer import Layer, LayerNorm, Norm
 from pagewire.kernels.linear import Linear
+from pagewire.kernels.stack import Stack
 from pagewire.workers.adapters.embedding import embedding_of
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.parts import shards_of
@@ -37,7 +38,6 @@ class KeptLayer:
     index: int
     kv_shape: KVShape
     window: int | None
-    num_bytes: int
     layer: Layer
 
 
@@ -51,7 +51,7 @@ class KeptModel:
     """Of token ids int64 [T] to states [T, H]; None if an earlier stage has it."""
     angles: list[Tensor]
     """Cosines and sines by position."""
-    input_norm: Norm
+    input_norm: Norm | LayerNorm | None
     layers: list[KeptLayer]
     head: Linear | None
     """None if a later stage has it, or the model pools (see `pooling.py`)."""
@@ -134,7 +134,7 @@ def kept(loaded: LoadedModel) -> KeptModel:
         angles=base._angles,
         input_norm=base.stack.input_norm,
         layers=[
-            KeptLayer(place.index, place.kv_shape, place.window, place.num_bytes, replace(layer, ranks=None))
+            KeptLayer(place.index, place.kv_shape, place.window, replace(layer, ranks=None))
             for place, layer in places
         ],
         head=None if head is None else own_part(head),  # type: ignore[arg-type] # see `Model.shorten_logits`
@@ -154,7 +154,7 @@ def loaded_again(kept: KeptModel, ranks: Collective, parallel: Parallel) -> Load
     Raises:
         ValueError, TypeError: its parts do not fit each other.
     """
-    stage, norm = None, kept.input_norm.weight
+    stage, norm = None, kept.layers[0].layer.attention_norm.weight
     if parallel.stages > 1:
         first = kept.layers[0].index
         layers = range(first, first + len(kept.layers))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire.kernels import decoder
 from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.layout import exchange_chunks
@@ -18,6 +17,7 @@ from pagewire.kernels.cuda.variants import all_variants
 from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache
 from pagewire.kernels.reference.kernels import Kernels, reference
+from pagewire.kernels.stack import Stack
 from pagewire.kernels.weight import Linear, UnpackedLinear, dense_weight
 from tests.kernels.batches import allocate_kv
 from tests.kernels.cuda.emulate import ORDERS, EmulatedLauncher
@@ -43,11 +43,11 @@ def layers(
         Layer(
             qkv=product((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
             out=product(HIDDEN, HEADS * HEAD_DIM),
-            gate_up=product(2 * INTERMEDIATE, HIDDEN),
+            up=product(2 * INTERMEDIATE, HIDDEN),
             down=product(HIDDEN, INTERMEDIATE),
             head_norms=(norm(HEAD_DIM), norm(HEAD_DIM)) if head_norms else None,
             attention_norm=norm(HIDDEN),
-            next_norm=norm(HIDDEN),
+            output_norm=norm(HIDDEN),
             num_heads=HEADS,
             num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
@@ -87,10 +87,10 @@ def run(
     angles = torch.cat([angles, angles], 1)
     first_norm = Norm(torch.ones(HIDDEN).bfloat16(), 1e-5, 0.0)
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("decoder", "dispatch"):
+        for module in ("dispatch", "stack"):
             patch.setattr(f"pagewire.kernels.{module}.implementation_for", lambda *_: kernels)
-        stack_of_layers = decoder.Stack(first_norm, stack)
-        return stack_of_layers(residual, angles.cos().bfloat16(), angles.sin().bfloat16(), batch, caches)
+        tables = [(angles.cos().bfloat16(), angles.sin().bfloat16())]
+        return Stack(first_norm, stack)(residual, batch, caches, tables)
 
 
 @pytest.mark.parametrize("order", ORDERS[::2])

@@ -38,9 +38,9 @@ class MetaKernels(Kernels):
         self.note(k, v, cache.k, cache.v, slot_mapping)
 
     def rotate_and_store(
-        self, q: Tensor, k: Tensor, v: Tensor, angles: Angles, norms: None, cache: Cache, slots: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, angles: Angles | None, norms: None, cache: Cache, slots: Tensor
     ) -> Tensor:
-        self.note(q, *angles)
+        self.note(q, *(angles or ()))
         self.store_kv(k, v, cache, slots)
         return q
 
@@ -57,7 +57,7 @@ class MetaKernels(Kernels):
 def kernels(monkeypatch: pytest.MonkeyPatch) -> MetaKernels:
     """Kernels that take tensors without numbers."""
     made = MetaKernels()
-    for module in ("dispatch", "encoder", "linear"):
+    for module in ("dispatch", "linear", "stack"):
         monkeypatch.setattr(f"pagewire.kernels.{module}.implementation_for", lambda *_: made)
     return made
 

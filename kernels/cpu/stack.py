@@ -1,9 +1,11 @@
-"""The stack of decoder.cpp."""
+"""The stack of stack.cpp."""
+
+from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,20 +17,33 @@ from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts, Pack
 from pagewire.kernels.cpu.library import AttentionCall, structure
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.quantised import QuantisedLinear
-from pagewire.kernels.cpu.tensors import DTYPES, cache_fields
+from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, logit_terms
 from pagewire.kernels.deltas import AdapterRows, Shapes
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.kv_codes import head_size
-from pagewire.kernels.layer import PRODUCTS, Layer, Mixture, Norm, mixture_products, product_shapes
-from pagewire.kernels.paging import AttentionBatch, Cache, LogitTerms, check_scales
+from pagewire.kernels.layer import (
+    PRODUCTS,
+    Angles,
+    Layer,
+    LayerNorm,
+    Mixture,
+    Norm,
+    mixture_products,
+    product_shapes,
+)
+from pagewire.kernels.paging import AttentionBatch, Cache, check_scales
 from pagewire.kernels.weight import Linear
 
-SCRATCH = ("qkv", "attended", "gate_up", "gated", "shared", "logits", "of_experts")
+GROUP_TOKENS = 768
+"""Tokens of whole prompts that pass through all layers together, for each thread: two chunks of rows in linear.cpp.
+What lies between two kernels then stays in the processor's caches."""
+ALIGNMENT = 32
+"""Elements: the scratch buffers begin at multiples, so at those of a cache line."""
+SCRATCH = ("qkv", "attended", "up", "shared", "logits", "of_experts")
 """The scratch buffers of `StackCall` for numbers of the layers' dtype."""
 
-
-NormParameters, MixtureParameters, LayerParameters, StackCall = map(
-    structure, ("Norm", "Mixture", "Layer", "StackCall")
+NormParameters, MixtureParameters, LayerParameters, AnglesParameters, StackCall = map(
+    structure, ("Norm", "Mixture", "Layer", "Angles", "StackCall")
 )
 
 
@@ -49,17 +64,34 @@ def _linears(layer: Layer) -> dict[str, Packed]:
     }
 
 
-def _norm(norm: Norm, size: int, dtype: torch.dtype) -> ctypes.Structure:
-    if norm.weight.shape != (size,) or norm.weight.dtype != dtype or not norm.weight.is_contiguous():
-        raise ValueError(f"a norm's weight [{size}] of {dtype} expected")
-    return NormParameters(norm.weight.data_ptr(), norm.eps, norm.offset)
+def _norm(norm: Norm | LayerNorm, size: int, dtype: torch.dtype) -> ctypes.Structure:
+    bias = None if isinstance(norm, Norm) else norm.bias
+    for vector in (norm.weight, bias):
+        if vector is not None and not (
+            vector.shape == (size,) and vector.dtype == dtype and vector.is_contiguous()
+        ):
+            raise ValueError(f"a norm's weight and bias [{size}] of {dtype} expected")
+    return NormParameters(
+        weight=norm.weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        eps=norm.eps,
+        offset=norm.offset if isinstance(norm, Norm) else 0.0,
+        centred=isinstance(norm, LayerNorm),
+    )
 
 
 class CompiledStack:
-    """A stack of layers of equal shapes in one call; see `pagewire.kernels.decoder.Stack`."""
+    """A stack of layers of equal shapes in one call; see `pagewire.kernels.stack.Stack`."""
 
     @classmethod
-    def of(cls, library: ctypes.CDLL, input_norm: Norm, layers: Sequence[Layer]) -> "CompiledStack | None":
+    def of(
+        cls,
+        library: ctypes.CDLL,
+        input_norm: Norm | LayerNorm | None,
+        layers: Sequence[Layer],
+        *,
+        norm_first: bool,
+    ) -> CompiledStack | None:
         """None if the layers differ in shape, or their linear layers are not packed weights, dense or quantised.
 
         Either all layers have their parts on the same ranks, or none has.
@@ -67,11 +99,9 @@ class CompiledStack:
         if len({id(layer.ranks) for layer in layers}) > 1:
             return None
         forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
-        dtypes = {input_norm.weight.dtype}
+        dtypes = set() if input_norm is None else {input_norm.weight.dtype}
         for layer in layers:
             linears = _linears(layer)
-            if layer.terms != LogitTerms(window=layer.terms.window):
-                return None
             if len(linears) < len(_products(layer)) or layer.activation not in ACTIVATION_CODES:
                 return None
             if layer.mixture is not None:
@@ -79,79 +109,93 @@ class CompiledStack:
                 if experts.activation is None or CompiledExperts.of(library, experts) is None:
                     return None
                 dtypes |= {experts.up[0].dtype, experts.down[0].dtype}
-            norms = (layer.attention_norm, layer.next_norm, *(layer.head_norms or ()))
-            dtypes |= {linear.dtype for linear in linears.values()} | {n.weight.dtype for n in norms}
-        return cls(library, input_norm, layers) if len(forms) == len(dtypes) == 1 else None
+            norms = (layer.attention_norm, layer.output_norm)
+            if not norm_first and any(isinstance(norm, Norm) for norm in norms):
+                return None
+            dtypes |= {linear.dtype for linear in linears.values()}
+            dtypes |= {norm.weight.dtype for norm in (*norms, *(layer.head_norms or ()))}
+        if len(forms) > 1 or len(dtypes) > 1:
+            return None
+        return cls(library, input_norm, layers, norm_first=norm_first)
 
-    def __init__(self, library: ctypes.CDLL, input_norm: Norm, layers: Sequence[Layer]) -> None:
-        self._library = library
-        self._owners = (input_norm, layers)  # the structs point to their memory
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        input_norm: Norm | LayerNorm | None,
+        layers: Sequence[Layer],
+        *,
+        norm_first: bool,
+    ) -> None:
+        self._library, self._norm_first = library, norm_first
         first = layers[0]
-        self._num_heads, self._num_kv_heads = first.num_heads, first.num_kv_heads
-        self._head_dim = first.head_dim
-        self._qkv_size = (first.num_heads + 2 * first.num_kv_heads) * first.head_dim
+        self._num_kv_heads, self._head_dim = first.num_kv_heads, first.head_dim
         self._attended_size = first.num_heads * first.head_dim
-        self._hidden_size = _linears(first)["out"].out_features
+        self._qkv_size = self._attended_size + 2 * first.num_kv_heads * first.head_dim
+        self._hidden_size = first.out.out_features
         self._dtype = first.attention_norm.weight.dtype
         self._experts = [
             None if layer.mixture is None else CompiledExperts.of(library, layer.mixture.experts)
             for layer in layers
         ]
-        # The start of each scratch buffer, and the end of the last, in elements per token.
-        self._scratch_widths = tuple(accumulate(self._widths(layers), initial=0))
-        self._num_chosen = max(
-            0 if layer.mixture is None else layer.mixture.router.num_chosen for layer in layers
+        self._widths = self._scratch_widths(layers)
+        mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
+        self._num_chosen = max((mixture.router.num_chosen for mixture in mixtures), default=0)
+        self._num_tables = 1 + max(-1 if layer.angles is None else layer.angles for layer in layers)
+        self._in_groups = any(layer.terms.future > 0 for layer in layers)  # so all prompts are whole
+        self._owners: list[Any] = [input_norm, layers]  # the structs point to their memory
+        self._structs = (LayerParameters * len(layers))(
+            *map(self._struct, layers, self._experts, mixture_products(layers))
         )
-        numbers = mixture_products(layers)
-        self._structs = (LayerParameters * len(layers))(*map(self._struct, layers, self._experts, numbers))
         self.shapes = product_shapes(layers)
         self._fitting: Shapes | None = None  # shapes of adapters that begin with these
         self._known_caches: list[weakref.ref[Cache]] = []
-        self._call = self._form(_norm(input_norm, self._hidden_size, self._dtype))
+        self._call = self._form(first, input_norm)
         self._sum = AllReduce.of(first.ranks)
         if self._sum is not None:
             self._call.all_reduce, self._call.ranks = self._sum.function, self._sum.ranks
 
-    def _form(self, input_norm: ctypes.Structure) -> ctypes.Structure:
+    def _form(self, layer: Layer, input_norm: Norm | LayerNorm | None) -> ctypes.Structure:
         """A call with all fields that do not change from step to step."""
         attention = AttentionCall(
             q_token_stride=self._qkv_size,
             q_head_stride=self._head_dim,
-            num_heads=self._num_heads,
+            num_heads=layer.num_heads,
             head_dim=self._head_dim,
             dtype=DTYPES[self._dtype],
         )
-        return StackCall(
-            layers=ctypes.addressof(self._structs),
-            input_norm=input_norm,
-            num_layers=len(self._structs),
-            attention=attention,
+        call = StackCall(
+            layers=ctypes.addressof(self._structs), num_layers=len(self._structs), attention=attention
         )
+        if input_norm is not None:
+            call.input_norm = _norm(input_norm, self._hidden_size, self._dtype)
+        return call
 
-    def _widths(self, layers: Sequence[Layer]) -> tuple[int, ...]:
+    def _scratch_widths(self, layers: Sequence[Layer]) -> tuple[int, ...]:
         """Elements per token of the buffers in `SCRATCH`."""
-        widest = max(
-            (_linears(layer)["down"].in_features for layer in layers if layer.down is not None), default=0
-        )
         mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
-        shared = self._hidden_size if any(mixture.shared_gate is not None for mixture in mixtures) else 0
-        logits = max((mixture.router.linear.out_features for mixture in mixtures), default=0)
-        of_experts = max(
-            (
-                mixture.router.num_chosen * experts.scratch_width
-                for mixture, experts in zip(mixtures, filter(None, self._experts), strict=True)
-            ),
-            default=0,
+        of_experts = (
+            mixture.router.num_chosen * experts.scratch_width
+            for mixture, experts in zip(mixtures, filter(None, self._experts), strict=True)
         )
-        return self._qkv_size, self._attended_size, 2 * widest, widest, shared, logits, of_experts
+        is_shared = any(mixture.shared_gate is not None for mixture in mixtures)
+        return (
+            self._qkv_size if self._norm_first else max(self._qkv_size, self._hidden_size),
+            self._attended_size,
+            max((layer.up.out_features for layer in layers if layer.up is not None), default=0),
+            self._hidden_size if is_shared else 0,
+            max((mixture.router.linear.out_features for mixture in mixtures), default=0),
+            max(of_experts, default=0),
+        )
 
     def _struct(self, layer: Layer, experts: CompiledExperts | None, number: int) -> ctypes.Structure:
-        linears = _linears(layer)
-        hidden = linears["out"].out_features
+        linears, hidden = _linears(layer), self._hidden_size
         shapes = {"qkv": (self._qkv_size, hidden), "out": (hidden, self._attended_size)}
         if layer.mixture is None or layer.mixture.shared_gate is not None:
             intermediate = linears["down"].in_features
-            shapes |= {"gate_up": (2 * intermediate, hidden), "down": (hidden, intermediate)}
+            shapes |= {
+                "up": ((2 if layer.gated else 1) * intermediate, hidden),
+                "down": (hidden, intermediate),
+            }
         if layer.mixture is not None:
             shapes["router"] = len(layer.mixture.experts.up), hidden
         if "shared_gate" in linears:
@@ -162,15 +206,19 @@ class CompiledStack:
         matrices = {name: matrix(linears[name]) for name in PRODUCTS if name in linears}
         if layer.mixture is not None and experts is not None:
             matrices["mixture"] = self._mixture(layer.mixture, experts, linears, number)
-        norms = {"attention_norm": (layer.attention_norm, hidden), "next_norm": (layer.next_norm, hidden)}
+        norms = {"attention_norm": (layer.attention_norm, hidden), "output_norm": (layer.output_norm, hidden)}
         for name, norm in zip(("query_norm", "key_norm"), layer.head_norms or (), strict=False):
             norms[name] = norm, self._head_dim
+        terms, owners = logit_terms(layer.terms, layer.num_heads)
+        self._owners += owners
         return LayerParameters(
             **matrices,
             **{name: _norm(norm, size, self._dtype) for name, (norm, size) in norms.items()},
-            window=layer.terms.window or 0,
+            terms=terms,
+            angles=-1 if layer.angles is None else layer.angles,
             scale=layer.scale,
             activation=ACTIVATION_CODES[layer.activation],
+            gated=layer.gated,
         )
 
     def _mixture(
@@ -194,46 +242,72 @@ class CompiledStack:
 
     def __call__(
         self,
-        residual: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        states: Tensor,
         batch: AttentionBatch,
         caches: Sequence[Cache],
+        angles: Sequence[Angles] = (),
         adapters: AdapterRows | None = None,
     ) -> Tensor:
-        """residual [T, H], overwritten, to [T, H], normed.
+        """states [T, H], overwritten, to [T, H], normed; where norms come last, it is the same tensor.
 
         Raises:
             ValueError: the batch, the caches, the angles or the adapters do not fit.
         """
-        cos, sin = cos.contiguous(), sin.contiguous()
-        num_tokens, rot_dim = cos.shape
-        if sin.shape != cos.shape or num_tokens != len(residual) or rot_dim > self._head_dim or rot_dim % 2:
-            raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} for {len(residual)} tokens")
-        if residual.shape[1] != self._hidden_size:
-            raise ValueError(f"states of {self._hidden_size} expected, not of {residual.shape[1]}")
-        if not all(tensor.dtype == self._dtype and tensor.is_contiguous() for tensor in (residual, cos, sin)):
-            raise ValueError(f"contiguous tensors of {self._dtype} expected")
+        num_tokens, call = len(states), self._call
+        fits = states.dtype == self._dtype and states.is_contiguous()
+        if states.shape != (num_tokens, self._hidden_size) or not fits:
+            raise ValueError(f"contiguous states [T, {self._hidden_size}] of {self._dtype} expected")
+        held = self._take_angles(angles, num_tokens)
         self._take_caches(caches)
-        self._call.slots = set_batch(self._call.attention, batch, num_tokens)
+        call.slots = set_batch(call.attention, batch, num_tokens)
         self._take_adapters(adapters, num_tokens)
-        x = torch.empty_like(residual)
-        *places, size = (num_tokens * width for width in self._scratch_widths)
-        scratch = residual.new_empty(size)
-        call = self._call
-        call.x, call.residual = x.data_ptr(), residual.data_ptr()
+        normed = torch.empty_like(states) if self._norm_first else states
+        call.states, call.normed = states.data_ptr(), normed.data_ptr() if self._norm_first else None
+        most = num_tokens
+        if self._in_groups and adapters is None:
+            call.group_tokens = max(GROUP_TOKENS * torch.get_num_threads(), batch.max_query_len)
+            most = min(call.group_tokens, num_tokens)
+        else:
+            call.group_tokens = 0
+        *places, size = self._places(most)
+        scratch = states.new_empty(size)
         for name, place in zip(SCRATCH, places, strict=True):
             setattr(call, name, scratch.data_ptr() + place * scratch.itemsize)
-        ids = torch.empty(num_tokens, self._num_chosen, dtype=torch.int64)
-        weights = torch.empty(num_tokens, self._num_chosen)
+        ids = torch.empty(most, self._num_chosen, dtype=torch.int64)
+        weights = torch.empty(most, self._num_chosen)
         call.ids, call.weights = ids.data_ptr(), weights.data_ptr()
-        call.cos, call.sin, call.rotary_half = cos.data_ptr(), sin.data_ptr(), rot_dim // 2
-        failed = self._library.pagewire_decoder(ctypes.byref(call))
+        failed = self._library.pagewire_stack(ctypes.byref(call))
+        del held
         if self._sum is not None:
             self._sum.check()
         if failed:
             raise ValueError("lengths, slots or block numbers of the batch do not fit its tensors")
-        return x
+        return normed
+
+    def _places(self, num_tokens: int) -> Iterator[int]:
+        """The start of each scratch buffer, and the end of the last, in elements."""
+        place = 0
+        for width in self._widths:
+            yield place
+            place += -(-num_tokens * width // ALIGNMENT) * ALIGNMENT
+        yield place
+
+    def _take_angles(self, angles: Sequence[Angles], num_tokens: int) -> object:
+        """Point the call to tables of cosines and sines; returns what must live until it is over."""
+        if len(angles) < self._num_tables:
+            raise ValueError(f"{len(angles)} tables of angles for layers that use {self._num_tables}")
+        tables = [(cos.contiguous(), sin.contiguous()) for cos, sin in angles]
+        size = tables[0][0].shape[-1] if tables else 0
+        for cos, sin in tables:
+            if cos.shape != (num_tokens, size) or sin.shape != cos.shape or size > self._head_dim or size % 2:
+                raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} for {num_tokens} tokens")
+            if not cos.dtype == sin.dtype == self._dtype:
+                raise ValueError(f"angles of {self._dtype} expected")
+        structs = (AnglesParameters * len(tables))(
+            *(AnglesParameters(cos.data_ptr(), sin.data_ptr()) for cos, sin in tables)
+        )
+        self._call.angles, self._call.rotary_half = ctypes.addressof(structs), size // 2
+        return tables, structs
 
     def _take_caches(self, caches: Sequence[Cache]) -> None:
         """Point the structs to the layers' caches: they are the same from step to step."""

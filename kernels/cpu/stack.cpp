@@ -1,0 +1,204 @@
+// A stack of layers in one call: nothing but kernels runs between the first and the last.
+//
+// The same kernels in the same order as `Stack.__call__` in Python, so the bits are the same.
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels.h"
+#include "matrix.h"
+
+namespace {
+
+// x[n] of each rank becomes the sum of all ranks'.
+using AllReduce = void (*)(const void* ranks, void* x, int64_t n, int32_t dtype, int32_t num_threads);
+
+// Some consecutive requests of a call, or all of them.
+class Requests {
+ public:
+  explicit Requests(const StackCall& call)
+      : call_(call),
+        batch_(call.attention),
+        tokens_(batch_.num_tokens),
+        hidden_(call.layers[0].out.n),
+        element_(batch_.dtype == 0 ? 4 : 2),
+        qkv_width_((batch_.num_heads + 2 * batch_.num_kv_heads) * batch_.head_dim),
+        states_(static_cast<char*>(call.states)),
+        normed_(static_cast<char*>(call.normed)),
+        slots_(call.slots) {
+    batch_.q = call.qkv;
+    batch_.out = call.attended;
+  }
+
+  // Those from `first` to before `last`.
+  Requests(const StackCall& call, int64_t first, int64_t last) : Requests(call) {
+    const int32_t* const starts = batch_.query_start_loc;
+    for (int64_t i = first; i <= last; ++i) starts_.push_back(starts[i] - starts[first]);
+    first_token_ = starts[first];
+    tokens_ = starts_.back();
+    states_ += first_token_ * hidden_ * element_;
+    if (normed_) normed_ += first_token_ * hidden_ * element_;
+    slots_ += first_token_;
+    batch_.query_start_loc = starts_.data();
+    batch_.seq_lens += first;
+    batch_.block_table += first * batch_.block_table_stride;
+    batch_.num_tokens = tokens_;
+    batch_.num_requests = last - first;
+  }
+
+  // As `pagewire_attention`; 2: a slot lies outside the cache.
+  int run() {
+    const void* x = states_;
+    if (call_.input_norm.weight) x = first_norm(call_.input_norm);
+    for (int64_t i = 0; i < call_.num_layers; ++i) {
+      const Layer& layer = call_.layers[i];
+      if (const int failure = attend(layer, x)) return failure;
+      x = add_norm(layer.attention_norm);
+      if (const int failure = feed_forward(layer, x)) return failure;
+      x = add_norm(layer.output_norm);
+    }
+    return 0;
+  }
+
+ private:
+  // What products take: the normed states, which are the states themselves where norms come last.
+  void* normed() const { return normed_ ? normed_ : states_; }
+
+  // Where a half's last product goes until it is added: to what it was made of, or to scratch if those are the states.
+  void* result() const { return normed_ ? normed_ : call_.qkv; }
+
+  int attend(const Layer& layer, const void* x) {
+    multiply(first_product(layer), layer.qkv, x, layer.qkv.k, call_.qkv);
+    char* const q = static_cast<char*>(call_.qkv);
+    char* const k = q + batch_.num_heads * batch_.head_dim * element_;
+    char* const v = k + batch_.num_kv_heads * batch_.head_dim * element_;
+    turn(layer, layer.query_norm, q, batch_.num_heads);
+    turn(layer, layer.key_norm, k, batch_.num_kv_heads);
+    if (keep(k, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, false) ||
+        keep(v, layer.v_cache, batch_.v_block_stride, batch_.v_head_stride, true))
+      return 2;
+    batch_.k_cache = layer.k_cache;
+    batch_.v_cache = layer.v_cache;
+    batch_.terms = layer.terms;
+    batch_.scale = layer.scale;
+    if (const int failure = pagewire_attention(&batch_)) return failure;
+    multiply(first_product(layer) + 1, layer.out, call_.attended, layer.out.k, result());
+    return 0;
+  }
+
+  int feed_forward(const Layer& layer, const void* x) const {
+    if (layer.mixture.router.packed) return run_mixture(layer, layer.mixture, x);
+    run_feed_forward(layer, x, result());
+    return 0;
+  }
+
+  void run_feed_forward(const Layer& layer, const void* x, void* out) const {
+    multiply(first_product(layer) + 2, layer.up, x, layer.up.k, call_.up);
+    if (layer.gated)
+      pagewire_activate(call_.up, call_.up, tokens_, layer.down.k, layer.up.n, layer.up.n, layer.activation,
+                        batch_.dtype, batch_.num_threads);
+    else
+      pagewire_activate_each(call_.up, call_.up, tokens_, layer.up.n, layer.activation, batch_.dtype,
+                             batch_.num_threads);
+    multiply(first_product(layer) + 3, layer.down, call_.up, layer.up.n, out);
+  }
+
+  int run_mixture(const Layer& layer, const Mixture& mixture, const void* x) const {
+    const bool is_shared = mixture.shared_gate.packed;
+    if (is_shared) run_feed_forward(layer, x, call_.shared);
+    multiply(mixture.first_product, mixture.router, x, hidden_, call_.logits);
+    pagewire_route(call_.logits, call_.ids, call_.weights, tokens_, mixture.experts.count, mixture.num_chosen,
+                   mixture.normalised, mixture.rounded, batch_.dtype);
+    if (is_shared) multiply(mixture.first_product + 1, mixture.shared_gate, x, hidden_, call_.logits);
+    const ExpertsCall experts{x, call_.ids, call_.weights, result(), call_.of_experts,
+                              tokens_, mixture.num_chosen, batch_.dtype, batch_.num_threads,
+                              call_.adapters, mixture.first_product + 2};
+    const int failure = pagewire_experts(&mixture.experts, &experts);
+    if (is_shared)
+      pagewire_add_gated(result(), call_.shared, call_.logits, tokens_, hidden_, batch_.dtype, batch_.num_threads);
+    return failure;
+  }
+
+  // The number of a layer's first product, `qkv`.
+  int64_t first_product(const Layer& layer) const { return 4 * (&layer - call_.layers); }
+
+  // A product, with what adapters change in it.
+  void multiply(int64_t product, const Matrix& matrix, const void* x, int64_t x_stride, void* out) const {
+    ::multiply(matrix, x, x_stride, out, tokens_, batch_.dtype, batch_.num_threads);
+    if (!call_.adapters) return;
+    const AdaptCall adapt{call_.adapters, x, out, product, matrix.k, matrix.n, x_stride, batch_.dtype,
+                          batch_.num_threads};
+    pagewire_adapt(&adapt);
+  }
+
+  // Norm of each head, where there is one, and rotary embedding, where the layer has angles.
+  void turn(const Layer& layer, const Norm& norm, char* heads, int64_t count) const {
+    if (norm.weight)
+      pagewire_rms_norm(heads, norm.weight, heads, tokens_, count, batch_.head_dim, qkv_width_, batch_.head_dim,
+                        qkv_width_, batch_.head_dim, norm.eps, norm.offset, batch_.dtype, batch_.num_threads);
+    if (layer.angles < 0) return;
+    const Angles& angles = call_.angles[layer.angles];
+    const int64_t size = 2 * call_.rotary_half, before = first_token_ * size * element_;
+    pagewire_rotary(heads, static_cast<const char*>(angles.cos) + before, static_cast<const char*>(angles.sin) + before,
+                    tokens_, count, call_.rotary_half, qkv_width_, batch_.head_dim, size, size, batch_.dtype,
+                    batch_.num_threads);
+  }
+
+  int keep(const char* heads, void* cache, int64_t block_stride, int64_t head_stride, bool values) const {
+    return pagewire_store(heads, cache, slots_, tokens_, batch_.num_kv_heads, batch_.head_dim, qkv_width_,
+                          batch_.head_dim, block_stride, head_stride, batch_.num_blocks, batch_.block_size, values,
+                          batch_.dtype, batch_.cache_dtype, batch_.num_threads);
+  }
+
+  const void* first_norm(const Norm& norm) const {
+    if (norm.centred)
+      pagewire_layer_norm(states_, nullptr, norm.weight, norm.bias, nullptr, normed(), tokens_, hidden_, norm.eps,
+                          batch_.dtype, batch_.num_threads);
+    else
+      pagewire_rms_norm(states_, norm.weight, normed(), tokens_, 1, hidden_, hidden_, hidden_, hidden_, hidden_,
+                        norm.eps, norm.offset, batch_.dtype, batch_.num_threads);
+    return normed();
+  }
+
+  // Adds the result of a half, of all ranks, to the states, and norms the sum. An RMS norm never comes last.
+  const void* add_norm(const Norm& norm) const {
+    if (call_.all_reduce) {
+      const auto all_reduce = reinterpret_cast<AllReduce>(const_cast<void*>(call_.all_reduce));
+      all_reduce(call_.ranks, result(), tokens_ * hidden_, batch_.dtype, batch_.num_threads);
+    }
+    if (norm.centred)
+      pagewire_layer_norm(result(), states_, norm.weight, norm.bias, normed_ ? states_ : nullptr, normed(), tokens_,
+                          hidden_, norm.eps, batch_.dtype, batch_.num_threads);
+    else
+      pagewire_add_rms_norm(result(), states_, norm.weight, normed(), tokens_, hidden_, norm.eps, norm.offset,
+                            batch_.dtype, batch_.num_threads);
+    return normed();
+  }
+
+  const StackCall& call_;
+  AttentionCall batch_;
+  std::vector<int32_t> starts_;
+  int64_t first_token_ = 0, tokens_, hidden_, element_, qkv_width_;
+  char *states_, *normed_;
+  const int64_t* slots_;
+};
+
+}  // namespace
+
+// Returns 0; 1 if the batch does not fit its tensors, or a group's prompts the scratch; 2 if a slot lies outside the
+// cache.
+//
+// Whole prompts run through all layers in groups: what passes from kernel to kernel then stays in the processor's caches.
+EXPORT int pagewire_stack(const StackCall* call) {
+  if (!call->group_tokens) return Requests(*call).run();
+  const AttentionCall& batch = call->attention;
+  const int32_t* const starts = batch.query_start_loc;
+  if (starts[0] != 0 || starts[batch.num_requests] != batch.num_tokens) return 1;
+  for (int64_t i = 0; i < batch.num_requests; ++i)
+    if (starts[i + 1] < starts[i] || starts[i + 1] - starts[i] > call->group_tokens) return 1;
+  for (int64_t first = 0, last; first < batch.num_requests; first = last) {
+    for (last = first + 1; last < batch.num_requests && starts[last + 1] - starts[first] <= call->group_tokens;) ++last;
+    if (const int failure = Requests(*call, first, last).run()) return failure;
+  }
+  return 0;
+}

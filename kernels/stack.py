@@ -1,0 +1,169 @@
+"""A stack of layers: attention, then a feed-forward half, each added to its input and normed.
+
+x -> QKV in one product -> (norm of each head) -> (rotary) -> attention -> output product -> add and norm
+  -> up product (and gate) -> activation -> down product -> add and norm -> next layer
+
+With norms first, as in Llama, a norm is what the next product takes, and the sum itself goes on. With norms last,
+as in BERT, the normed sum goes on. In place of the feed-forward half, or beside it as a shared expert, a layer may
+have experts and a router.
+
+The loop over the layers is here, for every device, and for decoders and encoders. `cpu/stack.cpp` is the same loop
+compiled; it is used if all linear layers are packed weights, dense or quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.adapted import adapt
+from pagewire.kernels.deltas import AdapterRows
+from pagewire.kernels.dispatch import implementation_for
+from pagewire.kernels.experts import GroupedExperts
+from pagewire.kernels.layer import Angles, Layer, LayerNorm, Norm, mixture_products
+from pagewire.kernels.ops import (
+    activate_and_mul,
+    activate_each,
+    add_gated,
+    add_rms_norm,
+    layer_norm,
+    paged_attention,
+    rms_norm,
+    rotate_and_store,
+    route,
+)
+from pagewire.kernels.paging import AttentionBatch, Cache
+from pagewire.kernels.weight import Linear
+
+
+class Stack:
+    """A stack of layers; a single call where the device's kernels allow it.
+
+    input_norm: before the first layer, with norms first; None: there is none.
+    norm_first: what a layer's `attention_norm` gives is for its feed-forward half alone, and what its `output_norm`
+        gives for the next layer's attention, or the stack's output; the sums themselves go on. Otherwise the normed
+        sums go on.
+    """
+
+    def __init__(
+        self, input_norm: Norm | LayerNorm | None, layers: Sequence[Layer], *, norm_first: bool = True
+    ) -> None:
+        if input_norm is not None and not norm_first:
+            raise ValueError("a norm before the first layer is one of layers that begin with a norm")
+        self.input_norm, self.layers, self.norm_first = input_norm, layers, norm_first
+        weight = layers[0].output_norm.weight
+        self.compiled = implementation_for(weight).stack(input_norm, layers, norm_first=norm_first)
+        self._experts = [
+            None if layer.mixture is None else GroupedExperts(layer.mixture.experts, weight.device)
+            for layer in layers
+        ]
+        self._numbers = mixture_products(layers)
+
+    def __call__(
+        self,
+        states: Tensor,
+        batch: AttentionBatch,
+        caches: Sequence[Cache],
+        angles: Sequence[Angles] = (),
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
+        """Run the batch's tokens through all layers.
+
+        Args:
+            states: [T, H], contiguous; overwritten, with norms first by the last sum.
+            batch: see `AttentionBatch`; for layers that attend to later keys, of whole prompts without padding.
+            caches: of each layer; they may be the same one where all prompts are whole.
+            angles: tables of cosines and sines [T, rot_dim], see `Kernels.rotary`; a layer says which is its own.
+            adapters: the rows that have adapters, whose products have the numbers of `layer.product_shapes`.
+
+        Returns:
+            [T, H], normed by the last layer's `output_norm`.
+        """
+        if self.compiled is not None:
+            return self.compiled(states, batch, caches, angles, adapters)
+        x = states if self.input_norm is None else _normed(states, self.input_norm)
+        for i, (layer, experts, cache) in enumerate(zip(self.layers, self._experts, caches, strict=True)):
+            products = Products(layer, 4 * i, self._numbers[i], adapters)
+            x = products.out(_attend(layer, products.qkv(x), angles, batch, cache))
+            x, states = self._add(layer, x, states, layer.attention_norm)
+            x = products.feed_forward(x) if experts is None else products.mixture(x, experts)
+            x, states = self._add(layer, x, states, layer.output_norm)
+        return x
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed weights, and of the norms of states."""
+        first = 0 if self.input_norm is None else self.input_norm.num_bytes
+        return first + sum(layer.num_bytes for layer in self.layers)
+
+    def _add(self, layer: Layer, x: Tensor, states: Tensor, norm: Norm | LayerNorm) -> tuple[Tensor, Tensor]:
+        """What the next product takes, and what the next sum begins with. x: of all ranks. states: overwritten."""
+        if layer.ranks is not None:
+            x = layer.ranks.all_reduce(x)
+        if isinstance(norm, Norm):
+            x = add_rms_norm(x, states, norm.weight, norm.eps, offset=norm.offset)
+        else:
+            states += x
+            x = _normed(states, norm)
+        return x, states if self.norm_first else x
+
+
+class Products:
+    """The products of a layer, with what adapters change in them.
+
+    first: the number of the layer's first product. of_mixture: of its mixture's first one.
+    """
+
+    def __init__(self, layer: Layer, first: int, of_mixture: int, adapters: AdapterRows | None) -> None:
+        self._layer, self._first, self._of_mixture, self._adapters = layer, first, of_mixture, adapters
+
+    def qkv(self, x: Tensor) -> Tensor:
+        """See `Layer.qkv`."""
+        return self._product(self._layer.qkv, self._first, x)
+
+    def out(self, x: Tensor) -> Tensor:
+        """See `Layer.out`."""
+        return self._product(self._layer.out, self._first + 1, x)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The feed-forward half [T, H] of x [T, H]."""
+        layer = self._layer
+        assert layer.up is not None and layer.down is not None
+        activate = activate_and_mul if layer.gated else activate_each
+        inner = activate(self._product(layer.up, self._first + 2, x), layer.activation)
+        return self._product(layer.down, self._first + 3, inner)
+
+    def mixture(self, x: Tensor, experts: GroupedExperts) -> Tensor:
+        """The feed-forward half [T, H] of the experts that the layer's router chooses for x [T, H]."""
+        mixture, number = self._layer.mixture, self._of_mixture
+        assert mixture is not None
+        chosen = route(self._product(mixture.router.linear, number, x), mixture.router)
+        out = experts(x, *chosen, self._adapters, number + 2)
+        if mixture.shared_gate is not None:
+            add_gated(out, self.feed_forward(x), self._product(mixture.shared_gate, number + 1, x))
+        return out
+
+    def _product(self, linear: Linear, number: int, x: Tensor) -> Tensor:
+        out = linear(x)
+        if self._adapters is not None:
+            adapt(x, out, self._adapters, number)
+        return out
+
+
+def _normed(x: Tensor, norm: Norm | LayerNorm) -> Tensor:
+    if isinstance(norm, Norm):
+        return rms_norm(x, norm.weight, norm.eps, offset=norm.offset)
+    return layer_norm(x, norm.weight, norm.bias, norm.eps)
+
+
+def _attend(
+    layer: Layer, qkv: Tensor, angles: Sequence[Angles], batch: AttentionBatch, cache: Cache
+) -> Tensor:
+    num_tokens = len(qkv)
+    heads = qkv.view(num_tokens, -1, layer.head_dim)
+    q, k, v = torch.split(heads, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
+    own = None if layer.angles is None else angles[layer.angles]
+    q = rotate_and_store(q, k, v, own, layer.head_norms, cache, batch.slot_mapping)
+    return paged_attention(q, cache, batch, layer.scale, layer.terms).view(num_tokens, -1)
