@@ -6,6 +6,7 @@ Readers import torch only where they read: what headers say is known without.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from pagewire.kernels.cpu.panels import Stored
@@ -84,7 +85,7 @@ class StackFormat(Format, Protocol):
 
 def parts_by_weight(
     form: Format, tensors: Iterable[TensorHeader]
-) -> tuple[list[TensorHeader], dict[str, Parts]]:
+) -> tuple[list[TensorHeader], dict[str, dict[str, TensorHeader]]]:
     """The tensors that belong to no quantised matrix, and the parts of each of these by the dense weight's name."""
     suffixes = sorted(form.suffixes, key=len, reverse=True)
     plain: list[TensorHeader] = []
@@ -143,7 +144,11 @@ def described(tensors: Tensors) -> Parts:
     return {
         suffix: TensorHeader(
             *(suffix, tuple(tensor.shape), names.get(str(tensor.dtype), ""), tensor.nbytes),
-            content=lambda tensor=tensor: bytes(tensor.tolist()),
+            content=partial(_bytes, tensor),
         )
         for suffix, tensor in tensors.items()
     }
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return bytes(tensor.tolist())
