@@ -70,7 +70,7 @@ def must_share(running: Sequence, newcomer: Sequence, order: Order) -> bool:
     return starts and running.tenant.served > newcomer.tenant.served
 
 
-def last(sequence: Sequence, order: Order) -> tuple[int, int, int, int]:
+def last(sequence: Sequence, order: Order) -> tuple[int, float, int, int]:
     """The order in which sequences give way: the greatest first."""
     priority, arrival = order(sequence)
     return priority, sequence.tenant.served, sequence.turn, arrival
