@@ -390,7 +390,7 @@ class EngineCore:
     @property
     def _holds_steps(self) -> bool:
         """True while a call or an adapter lets no step be launched."""
-        if self.adapters is not None and self.adapters.holds_steps(self.worker.last_message):
+        if self.adapters is not None and self.adapters.memory.holds_steps(self.worker.last_message):
             return True
         return self.control.holds_plans
 

@@ -156,7 +156,7 @@ class Control:
         if (why := self._worker_calls.expire(now, step_limit)) is not None:
             logger.error("%s; killing the worker", why)
             self._core.worker.kill(why)
-        if self._core.adapters is not None and self._core.adapters.loading:
+        if self._core.adapters is not None and self._core.adapters.memory.loading:
             self._health.probe(now)
         self._health.advance()
 

@@ -284,7 +284,7 @@ class Intake:
         source, adapters = group[0].request.adapter, self._core.adapters
         if source is None or adapters is None:
             return
-        adapter = adapters.find(source, any_path=may_name_paths(client.peer, client.rights))
+        adapter = adapters.registry.find(source, any_path=may_name_paths(client.peer, client.rights))
         for sequence in group:
             sequence.adapter = adapter
 

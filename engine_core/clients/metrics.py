@@ -452,10 +452,12 @@ def adapters(core: MeasuredEngine) -> Iterator[Row]:
         "max_lora": str(table.limits.max_active),
     }
     yield gauge("vllm:lora_requests_info", text, time.time(), labels)
-    yield gauge("pagewire:adapters_resident", "LoRA adapters in memory.", len(table.resident))
-    yield gauge("pagewire:adapters_registered", "LoRA adapters that were added.", len(table.registered))
-    yield gauge("pagewire:adapter_bytes", "Bytes of the LoRA adapters in memory.", table.num_bytes)
-    yield counter("pagewire:adapter_loads_total", "LoRA adapters read by the workers.", table.num_loads)
+    yield gauge("pagewire:adapters_resident", "LoRA adapters in memory.", len(table.memory.resident))
+    yield gauge("pagewire:adapters_registered", "LoRA adapters that were added.", len(table.registry.named))
+    yield gauge("pagewire:adapter_bytes", "Bytes of the LoRA adapters in memory.", table.memory.num_bytes)
+    yield counter(
+        "pagewire:adapter_loads_total", "LoRA adapters read by the workers.", table.memory.num_loads
+    )
 
 
 def tenants(core: MeasuredEngine) -> Iterator[Row]:

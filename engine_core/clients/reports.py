@@ -110,8 +110,8 @@ def requests(core: ReportedEngine, limit: int) -> list[dict[str, Any]]:
 def adapters(table: Adapters) -> list[dict[str, Any]]:
     """The registered adapters, as plain values."""
     rows = []
-    for source in table.registered.values():
-        adapter = table.state_of(source)
+    for source in table.registry.named.values():
+        adapter = table.registry.of(source)
         rows.append(
             {
                 "name": source.name,

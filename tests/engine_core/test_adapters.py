@@ -12,13 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pagewire.engine_core.adapters import (
-    LOAD_SECONDS,
-    MAX_LOSSES,
-    PATIENCE_SECONDS,
-    TRIAL_SECONDS,
-    Adapters,
-)
+from pagewire.engine_core.adapter_memory import LOAD_SECONDS, MAX_LOSSES, TRIAL_SECONDS
+from pagewire.engine_core.adapters import PATIENCE_SECONDS, Adapters
 from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.adapters import AdapterSource
@@ -57,7 +52,7 @@ class World:
         task: Any = SamplingParams(n=n)
         request = Request(next(self._keys), "r", Prompt(prompt or [1, 2]), task, seed=0, adapter=wanted)
         group = sequences(request, b"c", request.key * 10, self.now, max_model_len=10, share_prefixes=True)
-        adapter = self.adapters.find(wanted, any_path=True)
+        adapter = self.adapters.registry.find(wanted, any_path=True)
         for sequence in group:
             sequence.adapter = adapter
             self.adapters.enter(sequence, self.now)
@@ -74,8 +69,10 @@ class World:
             else:
                 assert command.index not in self.memory and command.index not in self.loading
                 self.loading[command.index] = command
-        if len(self.adapters.loading) > 1 or self.steps_in_flight:
-            assert not any(adapter.suspect for adapter in self.adapters.loading), "it is not read alone"
+        if len(self.adapters.memory.loading) > 1 or self.steps_in_flight:
+            assert not any(adapter.suspect for adapter in self.adapters.memory.loading), (
+                "it is not read alone"
+            )
 
     def load(self, index: int | None = None, error: str | None = None) -> None:
         """Finish to load an adapter: the first, or this one."""
@@ -118,7 +115,7 @@ class World:
 
     @property
     def holds_steps(self) -> bool:
-        return self.adapters.holds_steps(self.last_message)
+        return self.adapters.memory.holds_steps(self.last_message)
 
     def lose_workers(self) -> None:
         self.memory, self.loading = {}, {}
@@ -231,10 +228,10 @@ class AnyOrder(RuleBasedStateMachine):
         assert len(active) <= adapters.limits.max_active
         assert all(adapter.resident and adapter.index in world.memory for adapter in active)
         assert len(world.memory) + len(world.loading) <= adapters.limits.max_resident + len(
-            adapters._commands
+            adapters.memory._commands
         )
         assert set(adapters.waiting) == set(world.waiting)
-        assert all(adapter.index for adapter in adapters.resident)
+        assert all(adapter.index for adapter in adapters.memory.resident)
 
     def teardown(self) -> None:
         """Whatever happened: if the others end, every sequence runs, or ends with an error."""
@@ -276,7 +273,7 @@ def test_the_least_recently_used_adapter_goes_first_and_none_in_use() -> None:
         for sequence in [*world.submit(source(number)), *world.settle()][:1]:
             world.end(sequence)
     assert set(world.memory.values()) == {b"/adapters/1", b"/adapters/4", b"/adapters/5"}
-    assert used in world.scheduled and world.adapters.num_loads == 5
+    assert used in world.scheduled and world.adapters.memory.num_loads == 5
 
 
 def test_bytes_bound_what_is_resident() -> None:
@@ -286,7 +283,7 @@ def test_bytes_bound_what_is_resident() -> None:
         (sequence,) = world.submit(source(number))
         world.settle()
         world.end(sequence)
-    assert world.adapters.num_bytes <= 1000 and len(world.memory) <= 2
+    assert world.adapters.memory.num_bytes <= 1000 and len(world.memory) <= 2
     world.num_bytes = 1001
     (large,) = world.submit(source(9))
     world.settle()
@@ -349,7 +346,7 @@ def test_what_is_not_read_in_time_is_waited_for_no_longer() -> None:
     assert world.errors[stuck] == "adapter 'a1' has not been read within 300 s"
     late = AdapterLoaded(next(iter(world.loading)), b"late", 100)
     world.obey()
-    assert not world.loading and world.adapters.loaded(late) == [] and not world.adapters.resident
+    assert not world.loading and world.adapters.loaded(late) == [] and not world.adapters.memory.resident
 
 
 def test_sequences_return_after_a_crash_and_want_the_same_content() -> None:
@@ -398,10 +395,10 @@ def test_a_registered_adapter_needs_no_path() -> None:
     sequence = world.submit(AdapterSource("a1", 1))
     assert world.settle() == sequence
     with pytest.raises(ValueError, match="no adapter is registered as 'a2'"):
-        world.adapters.find(AdapterSource("a2", 2), any_path=True)
+        world.adapters.registry.find(AdapterSource("a2", 2), any_path=True)
     with pytest.raises(PermissionError, match="'a2' is not registered"):
-        world.adapters.find(source(2), any_path=False)
-    assert world.adapters.find(source(1), any_path=False) is adapter_of(sequence[0])
+        world.adapters.registry.find(source(2), any_path=False)
+    assert world.adapters.registry.find(source(1), any_path=False) is adapter_of(sequence[0])
     with pytest.raises(ValueError, match="the adapter id 1 is that of 'a1'"):
         registered(world, source(1, name="other"))
 
@@ -414,7 +411,7 @@ def test_a_failed_registration_leaves_the_old_one() -> None:
     world.obey()
     world.load(error="broken")
     assert [str(error) for error in told] == ["adapter 'a1': broken"]
-    assert world.adapters.registered["a1"].path == "/adapters/1"
+    assert world.adapters.registry.named["a1"].path == "/adapters/1"
 
 
 def test_a_replaced_registration_and_a_removed_one_let_their_requests_finish() -> None:
@@ -501,7 +498,9 @@ def test_an_adapter_that_workers_die_of_is_refused_and_no_other() -> None:
     changed = world.submit(source(1, version="v2"))
     assert world.settle() == changed
     assert world.adapters.remove(1)
-    assert world.adapters.find(source(1), any_path=True).refusal == ""  # who removes it wants to try again
+    assert (
+        world.adapters.registry.find(source(1), any_path=True).refusal == ""
+    )  # who removes it wants to try again
 
 
 def test_a_pinned_adapter_that_workers_die_of_is_not_wanted_by_the_next() -> None:
