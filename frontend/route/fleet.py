@@ -23,17 +23,16 @@ from pagewire.frontend.client import CoreClient
 from pagewire.frontend.connection import Owner
 from pagewire.frontend.route.adapters import RouterAdapters
 from pagewire.frontend.route.engines import check_same
-from pagewire.frontend.route.gathering import Answers, gather, merged
+from pagewire.frontend.route.gathering import Answers, checked, gather, merged
 from pagewire.frontend.route.ledger import Ledger, Work
 from pagewire.frontend.route.members import Members
-from pagewire.frontend.route.metrics import relabelled, router_rows
+from pagewire.frontend.route.metrics import router_rows
 from pagewire.frontend.route.placement import Policy
 from pagewire.frontend.route.places import running
 from pagewire.frontend.route.replica import Place, Placement, Replica, State
 from pagewire.frontend.spawn import SpawnedCore
 from pagewire.ipc.block_names import split_names
-from pagewire.ipc.calls import CALLS
-from pagewire.ipc.errors import EngineBusyError, EngineDeadError, EngineStoppedError, ProtocolError
+from pagewire.ipc.errors import EngineBusyError, EngineDeadError, EngineStoppedError
 from pagewire.ipc.messages import Blocks, EngineInfo, Request, TokenDelta
 
 logger = logging.getLogger("pagewire.route")
@@ -467,22 +466,6 @@ class Fleet:
     def _check_drained(self, replica: Replica) -> None:
         if replica.state is State.DRAINING:
             self._wake.set()
-
-
-def checked(method: str, replica: Replica, answer: Any) -> Any:
-    """The answer of a core to a call, as it is merged with those of others.
-
-    Raises:
-        ProtocolError: it is of another type than the call declares, which is logged once.
-    """
-    try:
-        answer = CALLS[method].answer(answer) if method in CALLS else answer
-        return relabelled(answer, replica.number) if method == "metrics" else answer
-    except ProtocolError as error:
-        if method not in replica.wrong_answers:
-            replica.wrong_answers.add(method)
-            logger.error("core %d is left out of answers to %s: %s", replica.number, method, error)
-        raise
 
 
 class OneCore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
@@ -9,8 +10,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
-from pagewire.ipc.calls import HealthReport
+from pagewire.frontend.route.metrics import relabelled
+from pagewire.frontend.route.replica import Replica
+from pagewire.ipc.calls import CALLS, HealthReport
 from pagewire.ipc.errors import EngineDeadError, ProtocolError
+
+logger = logging.getLogger("pagewire.route")
 
 # Calls for monitoring, which a core that hangs must not hold up: seconds after which it is left out.
 REPORT_SECONDS = {"metrics": 3.0, "status": 3.0, "requests": 3.0, "check_health": 6.0}
@@ -85,6 +90,22 @@ class Gathering:
                 raise
             except Exception as failure:  # of any kind: no caller may wait for ever
                 self.merged.set_exception(failure)
+
+
+def checked(method: str, replica: Replica, answer: Any) -> Any:
+    """The answer of a core to a call, as it is merged with those of others.
+
+    Raises:
+        ProtocolError: it is of another type than the call declares, which is logged once.
+    """
+    try:
+        answer = CALLS[method].answer(answer) if method in CALLS else answer
+        return relabelled(answer, replica.number) if method == "metrics" else answer
+    except ProtocolError as error:
+        if method not in replica.wrong_answers:
+            replica.wrong_answers.add(method)
+            logger.error("core %d is left out of answers to %s: %s", replica.number, method, error)
+        raise
 
 
 def merged(method: str, answers: Answers) -> Any:
