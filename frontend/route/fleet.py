@@ -38,7 +38,7 @@ from pagewire.ipc.messages import Blocks, EngineInfo, Request, TokenDelta
 logger = logging.getLogger("pagewire.route")
 
 BUSY_SECONDS = 1.0  # for which a core that refuses requests, such as one that shuts down, gets none
-PROBE_SECONDS = 10.0  # between two calls that show whether a core with requests still answers
+PROBE_SECONDS = 10.0  # between two calls that show whether a core still answers
 
 
 class Fleet:
@@ -73,6 +73,7 @@ class Fleet:
         self._ledger = Ledger(policy)
         self._adapters = RouterAdapters(self._lock, self.members.up)
         self._dead_since = math.inf
+        self._next_probe = time.monotonic() + PROBE_SECONDS
         self._trial: Replica | None = None  # the core on which suspects are tried
         self._closing = threading.Event()
         self._wake = threading.Event()
@@ -278,19 +279,17 @@ class Fleet:
         """Call a method of every core; the answers come as one (`gathering.merged`).
 
         Raises:
-            EngineDeadError: there is no core. And as `CoreClient.call`.
+            EngineDeadError: there is no core. And as `CoreClient.call`, if no core takes the call.
         """
         self.check()
         calls: dict[int, Future[Any]] = {}
         called: dict[int, Replica] = {}
-        error: EngineDeadError | None = None
-        for replica in self.members:
-            if replica.state not in (State.UP, State.DRAINING) or replica.connection is None:
-                continue
+        error: RuntimeError | None = None
+        for replica in self.members.attached():
             try:
                 calls[replica.number] = replica.client.call(method, *args, **kwargs)
                 called[replica.number] = replica
-            except EngineDeadError as lost:
+            except (EngineDeadError, EngineBusyError) as lost:
                 error = lost
         if not calls:
             raise error or EngineDeadError("no engine core is up")
@@ -421,10 +420,11 @@ class Fleet:
                 logger.exception("requests of a lost core could not go on")
 
     def _probe(self) -> None:
-        """Ask the cores that have requests for a sign that they answer."""
-        with self._lock:
-            used = {placement.replica for placement in self._ledger.placed.values()}
-        for replica in used:
+        """Ask the cores for a sign that they still answer."""
+        if (now := time.monotonic()) < self._next_probe:
+            return
+        self._next_probe = now + PROBE_SECONDS
+        for replica in self.members.attached():
             replica.ask()
 
     def _time_left(self) -> float:

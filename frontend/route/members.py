@@ -53,6 +53,10 @@ class Members:
         """The cores that get requests."""
         return [replica for replica in self if replica.state is State.UP]
 
+    def attached(self) -> list[Replica]:
+        """The cores that answer calls."""
+        return [replica for replica in self if replica.state in (State.UP, State.DRAINING)]
+
     def start(self, places: Sequence[Place]) -> EngineInfo:
         """Attach to all cores at once. Those that do not answer yet are tried again, as long as one does.
 
