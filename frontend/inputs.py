@@ -44,7 +44,7 @@ class TextPrompt(TypedDict, total=False):
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids. prompt: its text, if known."""
+    """A prompt as token ids. prompt: its text, if known. token_type_ids: for models that pool and have them."""
 
     prompt_token_ids: list[int]
     prompt: str
@@ -95,7 +95,7 @@ NOT_SUPPORTED = {
     "multi_modal_data": NO_MEDIA,
     "multi_modal_uuids": NO_MEDIA,
     "mm_processor_kwargs": NO_MEDIA,
-    "token_type_ids": "no supported model has token types: leave them out",
+    "token_type_ids": "models that generate have no token types; models that pool take them with token ids",
 }
 
 

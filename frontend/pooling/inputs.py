@@ -16,6 +16,9 @@ from pagewire.ipc.bounds import unknown_name
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import EngineInfo, Request
 from pagewire.ipc.pooling import PoolingInfo, PoolingParams
+from pagewire.ipc.quoting import quoted
+
+TOKEN_TYPES = "token_type_ids"
 
 
 @dataclass(frozen=True)
@@ -110,38 +113,20 @@ def prepare(
     Raises:
         ValueError, TypeError: the prompt is invalid or too long, or as `check_place`.
     """
-    info = intake.info
-    check_place(info, request_id, priority, age)
-    pooling = pooling_info(info)
-    keep = info.max_model_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
-    text = (
-        prompt.get("prompt") if isinstance(prompt, Mapping) and not prompt.get("prompt_token_ids") else prompt
-    )
-    second = 0
-    if (embeds := intake.embeds(prompt)) is not None:
-        refuse_prompt_name(params, "embeddings")
-        check_embeds_params(None, keep)
-        text, token_ids = None, embeds.token_ids
-    elif isinstance(text, (str, TextPair)):
-        if isinstance(prompt, Mapping):
-            check_keys(prompt)
-        tokenizer = intake.tokenizer if adapter is None else adapter.tokenizer or intake.tokenizer
-        token_ids, second = _encode(tokenizer, intake.info, pooling, text, params, keep)
-    else:
-        refuse_prompt_name(params, "token ids")
-        token_ids, _ = intake.tokenize(prompt, keep is not None, adapter)
-        token_ids = token_ids[:keep]
-    if len(token_ids) > info.max_model_len:
-        raise ContextLengthError(info.max_model_len, f"the prompt has {len(token_ids)} tokens")
-    if second and pooling.token_types:
+    check_place(intake.info, request_id, priority, age)
+    pooling = pooling_info(intake.info)
+    content, text, second = _content(intake, prompt, params, adapter)
+    num_tokens = len(content.token_ids)
+    if num_tokens > intake.info.max_model_len:
+        raise ContextLengthError(intake.info.max_model_len, f"the prompt has {num_tokens} tokens")
+    if 0 < second < num_tokens and pooling.token_types:
         params = params.clone()
         params.second_segment = second
-    pooling.check(params, len(token_ids))
-    salted: Any = {"cache_salt": prompt.cache_salt} if isinstance(prompt, TextPair) else prompt
+    pooling.check(params, num_tokens)
     request = Request(
         key=key,
         request_id=request_id,
-        prompt=embeds or Prompt(token_ids, cache_salt=salt_of(salted)),
+        prompt=content,
         task=params,
         seed=0,
         priority=priority,
@@ -149,6 +134,60 @@ def prepare(
         adapter=None if adapter is None else adapter.source,
     )
     return Prepared(request, text if isinstance(text, str) else None, adapter)
+
+
+def _content(
+    intake: Intake, prompt: Any, params: PoolingParams, adapter: UsedAdapter | None
+) -> tuple[Prompt, str | TextPair | None, int]:
+    """A prompt as the core gets it, its text, if known, and the first token of its second text; 0: it has one."""
+    info, pooling = intake.info, pooling_info(intake.info)
+    keep = info.max_model_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+    if (embeds := intake.embeds(prompt)) is not None:
+        refuse_prompt_name(params, "embeddings")
+        check_embeds_params(None, keep)
+        return embeds, None, 0
+    is_text = isinstance(prompt, Mapping) and not prompt.get("prompt_token_ids")
+    text = prompt.get("prompt") if is_text else prompt
+    if isinstance(text, (str, TextPair)):
+        if isinstance(prompt, Mapping):
+            check_keys(prompt)
+        tokenizer = intake.tokenizer if adapter is None else adapter.tokenizer or intake.tokenizer
+        token_ids, second = _encode(tokenizer, info, pooling, text, params, keep)
+    else:
+        refuse_prompt_name(params, "token ids")
+        prompt, types = without_token_types(prompt)
+        token_ids, text = intake.tokenize(prompt, keep is not None, adapter)
+        second = 0 if types is None else second_segment(types, len(token_ids), pooling)
+        token_ids = token_ids[:keep]
+    salted: Any = {"cache_salt": prompt.cache_salt} if isinstance(prompt, TextPair) else prompt
+    return Prompt(token_ids, cache_salt=salt_of(salted)), text, second
+
+
+def without_token_types(prompt: Any) -> tuple[Any, Any]:
+    """A prompt without its token types, and these; None if it has none."""
+    if not isinstance(prompt, Mapping) or prompt.get(TOKEN_TYPES) is None:
+        return prompt, None
+    return {name: value for name, value in prompt.items() if name != TOKEN_TYPES}, prompt[TOKEN_TYPES]
+
+
+def second_segment(types: Any, num_tokens: int, pooling: PoolingInfo) -> int:
+    """The first token of type 1, given the types of all tokens of a prompt; 0 if all are of type 0.
+
+    Raises:
+        ValueError: they are not those of one text or of two, or the model has no types. TypeError: no list.
+    """
+    if not isinstance(types, list):
+        raise TypeError(f"{TOKEN_TYPES} must be a list of 0 and 1, got {quoted(types)}")
+    first = sum(kind == 0 for kind in types)
+    if len(types) != num_tokens:
+        raise ValueError(f"{TOKEN_TYPES} has {len(types)} entries, but the prompt {num_tokens} tokens")
+    if not first or types != [0] * first + [1] * (num_tokens - first):
+        raise ValueError(
+            f"{TOKEN_TYPES} must be 0 for a first text, and then 1 for a second, got {quoted(types)}"
+        )
+    if first < num_tokens and not pooling.token_types:
+        raise ValueError(f"{TOKEN_TYPES}: this model has no token types")
+    return first % num_tokens
 
 
 def refuse_prompt_name(params: PoolingParams, what: str) -> None:

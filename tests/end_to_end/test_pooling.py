@@ -66,6 +66,21 @@ def test_embed_and_encode(llm: LLM, expected: torch.Tensor) -> None:
     assert llm.embed(TEXTS[0], use_tqdm=False)[0].outputs == outputs[0].outputs  # bits of a prompt alone
 
 
+def test_token_types_are_those_of_transformers(llm: LLM, folder: Path) -> None:
+    from transformers import AutoModel
+
+    ids, types = [2, 6, 7, 3, 8, 9, 3], [0, 0, 0, 0, 1, 1, 1]
+    with torch.inference_mode():
+        model = AutoModel.from_pretrained(folder)
+        states = model(torch.tensor([ids]), token_type_ids=torch.tensor([types]))[0][0].mean(0)
+    prompts = [{"prompt_token_ids": ids, "token_type_ids": types}, {"prompt_token_ids": ids}]
+    found, without = (
+        torch.tensor([output.outputs.embedding])
+        for output in llm.embed(prompts, use_tqdm=False)  # type: ignore[arg-type]
+    )
+    assert cosine(found, states[None]) > 0.999999 > cosine(without, states[None])
+
+
 def test_score_by_cosine(llm: LLM, expected: torch.Tensor) -> None:
     one, many = TEXTS[0], TEXTS[1:]
     scores = [output.outputs.score for output in llm.score(one, many, use_tqdm=False)]

@@ -132,7 +132,11 @@ def test_integers_of_other_libraries(prepare: Callable[..., Prepared]) -> None:
         ),
         ({"prompt": "a", "mm_processor_kwargs": {"size": 1}}, ValueError, "mm_processor_kwargs: multi-modal"),
         ({"prompt": "a", "data_format": "x"}, ValueError, "data_format: data prompts are not supported yet"),
-        ({"prompt_token_ids": [1], "token_type_ids": [0]}, ValueError, "token_type_ids: no supported model"),
+        (
+            {"prompt_token_ids": [1], "token_type_ids": [0]},
+            ValueError,
+            "token_type_ids: models that generate have no token types",
+        ),
         ({"prompt": "a", "cache_slat": "b"}, ValueError, r"'cache_slat'; did you mean 'cache_salt'\?"),
         ({"promt": "a"}, ValueError, r"unknown key of a prompt 'promt'; did you mean 'prompt'\?"),
         ({"prompt": "a", 7: "b"}, ValueError, "unknown key of a prompt 7$"),

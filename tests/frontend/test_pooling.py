@@ -93,6 +93,37 @@ def test_requests_of_texts_and_pairs(tokenizer: Any) -> None:
     assert isinstance(pair.task, PoolingParams) and pair.task.second_segment == 3
 
 
+def test_token_types_of_token_ids(tokenizer: Any) -> None:
+    """As `transformers` takes them, where the model has them."""
+    ids = [2, 5, 3, 6, 3]
+    for has_types in (True, False):
+        intake = Intake(info(PoolingInfo(["embed"], "MEAN", 8, token_types=has_types)), tokenizer)
+
+        def second(types: Any, **fields: Any) -> int:
+            params = completed(PoolingParams(**fields), intake.info)  # noqa: B023
+            prompt = {"prompt_token_ids": ids, "token_type_ids": types}
+            task = prepare(intake, prompt, params, "r", 1).request.task  # noqa: B023
+            assert isinstance(task, PoolingParams)
+            return task.second_segment
+
+        assert second(None) == second([0] * 5) == 0
+        if not has_types:
+            with pytest.raises(ValueError, match="token_type_ids: this model has no token types"):
+                second([0, 0, 0, 1, 1])
+            continue
+        assert second([0, 0, 0, 1, 1]) == 3
+        assert second([0, 0, 0, 1, 1], truncate_prompt_tokens=3) == 0
+        for wrong in ([1] * 5, [0, 1, 0, 1, 1], [0, 0, 0, 1, 2], [0, 0, 0, 1, "1"]):
+            with pytest.raises(ValueError, match="must be 0 for a first text, and then 1"):
+                second(wrong)
+        with pytest.raises(ValueError, match="has 4 entries, but the prompt 5 tokens"):
+            second([0] * 4)
+        with pytest.raises(TypeError, match="must be a list of 0 and 1, got 'no'"):
+            second("no")
+        with pytest.raises(ValueError, match=r"token_type_ids: .* with token ids"):
+            prepare(intake, {"prompt": "cat", "token_type_ids": [0]}, completed(None, intake.info), "r", 1)
+
+
 EMBEDDER = info(PoolingInfo(["embed"], "LAST", 8))
 
 
