@@ -28,6 +28,15 @@ DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 KV_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2")
 BACKENDS = ("mp", "ray", "join")
 MAX_RANKS = 1024
+ADAPTER_SWITCHES = {  # options without effect unless another one is set
+    **dict.fromkeys(
+        ("max_loras", "max_lora_rank", "max_cpu_loras", "max_lora_bytes", "lora_dtype"), "enable_lora"
+    ),
+    **dict.fromkeys(
+        ("lora_extra_vocab_size", "lora_allow_pickle", "qlora_adapter_name_or_path"), "enable_lora"
+    ),
+    **dict.fromkeys(("max_prompt_adapters", "max_prompt_adapter_token"), "enable_prompt_adapter"),
+}
 DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}
 
 
@@ -362,15 +371,13 @@ class EngineArgs(metaclass=EngineArgsType):
             raise ValueError(
                 "merge=True is for a single adapter: leave enable_lora out, or lora_path and merge"
             )
-        if self.lora_allow_pickle and not self.enable_lora:
-            raise ValueError(
-                "lora_allow_pickle needs enable_lora: an adapter that is merged is read from safetensors only"
-            )
-        if self.qlora_adapter_name_or_path is not None:
-            if not self.enable_lora:
-                raise ValueError("qlora_adapter_name_or_path needs enable_lora")
-            if self.quantization != "bitsandbytes" and self.load_format != "bitsandbytes":
-                raise ValueError("qlora_adapter_name_or_path needs quantization='bitsandbytes'")
+        for field in dataclasses.fields(self):
+            switch = ADAPTER_SWITCHES.get(field.name, "")
+            if switch and not getattr(self, switch) and getattr(self, field.name) != field.default:
+                raise ValueError(f"{field.name} needs {switch}")
+        uses_bitsandbytes = "bitsandbytes" in (self.quantization, self.load_format)
+        if self.qlora_adapter_name_or_path is not None and not uses_bitsandbytes:
+            raise ValueError("qlora_adapter_name_or_path needs quantization='bitsandbytes'")
 
     def lora_config(self) -> LoRAConfig | None:
         """The limits of adapters; None if none are served."""

@@ -237,7 +237,17 @@ def test_numbers_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"merge": True}, "lora_path and merge=True go together"),
         ({"lora_path": "/a", "merge": True, "enable_lora": True}, "merge=True is for a single adapter"),
         ({"qlora_adapter_name_or_path": "/a"}, "needs enable_lora"),
-        ({"lora_path": "/a", "merge": True, "lora_allow_pickle": True}, "read from safetensors only"),
+        (
+            {"lora_path": "/a", "merge": True, "lora_allow_pickle": True},
+            "lora_allow_pickle needs enable_lora",
+        ),
+        ({"max_loras": 4}, "max_loras needs enable_lora"),
+        ({"max_lora_rank": 64, "enable_prompt_adapter": True}, "max_lora_rank needs enable_lora"),
+        ({"max_cpu_loras": 4}, "max_cpu_loras needs enable_lora"),
+        (
+            {"max_prompt_adapter_token": 9, "enable_lora": True},
+            "max_prompt_adapter_token needs enable_prompt_adapter",
+        ),
         ({"qlora_adapter_name_or_path": "/a", "enable_lora": True}, "needs quantization='bitsandbytes'"),
     ],
 )
