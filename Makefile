@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults test-ranks test-ray lint sbom clean
+.PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults test-ranks test-ray lint sbom wheels clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
@@ -74,6 +74,18 @@ test-cuda-faults: $(STAMP)
 test-ranks: $(STAMP)
 	$(BIN)/pytest -n auto -m every_architecture tests/workers tests/end_to_end
 
+# What a machine with a GPU lacks, for benchmarks/gpu_all.sh: it has PyTorch, transformers and CuPy, but no network. The
+# script installs those that Python does not have there.
+WHEELS := pyzmq msgspec llguidance starlette uvicorn httptools uvloop psutil prometheus-client aiohttp \
+	aiohappyeyeballs aiosignal attrs frozenlist multidict propcache yarl anyio idna h11 click regex jinja2 markupsafe \
+	pytest pytest-timeout iniconfig pluggy pygments hypothesis sortedcontainers peft cuda-pathfinder
+PLATFORMS := manylinux_2_28_x86_64 manylinux_2_31_x86_64 manylinux_2_27_x86_64 manylinux_2_26_x86_64 manylinux2014_x86_64
+wheels: $(PIP)
+	rm -rf .wheels
+	$(BIN)/python -m pip download --quiet --dest .wheels --no-deps --only-binary=:all: --python-version 3.12 \
+		--implementation cp $(PLATFORMS:%=--platform %) -c constraints.txt $(WHEELS)
+	@du -sh .wheels
+
 # Workers in a Ray cluster, and the examples for Ray: for changes of these. Ray and what the examples need are 170 MB.
 $(VENV)/.ray: $(STAMP)
 	$(BIN)/python -m pip install --no-compile --quiet -c constraints.txt 'ray[data,serve]'
@@ -91,7 +103,7 @@ lint: $(STAMP)
 	@mkdir -p build/types/pagewire
 	@for folder in $(FOLDERS); do ln -sfn ../../../$$folder build/types/pagewire/$$folder; done
 	@for file in $(notdir $(wildcard pagewire/*.py pagewire/py.typed pagewire/demo pagewire/engine pagewire/lora)); do ln -sfn ../../../pagewire/$$file build/types/pagewire/$$file; done
-	$(BIN)/mypy -p pagewire
+	$(BIN)/mypy -p pagewire -p benchmarks.gpu -p benchmarks.kernels
 
 # The software bill of materials, from what is installed: nothing is fetched.
 sbom: $(STAMP)

@@ -1,6 +1,6 @@
 """Encoders end to end on a GPU, with random weights of the shapes of real models: right, and how fast.
 
-    python -m benchmarks.gpu_encoders [--model all-MiniLM-L6-v2] [--quick] [--out benchmarks/results]
+    python -m benchmarks.gpu.encoders [--model all-MiniLM-L6-v2] [--quick] [--out benchmarks/results]
 
 Embeddings of prompts of many lengths are compared with those of transformers in float32 on the CPU: exit status 1
 if a cosine is below that of `LEAST`. For one of them, in every dtype, also texts per second, of 128 tokens each;
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.limits import processor
-from pagewire import LLM
+from pagewire import LLM, TokensPrompt
 
 VOCAB_SIZE = 30522
 BASE: dict[str, Any] = {
@@ -92,7 +92,7 @@ def load(folder: Path, device: str, dtype: str) -> LLM:
 
 def embeddings(llm: LLM, prompts: list[list[int]]) -> np.ndarray:
     """The embeddings [n, H] of prompts."""
-    outputs = llm.embed([{"prompt_token_ids": ids} for ids in prompts], use_tqdm=False)
+    outputs = llm.embed([TokensPrompt(prompt_token_ids=ids) for ids in prompts], use_tqdm=False)
     return np.stack([np.frombuffer(output.outputs.tensor.data, np.float32) for output in outputs])
 
 
@@ -130,7 +130,7 @@ def peer_texts_per_second(folder: Path, device: str, dtype: str, count: int) -> 
         prompts = torch.tensor(random_prompts([TOKENS] * count, seed=run))
         begin = time.perf_counter()
         with torch.inference_mode():
-            for part in prompts.split(PEER_BATCH):
+            for part in torch.split(prompts, PEER_BATCH):
                 module(part.to(device))[0].float().mean(1).cpu()
         rates.append(count / (time.perf_counter() - begin))
     return statistics.median(rates[1:])

@@ -1,6 +1,6 @@
 """pagewire end to end on a GPU, with random bfloat16 weights of the shapes of real models.
 
-    python -m benchmarks.gpu_models [--model llama-3-8b] [--quick] [--adapters] [--out benchmarks/results]
+    python -m benchmarks.gpu.models [--model llama-3-8b] [--quick] [--adapters] [--out benchmarks/results]
 
 For each model: output tokens per second and their share of the floor (weights and KV cache streamed at the rate of
 a large copy, prompts multiplied at the rate of a large product, both measured here), the time to the first token,
@@ -19,6 +19,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,16 @@ MODELS = {
     "llama-3-8b": LLAMA | SIZES_8B,
     "qwen3-8b": LLAMA | QWEN,
 }
-RUNS = 2
-NUM_ADAPTERS, RANK = 8, 16
-ADAPTED_WORK = (32, 128, 128)
-"""Requests, tokens of each prompt and of each output where adapters are measured."""
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+"""Sizes of a model that shows that everything runs."""
+RANK = 16
 
 
 @dataclass(frozen=True)
@@ -91,14 +98,38 @@ class Work:
         return f"{self.count} x {self.input}/{self.output}"
 
 
-WORKS = [Work(count, *sizes) for sizes in ((128, 128), (1024, 256)) for count in (1, 32, 256)]
-QUICK_WORKS = [Work(1, 128, 128), Work(256, 128, 128)]
+FEW = [Work(1, 128, 128), Work(256, 128, 128)]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    works: with graphs. others: without, and by transformers; empty leaves both out. lengths: of prompts, for the
+    time to the first token. runs: of each work.
+    """
+
+    works: Sequence[Work]
+    others: Sequence[Work]
+    lengths: Sequence[int] = (128, 1024)
+    runs: int = 2
+    adapted: Work = Work(32, 128, 128)
+    num_adapters: int = 8
+    device: str = "cuda"
+
+
+FULL = Scale(
+    [Work(count, *sizes) for sizes in ((128, 128), (1024, 256)) for count in (1, 32, 256)], others=FEW
+)
+QUICK = Scale(FEW, others=[], lengths=(128,), runs=1)
+SMALL = Scale([Work(2, 8, 4)], [Work(1, 8, 4)], (8,), 1, Work(4, 8, 8), num_adapters=2, device="cpu")
+"""Shows on a CPU that everything runs."""
 
 
 class Pagewire:
     """Our engine, as a program would use it."""
 
-    def __init__(self, folder: Path, graphs: bool, **options: Any) -> None:
+    def __init__(self, folder: Path, graphs: bool, device: str, **options: Any) -> None:
         from pagewire import LLM
 
         begin = time.perf_counter()
@@ -106,7 +137,7 @@ class Pagewire:
             str(folder),
             load_format="dummy",
             skip_tokenizer_init=True,
-            device="cuda",
+            device=device,
             max_model_len=4096,
             max_num_batched_tokens=8192,
             enforce_eager=not graphs,
@@ -116,14 +147,17 @@ class Pagewire:
 
     def run(self, work: Work, seed: int, adapters: list[Any] | None = None) -> dict[str, Any]:
         """Seconds, what the worker says of them, and the tokens. adapters: of each request."""
-        from pagewire import SamplingParams
+        from pagewire import SamplingParams, TokensPrompt
 
         batch = prompts({"count": work.count, "input": work.input, "shared": 0, "seed": seed})
         params = SamplingParams(temperature=0.0, max_tokens=work.output, ignore_eos=True, detokenize=False)
         before = self._worker()
         begin = time.perf_counter()
         outputs = self.llm.generate(
-            [{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False, lora_request=adapters
+            [TokensPrompt(prompt_token_ids=ids) for ids in batch],
+            params,
+            use_tqdm=False,
+            lora_request=adapters,
         )
         seconds = time.perf_counter() - begin
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
@@ -141,12 +175,14 @@ class Pagewire:
         self.llm.shutdown()
 
 
-def measure(engine: Pagewire, works: list[Work], folder: Path, limits: Limits) -> dict[str, Any]:
+def measure(
+    engine: Pagewire, works: Sequence[Work], scale: Scale, folder: Path, limits: Limits
+) -> dict[str, Any]:
     """Each work some times, after one that warms up: medians."""
     engine.run(Work(8, 64, 16), seed=0)
     report: dict[str, Any] = {"start_s": engine.start_s}
     for work in works:
-        runs = [engine.run(work, seed=1 + run) for run in range(RUNS)]
+        runs = [engine.run(work, seed=1 + run) for run in range(scale.runs)]
         seconds = statistics.median(run["seconds"] for run in runs)
         floor = floor_seconds(limits, folder, work.count, work.input, work.output, shared=0)
         report[work.label] = {
@@ -154,13 +190,13 @@ def measure(engine: Pagewire, works: list[Work], folder: Path, limits: Limits) -
             "of_floor": floor / seconds,
             "idle": statistics.median(run["idle"] for run in runs),
         }
-    for length in (128, 1024):
-        runs = [engine.run(Work(1, length, 1), seed=10 + run)["seconds"] for run in range(5)]
-        report[f"ttft {length}"] = {"ms": 1e3 * statistics.median(runs)}
+    for length in scale.lengths:
+        times = [engine.run(Work(1, length, 1), seed=10 + run)["seconds"] for run in range(5)]
+        report[f"ttft {length}"] = {"ms": 1e3 * statistics.median(times)}
     return report
 
 
-def measure_adapters(folder: Path) -> dict[str, Any]:
+def measure_adapters(folder: Path, scale: Scale) -> dict[str, Any]:
     """Tokens per second of an engine that serves adapters, and whether recorded steps make the tokens of others.
 
     Raises:
@@ -168,23 +204,23 @@ def measure_adapters(folder: Path) -> dict[str, Any]:
     """
     from pagewire import LoRARequest
 
-    work, report = Work(*ADAPTED_WORK), dict[str, Any]()
+    work, report = scale.adapted, dict[str, Any]()
     loras = [
         LoRARequest(f"adapter {n}", n, str(write_adapter(folder, folder / f"adapter-{n}", RANK, seed=n)))
-        for n in range(1, NUM_ADAPTERS + 1)
+        for n in range(1, scale.num_adapters + 1)
     ]
-    kinds = {
+    kinds: dict[str, list[Any]] = {
         "none used": [None] * work.count,
         "one adapter": [loras[0]] * work.count,
-        f"{NUM_ADAPTERS} adapters": [loras[i % NUM_ADAPTERS] for i in range(work.count)],
+        f"{scale.num_adapters} adapters": [loras[i % scale.num_adapters] for i in range(work.count)],
     }
     tokens: dict[tuple[str, bool], list[list[int]]] = {}
     for graphs in (True, False):
-        limits = {"max_loras": NUM_ADAPTERS, "max_lora_rank": RANK}
-        engine = Pagewire(folder, graphs, enable_lora=True, **limits)
+        limits = {"max_loras": scale.num_adapters, "max_lora_rank": RANK}
+        engine = Pagewire(folder, graphs, scale.device, enable_lora=True, **limits)
         for kind, adapters in kinds.items():
             engine.run(work, 0, adapters)
-            runs = [engine.run(work, 1 + run, adapters) for run in range(RUNS)]
+            runs = [engine.run(work, 1 + run, adapters) for run in range(scale.runs)]
             seconds = statistics.median(run["seconds"] for run in runs)
             name = f"{kind}, {'graphs' if graphs else 'eager'}"
             report[name] = {"tokens_per_s": work.count * work.output / seconds}
@@ -209,20 +245,20 @@ def same_share(ours: list[list[int]], theirs: list[list[int]], first: int = 8) -
     return sum(same) / sum(len(pair) for pair in pairs)
 
 
-def measure_transformers(folder: Path, works: list[Work]) -> dict[str, Any]:
+def measure_transformers(folder: Path, works: Sequence[Work], device: str) -> dict[str, Any]:
     """`generate` with PyTorch's attention, one batch at a time."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.device("cuda"):
+    with torch.device(device):
         config = AutoConfig.from_pretrained(folder)
         module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     report = {}
     for work in works:
         batch = {"count": work.count, "input": work.input, "shared": 0, "seed": 1}
-        ids = torch.tensor(prompts(batch), device="cuda")
+        ids = torch.tensor(prompts(batch), device=device)
         times = []
         for num_out in (4, work.output):
-            torch.cuda.synchronize()
+            wait(device)
             begin = time.perf_counter()
             with torch.inference_mode():
                 module.generate(
@@ -233,7 +269,7 @@ def measure_transformers(folder: Path, works: list[Work]) -> dict[str, Any]:
                     do_sample=False,
                     pad_token_id=0,
                 )
-            torch.cuda.synchronize()
+            wait(device)
             times.append(time.perf_counter() - begin)
         report[work.label] = {"tokens_per_s": work.count * work.output / times[-1]}
     del module
@@ -242,11 +278,39 @@ def measure_transformers(folder: Path, works: list[Work]) -> dict[str, Any]:
     return report
 
 
+def wait(device: str) -> None:
+    """Wait for the work of a device."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def run_model(sizes: dict[str, Any], scale: Scale, limits: Limits, *, adapters: bool) -> dict[str, Any]:
+    """The figures of a model, which are printed as well. sizes: its configuration."""
+    report: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        (folder / "config.json").write_text(json.dumps(sizes))
+        if adapters:
+            report["adapters"] = measure_adapters(folder, scale)
+            print("adapters", json.dumps(report["adapters"], indent=1), flush=True)
+            return report
+        for kind, graphs, works in (("graphs", True, scale.works), ("eager", False, scale.others)):
+            if works:
+                engine = Pagewire(folder, graphs, scale.device)
+                report[kind] = measure(engine, works, scale, folder, limits)
+                engine.close()
+                print(kind, json.dumps(report[kind], indent=1), flush=True)
+        if scale.others:
+            report["transformers"] = measure_transformers(folder, scale.others, scale.device)
+            print("transformers", json.dumps(report["transformers"], indent=1), flush=True)
+    return report
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description="Measure whole models on a GPU.")
     parser.add_argument("--model", choices=MODELS, action="append", help="may be given again")
-    parser.add_argument("--quick", action="store_true", help="fewer works, and no peer")
+    parser.add_argument("--quick", action="store_true", help="fewer works, with graphs only, and no peer")
     parser.add_argument("--adapters", action="store_true", help="LoRA adapters, and nothing else")
     parser.add_argument("--out", type=Path, help="folder of a JSON file of all figures")
     options = parser.parse_args()
@@ -254,24 +318,10 @@ def main() -> None:
     torch.cuda.empty_cache()
     limits = Limits(copy, rate)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "limits": asdict(limits), "models": {}}
+    scale = QUICK if options.quick else FULL
     for name in options.model or MODELS:
-        with tempfile.TemporaryDirectory() as directory:
-            folder = Path(directory)
-            (folder / "config.json").write_text(json.dumps(MODELS[name]))
-            found = report["models"][name] = {}
-            if options.adapters:
-                found["adapters"] = measure_adapters(folder)
-                print(name, "adapters", json.dumps(found["adapters"], indent=1), flush=True)
-                continue
-            for kind, graphs in (("graphs", True), ("eager", False)):
-                engine = Pagewire(folder, graphs)
-                works = WORKS if graphs and not options.quick else QUICK_WORKS
-                found[kind] = measure(engine, works, folder, limits)
-                engine.close()
-                print(name, kind, json.dumps(found[kind], indent=1), flush=True)
-            if not options.quick:
-                found["transformers"] = measure_transformers(folder, QUICK_WORKS)
-                print(name, "transformers", json.dumps(found["transformers"], indent=1), flush=True)
+        print(name)
+        report["models"][name] = run_model(MODELS[name], scale, limits, adapters=options.adapters)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         kind = "adapters" if options.adapters else "models"

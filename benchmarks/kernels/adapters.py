@@ -10,14 +10,15 @@ from pagewire.kernels.cuda import lora
 from pagewire.kernels.cuda.launch import KernelLauncher
 from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
 
-from .case import Case, distance, num_copies
+from .case import Case, Extent, distance, num_copies
+
+ROWS = {Extent.FULL: (1, 64, 2048), Extent.QUICK: (64, 2048), Extent.SMALL: (1, 33)}
 
 
-def lora_cases(
-    launcher: KernelLauncher, on: str, quick: bool, size: int = 4096, rows: tuple[int, ...] = (1, 64, 2048)
-) -> Iterator[Case]:
+def lora_cases(launcher: KernelLauncher, on: str, extent: Extent) -> Iterator[Case]:
     """What adapters of rank 16 add to a square product: one for all rows, and one for each of 32 parts of them."""
-    for num_rows in rows[-2:] if quick else rows:
+    size = 72 if extent is Extent.SMALL else 4096
+    for num_rows in ROWS[extent]:
         for num_adapters in {1, min(32, num_rows)}:
             yield _lora_case(launcher, on, num_rows, num_adapters, size)
 

@@ -15,7 +15,7 @@ from pagewire.kernels.cuda.launch import KernelLauncher
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.paging import WHOLE, AttentionBatch, Cache, LogitTerms
 
-from .case import Case, Run, distance, num_copies
+from .case import Case, Extent, Run, distance, num_copies
 
 BLOCK_SIZE = 16
 
@@ -143,31 +143,51 @@ def _flashinfer_decode(
     return lambda i: wrapper.run(q[i], (k[i], v[i]))
 
 
-def decode_cases(launcher: KernelLauncher, on: str, quick: bool, shape: Shape = LLAMA) -> Iterator[Case]:
+SMALL = Shape(4, 2, 64)
+DECODE = {
+    Extent.FULL: [(requests, length) for requests in (1, 8, 64, 256) for length in (512, 4096, 32768)],
+    Extent.QUICK: [(8, 32768), (64, 4096)],
+    Extent.SMALL: [(3, 64)],
+}
+"""Requests, and keys of each."""
+NARROW_DECODE = {(64, 4096), (3, 64)}
+"""Those that are also measured over fp8."""
+PREFILL = {
+    Extent.FULL: [(queries, context) for queries in (512, 2048, 8192) for context in (0, 30720)],
+    Extent.QUICK: [(2048, 0), (2048, 30720)],
+    Extent.SMALL: [(32, 0), (32, 50)],
+}
+"""Queries, and keys in front of them."""
+ENCODERS = {
+    Extent.FULL: [(64, 128), (256, 128), (32, 512), (1, 8192)],
+    Extent.QUICK: [(64, 128)],
+    Extent.SMALL: [(2, 48)],
+}
+"""Prompts, and tokens of each."""
+
+
+def decode_cases(launcher: KernelLauncher, on: str, extent: Extent) -> Iterator[Case]:
     """One new token per request."""
-    sizes = [(b, c) for b in (1, 8, 64, 256) for c in (512, 4096, 32768)]
-    if quick:
-        sizes = [(8, 32768), (64, 4096)]
-    for requests, length in sizes:
+    shape = SMALL if extent is Extent.SMALL else LLAMA
+    for requests, length in DECODE[extent]:
         for kept in (torch.bfloat16, torch.float8_e4m3fn):
-            if kept != torch.bfloat16 and (requests, length) != (64, 4096):
+            if kept != torch.bfloat16 and (requests, length) not in NARROW_DECODE:
                 continue
             name = f"decode {requests} x {length} {str(kept).removeprefix('torch.')}"
             yield attention_case(launcher, on, name, 1, length - 1, requests, kept, shape)
 
 
-def prefill_cases(launcher: KernelLauncher, on: str, quick: bool, shape: Shape = LLAMA) -> Iterator[Case]:
+def prefill_cases(launcher: KernelLauncher, on: str, extent: Extent) -> Iterator[Case]:
     """One request's prompt, alone or after a long context."""
-    for queries in (2048,) if quick else (512, 2048, 8192):
-        for context in (0, 30720):
-            name = f"prefill {queries} after {context}"
-            yield attention_case(launcher, on, name, queries, context, 1, torch.bfloat16, shape)
+    shape = SMALL if extent is Extent.SMALL else LLAMA
+    for queries, context in PREFILL[extent]:
+        name = f"prefill {queries} after {context}"
+        yield attention_case(launcher, on, name, queries, context, 1, torch.bfloat16, shape)
 
 
-def encoder_cases(launcher: KernelLauncher, on: str, quick: bool) -> Iterator[Case]:
+def encoder_cases(launcher: KernelLauncher, on: str, extent: Extent) -> Iterator[Case]:
     """Whole prompts of an encoder with the heads of BERT-base."""
-    for requests, length in ((64, 128),) if quick else ((64, 128), (256, 128), (32, 512), (1, 8192)):
+    shape = Shape(2, 2, 64) if extent is Extent.SMALL else Shape(12, 12, 64)
+    for requests, length in ENCODERS[extent]:
         name = f"encoder {requests} x {length}"
-        yield attention_case(
-            *(launcher, on, name, length, 0, requests, torch.bfloat16, Shape(12, 12, 64)), whole=True
-        )
+        yield attention_case(launcher, on, name, length, 0, requests, torch.bfloat16, shape, whole=True)

@@ -12,13 +12,14 @@ from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.paging import Cache, token_view
 from pagewire.kernels.reference.kernels import reference
 
-from .attention import BLOCK_SIZE, LLAMA, Shape
-from .case import Case, Run, distance, num_copies
+from .attention import BLOCK_SIZE, LLAMA, SMALL, Shape
+from .case import Case, Extent, Run, distance, num_copies
 
 
-def write_cases(launcher: KernelLauncher, on: str, quick: bool, shape: Shape = LLAMA) -> Iterator[Case]:
+def write_cases(launcher: KernelLauncher, on: str, extent: Extent) -> Iterator[Case]:
     """QKV rows of 64 and 8,192 tokens: rotated, written, also with the norm of heads, also as fp8."""
-    for tokens in (64, 8192):
+    shape = SMALL if extent is Extent.SMALL else LLAMA
+    for tokens in (24,) if extent is Extent.SMALL else (64, 8192):
         for kept, normed in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float8_e4m3fn, False)):
             yield _write_case(launcher, on, tokens, kept, normed, shape)
 
@@ -41,11 +42,11 @@ def _write_case(
     head_norms = kv.HeadNorms(weight, weight, 1e-6) if normed else kv.NO_NORMS
 
     def run(i: int) -> None:
-        q, k, v = qkv[i].split(widths, 1)
+        q, k, v = torch.split(qkv[i], widths, 1)
         kv.write_kv(launcher, q, k, v, caches[i], slots, (cos, sin), head_norms)
 
     def error() -> float:
-        q, k, v = (x.double() for x in qkv[0].split(widths, 1))
+        q, k, v = (x.double() for x in torch.split(qkv[0], widths, 1))
         if normed:
             q, k = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double() for x in (q, k))
         reference.rotary(q, k, cos.double(), sin.double())
@@ -58,7 +59,7 @@ def _write_case(
         return max(worst, distance(qkv[0, :, : shape.heads], q))
 
     def in_torch(i: int) -> None:
-        q, k, v = qkv[i].split(widths, 1)
+        q, k, v = torch.split(qkv[i], widths, 1)
         if normed:
             q, k = (reference.rms_norm(x, weight, 1e-6) for x in (q, k))
         reference.rotary(q, k, cos, sin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 
 from torch import Tensor
 
@@ -11,6 +12,14 @@ ROTATED_BYTES = 256 << 20
 """Buffers of a case take at least this together: several times any L2 cache."""
 Run = Callable[[int], object]
 """One call of a kernel, on one set of buffers."""
+
+
+class Extent(Enum):
+    """How much is measured. SMALL sizes show that everything runs, on an emulated device as well."""
+
+    FULL = "full"
+    QUICK = "quick"
+    SMALL = "small"
 
 
 @dataclass

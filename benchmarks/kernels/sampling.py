@@ -10,17 +10,12 @@ from torch import Tensor
 from pagewire.kernels.cuda import sampling
 from pagewire.kernels.cuda.launch import KernelLauncher
 
-from .case import Case, Run, num_copies
+from .case import Case, Extent, Run, num_copies
 
 
-def sampling_cases(
-    launcher: KernelLauncher,
-    on: str,
-    quick: bool,
-    rows: int = 64,
-    vocab_sizes: tuple[int, ...] = (32768, 131072),
-) -> Iterator[Case]:
+def sampling_cases(launcher: KernelLauncher, on: str, extent: Extent) -> Iterator[Case]:
     """Greedy, and top-k, top-p and min-p at once."""
+    rows, vocab_sizes = (3, (2048,)) if extent is Extent.SMALL else (64, (32768, 131072))
     for vocab_size in vocab_sizes:
         logits = torch.randn(num_copies(4 * rows * vocab_size), rows, vocab_size, device=on) * 3
         for greedy in (True, False):

@@ -1,0 +1,118 @@
+"""Where the parts run: on a GPU, or rehearsed on the emulated device of the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.case import Extent
+from pagewire.kernels.cuda import attention, norms
+from pagewire.kernels.cuda import kernels as cuda_kernels
+from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.kernels.cuda.trials import Trial, trials
+from pagewire.workers.device.cuda import CudaDevice
+from pagewire.workers.device.first_run import Launches
+
+KV_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Place(Protocol):
+    """What the parts ask of the device."""
+
+    device: torch.device
+    extent: Extent
+    """How much the kernels are measured."""
+    is_gpu: bool
+
+    def kernels(self) -> CudaKernels:
+        """The kernels of the device."""
+
+    def worker_device(self) -> CudaDevice:
+        """The device as a worker uses it."""
+
+    def trials(self) -> Iterator[tuple[str, Trial]]:
+        """All trials, each with the name of its launches."""
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+        """A graph of `run`: its result, and a replay that writes it again."""
+
+    def other_stream(self) -> AbstractContextManager[Any]:
+        """A context in which work goes to another stream."""
+
+
+class Gpu:
+    """The first GPU of this machine."""
+
+    device, extent, is_gpu = torch.device("cuda", 0), Extent.QUICK, True
+
+    def kernels(self) -> CudaKernels:
+        """See `Place`."""
+        torch.cuda.set_device(0)
+        return cuda_kernels.load(0)
+
+    def worker_device(self) -> CudaDevice:
+        """See `Place`."""
+        return CudaDevice.open(0)
+
+    def trials(self) -> Iterator[tuple[str, Trial]]:
+        """See `Place`: those of every dtype, cache and head size."""
+        seen = set()
+        for dtype in norms.DTYPES:
+            for head_dim in attention.HEAD_DIMS:
+                for kv_dtype in KV_DTYPES:
+                    for encodes in (False, True):
+                        launches = Launches(dtype, kv_dtype, head_dim, encodes)
+                        for trial in trials(dtype, kv_dtype, head_dim, encodes=encodes):
+                            if (dtype, trial.name) not in seen:
+                                seen.add((dtype, trial.name))
+                                yield str(launches.dtype).removeprefix("torch."), trial
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+        """See `Place`."""
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = run()
+        return result, graph.replay
+
+    def other_stream(self) -> AbstractContextManager[Any]:
+        """See `Place`."""
+        return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+
+
+class Rehearsal:
+    """The emulated device, which runs the parts at small sizes."""
+
+    device, extent, is_gpu = torch.device("cpu"), Extent.SMALL, False
+
+    def kernels(self) -> CudaKernels:
+        """See `Place`."""
+        from tests.kernels.cuda.emulate import EmulatedLauncher
+
+        return CudaKernels(EmulatedLauncher(), "cpu")
+
+    def worker_device(self) -> CudaDevice:
+        """See `Place`."""
+        from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
+
+        return EmulatedCudaDevice()
+
+    def trials(self) -> Iterator[tuple[str, Trial]]:
+        """See `Place`: few, for each kernel has to be compiled for the emulation."""
+        for trial in trials(torch.bfloat16, torch.bfloat16, 64):
+            if not trial.method.endswith("norm") or trial.name.endswith(" of 248"):
+                yield "bfloat16", trial
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+        """See `Place`."""
+        result = run()
+        return result, lambda: result.copy_(run())
+
+    def other_stream(self) -> AbstractContextManager[Any]:
+        """See `Place`."""
+        return nullcontext()
