@@ -22,7 +22,7 @@ class Absent(msgspec.Struct, frozen=True, gc=False):
     """Why a name is absent, and which of its values are accepted all the same.
 
     reason: why pagewire does not have it. instead: what does its work, or what to write.
-    silent: values that ask for what happens anyway; so do None and {}.
+    silent: values that ask for what happens anyway; so do None, {} and [].
     warned: values, or their type, that are accepted with one warning: they change no output and no promise.
     same_as: of an argument: another one, whose value is silent as well.
     pending: it is to be built.
@@ -43,21 +43,30 @@ class Absent(msgspec.Struct, frozen=True, gc=False):
         """The error message for a name or a value that is refused."""
         return f"{subject} is not supported{' yet' * self.pending}: {self.reason}; {self.instead}"
 
+    def warning(self, subject: str) -> str:
+        """The message for a name or a value that is accepted without effect."""
+        return f"{subject} has no effect: {self.reason}; {self.instead}"
+
 
 def settle(subject: str, value: Any, absent: Absent) -> None:
-    """Accept a value of an absent name, silently or with one warning per process, or refuse it.
+    """Accept a value of an absent name, silently or with one warning per process; or raise as `needs_warning`."""
+    if needs_warning(subject, value, absent):
+        warn_once(subject, absent.warning(f"{subject}={quoted(value)}"))
+
+
+def needs_warning(subject: str, value: Any, absent: Absent) -> bool:
+    """True if a value of an absent name is accepted with a warning, False if silently.
 
     subject: the name, for messages.
 
     Raises:
         ValueError: the value would have an effect; the text has the reason and the alternative.
     """
-    if value in (None, {}, *absent.silent):
-        return
-    given = f"{subject}={quoted(value)}"
+    if value in (None, {}, [], *absent.silent):
+        return False
     if not absent.warns_of(value):
-        raise ValueError(absent.refusal(given))
-    warn_once(subject, f"{given} has no effect: {absent.reason}; {absent.instead}")
+        raise ValueError(absent.refusal(f"{subject}={quoted(value)}"))
+    return True
 
 
 def refuse_value(option: str, value: Any) -> None:
@@ -352,6 +361,16 @@ VALUES: Mapping[str, Absent] = {
 """Values of options that exist, as "option=value". They are refused."""
 
 REQUEST_FIELDS: Mapping[str, Absent] = {
+    **{
+        f"{kind}.{name}": absent
+        for kind in ("ChatRequest", "CompletionRequest")
+        for name, absent in (
+            ("guided_decoding_backend", OPTIONS["guided_decoding_backend"]),
+            ("kv_transfer_params", OPTIONS["kv_transfer_config"]),
+            ("logits_processors", OPTIONS["logits_processors"]),
+            ("mm_processor_kwargs", OPTIONS["mm_processor_kwargs"]),
+        )
+    },
     "ChatRequest.metadata": Absent("nothing is stored", "the log names the user of a request", warned=dict),
     "ChatRequest.prediction": Absent(
         "the text of a prediction is not read", "the engine's speculative_model proposes tokens", warned=dict

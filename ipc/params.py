@@ -29,9 +29,12 @@ from pagewire.ipc.budget import (
     MAX_TOKENS_OF_VOCABULARY,
 )
 from pagewire.ipc.compatibility import OPTIONS, KnowsArguments, settle
+from pagewire.ipc.json_schema import check_is_schema
 from pagewire.ipc.quoting import quoted
 
 MAX_JSON_DEPTH = 100
+JSON_STRUCTURES = ("json", "json_object", "structural_tag")
+JSON_OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -146,6 +149,10 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
             )
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise ValueError("give whitespace_pattern or disable_any_whitespace, not both")
+        if given[0] not in JSON_STRUCTURES and (
+            unused := [name for name in JSON_OPTIONS if getattr(self, name)]
+        ):
+            raise ValueError(f"{unused[0]} is for JSON ({', '.join(JSON_STRUCTURES)}), not for a {given[0]}")
         self._check_kind(given[0])
 
     @property
@@ -193,7 +200,7 @@ def json_object_text(name: str, value: Any) -> str:
     """A JSON object (a dict, its text, or the schema of a pydantic model class) as compact JSON text.
 
     Raises:
-        ValueError: it is not JSON, no object, or too deep. TypeError: a value of another type.
+        ValueError: it is not JSON, no object, too deep, or as "json" no schema. TypeError: a value of another type.
     """
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
@@ -217,6 +224,8 @@ def json_object_text(name: str, value: Any) -> str:
     if depth > MAX_JSON_DEPTH:
         raise ValueError(f"{name} must be at most {MAX_JSON_DEPTH} levels deep, it has {depth}")
     check_text(name, text)
+    if name == "json":
+        check_is_schema(name, parsed)
     return text
 
 

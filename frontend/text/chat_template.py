@@ -5,7 +5,7 @@ Templates run in a sandbox (`sandbox.py`) and have access to plain data only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -14,6 +14,8 @@ from pagewire.frontend.text.conversation import Conversation, compile_template, 
 from pagewire.frontend.text.length import encode_within
 from pagewire.frontend.text.render_process import render_confined
 from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.compatibility import warn_once
+from pagewire.ipc.quoting import quoted
 
 Message: TypeAlias = Mapping[str, Any]
 ContentFormat: TypeAlias = Literal["auto", "string", "openai"]
@@ -71,6 +73,7 @@ def render_chat(
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    on_unread: Callable[[list[str]], None] | None = None,
 ) -> str:
     """Return the text of one conversation.
 
@@ -82,7 +85,8 @@ def render_chat(
         add_generation_prompt: end with the header of an answer.
         continue_final_message: end within the final message, so that the model continues it.
         tools: JSON schemas of functions.
-        chat_template_kwargs: additional variables of the template; those that it does not read are ignored.
+        chat_template_kwargs: additional variables of the template.
+        on_unread: called with the names of those that it does not read; None: a warning names them, once.
 
     Raises:
         ValueError: there is no template, options contradict each other, or the template fails on the conversation
@@ -107,11 +111,23 @@ def render_chat(
         add_generation_prompt,
         continue_final_message,
     )
-    if (
+    trusted = (
         template_files or chat_template is None or source != chat_template
-    ):  # the model's or the operator's own
-        return render_source(source, tokenizer.special_tokens, conversation)
-    return render_confined(source, tokenizer.special_tokens, conversation)
+    )  # the model's, the operator's
+    renders = render_source if trusted else render_confined
+    rendered = renders(source, tokenizer.special_tokens, conversation)
+    if rendered.unread:
+        if on_unread is None:
+            text = unread_text(rendered.unread)
+            warn_once(text, text)
+        else:
+            on_unread(rendered.unread)
+    return rendered.text
+
+
+def unread_text(names: list[str]) -> str:
+    """The warning of variables that a template does not read."""
+    return f"the chat template does not read {quoted(names)[1:-1]}, so they have no effect"
 
 
 def check_template(tokenizer: Tokenizer, chat_template: str) -> None:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import jinja2
+import msgspec
 from jinja2 import meta, nodes
 
 from pagewire.frontend.text.sandbox import compile_source, environment, render
@@ -39,8 +40,15 @@ class Conversation:
     continue_final_message: bool
 
 
-def render_source(source: str, special_tokens: Mapping[str, Any], conversation: Conversation) -> str:
-    """Return the text of one conversation under the template with this text.
+class Rendered(msgspec.Struct):
+    """The text of a conversation. unread: the names of given variables that the template does not read."""
+
+    text: str
+    unread: list[str]
+
+
+def render_source(source: str, special_tokens: Mapping[str, Any], conversation: Conversation) -> Rendered:
+    """Render one conversation with the template of this text.
 
     Raises:
         ValueError, TypeError: as `render_chat`.
@@ -48,11 +56,12 @@ def render_source(source: str, special_tokens: Mapping[str, Any], conversation: 
     template = compile_template(source)
     convert_content = content_reader(conversation.content_format, source)
     messages, tools = conversation.messages, conversation.tools
+    read = template_variables(source, conversation.variables)
     try:
         variables = {
             "documents": None,
             **special_tokens,
-            **template_variables(source, conversation.variables),
+            **read,
             "messages": [
                 read_message(message, index, convert_content) for index, message in enumerate(messages)
             ],
@@ -61,9 +70,10 @@ def render_source(source: str, special_tokens: Mapping[str, Any], conversation: 
         }
     except RecursionError:
         raise ValueError("messages, tools or variables of the template are nested too deeply") from None
-    if conversation.continue_final_message:
-        return render_open(template, variables)
-    return render(template, variables)
+    renders = render_open if conversation.continue_final_message else render
+    return Rendered(
+        renders(template, variables), [name for name in conversation.variables if name not in read]
+    )
 
 
 # ---------------------------------------------------------------- variables of a template

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pagewire.frontend.text.conversation import Conversation, render_source
+from pagewire.frontend.text.conversation import Conversation, Rendered, render_source
 from pagewire.ipc.confined import Confined, JobKilledError, Limits
 from pagewire.ipc.job_server import Handler, serve
 
@@ -34,8 +34,8 @@ class Rendering(msgspec.Struct):
     conversation: Conversation
 
 
-def render_confined(source: str, special_tokens: Mapping[str, Any], conversation: Conversation) -> str:
-    """Return the text of one conversation, as `render_source` does. Blocks for up to `SECONDS`, in any thread.
+def render_confined(source: str, special_tokens: Mapping[str, Any], conversation: Conversation) -> Rendered:
+    """Render one conversation, as `render_source` does. Blocks for up to `SECONDS`, in any thread.
 
     Raises:
         ValueError: as `render_source`; or the template exceeds a limit.
@@ -48,7 +48,7 @@ def render_confined(source: str, special_tokens: Mapping[str, Any], conversation
         raise ValueError("messages, tools and variables must not have integers of over 64 bits") from None
     limits = Limits(SECONDS, CPU_SECONDS, MEMORY_BYTES, STACK_BYTES)
     try:
-        return processes().run(job, limits).decode()
+        return msgspec.msgpack.decode(processes().run(job, limits), type=Rendered)
     except JobKilledError as error:
         raise ValueError(f"the chat template fails on the conversation: {error}") from None
 
@@ -64,7 +64,8 @@ def renderer() -> Handler:
 
     def render(job: bytes) -> bytes:
         rendering = msgspec.msgpack.decode(job, type=Rendering)
-        return render_source(rendering.source, rendering.special_tokens, rendering.conversation).encode()
+        rendered = render_source(rendering.source, rendering.special_tokens, rendering.conversation)
+        return msgspec.msgpack.encode(rendered)
 
     return render
 

@@ -54,7 +54,7 @@ def numbers(low: float, high: float | None = None, *, above: bool = False) -> st
 
 
 structures = st.one_of(
-    st.builds(StructuredOutputsParams, json=st.dictionaries(words, st.none() | words, max_size=3)),
+    st.builds(StructuredOutputsParams, json=st.fixed_dictionaries({"const": st.none() | words})),
     st.builds(StructuredOutputsParams, regex=words, disable_fallback=st.booleans()),
     st.builds(StructuredOutputsParams, choice=st.lists(words, min_size=1, max_size=3)),
     st.builds(StructuredOutputsParams, grammar=words),

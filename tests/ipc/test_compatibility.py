@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import re
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +20,7 @@ from pagewire.cli.main import build_parser
 from pagewire.cli.options import UsageError, engine_args, flag
 from pagewire.frontend.metrics import MetricList
 from pagewire.frontend.server.http.body import Decoder
+from pagewire.frontend.server.http.warnings import begin_warnings
 from pagewire.frontend.server.openai import protocol
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.ipc import compatibility
@@ -106,12 +108,21 @@ def test_a_value_of_an_option_is_refused_with_the_alternative(name: str) -> None
 
 
 @pytest.mark.parametrize("name", REQUEST_FIELDS)
-def test_a_field_of_a_request_is_named_in_a_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_field_of_a_request_is_named_in_a_warning_or_refused(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     kind, field = name.split(".")
     decoder: Decoder[Any] = Decoder(getattr(protocol, kind))
-    for value in warned_values(REQUEST_FIELDS[name]):
-        decoder.decode(json.dumps({"messages": [], field: value}).encode(), "id")
-        assert field in caplog.messages[-1]
+    needed: dict[str, Any] = {"messages": []} if kind == "ChatRequest" else {}
+    absent, begun = REQUEST_FIELDS[name], begin_warnings("id")
+    for value in warned_values(absent):
+        decoder.decode(json.dumps(needed | {field: value}).encode())
+        assert begun.texts[-1] == absent.warning(field) and begun.texts[-1] in caplog.messages[-1]
+    if isinstance(absent.warned, tuple) and True not in absent.warned:
+        hint = str(typing.get_type_hints(getattr(protocol, kind))[field])
+        value = {"a": 1} if "dict" in hint else ["a"] if "list" in hint else "something else"
+        with pytest.raises(ValueError, match=re.escape(absent.refusal(f"{field}={value!r}"))):
+            decoder.decode(json.dumps(needed | {field: value}).encode())
 
 
 ATTRIBUTES = [name for name in NAMES if "(" not in name]

@@ -409,7 +409,22 @@ def test_a_schema_is_a_dict_or_text_or_a_model_class_and_keeps_its_order() -> No
         ({"json": '{"a": "\\ud800"}'}, "valid Unicode"),
         ({"json": '{"a":' * MAX_JSON_DEPTH + "{}" + "}" * MAX_JSON_DEPTH}, "levels deep, it has 101"),
         ({"json": '{"a":' * 100_000 + "{}" + "}" * 100_000}, "levels deep"),
-        ({"json": {"a": "b" * MAX_STRUCTURE_CHARS}}, "at most 262144 characters"),
+        ({"json": {"const": "b" * MAX_STRUCTURE_CHARS}}, "at most 262144 characters"),
+        (
+            {"json": {"name": "string", "ages": [0], "title": "str"}},
+            'json is not a JSON schema, .*: write it as {"type": "object", "properties": {"name": {"type": '
+            '"string"}, "ages": {"type": "array", "items": {"type": "integer"}}, "title": {"type": "string"}}',
+        ),
+        ({"json": '{"a": {"b": null}, "c": 1.5, "d": true, "e": []}'}, '"b": {"type": "null"}}'),
+        (
+            {"regex": "a", "whitespace_pattern": " "},
+            r"whitespace_pattern is for JSON \(json, .*, not for a regex",
+        ),
+        ({"choice": ["a"], "disable_any_whitespace": True}, "disable_any_whitespace is for JSON"),
+        (
+            {"grammar": "a", "disable_additional_properties": True},
+            "disable_additional_properties is for JSON",
+        ),
         ({"regex": "b" * (MAX_STRUCTURE_CHARS + 1)}, "at most 262144 characters"),
         ({"regex": "\ud800"}, "valid Unicode"),
         ({"choice": []}, "choice must not be empty"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -15,20 +14,19 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope
 
 from pagewire.frontend.server.http.errors import RETRY_SECONDS, APIError, invalid_field
+from pagewire.frontend.server.http.warnings import warn
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.ipc.bounds import check_field
 from pagewire.ipc.budget import MAX_CONTAINERS
-from pagewire.ipc.compatibility import REQUEST_FIELDS
+from pagewire.ipc.compatibility import REQUEST_FIELDS, needs_warning
 from pagewire.ipc.quoting import quoted
-
-logger = logging.getLogger("pagewire.server")
 
 T = TypeVar("T")
 
 CLOSE = {"connection": "close"}  # for errors that leave a part of the body unread
 SMALL_BODY_BYTES = 64 << 10  # of each body, which are not counted: small requests pass when large ones cannot
 LARGE_BODIES = 16  # bodies of `max_request_bytes` that may arrive at the same time
-MAX_NAMED = 16  # unknown fields named in a log line: the client chooses how many it sends
+MAX_NAMED = 16  # unknown fields named in a warning: the client chooses how many it sends
 MAX_NAME = 64  # characters of each of these names
 # Of a field that is out of its bounds; of a larger one the error does not give the value.
 MAX_CHECKED_BYTES = 1 << 20
@@ -94,8 +92,8 @@ class IncomingBodies:
 class Decoder(Generic[T]):
     """Decodes bodies into one struct type.
 
-    Unknown fields are ignored, and named in a warning (of a large body only the first), as are those that
-    `ipc.compatibility` has for the type.
+    Unknown fields are ignored, and named in a warning (of a large body only the first). Those that
+    `ipc.compatibility` has for the type are refused, or ignored with a warning.
 
     Attributes:
         fields: names of the struct's fields.
@@ -105,21 +103,22 @@ class Decoder(Generic[T]):
         self.fields: tuple[str, ...] = tuple(field.encode_name for field in msgspec.structs.fields(kind))  # type: ignore[arg-type]
         self._kind: Any = kind
         self._known = frozenset(self.fields)
-        self._without_effect = [name for name in self.fields if f"{kind.__name__}.{name}" in REQUEST_FIELDS]
+        rows = ((name, REQUEST_FIELDS.get(f"{kind.__name__}.{name}")) for name in self.fields)
+        self._absent = [(name, absent) for name, absent in rows if absent is not None]
         self._typed = msgspec.json.Decoder(kind)
         raw = [(name, msgspec.Raw, msgspec.Raw()) for name in self.fields]
         self._raw = msgspec.json.Decoder(msgspec.defstruct("Fields", raw))
         self._strict = msgspec.json.Decoder(msgspec.defstruct("Fields", raw, forbid_unknown_fields=True))
         self._names = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
-    def decode(self, body: bytes | bytearray, request_id: str) -> T:
-        """Decode a body. request_id: for the warning.
+    def decode(self, body: bytes | bytearray) -> T:
+        """Decode a body; warns of fields without effect.
 
         Raises:
             APIError: the body has too many arrays and objects.
             msgspec.DecodeError, UnicodeDecodeError: the body is not JSON, or nested too deeply.
             msgspec.ValidationError: the JSON does not match the struct.
-            ValueError: a number is out of its bounds.
+            ValueError: a number is out of its bounds, or a field is not supported.
         """
         if (number := body.count(b"{") + body.count(b"[")) > MAX_CONTAINERS:
             message = f"the body has {number} opening brackets; at most {MAX_CONTAINERS} are allowed"
@@ -132,9 +131,10 @@ class Decoder(Generic[T]):
         except RecursionError as error:
             raise msgspec.DecodeError(str(error)) from None
         if unknown := self._unknown(body):
-            logger.warning("request %s: unknown fields are ignored: %s", request_id, shortened(unknown))
-        if ignored := [name for name in self._without_effect if getattr(request, name)]:
-            logger.warning("request %s: fields without effect here: %s", request_id, shortened(ignored))
+            warn(f"unknown fields are ignored: {shortened(unknown)}")
+        for name, absent in self._absent:
+            if needs_warning(name, getattr(request, name), absent):
+                warn(absent.warning(name))  # without its value, which may be a client's text
         return request
 
     def _unknown(self, body: bytes | bytearray) -> set[str]:
@@ -172,13 +172,11 @@ async def read_request(request: Request, decoder: Decoder[T], options: ServerOpt
     Raises:
         Exceptions of `read_body` and `Decoder.decode`.
     """
-    return await decoded_body(request.scope, request.receive, decoder, options, request.url.path)
+    return await decoded_body(request.scope, request.receive, decoder, options)
 
 
-async def decoded_body(
-    scope: Scope, receive: Receive, decoder: Decoder[T], options: ServerOptions, name: str
-) -> T:
-    """Read and decode a request's body, in its turn if it is large. name: of the request, for warnings.
+async def decoded_body(scope: Scope, receive: Receive, decoder: Decoder[T], options: ServerOptions) -> T:
+    """Read and decode a request's body, in its turn if it is large.
 
     Raises:
         Exceptions of `read_body` and `Decoder.decode`.
@@ -187,11 +185,11 @@ async def decoded_body(
     with bodies.body() as body:
         await read_body(scope, receive, options, bodies, body)
         async with bodies.turn(len(body)):
-            return decoder.decode(body, name)
+            return decoder.decode(body)
 
 
 def shortened(names: Iterable[str]) -> str:
-    """Return a list of names for a log line: at most `MAX_NAMED`, each of at most `MAX_NAME` characters."""
+    """Return a list of names for a warning: at most `MAX_NAMED`, each of at most `MAX_NAME` characters."""
     some = sorted(names)
     more = ", ..." if len(some) > MAX_NAMED else ""
     return ", ".join(repr(name[:MAX_NAME]) for name in some[:MAX_NAMED]) + more

@@ -56,7 +56,7 @@ class GenerationEndpoint(Generic[T]):
         self.service.open[exchange.id] = exchange
         try:
             exchange.lease.begin()
-            request = await decoded_body(scope, receive, self.decoder, self.service.options, exchange.id)
+            request = await decoded_body(scope, receive, self.decoder, self.service.options)
             exchange.body_decoded()
             self._name(exchange, request)
             service = self.service.of(getattr(request, "model", None))

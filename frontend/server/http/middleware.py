@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagewire.frontend.server.http.auth import ApiKeys, KeyCheck
 from pagewire.frontend.server.http.origin import OriginCheck
+from pagewire.frontend.server.http.warnings import begin_warnings
 from pagewire.frontend.server.options import ServerOptions
 
 VALID_ID = re.compile(rb"[\x21-\x7e\x80-\xff][\x20-\x7e\x80-\xff]{0,255}")
@@ -67,7 +68,7 @@ def imported(path: str) -> Middleware:
 
 
 class RequestId:
-    """ASGI middleware that gives every request an id, and sets the root path that a proxy adds.
+    """ASGI middleware that gives every request an id, adds warnings to its response, and sets a proxy's root path.
 
     The id is the client's X-Request-Id if that is a valid header value, else a random one. It is returned in a
     header and logged, but never used as a key, since clients may send the same id twice.
@@ -83,13 +84,15 @@ class RequestId:
             return
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = given if VALID_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        name = request_id.decode("latin-1")
+        warnings = begin_warnings(name)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                own = [(b"x-request-id", request_id), *warnings.headers()]
+                message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
-        name = request_id.decode("latin-1")
         changes = {
             "request_id": name,
             "client_request_id": name if request_id == given else "",

@@ -17,6 +17,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.openapi import Operation
+from pagewire.frontend.server.http.warnings import warn
 from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
 from pagewire.frontend.server.openai.constraints import constrained, demands
 from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
@@ -55,7 +56,7 @@ from pagewire.frontend.server.parsing.reply import (
     read,
 )
 from pagewire.frontend.server.service import Service
-from pagewire.frontend.text.chat_template import chat_prompt, check_template
+from pagewire.frontend.text.chat_template import chat_prompt, check_template, unread_text
 from pagewire.frontend.text.conversation import as_text
 from pagewire.ipc.params import SamplingParams
 
@@ -221,6 +222,8 @@ async def prompt_of(
     size = check_conversation(service, request.messages)
     tokenizer = service.tokenizer_of(request.model)
 
+    unread: list[str] = []
+
     def make() -> TokensPrompt:
         return chat_prompt(
             tokenizer,
@@ -232,14 +235,19 @@ async def prompt_of(
             continue_final_message=continues,
             tools=tools.prompted,
             chat_template_kwargs=variables | (request.chat_template_kwargs or {}),
+            on_unread=unread.extend,
             add_special_tokens=bool(request.add_special_tokens),
             max_model_len=service.info.max_model_len,
             truncates=counts or request.truncate_prompt_tokens is not None,
         )
 
     if request.chat_template is not None:
-        return await service.request_templates.run(make)
-    return await tokenizing(size, make)
+        prompt = await service.request_templates.run(make)
+    else:
+        prompt = await tokenizing(size, make)
+    if unread:
+        warn(unread_text(unread))
+    return prompt
 
 
 def reply_parser(request: ChatRequest, tools: ToolUse, prompt: str | None) -> ReplyParser:

@@ -3,7 +3,7 @@
 tool_choice             output, with `response_format` or another demand
 none                    what is demanded
 auto                    calls in the model's own format, or what is demanded
-required, a function    calls; `response_format` is for answers without calls, and so has no effect
+required, a function    calls; `response_format` is for answers without calls, and so has no effect: a warning
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.warnings import warn
 from pagewire.frontend.server.openai.protocol import ResponseFormat, SamplingFields
 from pagewire.frontend.server.parsing.call_formats import (
     Format,
@@ -47,9 +48,15 @@ def demands(request: SamplingFields) -> dict[str, StructuredOutputsParams]:
             given[name] = {kind: value}
     if request.response_format is not None and request.response_format.type != "text":
         given["response_format"] = format_of(request.response_format)
-    if request.guided_whitespace_pattern is not None:
-        for constraint in (given[name] for name in given if name != "structured_outputs"):
-            constraint["whitespace_pattern"] = request.guided_whitespace_pattern
+    if (pattern := request.guided_whitespace_pattern) is not None:
+        if not given:
+            message = "guided_whitespace_pattern is for JSON: give guided_json or response_format with it"
+            raise APIError(400, message, param="guided_whitespace_pattern")
+        for name, constraint in given.items():
+            if constraint.get("whitespace_pattern", pattern) != pattern:
+                message = f"guided_whitespace_pattern and whitespace_pattern of {name} contradict each other"
+                raise APIError(400, message, param="guided_whitespace_pattern")
+            given[name] = constraint | {"whitespace_pattern": pattern}
     return {name: StructuredOutputsParams.read(constraint) for name, constraint in given.items()}
 
 
@@ -109,6 +116,10 @@ def constrained(
                 f"tool_choice requires tool calls, so the output cannot be constrained by {min(others)}, too"
             )
             raise APIError(400, message, param="tool_choice")
+        if structure is not None:
+            warn(
+                "response_format has no effect: tool_choice requires calls, which follow the schemas of tools"
+            )
         structure = StructuredOutputsParams(json=tools.schema)
     elif structure is not None and structure.structural_tag is None and tools.call_format is not None:
         structure = as_format(structure, either(tools.call_format(), format_in(structure)))

@@ -320,6 +320,22 @@ def test_variables_that_a_template_reads(tokenizer: Tokenizer) -> None:
         rendered(tokenize=False, chat_template="x")
 
 
+@pytest.mark.parametrize("files", [True, False])
+def test_variables_that_a_template_does_not_read_are_named(
+    tokenizer: Tokenizer, files: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also by the process that renders a template from a request."""
+    template, unread = "{{ read }}{{ messages[0].content }}", []  # type: ignore[var-annotated]
+    options: dict[str, Any] = {"chat_template": template, "template_files": files}
+    options["chat_template_kwargs"] = {"read": 1, "enable_thinking": False}
+    assert render_chat(tokenizer, CHAT, **options, on_unread=unread.extend).startswith("1")
+    assert unread == ["enable_thinking"] and not caplog.records
+    for _ in range(2):
+        render_chat(tokenizer, CHAT, **options)
+    assert len(caplog.records) <= 1  # once in a process
+    assert all("does not read 'enable_thinking'" in record.getMessage() for record in caplog.records)
+
+
 def test_template_names_from_requests_are_not_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("S")

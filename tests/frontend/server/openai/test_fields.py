@@ -14,6 +14,7 @@ import pytest
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.outputs import CompletionOutput
 from pagewire.frontend.server.http.body import SMALL_BODY_BYTES, Decoder
+from pagewire.frontend.server.http.warnings import begin_warnings
 from pagewire.frontend.server.openai.constraints import demanded
 from pagewire.frontend.server.openai.protocol import ChatRequest, CompletionRequest
 from pagewire.frontend.server.openai.sampling import best_outputs
@@ -25,6 +26,7 @@ from ...conftest import FakeCore
 from ..client import Answer, Client
 
 HELLO = [{"role": "user", "content": "w5"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
 def sent(client: Client, core: FakeCore, **fields: Any) -> SamplingParams:
@@ -117,7 +119,7 @@ def test_unknown_fields_are_named_once(client: Client, caplog: pytest.LogCapture
     assert client.post("/v1/completions", {"prompt": "w5"} | fields).status == 200
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "'x0', 'x1'" in record.getMessage() and "user" not in record.getMessage()
-    assert len(record.getMessage()) < 500
+    assert len(record.getMessage()) < 600
 
 
 def test_of_very_many_unknown_fields_only_the_first_is_read(
@@ -127,31 +129,98 @@ def test_of_very_many_unknown_fields_only_the_first_is_read(
     decoder = Decoder(CompletionRequest)
     monkeypatch.setattr(decoder, "_names", None)
     unknown = b",".join(b'"x%d": 0' % number for number in range(50_000))
-    assert decoder.decode(b'{"prompt": "w5", "y`z": 1, %b}' % unknown, "r").prompt == "w5"
+    begin_warnings("r")
+    assert decoder.decode(b'{"prompt": "w5", "y`z": 1, %b}' % unknown).prompt == "w5"
     assert [record.getMessage() for record in caplog.records] == [
         "request r: unknown fields are ignored: 'y`z'"
     ]
     with pytest.raises(ValueError, match=r"temperature must be .* got -3"):
-        decoder.decode(b'{%b, "prompt": "w5", "temperature": -3}' % unknown, "r")
+        decoder.decode(b'{%b, "prompt": "w5", "temperature": -3}' % unknown)
     long = b'{"prompt": "w5%b"}' % (b"u" * SMALL_BODY_BYTES)
-    assert decoder.decode(long, "r").suffix is None and len(caplog.records) == 1
+    assert decoder.decode(long).suffix is None and len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"store": True, "metadata": {"a": "b"}}, "'metadata', 'store'"),
-        ({"prediction": {"type": "content", "content": "x"}}, "'prediction'"),
-        ({"store": False, "metadata": None, "user": "u", "safety_identifier": "s"}, None),
+        ({"store": True, "metadata": {"a": "b"}}, ["metadata has no effect", "store has no effect"]),
+        ({"prediction": {"type": "content", "content": "x"}}, ["prediction has no effect"]),
+        ({"store": False, "metadata": None, "user": "u", "safety_identifier": "s"}, []),
+        ({"guided_decoding_backend": "xgrammar"}, ["guided_decoding_backend has no effect: all grammars"]),
+        ({"guided_decoding_backend": "auto", "mm_processor_kwargs": {}, "logits_processors": []}, []),
+        ({"extra": 1, 'odd"\\\n\u00e4': 2}, ["unknown fields are ignored: 'extra', 'odd\\\"\\\\\\\\\\\\n?'"]),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "low"},
+            ["the chat template does not read 'reasoning_effort', 'enable_thinking', so they have no effect"],
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            ["response_format has no effect: tool_choice requires calls"],
+        ),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "text"}}, []),
     ],
 )
-def test_fields_without_effect_are_named(
-    client: Client, caplog: pytest.LogCaptureFixture, fields: dict[str, Any], named: str | None
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_has_no_effect_is_said_to_the_client_and_in_the_log(
+    client: Client, caplog: pytest.LogCaptureFixture, fields: dict[str, Any], named: list[str], stream: bool
 ) -> None:
-    assert client.post("/v1/chat/completions", {"messages": HELLO} | fields).status == 200
+    found: list[str] = []
+
+    async def ask() -> None:
+        call = client.call("POST", "/v1/chat/completions", {"messages": HELLO, "stream": stream} | fields)
+        start = await call.message()
+        assert start["status"] == 200
+        found.extend(value.decode() for name, value in start["headers"] if name == b"warning")
+        call.hang_up()
+        await call.task
+
+    client.run(ask)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == (named is not None)
-    assert named is None or f"without effect here: {named}" in warnings[0]
+    assert len(found) == len(warnings) == len(named)
+    assert all(header.startswith(f'299 pagewire "{text}') for header, text in zip(found, named, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"guided_decoding_backend": "mine"},
+            "guided_decoding_backend='mine' is not supported: all grammars",
+        ),
+        ({"logits_processors": ["a.b"]}, "logits_processors=['a.b'] is not supported"),
+        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs={'a': 1} is not supported yet"),
+        ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params={'a': 1} is not supported yet"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern is for JSON"),
+        ({"guided_whitespace_pattern": " ", "guided_regex": "a"}, "whitespace_pattern is for JSON"),
+        ({"guided_whitespace_pattern": " ", "guided_choice": ["a"]}, "whitespace_pattern is for JSON"),
+        (
+            {
+                "guided_whitespace_pattern": " ",
+                "structured_outputs": {"json": {"type": "string"}, "whitespace_pattern": ""},
+            },
+            "guided_whitespace_pattern and whitespace_pattern of structured_outputs contradict each other",
+        ),
+        ({"guided_json": {"name": "string"}}, "json is not a JSON schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"name": "string"}}}},
+            "json is not a JSON schema",
+        ),
+    ],
+)
+@pytest.mark.parametrize("target", ["/v1/chat/completions", "/v1/completions"])
+def test_what_would_have_no_effect_is_refused(
+    client: Client, target: str, fields: dict[str, Any], message: str
+) -> None:
+    body = {"messages": HELLO} if "chat" in target else {"prompt": "w5"}
+    answer = client.post(target, body | fields)
+    assert answer.status == 400 and answer.error["message"].startswith(message)
+
+
+def test_a_pattern_of_whitespace_beside_structured_outputs(client: Client, core: FakeCore) -> None:
+    structure = {"json": {"type": "string"}}
+    for given in (structure, structure | {"whitespace_pattern": " "}):
+        params = sent(client, core, structured_outputs=given, guided_whitespace_pattern=" ")
+        assert params.structured_outputs is not None and params.structured_outputs.whitespace_pattern == " "
 
 
 def test_the_service_tier_is_always_the_default(client: Client) -> None:
