@@ -178,7 +178,7 @@ def second_segment(types: Any, num_tokens: int, pooling: PoolingInfo) -> int:
     """
     if not isinstance(types, list):
         raise TypeError(f"{TOKEN_TYPES} must be a list of 0 and 1, got {quoted(types)}")
-    first = sum(kind == 0 for kind in types)
+    first: int = sum(kind == 0 for kind in types)
     if len(types) != num_tokens:
         raise ValueError(f"{TOKEN_TYPES} has {len(types)} entries, but the prompt {num_tokens} tokens")
     if not first or types != [0] * first + [1] * (num_tokens - first):
