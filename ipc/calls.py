@@ -356,7 +356,7 @@ class EngineCalls(Caller):
             ValueError: there is none with this id, it cannot be loaded, or others would have no room.
         """
 
-    @remote(RunsIn.WORKER)
+    @remote(RunsIn.WORKER, seconds=600.0)  # it loads and prepares much, which is not part of steps
     def start_profile(self) -> None:
         """Start the workers' profilers.
 
