@@ -9,6 +9,7 @@ import torch
 from pagewire.kernels.cuda import kv
 from pagewire.kernels.cuda.launch import KernelLauncher
 from pagewire.kernels.cuda.layout import exchange_chunks
+from pagewire.kernels.layer import Norm
 from pagewire.kernels.paging import Cache, token_view
 from pagewire.kernels.reference.kernels import reference
 
@@ -39,7 +40,7 @@ def _write_case(
     caches = [Cache(*pair) for pair in zip(k_cache, v_cache, strict=True)]
     slots = torch.randperm(pages * BLOCK_SIZE, device=on)[:tokens]
     weight = torch.rand(shape.size, device=on).bfloat16() + 0.5
-    head_norms = kv.HeadNorms(weight, weight, 1e-6) if normed else kv.NO_NORMS
+    head_norms = 2 * (Norm(weight, 1e-6, 0.0),) if normed else None
 
     def run(i: int) -> None:
         q, k, v = torch.split(qkv[i], widths, 1)

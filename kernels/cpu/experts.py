@@ -52,7 +52,7 @@ class _Matrices:
         self.dtype, self.in_features, self.out_features = first.dtype, first.in_features, first.out_features
 
     def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """See `dispatch.ExpertProducts.up`."""
+        """See `ExpertProducts.up`."""
         check_rows(rows, self.in_features, self.dtype)
         if len(counts) != len(self.structs) or sum(counts) != len(rows) or min(counts) < 0:
             raise ValueError(f"{len(rows)} rows for {len(self.structs)} experts, which get {counts}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.adapters import native_rows
 from pagewire.kernels.cpu.all_reduce import AllReduce
-from pagewire.kernels.cpu.batch import set_batch
 from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts, Packed, matrix
 from pagewire.kernels.cpu.library import AttentionCall, structure
 from pagewire.kernels.cpu.linear import PackedLinear
@@ -80,6 +79,31 @@ def _norm(norm: Norm | LayerNorm, size: int, dtype: torch.dtype) -> ctypes.Struc
     )
 
 
+def _set_batch(attention: ctypes.Structure, batch: AttentionBatch, num_tokens: int) -> int:
+    """Point an `AttentionCall` to a batch of `num_tokens` tokens; returns the address of its slots.
+
+    Raises:
+        ValueError: a tensor has another shape or dtype, or is not contiguous.
+    """
+    starts, lens = batch.query_start_loc, batch.seq_lens
+    table, slots = batch.block_table, batch.slot_mapping
+    if (
+        any(tensor.dtype != torch.int32 or not tensor.is_contiguous() for tensor in (starts, lens, table))
+        or slots.dtype != torch.int64
+        or slots.shape != (num_tokens,)
+        or not slots.is_contiguous()
+        or len(starts) != len(lens) + 1
+        or len(table) < len(lens)
+    ):
+        raise ValueError(f"the batch does not fit {num_tokens} tokens")
+    attention.query_start_loc, attention.seq_lens = starts.data_ptr(), lens.data_ptr()
+    attention.block_table, attention.block_table_stride = table.data_ptr(), table.stride(0)
+    attention.num_tokens, attention.num_requests = num_tokens, len(lens)
+    attention.max_blocks = table.shape[1]
+    attention.num_threads = torch.get_num_threads()
+    return slots.data_ptr()
+
+
 class CompiledStack:
     """A stack of layers of equal shapes in one call; see `pagewire.kernels.stack.Stack`."""
 
@@ -140,7 +164,8 @@ class CompiledStack:
         self._widths = self._scratch_widths(layers)
         mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
         self._num_chosen = max((mixture.router.num_chosen for mixture in mixtures), default=0)
-        self._num_tables = 1 + max(-1 if layer.angles is None else layer.angles for layer in layers)
+        num_tables = 1 + max(-1 if layer.angles is None else layer.angles for layer in layers)
+        self._tables = (AnglesParameters * num_tables)()
         self._in_groups = any(layer.terms.future > 0 for layer in layers)  # so all prompts are whole
         self._owners: list[Any] = [input_norm, layers]  # the structs point to their memory
         self._structs = (LayerParameters * len(layers))(
@@ -164,7 +189,10 @@ class CompiledStack:
             dtype=DTYPES[self._dtype],
         )
         call = StackCall(
-            layers=ctypes.addressof(self._structs), num_layers=len(self._structs), attention=attention
+            layers=ctypes.addressof(self._structs),
+            num_layers=len(self._structs),
+            angles=ctypes.addressof(self._tables),
+            attention=attention,
         )
         if input_norm is not None:
             call.input_norm = _norm(input_norm, self._hidden_size, self._dtype)
@@ -259,7 +287,7 @@ class CompiledStack:
             raise ValueError(f"contiguous states [T, {self._hidden_size}] of {self._dtype} expected")
         held = self._take_angles(angles, num_tokens)
         self._take_caches(caches)
-        call.slots = set_batch(call.attention, batch, num_tokens)
+        call.slots = _set_batch(call.attention, batch, num_tokens)
         self._take_adapters(adapters, num_tokens)
         normed = torch.empty_like(states) if self._norm_first else states
         call.states, call.normed = states.data_ptr(), normed.data_ptr() if self._norm_first else None
@@ -269,10 +297,12 @@ class CompiledStack:
             most = min(call.group_tokens, num_tokens)
         else:
             call.group_tokens = 0
-        *places, size = self._places(most)
-        scratch = states.new_empty(size)
-        for name, place in zip(SCRATCH, places, strict=True):
-            setattr(call, name, scratch.data_ptr() + place * scratch.itemsize)
+        sizes = [-(-most * width // ALIGNMENT) * ALIGNMENT for width in self._widths]
+        scratch = states.new_empty(sum(sizes))
+        place = scratch.data_ptr()
+        for name, size in zip(SCRATCH, sizes, strict=True):
+            setattr(call, name, place)
+            place += size * scratch.itemsize
         ids = torch.empty(most, self._num_chosen, dtype=torch.int64)
         weights = torch.empty(most, self._num_chosen)
         call.ids, call.weights = ids.data_ptr(), weights.data_ptr()
@@ -284,30 +314,22 @@ class CompiledStack:
             raise ValueError("lengths, slots or block numbers of the batch do not fit its tensors")
         return normed
 
-    def _places(self, num_tokens: int) -> Iterator[int]:
-        """The start of each scratch buffer, and the end of the last, in elements."""
-        place = 0
-        for width in self._widths:
-            yield place
-            place += -(-num_tokens * width // ALIGNMENT) * ALIGNMENT
-        yield place
-
     def _take_angles(self, angles: Sequence[Angles], num_tokens: int) -> object:
         """Point the call to tables of cosines and sines; returns what must live until it is over."""
-        if len(angles) < self._num_tables:
-            raise ValueError(f"{len(angles)} tables of angles for layers that use {self._num_tables}")
-        tables = [(cos.contiguous(), sin.contiguous()) for cos, sin in angles]
-        size = tables[0][0].shape[-1] if tables else 0
-        for cos, sin in tables:
+        if len(angles) < len(self._tables):
+            raise ValueError(f"{len(angles)} tables of angles for layers that use {len(self._tables)}")
+        size = angles[0][0].shape[-1] if angles else 0
+        held = []
+        for table, (cos, sin) in zip(self._tables, angles, strict=False):
             if cos.shape != (num_tokens, size) or sin.shape != cos.shape or size > self._head_dim or size % 2:
                 raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} for {num_tokens} tokens")
             if not cos.dtype == sin.dtype == self._dtype:
                 raise ValueError(f"angles of {self._dtype} expected")
-        structs = (AnglesParameters * len(tables))(
-            *(AnglesParameters(cos.data_ptr(), sin.data_ptr()) for cos, sin in tables)
-        )
-        self._call.angles, self._call.rotary_half = ctypes.addressof(structs), size // 2
-        return tables, structs
+            cos, sin = cos.contiguous(), sin.contiguous()
+            table.cos, table.sin = cos.data_ptr(), sin.data_ptr()
+            held += [cos, sin]
+        self._call.rotary_half = size // 2
+        return held
 
     def _take_caches(self, caches: Sequence[Cache]) -> None:
         """Point the structs to the layers' caches: they are the same from step to step."""

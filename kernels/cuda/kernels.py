@@ -133,18 +133,7 @@ class CudaKernels(Kernels):
         cache: Cache,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """See `Kernels.rotate_and_store`; one kernel.
-
-        Raises:
-            ValueError: the norms of query and key heads differ in eps.
-        """
-        norms = kv.NO_NORMS
-        if head_norms is not None:
-            of_q, of_k = head_norms
-            if of_q.eps != of_k.eps:
-                raise ValueError(
-                    f"the norms of query and key heads must have equal eps, not {of_q.eps} and {of_k.eps}"
-                )
-            norms = kv.HeadNorms(of_q.weight, of_k.weight, of_q.eps, of_q.offset, of_k.offset)
-        kv.write_kv(self.launcher, q, k, v, cache, slot_mapping, angles, norms)
+        """See `Kernels.rotate_and_store`; one kernel, which refuses norms of two eps."""
+        changed = None if angles is None and head_norms is None else q
+        kv.write_kv(self.launcher, changed, k, v, cache, slot_mapping, angles, head_norms)
         return q

@@ -10,28 +10,12 @@ from torch import Tensor
 from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.cuda.source import Variant
-from pagewire.kernels.layer import Angles
+from pagewire.kernels.layer import Angles, HeadNorms
 from pagewire.kernels.paging import Cache, check_scales
 
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 LARGEST_HEAD = 256
 WARPS = 4
-
-
-class HeadNorms(NamedTuple):
-    """RMS norms of each query head and each key head, before they are rotated; fields as in the kernel's struct."""
-
-    q_weight: Tensor | None
-    """[D]; None norms no heads."""
-    k_weight: Tensor | None
-    """[D]; None norms no heads."""
-    eps: float
-    q_offset: float = 0.0
-    """See `Kernels.rms_norm`."""
-    k_offset: float = 0.0
-
-
-NO_NORMS = HeadNorms(None, None, 0.0)
 
 
 class _Sizes(NamedTuple):
@@ -77,7 +61,7 @@ def write_kv(
     cache: Cache,
     slot_mapping: Tensor,
     angles: Angles | None = None,
-    norms: HeadNorms = NO_NORMS,
+    head_norms: HeadNorms | None = None,
 ) -> None:
     """Norm and rotate queries in place; norm and rotate keys, and write them and the values into the cache.
 
@@ -91,19 +75,20 @@ def write_kv(
             before they become 8-bit floats; larger values than an 8-bit float has become its largest.
         slot_mapping: int64 [T], `block * block_size + row` inside the cache; -1 writes nothing.
         angles: see `Kernels.rotary`; rot_dim is a multiple of 16. None for no rotation.
-        norms: of query and key heads.
+        head_norms: of query and key heads, of equal eps; None norms no heads.
 
     Raises:
         TypeError: no kernel supports the dtypes.
         ValueError: shapes disagree or are no multiples of 8 (16 for 8-bit caches), heads are longer than 256, or
-            a tensor is not aligned to 16 bytes, or scales are given for a cache of 16 bits.
+            a tensor is not aligned to 16 bytes, scales are given for a cache of 16 bits, or norms have two eps.
     """
     check_scales(cache)
     k_cache, v_cache, scales = cache.k, cache.v, cache.scales
     cos, sin = angles or (None, None)
     sizes = _Sizes.of(q, k, v_cache, cos)
-    tensors = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "q_weight": norms.q_weight}
-    tensors |= {"k_weight": norms.k_weight, "k_cache": k_cache, "v_cache": v_cache, "slots": slot_mapping}
+    weights, numbers = _norm_fields(head_norms)
+    tensors = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "k_cache": k_cache, "v_cache": v_cache}
+    tensors |= {"slots": slot_mapping, **weights}
     _check_dtypes(tensors, k.dtype, k_cache.dtype)
     _check_shapes(tensors, sizes, len(v_cache))
     _check_write(tensors, sizes, 16 // k_cache.dtype.itemsize)
@@ -112,12 +97,22 @@ def write_kv(
     kernel = variant(k.dtype, k_cache.dtype)
     lanes = next(lanes for lanes in (4, 8, 16, 32) if max(sizes.size, sizes.v_size) <= 8 * lanes)
     strides = _strides(("token", "head"), q=q, k=k, v=v) | _strides(("",), cos=cos, sin=sin)
-    numbers = {"eps": norms.eps, "q_offset": norms.q_offset, "k_offset": norms.k_offset, "lanes": lanes}
-    numbers |= {"k_factor": 1 / scales.k, "v_factor": 1 / scales.v}
+    numbers |= {"lanes": lanes, "k_factor": 1 / scales.k, "v_factor": 1 / scales.v}
     parameters = pack(kernel, **tensors, **strides, **sizes._asdict(), **numbers)
     num_heads = sizes.num_tokens * (sizes.num_heads + 2 * sizes.num_kv_heads)
     heads_per_block = 32 * WARPS // lanes
     launcher.launch(kernel, (-(-num_heads // heads_per_block),), (32 * WARPS,), parameters)
+
+
+def _norm_fields(head_norms: HeadNorms | None) -> tuple[dict[str, Tensor | None], dict[str, float]]:
+    """The fields of the kernel's struct for norms of heads: weights, and numbers."""
+    if head_norms is None:
+        return {"q_weight": None, "k_weight": None}, {"eps": 0.0, "q_offset": 0.0, "k_offset": 0.0}
+    q, k = head_norms
+    if q.eps != k.eps:
+        raise ValueError(f"the norms of query and key heads must have equal eps, not {q.eps} and {k.eps}")
+    weights: dict[str, Tensor | None] = {"q_weight": q.weight, "k_weight": k.weight}
+    return weights, {"eps": q.eps, "q_offset": q.offset, "k_offset": k.offset}
 
 
 def _strides(axes: tuple[str, ...], **tensors: Tensor | None) -> dict[str, int]:
@@ -167,8 +162,6 @@ def _check_shapes(tensors: Mapping[str, Tensor | None], sizes: _Sizes, num_block
             raise ValueError(
                 f"write_kv: shapes disagree: {name} {tuple(tensor.shape)}, expected {expected[name]}"
             )
-    if (tensors["q_weight"] is None) != (tensors["k_weight"] is None):
-        raise ValueError("write_kv: q_weight and k_weight must be given together")
 
 
 def _check_write(tensors: Mapping[str, Tensor | None], sizes: _Sizes, chunk: int) -> None:

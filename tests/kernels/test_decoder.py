@@ -32,12 +32,13 @@ def make_stack(
     bias: bool = False,
     head_norms: bool = False,
     window: int | None = None,
+    terms: bool = False,
     quantised: bool = False,
     experts: bool = False,
 ) -> Stack:
     """Two random layers.
 
-    With `quantised` some matrices of the first are quantised, each otherwise. With `experts` the first has experts
+    With `terms` logits have a softcap, sinks and slopes. With `quantised` some matrices of the first are quantised, each otherwise. With `experts` the first has experts
     and a shared one, the second has experts only.
     """
     generator = torch.Generator().manual_seed(0)
@@ -47,6 +48,8 @@ def make_stack(
 
     def norm(size: int) -> Norm:
         return Norm(1 + random(size), 1e-5, 0.0)
+
+    per_head = torch.linspace(-1, 3, HEADS), torch.logspace(-3, -1, HEADS)
 
     def mixture(is_shared: bool) -> Mixture:
         scheme = Integers(8, 16, 0) if quantised else None
@@ -82,7 +85,7 @@ def make_stack(
             num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
             scale=HEAD_DIM**-0.5,
-            terms=LogitTerms(window),
+            terms=LogitTerms(window, 0, 5.0, *per_head) if terms else LogitTerms(window),
             activation=activation,
         )
 
@@ -119,6 +122,7 @@ def make_caches(dtype: torch.dtype) -> list[Cache]:
             {"quantised": True, "bias": True},
             {"experts": True},
             {"experts": True, "quantised": True, "bias": True},
+            {"window": 5, "terms": True},
         ),
     ],
     ids=lambda options: " ".join(options) or "plain",

@@ -13,7 +13,7 @@ from pagewire.kernels.cpu import stack as compiled_stack
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.integers import Integers, quantise
-from pagewire.kernels.layer import Activation, Layer, LayerNorm
+from pagewire.kernels.layer import Activation, Layer, LayerNorm, Norm
 from pagewire.kernels.linear import Linear, dense_weight, pack
 from pagewire.kernels.paging import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.stack import Stack
@@ -137,8 +137,11 @@ def test_one_call_is_all_the_kernels(
         torch.testing.assert_close(whole.double(), expected, atol=2e-5, rtol=0)
 
 
-def test_layers_of_two_forms_run_kernel_by_kernel(served_kernels: CpuKernels) -> None:
+def test_layers_that_have_no_one_call_run_kernel_by_kernel(served_kernels: CpuKernels) -> None:
+    """Two forms, a linear layer of another kind, an RMS norm that comes last."""
     first, second = make_stack(torch.float32).layers
+    last = dataclasses.replace(second, output_norm=Norm(torch.ones(HIDDEN), 1e-6, 0.0))
+    assert served_kernels.stack(None, [first, last], norm_first=False) is None
     for other in (dataclasses.replace(second, head_dim=8), dataclasses.replace(second, down=lambda x: x)):
         assert served_kernels.stack(None, [first, other], norm_first=False) is None
 

@@ -188,7 +188,7 @@ def sample(
 
 
 def _largest(logits: torch.Tensor, allowed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `kernels.sampling.largest`, a part of the rows at a time: on a GPU each takes scratch memory."""
+    """As `kernels.ops.largest`, a part of the rows at a time: on a GPU each takes scratch memory."""
     step = max(1, PART // logits.shape[1])
     parts = [
         largest(logits[start : start + step], None if allowed is None else allowed[start : start + step])

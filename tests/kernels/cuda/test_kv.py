@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagewire.kernels.cuda.kv import FP8, NO_NORMS, HeadNorms, write_kv
+from pagewire.kernels.cuda.kv import FP8, write_kv
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.cuda.norms import DTYPES
+from pagewire.kernels.layer import Norm
 from pagewire.kernels.paging import UNSCALED, Cache, KVScales, token_view
 from pagewire.kernels.reference.kernels import reference
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, EmulationError, guarded
@@ -73,9 +74,9 @@ def check(launcher: EmulatedLauncher, case: Case) -> None:
     slots = torch.randperm(BLOCKS * case.block_size, generator=generator)[: case.tokens]
     slots[torch.rand(case.tokens, generator=generator) < 0.3] = -1
     slots = guarded(slots)
-    norms = NO_NORMS
+    norms = None
     if case.normed:
-        norms = HeadNorms(numbers(case.size), numbers(case.size), 1e-6, case.offset, case.offset)
+        norms = tuple(Norm(numbers(case.size), 1e-6, case.offset) for _ in "qk")
     cos = sin = None
     if case.rotated is not None:
         angles = torch.rand(case.tokens, case.rotated, generator=generator) * 6
@@ -87,9 +88,11 @@ def check(launcher: EmulatedLauncher, case: Case) -> None:
     k_cache, v_cache = (guarded(c.to(torch.uint8)).view(case.cache_dtype) for c in caches)
 
     expected_q, expected_k = q.clone(), k.clone()
-    if case.normed:
-        expected_q = reference.rms_norm(expected_q, norms.q_weight, 1e-6, offset=case.offset)
-        expected_k = reference.rms_norm(expected_k, norms.k_weight, 1e-6, offset=case.offset)
+    if norms is not None:
+        expected_q, expected_k = (
+            reference.rms_norm(x, norm.weight, 1e-6, offset=case.offset)
+            for x, norm in zip((expected_q, expected_k), norms, strict=True)
+        )
     if cos is not None and sin is not None:
         reference.rotary(expected_q, expected_k, cos, sin)
     before = row.clone()
