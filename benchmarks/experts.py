@@ -131,8 +131,8 @@ def measured(processes: list[Process], turns: int) -> list[tuple[float, float]]:
 def token_bytes(model: Path, quantization: str | None, chosen: int) -> int:
     """Bytes of weights that a token reads, alone in its step."""
     from pagewire.kernels.cpu.library import expected_isa
-    from pagewire.workers.model.footprint import footprint
-    from pagewire.workers.model.headers import read_headers
+    from pagewire.workers.checkpoint.headers import read_headers
+    from pagewire.workers.estimate.figures import footprint
 
     sizes = footprint(read_headers(model), expected_isa(), "auto", quantization=quantization)
     all_experts = sum(part.packed_bytes for part in sizes.parts if part.part == "experts")

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pagewire.workers.model.footprint import REACHED, STACK_LAYER_SECONDS, STEP_SECONDS
+from pagewire.workers.estimate.figures import REACHED, STACK_LAYER_SECONDS, STEP_SECONDS
 
 RESULTS = Path(__file__).with_name("results")
 SIZES = (1, 2, 4, 8)  # ranks over which a layer is divided

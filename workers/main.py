@@ -48,12 +48,12 @@ from pagewire.ipc.worker_messages import (
     WorkerReply,
 )
 from pagewire.kernels.cpu.library import expected_isa
+from pagewire.workers.checkpoint.headers import WITHOUT_HEADERS, read_headers
 from pagewire.workers.device.machine import machine_memory, runs_on_cpu
 from pagewire.workers.errors import LoadError, LostRankError, MemoryShortageError
+from pagewire.workers.estimate.figures import Footprint
+from pagewire.workers.estimate.fit import check_fit, model_figures, summary
 from pagewire.workers.introduction import introduce
-from pagewire.workers.model.fit import check_fit, model_figures, summary
-from pagewire.workers.model.footprint import Footprint
-from pagewire.workers.model.headers import WITHOUT_HEADERS, read_headers
 from pagewire.workers.progress_signs import ProgressSigns
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 

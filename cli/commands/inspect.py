@@ -12,8 +12,8 @@ from pagewire.cli.options import UsageError, add_engine_options, engine_args
 
 if TYPE_CHECKING:
     from pagewire.ipc.options import EngineArgs
-    from pagewire.workers.model.fit import Fit, Remedy
-    from pagewire.workers.model.footprint import Footprint, Speed
+    from pagewire.workers.estimate.figures import Footprint, Speed
+    from pagewire.workers.estimate.fit import Fit, Remedy
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ def report(options: argparse.Namespace) -> Report:
 
     from pagewire.engine_core.config import EngineConfig
     from pagewire.kernels.cpu.library import expected_isa
+    from pagewire.workers.checkpoint.headers import WITHOUT_HEADERS, read_headers
     from pagewire.workers.device.machine import default_threads, machine_memory, read_rate, runs_on_cpu
-    from pagewire.workers.model.fit import fit, kept_bytes, remedies, sizes_of
-    from pagewire.workers.model.footprint import expected_speed
-    from pagewire.workers.model.headers import WITHOUT_HEADERS, read_headers
+    from pagewire.workers.estimate.figures import expected_speed
+    from pagewire.workers.estimate.fit import fit, kept_bytes, remedies, sizes_of
 
     if options.model_tag is not None:
         if hasattr(options, "model"):
@@ -145,7 +145,7 @@ def as_json(found: Report) -> dict[str, Any]:
 
 def lines(found: Report) -> Iterator[str]:
     """The report for people."""
-    from pagewire.workers.model.fit import amount
+    from pagewire.workers.estimate.fit import amount
 
     sizes, fit, speed = found.sizes, found.fit, found.speed
     dimensions = sizes.dimensions
@@ -186,7 +186,7 @@ def lines(found: Report) -> Iterator[str]:
 
 def table(sizes: Footprint) -> Iterator[str]:
     """The parts of a model, one in a line."""
-    from pagewire.workers.model.fit import amount
+    from pagewire.workers.estimate.fit import amount
 
     row = "{:<14}{:>14}{:>8}{:>13}{:>13}{:>13}  {}"
     yield row.format("part", "parameters", "bits", "in files", "in memory", "token reads", "held as")

@@ -18,8 +18,8 @@ from pagewire.cli.quantise.integers import GROUPS, CompressedIntegers
 from pagewire.cli.quantise.linears import find_linears
 from pagewire.cli.quantise.shards import Entry, Shard, index, shards
 from pagewire.ipc.hub import TOKENIZER_FILES, read_json
-from pagewire.workers.model.checkpoint import Checkpoint
-from pagewire.workers.model.headers import INDEX
+from pagewire.workers.checkpoint.headers import INDEX
+from pagewire.workers.checkpoint.source import Checkpoint
 
 LICENSES = ["LICENSE*", "NOTICE*"]
 ROWS = 128

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagewire.workers.model.checkpoint import Checkpoint
-from pagewire.workers.model.conversion import Conversion, conversions
+from pagewire.workers.checkpoint.conversion import Conversion, conversions
+from pagewire.workers.checkpoint.online import ROUTERS
+from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.model.matrices import is_experts
-from pagewire.workers.model.online import ROUTERS
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -14,7 +14,7 @@ from torch import Tensor
 from pagewire.kernels.cpu.panels import Stored
 from pagewire.kernels.integers import Integers, integer_weight, quantise
 from pagewire.kernels.weight import Weight, dense_weight
-from pagewire.workers.model.formats.format import Held, Parts, described
+from pagewire.workers.checkpoint.formats.format import Held, Parts, described
 
 from .formats.rounding import awq_gemm, rounded
 

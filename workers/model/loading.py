@@ -16,6 +16,7 @@ from pagewire.ipc.heap import release_spare_memory
 from pagewire.ipc.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.kernels.experts import GroupedExperts
+from pagewire.workers.checkpoint.kv_scales import kv_scales
 from pagewire.workers.collective.agreement import all_have
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.parts import shards_of
@@ -26,7 +27,6 @@ from pagewire.workers.model import attention
 from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.encoder_stack import EncoderStack
 from pagewire.workers.model.experts import pack_experts
-from pagewire.workers.model.kv_scales import kv_scales
 from pagewire.workers.model.loaded import LoadedModel, Phases
 from pagewire.workers.model.model import (
     Model,

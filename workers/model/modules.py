@@ -12,16 +12,16 @@ from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.quantization import GGUF, resolve_quantization, settings_of
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.adapters.merge import Merge
+from pagewire.workers.checkpoint.conversion import check_report
+from pagewire.workers.checkpoint.formats.format import Format
+from pagewire.workers.checkpoint.formats.registry import format_of
+from pagewire.workers.checkpoint.gguf.reader import GgufCheckpoint
+from pagewire.workers.checkpoint.headers import weight_files
+from pagewire.workers.checkpoint.online import online
+from pagewire.workers.checkpoint.quantised import QuantisedCheckpoint
+from pagewire.workers.checkpoint.source import Checkpoint, WeightSource
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
-from pagewire.workers.model.checkpoint import Checkpoint, WeightSource
-from pagewire.workers.model.conversion import check_report
-from pagewire.workers.model.formats.format import Format
-from pagewire.workers.model.formats.registry import format_of
-from pagewire.workers.model.gguf import GgufCheckpoint
-from pagewire.workers.model.headers import weight_files
-from pagewire.workers.model.online import online
-from pagewire.workers.model.quantised import QuantisedCheckpoint
 from pagewire.workers.model.weights import CheckpointWeights, Quantise, Weights, keep
 
 logger = logging.getLogger("pagewire.worker")

@@ -16,9 +16,9 @@ from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.hub import read_json
 from pagewire.ipc.quoting import quoted
 from pagewire.kernels.linear import dense_weight, pack
+from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.dense import FUNCTIONS, Dense
 from pagewire.workers.model.pooling_spec import PoolingSpec, TokenHead
 

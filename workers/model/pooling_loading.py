@@ -19,6 +19,7 @@ from pagewire.ipc.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.kernels.paging import AttentionBatch
 from pagewire.kernels.weight import Scheme
+from pagewire.workers.checkpoint.kv_scales import kv_scales
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.turns import own_turn
 from pagewire.workers.device.interface import Device
@@ -27,7 +28,6 @@ from pagewire.workers.model import attention
 from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.encoder import EncoderModel, in_pages, max_positions, takes_token_types
 from pagewire.workers.model.encoder_stack import EncoderStack, build_encoder_stack
-from pagewire.workers.model.kv_scales import kv_scales
 from pagewire.workers.model.loaded import LoadedModel, Phases
 from pagewire.workers.model.loading import (
     end_of_sequence,

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.weight import DENSE, Weight, dense_weight
+from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.parts import shards_of
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
-from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.matrices import is_linear, is_stack
 from pagewire.workers.model.model import load_config, resolve_dtype
 from pagewire.workers.model.modules import build_module, module_on_meta

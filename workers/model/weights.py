@@ -21,8 +21,8 @@ from pagewire.kernels.integers import Integers
 from pagewire.kernels.joining import joined
 from pagewire.kernels.quantising import dense
 from pagewire.kernels.weight import Scheme, Weight, dense_weight
-from pagewire.workers.model.checkpoint import WeightSource
-from pagewire.workers.model.conversion import check_names, conversions
+from pagewire.workers.checkpoint.conversion import check_names, conversions
+from pagewire.workers.checkpoint.source import WeightSource
 from pagewire.workers.model.lockstep import Lockstep
 from pagewire.workers.model.matrices import (
     is_experts,

@@ -33,12 +33,12 @@ from pagewire.kernels.ops import (
     rotate_and_store,
 )
 from pagewire.kernels.paging import AttentionBatch, Cache
+from pagewire.workers.checkpoint.online import online
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.loaded import LoadedModel
-from pagewire.workers.model.online import online
 from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.model.weights import keep
 from pagewire.workers.speculation.eagle3_checkpoint import EagleLayer, EagleSettings, read_layer

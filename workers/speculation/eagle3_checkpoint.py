@@ -16,8 +16,8 @@ from pagewire.ipc.hub import read_json
 from pagewire.kernels.joining import joined
 from pagewire.kernels.layer import Activation
 from pagewire.kernels.weight import Linear, dense_weight
+from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.errors import LoadError, first_line
-from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.products import packed
 from pagewire.workers.model.shards import Cut, own_part
 from pagewire.workers.model.shares import Heads

@@ -32,13 +32,13 @@ from pagewire.ipc.worker_messages import StepPlan
 from pagewire.kernels.ops import rms_norm
 from pagewire.kernels.paging import Cache
 from pagewire.kernels.weight import Linear, dense_weight
+from pagewire.workers.checkpoint.online import online
+from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.single import SingleRank
 from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.loaded import LoadedModel
-from pagewire.workers.model.online import online
 from pagewire.workers.model.products import packed
 from pagewire.workers.model.weights import keep
 from pagewire.workers.slots import Slots

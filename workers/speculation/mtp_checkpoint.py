@@ -18,18 +18,18 @@ from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.heap import release_spare_memory
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files
+from pagewire.workers.checkpoint.headers import WITHOUT_HEADERS
+from pagewire.workers.checkpoint.mtp_layers import mtp_prefixes
+from pagewire.workers.checkpoint.source import WeightSource
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.turns import own_turn
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model import attention
-from pagewire.workers.model.checkpoint import WeightSource
-from pagewire.workers.model.headers import WITHOUT_HEADERS
 from pagewire.workers.model.loaded import LoadedModel
 from pagewire.workers.model.loading import module_bytes, transform_parts
 from pagewire.workers.model.model import load_config
 from pagewire.workers.model.modules import module_on_meta, quantisation, read_by_transformers, weight_source
-from pagewire.workers.model.mtp_layers import mtp_prefixes
 from pagewire.workers.model.parallel_layers import fit_modules
 from pagewire.workers.model.shards import Shards
 from pagewire.workers.model.transforms import tabulate_rotary

@@ -15,7 +15,7 @@ from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.turns import own_turn
 from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.dimensions import Dimensions
+from pagewire.workers.estimate.dimensions import Dimensions
 from pagewire.workers.model.loaded import LoadedModel, Phases
 from pagewire.workers.slots import Slots
 from pagewire.workers.speculation.draft_model import DraftModel

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.arena import Reserve
+from pagewire.workers.checkpoint.headers import weight_files
 from pagewire.workers.device.machine import machine_memory, runs_on_cpu
-from pagewire.workers.model.headers import weight_files
 from pagewire.workers.weight_cache import file, folder
 from pagewire.workers.weight_cache.file import DamagedError, PackedFile
 from pagewire.workers.weight_cache.key import checkpoint_files, key_of

@@ -11,7 +11,7 @@ from pagewire.engine_core.config import EngineConfig
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.weight import dense_weight
-from pagewire.workers.model.online import online
+from pagewire.workers.checkpoint.online import online
 
 from ..architectures import GROUPED, VOCAB_SIZE, Architecture
 from ..driver import Driver

@@ -10,7 +10,7 @@ from torch import Tensor
 from pagewire.kernels.cpu.quantised import PackedForm
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.weight import Weight
-from pagewire.workers.model.formats.format import Format, described
+from pagewire.workers.checkpoint.formats.format import Format, described
 
 from .rounding import Rounded
 

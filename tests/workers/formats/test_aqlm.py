@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pagewire.kernels import integers
 from pagewire.kernels.weight import Weight
-from pagewire.workers.model.formats import aqlm
+from pagewire.workers.checkpoint.formats import aqlm
 
 from .reading import is_told, shape_of
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pagewire.kernels.integers import INT8, Integers
 from pagewire.kernels.weight import Weight, dense_weight
-from pagewire.workers.model.checkpoint import Checkpoint
-from pagewire.workers.model.formats import bitsandbytes
-from pagewire.workers.model.formats.registry import format_of
-from pagewire.workers.model.formats.tables import integer_table, nf4, nf4_values
-from pagewire.workers.model.quantised import QuantisedCheckpoint
+from pagewire.workers.checkpoint.formats import bitsandbytes
+from pagewire.workers.checkpoint.formats.registry import format_of
+from pagewire.workers.checkpoint.formats.tables import integer_table, nf4, nf4_values
+from pagewire.workers.checkpoint.quantised import QuantisedCheckpoint
+from pagewire.workers.checkpoint.source import Checkpoint
 
 from .reading import is_told, shape_of
 

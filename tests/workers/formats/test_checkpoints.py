@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagewire.workers.model.checkpoint import Checkpoint
-from pagewire.workers.model.formats.registry import format_of
-from pagewire.workers.model.quantised import QuantisedCheckpoint
+from pagewire.workers.checkpoint.formats.registry import format_of
+from pagewire.workers.checkpoint.quantised import QuantisedCheckpoint
+from pagewire.workers.checkpoint.source import Checkpoint
 
 from ..architectures import GROUPED, VOCAB_SIZE, Architecture
 from ..driver import Driver, load_runner

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagewire.workers.checkpoint.formats.registry import format_of
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.formats.registry import format_of
 
 from . import rounding
 from .reading import NAME, assert_exact, assert_near, matrix, read, scheme

@@ -12,9 +12,9 @@ from pagewire.kernels import integers
 from pagewire.kernels.cpu.panels import Stored
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.weight import Weight
-from pagewire.workers.model.formats import fp8, reexpress
-from pagewire.workers.model.formats.format import described
-from pagewire.workers.model.formats.reexpress import fp8_weight
+from pagewire.workers.checkpoint.formats import fp8, reexpress
+from pagewire.workers.checkpoint.formats.format import described
+from pagewire.workers.checkpoint.formats.reexpress import fp8_weight
 
 MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 ROWS, COLUMNS = 192, 320

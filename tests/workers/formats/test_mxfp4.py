@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pagewire.workers.model.checkpoint import Checkpoint
-from pagewire.workers.model.formats import mxfp4
-from pagewire.workers.model.formats.format import StackFormat
-from pagewire.workers.model.formats.registry import format_of
-from pagewire.workers.model.formats.tables import mxfp4_weight
-from pagewire.workers.model.quantised import QuantisedCheckpoint
+from pagewire.workers.checkpoint.formats import mxfp4
+from pagewire.workers.checkpoint.formats.format import StackFormat
+from pagewire.workers.checkpoint.formats.registry import format_of
+from pagewire.workers.checkpoint.formats.tables import mxfp4_weight
+from pagewire.workers.checkpoint.quantised import QuantisedCheckpoint
+from pagewire.workers.checkpoint.source import Checkpoint
 
 from .reading import shape_of
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pagewire.kernels import integers
 from pagewire.kernels.weight import Weight
-from pagewire.workers.model.formats import squeezellm
+from pagewire.workers.checkpoint.formats import squeezellm
 
 from .reading import is_told, shape_of
 

@@ -16,9 +16,9 @@ import pytest
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import Ready
 from pagewire.kernels.cpu.build import REFERENCE
+from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.footprint import footprint
-from pagewire.workers.model.headers import read_headers
+from pagewire.workers.estimate.figures import footprint
 from pagewire.workers.runner import Runner
 
 from ..architectures import ARCHITECTURES, SERVED, VOCAB_SIZE, Architecture

@@ -13,9 +13,9 @@ import torch
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import Parallel, Ready, WorkerConfig
 from pagewire.kernels.cpu.build import REFERENCE
+from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.fit import sizes_of
-from pagewire.workers.model.headers import read_headers
+from pagewire.workers.estimate.fit import sizes_of
 from pagewire.workers.model.matrices import is_linear, is_stack
 from pagewire.workers.model.shards import Shards
 from pagewire.workers.runner import Runner

@@ -15,10 +15,10 @@ from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.worker_messages import Parallel, Ready, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.build import REFERENCE
+from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
+from pagewire.workers.estimate.fit import sizes_of
 from pagewire.workers.model import stage_cut
-from pagewire.workers.model.fit import sizes_of
-from pagewire.workers.model.headers import read_headers
 from pagewire.workers.model.shares import stage_layers
 from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.runner import Runner

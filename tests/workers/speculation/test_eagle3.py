@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from pagewire.ipc.params import SamplingParams
 from pagewire.workers.calls import call
+from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.fit import sizes_of
-from pagewire.workers.model.headers import read_headers
+from pagewire.workers.estimate.fit import sizes_of
 from pagewire.workers.runner import Runner
 
 from ..architectures import GROUPED, SERVED, VOCAB_SIZE, Architecture

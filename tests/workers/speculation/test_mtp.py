@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.kernels.integers import Integers
 from pagewire.workers.calls import call
+from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
+from pagewire.workers.estimate.fit import sizes_of
 from pagewire.workers.model import modules
-from pagewire.workers.model.fit import sizes_of
-from pagewire.workers.model.headers import read_headers
 from pagewire.workers.runner import Runner
 from pagewire.workers.speculation.mtp_checkpoint import read_layers
 

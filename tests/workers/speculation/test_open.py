@@ -10,9 +10,9 @@ import pytest
 
 from pagewire.ipc.speculative import Method, SpeculativeConfig
 from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.fit import fit, model_figures, sizes_of
-from pagewire.workers.model.headers import read_headers
+from pagewire.workers.estimate.fit import fit, model_figures, sizes_of
 from pagewire.workers.speculation.interface import NoDrafter
 from pagewire.workers.speculation.open import check_target
 from pagewire.workers.speculation.vocabulary import share_of_others

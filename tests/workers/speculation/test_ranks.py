@@ -14,11 +14,11 @@ from pagewire.engine_core.schedule.speculation import NoSpeculation
 from pagewire.ipc.speculative import Method, SpeculativeConfig
 from pagewire.ipc.worker_messages import Parallel, Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.workers.calls import call
+from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.device.cpu import CpuEvent
 from pagewire.workers.errors import LoadError
+from pagewire.workers.estimate.fit import sizes_of
 from pagewire.workers.main import Connection, Pipeline
-from pagewire.workers.model.fit import sizes_of
-from pagewire.workers.model.headers import read_headers
 from pagewire.workers.runner import Runner
 
 from ...engine_core.schedule.simulation import drafting

@@ -1,0 +1,329 @@
+"""Models from GGUF files that are written as llama.cpp's converter would: configuration, weights, tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pagewire.ipc.gguf.file import BLOCKS, is_gguf
+from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.workers.checkpoint.gguf.blocks import BLOCK_TYPES, quantised
+from pagewire.workers.checkpoint.gguf.reader import GgufCheckpoint
+from pagewire.workers.errors import LoadError
+from pagewire.workers.model.model import load_config
+
+from ...gguf_headers import content
+from ..architectures import EXPERTS, GPT2_SIZES, GROUPED, VOCAB_SIZE, WINDOWED, Architecture
+from ..driver import load_runner
+from ..gguf_files import permuted, write_gguf
+from ..parity import make_prompts, our_tokens, transformers_tokens
+
+ROUTED = EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+WINDOW = GROUPED | {"sliding_window": 7}
+GEMMA_SCALE = {"query_pre_attn_scalar": 16, "layer_types": WINDOWED}
+LAYER_NORM = {"attention.layer_norm_epsilon": 1e-5}
+BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+
+# llama.cpp's name, the model in transformers, and metadata that its configuration does not name.
+MODELS: dict[str, tuple[str, Architecture, dict[str, Any]]] = {
+    "llama": ("llama", Architecture("llama", GROUPED), {}),
+    "llama with biases": ("llama", Architecture("llama", GROUPED | BIASED), {}),
+    "mixtral": (
+        "llama",
+        Architecture("mixtral", GROUPED | {"num_local_experts": 4, "sliding_window": None}),
+        {},
+    ),
+    "qwen2": ("qwen2", Architecture("qwen2", GROUPED), {}),
+    "qwen3": ("qwen3", Architecture("qwen3", GROUPED), {}),
+    "qwen2moe": (
+        "qwen2moe",
+        Architecture("qwen2_moe", GROUPED | ROUTED | {"shared_expert_intermediate_size": 32}),
+        {},
+    ),
+    "qwen3moe": ("qwen3moe", Architecture("qwen3_moe", GROUPED | ROUTED | {"norm_topk_prob": True}), {}),
+    "gemma": ("gemma", Architecture("gemma", GROUPED), {}),
+    "gemma2": ("gemma2", Architecture("gemma2", WINDOW | GEMMA_SCALE), {}),
+    "gemma3": (
+        "gemma3",
+        Architecture("gemma3_text", WINDOW | GEMMA_SCALE),
+        {"attention.sliding_window_pattern": 2},
+    ),
+    "phi3": (
+        "phi3",
+        Architecture("phi3", WINDOW | {"original_max_position_embeddings": 128}),
+        {"rope.dimension_count": 16},
+    ),
+    "starcoder2": ("starcoder2", Architecture("starcoder2", WINDOW), LAYER_NORM),
+    "stablelm": (
+        "stablelm",
+        Architecture("stablelm", GROUPED | {"use_qkv_bias": True}),
+        LAYER_NORM | {"rope.dimension_count": 4, "use_parallel_residual": False},
+    ),
+    "gpt2": (
+        "gpt2",
+        Architecture("gpt2", GPT2_SIZES | {"n_inner": 256}),
+        LAYER_NORM | {"feed_forward_length": 256},
+    ),
+}
+FREE = {  # what a GGUF file does not say, since no result depends on it
+    *(
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "initializer_range",
+        "dtype",
+        "hidden_act",
+        "hidden_activation",
+    ),
+    *("partial_rotary_factor", "intermediate_size", "num_key_value_heads", "head_dim", "rope_theta"),
+}
+
+
+def configuration(path: Path, **overrides: Any) -> Any:
+    """The worker's configuration of a GGUF file."""
+    return load_config(WorkerConfig(str(path), hf_overrides=overrides))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_configuration_and_weights_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    arch, model, fields = MODELS[name]
+    folder = model.write(tmp_path / "checkpoint")
+    path = write_gguf(tmp_path / "model.gguf", folder, model.config(), arch, fields=fields)
+    config = configuration(path)
+    ours, theirs = config.to_dict(), model.config().to_dict()
+    assert ours.keys() >= theirs.keys()
+    for key in theirs.keys() - FREE:
+        expected = pytest.approx(theirs[key], rel=1e-6) if isinstance(theirs[key], float) else theirs[key]
+        assert ours[key] == expected, key
+    for key in FREE & theirs.keys() - {"dtype", "initializer_range"}:
+        assert theirs[key] in (None, ours[key]) or key.endswith("_id") or name == "gpt2", key
+    checkpoint = GgufCheckpoint(path, config)
+    expected_weights = load_file(folder / "model.safetensors")
+    assert set(checkpoint.names) == expected_weights.keys()
+    for weight, expected in expected_weights.items():
+        assert checkpoint.on_meta(weight).shape == expected.shape
+        torch.testing.assert_close(checkpoint.read(weight), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["qwen2moe", "gpt2"])
+def test_tokens_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    arch, model, fields = MODELS[name]
+    folder = model.write(tmp_path / "checkpoint")
+    path = write_gguf(tmp_path / "model.gguf", folder, model.config(), arch, fields=fields)
+    prompts = make_prompts(VOCAB_SIZE, (19, 5))
+    assert our_tokens(path, prompts, 6) == transformers_tokens(folder, prompts, 6)
+
+
+ROPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "linear": ("llama", {"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}),
+    "yarn": (
+        "llama",
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"type": "yarn", "factor": 4.0, "original_context_length": 32},
+    ),
+    "gemma3": ("gemma3", {"rope_type": "linear", "factor": 8.0}, {"type": "linear", "factor": 8.0}),
+    "llama3": (
+        "llama",
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_frequencies(name: str, tmp_path: Path) -> None:
+    arch, rope, fields = ROPES[name]
+    model = MODELS[arch][1]
+    theta = {"rope_theta": 500000.0}
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    both = {"full_attention": rope | theta, "sliding_attention": plain}
+    parameters = both if arch == "gemma3" else rope | theta
+    model = Architecture(model.name, model.fields | {"rope_parameters": parameters})
+    folder = model.write(tmp_path / "checkpoint")
+
+    def factors(writer: Any) -> None:
+        if rope["rope_type"] == "llama3":
+            exact = 500000.0 ** -(np.arange(0, 16, 2) / 16)
+            values = (exact / rotary(model.config()).inv_freq.numpy()).astype(np.float32)
+            writer.add_tensor("rope_freqs.weight", values)
+
+    scaling = {f"rope.scaling.{key}": value for key, value in fields.items()} | MODELS[arch][2]
+    path = write_gguf(tmp_path / "model.gguf", folder, model.config(), arch, fields=scaling, extra=factors)
+    ours, theirs = rotary(configuration(path)), rotary(model.config())
+    frequencies = [key for key, _ in theirs.named_buffers() if "original" not in key]
+    assert frequencies
+    for key in frequencies:
+        torch.testing.assert_close(getattr(ours, key), getattr(theirs, key), rtol=1e-6, atol=0)
+        scale = key.replace("inv_freq", "attention_scaling")
+        assert getattr(ours, scale) == pytest.approx(getattr(theirs, scale))
+
+
+def rotary(config: Any) -> Any:
+    """The rotary embedding of a configuration's model."""
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    return type(model.rotary_emb)(config)
+
+
+# Where a block of each type has numbers of float16.
+HALVES = {
+    **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "MXFP4": (),
+}
+ROUNDED = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"}
+
+
+def random_blocks(kind: str, shape: tuple[int, int]) -> np.ndarray:
+    """Blocks of a type, uint8 [*shape, bytes], whose scales are like those of weights."""
+    draw = np.random.default_rng(0)
+    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = draw.integers(0, 256, (*shape, size), dtype=np.uint8)
+    for start in HALVES[kind]:
+        scales = draw.normal(0, 0.01, (*shape, 1)).astype(np.float16)
+        blocks[..., start : start + 2] = scales.view(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = draw.integers(100, 150, shape)
+    return blocks
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_blocks_are_the_numbers_that_ggml_reads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = random_blocks(kind, (7, 3))
+    expected = gguf.quants.dequantize(blocks.reshape(7, -1), gguf.GGMLQuantizationType[kind])
+    monkeypatch.setattr(blocks, "CHUNK_BYTES", 2 * blocks[0].size)  # several chunks, the last a part of one
+    weight = quantised(torch.from_numpy(blocks), kind, torch.float32)
+    assert weight.shape == expected.shape
+    error = np.linalg.norm(weight.dense().numpy() - expected) / np.linalg.norm(expected)
+    assert 0 < error < 5e-4 if kind in ROUNDED else error == 0
+
+
+def test_the_block_types_are_those_of_ggml() -> None:
+    known = {int(kind): (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    assert {number: known[number] for number in BLOCKS} == BLOCKS
+
+
+def test_scales_that_are_no_numbers_are_refused() -> None:
+    blocks = torch.full((1, 1, 18), 255, dtype=torch.uint8)
+    with pytest.raises(LoadError, match="a tensor of type Q4_0 has scales that are no numbers of float16"):
+        quantised(blocks, "Q4_0", torch.float32)
+
+
+def mixed(name: str, data: np.ndarray) -> str:
+    """A type for each tensor: matrices are quantised, some of them in other ways."""
+    if data.ndim == 1 or data.shape[-1] % 32:
+        return "F32"
+    kinds = {
+        "attn_k": "Q8_0",
+        "attn_v": "Q5_1",
+        "output": "Q5_0",
+        "token_embd": "F16",
+        "ffn_gate_inp": "BF16",
+    }
+    return next((kind for part, kind in kinds.items() if part in name), "Q4_0" if "gate" in name else "Q4_1")
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_quantised_matrices_are_weights_of_integers(name: str, tmp_path: Path) -> None:
+    """Rows of queries and keys, and matrices of a stack of experts, are taken apart as they are stored."""
+    arch, model, _ = MODELS[name]
+    model = Architecture(model.name, model.fields | {"intermediate_size": 96})
+    folder = model.write(tmp_path / "checkpoint")
+    path = write_gguf(tmp_path / "model.gguf", folder, model.config(), arch, kind=mixed)
+    checkpoint = GgufCheckpoint(path, configuration(path))
+    schemes = set()
+    for key, values in load_file(folder / "model.safetensors").items():
+        if values.dim() == 1:
+            continue
+        weight = checkpoint.weight(key, torch.float32)
+        assert weight.dtype == torch.float32
+        schemes.add(weight.scheme.name)
+        expected = roundtrip(key, values.numpy(), model.config(), name)
+        assert np.array_equal(weight.dense().numpy(), expected), key
+        assert np.array_equal(checkpoint.read(key).float().numpy(), expected), key
+    assert schemes == {"dense", "int4/32-8", "int4/32-0", "int8/32-128", "int8/32-0", "int8/32-16"}
+    checkpoint.let_go()
+    assert np.array_equal(weight.dense().numpy(), expected)
+    runner, ready = load_runner(path)
+    assert (ready.dtype, runner.model.vocab_size) == ("bfloat16", VOCAB_SIZE)
+
+
+def roundtrip(key: str, values: np.ndarray, config: Any, name: str) -> np.ndarray:
+    """A weight's numbers after it was stored and read by ggml's own functions."""
+    short = {
+        "q_proj": "attn_q",
+        "k_proj": "attn_k",
+        "v_proj": "attn_v",
+        "embed_tokens": "token_embd",
+        "lm_head": "output",
+        "o_proj": "attn_output",
+        "gate_proj": "ffn_gate",
+        "w1": "ffn_gate",
+        "block_sparse_moe.gate": "ffn_gate_inp",
+    }
+    stored = next((part for word, part in short.items() if word in key), "ffn_up")
+    kind = gguf.GGMLQuantizationType[mixed(stored, values)]
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(stored)
+    order = np.arange(len(values)) if heads is None else permuted(np.arange(len(values)), heads)
+    numbers = gguf.quants.dequantize(gguf.quants.quantize(values[order], kind), kind)
+    return numbers.reshape(values.shape)[np.argsort(order)]
+
+
+def test_split_files(tmp_path: Path) -> None:
+    arch, model, _ = MODELS["llama"]
+    folder = model.write(tmp_path / "checkpoint")
+    path = write_gguf(tmp_path / "model.gguf", folder, model.config(), arch, split=8)
+    assert len(list(tmp_path.glob("*.gguf"))) == 3 and is_gguf(path)
+    checkpoint = GgufCheckpoint(path, configuration(path))
+    for name, expected in load_file(folder / "model.safetensors").items():
+        torch.testing.assert_close(checkpoint.read(name), expected)
+
+
+def test_what_is_refused(tmp_path: Path, llama: Path) -> None:
+    arch, model, _ = MODELS["llama"]
+    path = write_gguf(tmp_path / "model.gguf", llama, model.config(), arch)
+    config = configuration(path)
+    whole = path.read_bytes()
+    for change, words in (
+        (whole[:-5000], "does not lie within the file; it may be cut off"),
+        (whole.replace(b"blk.1.ffn_up", b"blk.1.ffn_xx"), "has tensors that llama has no use for: 'ffn_xx'"),
+        (b"no model", "does not begin with the letters GGUF"),
+        (
+            content({}, [("token_embd.weight", (2, 256), 16, bytes(132))]),
+            "is of type IQ2_XXS; .* types F32, F16, BF16",
+        ),
+        (
+            content({}, [("output_norm.weight", (32,), 2, bytes(18))]),
+            "is of type Q4_0; .* vectors of F32, F16, BF16",
+        ),
+        (content({}, [("blk.0.ffn_up_exps.weight", (2, 4), 0, bytes(32))]), r"is of shape \(2, 4\)"),
+        (content({}, [("blk.0.ffn_up.weight", (2, 2, 4), 0, bytes(64))]), r"is of shape \(2, 2, 4\)"),
+    ):
+        path.write_bytes(change)
+        with pytest.raises(LoadError, match=words):
+            GgufCheckpoint(path, config)
+    path.write_bytes(whole.replace(b"blk.1.ffn_up", b"blk.9.ffn_up"))
+    with pytest.raises(LoadError, match=r"lacks 1 weights of llama: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_runner(path)
+    path.write_bytes(whole)
+    with pytest.raises(LoadError, match=r"the metadata of .*model\.gguf cannot be used: 'nonsense'"):
+        configuration(path, model_type="nonsense")
+    with pytest.raises(LoadError, match="opt is not served from GGUF files, but llama, mixtral"):
+        GgufCheckpoint(path, Architecture("opt", {"ffn_dim": 96}).config())

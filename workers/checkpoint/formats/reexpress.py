@@ -1,0 +1,118 @@
+"""Numbers that no product multiplies with, held as integers in small groups, and what that costs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.integers import Integers, relative_error, row_blocks
+from pagewire.kernels.quantising import quantise
+from pagewire.kernels.weight import Weight, dense_weight
+from pagewire.workers.checkpoint.formats.format import wider
+
+logger = logging.getLogger("pagewire.worker")
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SCALES = torch.bfloat16
+"""The dtype of scales: float16 would lose those of small weights."""
+
+_logged: set[str] = set()
+
+
+def reexpressed(kind: str, blocks: Iterable[Tensor], dtype: torch.dtype) -> Weight:
+    """A matrix [N, K] as integers of the scheme `wider`; the first of its kind is logged with its error.
+
+    kind: what the numbers were, for the log. blocks: floats [n, K], one below the other; each is dropped once it is
+    converted. dtype: of the product's inputs and outputs.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
+    made: list[Weight] = []
+    for block in blocks:
+        made.append(
+            as_integers(kind, dense_weight(block, dtype), Integers(8, wider(block.shape[1]).group, 128))
+        )
+    return Weight.joined(made)
+
+
+def as_integers(kind: str, weight: Weight, scheme: Integers) -> Weight:
+    """A weight as integers of a scheme without a table; the log says once for each kind what that costs.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
+    made = quantise(weight, scheme, SCALES)
+    if kind not in _logged:
+        _, some = next(row_blocks(*weight.shape))
+        error = relative_error(made.slice(0, some), weight.slice(0, some))
+        groups = f"groups of {scheme.group}" if scheme.group else "rows"
+        form = f"integers of {scheme.bits} bits in {groups}"
+        log_once(kind, f"{kind} are held as {form}, which changes weights by {error:.2%} of their norm")
+    return made
+
+
+def log_once(key: str, text: str) -> None:
+    """Log what concerns every matrix of a checkpoint once for a process. key: texts of one key are one."""
+    if key not in _logged:
+        _logged.add(key)
+        logger.info("%s", text)
+
+
+def fp8_weight(
+    values: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] | None = None
+) -> Weight:
+    """A matrix of 8-bit floats, held in 8 bits as integers; the log says what that costs.
+
+    values: float8 [N, K]. scales: what they are multiplied with, for the whole matrix [] or [1], for each row [N]
+    or [N, 1], or for each block [N / rows, K / columns], rounded up. dtype: of the product's inputs and outputs.
+    block: rows and columns of a block; None: the fewest that fit the scales.
+
+    Raises:
+        ValueError: values are of another dtype, scales fit no such shape, or a number is not finite.
+    """
+    if values.dtype not in FLOAT8 or values.dim() != 2:
+        raise ValueError(f"{tuple(values.shape)} of {values.dtype} is no matrix of 8-bit floats")
+    blocks = _scaled(values, *_grid(values, scales.float(), block))
+    return reexpressed(f"8-bit floats ({str(values.dtype).removeprefix('torch.float8_')})", blocks, dtype)
+
+
+def rounded_to_fp8(weight: Weight) -> Weight:
+    """A dense matrix rounded to e4m3 with a scale for each row, and held as a checkpoint of such numbers is."""
+    most = torch.finfo(torch.float8_e4m3fn).max
+    device = weight.parts[0].device
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty(weight.shape[0], 1, device=device)
+    for start, stop in row_blocks(*weight.shape):
+        rows = replace(weight.slice(start, stop), dtype=torch.float32).dense()
+        reach = rows.abs().amax(1, keepdim=True)
+        scales[start:stop] = torch.where(reach > 0, reach / most, 1.0)
+        values[start:stop] = (rows / scales[start:stop]).to(torch.float8_e4m3fn)
+    return fp8_weight(values, scales, weight.dtype)
+
+
+def _grid(values: Tensor, scales: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, int, int]:
+    """Scales as a matrix, and how many rows and columns share one."""
+    rows, columns = values.shape
+    if scales.numel() == 1:
+        return scales.reshape(1, 1), rows, columns
+    if scales.numel() == rows and scales.shape[0] == rows:
+        return scales.reshape(rows, 1), 1, columns
+    if scales.dim() == 2:
+        size = block or (-(-rows // scales.shape[0]), -(-columns // scales.shape[1]))
+        if tuple(scales.shape) == (-(-rows // size[0]), -(-columns // size[1])):
+            return scales, *size
+    raise ValueError(
+        f"scales {tuple(scales.shape)} do not fit a matrix {tuple(values.shape)}, blocks {block}"
+    )
+
+
+def _scaled(values: Tensor, scales: Tensor, rows: int, columns: int) -> Iterator[Tensor]:
+    """Blocks of rows of the dense matrix."""
+    for start, stop in row_blocks(*values.shape):
+        by_row = scales[torch.arange(start, stop) // rows]
+        yield values[start:stop].float() * by_row.repeat_interleave(columns, 1)[:, : values.shape[1]]

@@ -1,0 +1,153 @@
+"""What the headers of a checkpoint's files say about its tensors, without reading them. Imports no torch."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pagewire.ipc.gguf.config import model_config
+from pagewire.ipc.gguf.file import GgufError, is_gguf, read_gguf
+from pagewire.ipc.hub import read_json
+from pagewire.ipc.safetensors import LENGTH_BYTES, parse_header
+from pagewire.workers.checkpoint.gguf.names import MODELS, places
+from pagewire.workers.errors import LoadError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+MAX_HEADER_BYTES = 32 << 20  # of a safetensors file: 200,000 tensors; reading it takes 2 s at most
+MAX_CONTENT = 64 << 10  # bytes of a tensor that describes another one
+WITHOUT_HEADERS = ("pt", "dummy", "sharded_state")
+"""Load formats of weights that no header describes: pickles, random numbers, and the parts of ranks."""
+
+DTYPES = (
+    {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    | {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
+    | {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+)
+"""Dtypes that are read, by their names in safetensors files: as PyTorch calls them."""
+FLOATS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
+"""Bits of the numbers that a dense weight may hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """A tensor of a checkpoint as its file describes it; `dtype` by the file's own name, such as "BF16"."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    content: Callable[[], bytes] = field(default=bytes, compare=False, repr=False)
+    """Reads its bytes, at most `MAX_CONTENT`. Raises OSError."""
+
+
+@dataclass(frozen=True)
+class Headers:
+    """All that is known of a checkpoint before its tensors are read.
+
+    config: the model's, with the names of a `config.json`. form: of the files: "safetensors", "GGUF".
+    """
+
+    config: Mapping[str, Any]
+    tensors: Sequence[TensorHeader]
+    num_files: int
+    form: str
+
+
+def read_headers(model_path: str | Path, hf_overrides: Mapping[str, Any] | None = None) -> Headers:
+    """The headers of a model folder or GGUF file; `hf_overrides` are merged into its configuration.
+
+    Raises:
+        LoadError: a file is missing or broken, or of a model that is not served.
+    """
+    read = _gguf_headers if is_gguf(model_path) else _safetensors_headers
+    return read(Path(model_path), hf_overrides or {})
+
+
+def _safetensors_headers(folder: Path, hf_overrides: Mapping[str, Any]) -> Headers:
+    files = weight_files(folder)
+    try:
+        config = read_json(folder / "config.json")
+    except (ValueError, OSError) as error:
+        raise LoadError(f"cannot load {folder}: {error}") from error
+    tensors = [tensor for path in files for tensor in safetensors_header(path)]
+    return Headers({**config, **hf_overrides}, tensors, len(files), "safetensors")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder: those in its index, or the only one.
+
+    Raises:
+        LoadError: there are none, or the index cannot be read.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = set(read_json(index)["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+            raise LoadError(f"cannot load {index}: {error!r}") from error
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise LoadError(f"cannot load {index}: {name!r} is not the name of a file in its folder")
+        return [folder / name for name in sorted(names)]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    reason = f"it holds neither {SINGLE} nor {INDEX}"
+    if any((folder / name).is_file() for name in PICKLES):
+        reason += "; its .bin files are pickles, which are read only with load_format='pt'"
+    raise LoadError(f"cannot load {folder}: {reason}")
+
+
+def safetensors_header(path: Path) -> list[TensorHeader]:
+    """The tensors that the header of a safetensors file lists.
+
+    Raises:
+        LoadError: the file cannot be read, is no safetensors file, or claims more bytes than it has.
+    """
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(LENGTH_BYTES))
+            if size > MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {size} bytes")
+            header = file.read(size)
+        begin = LENGTH_BYTES + size
+        return [
+            TensorHeader(
+                *(name, tuple(entry.shape), entry.dtype, entry.num_bytes),
+                partial(_content, path, begin + entry.data_offsets[0], entry.num_bytes),
+            )
+            for name, entry in parse_header(header, path.stat().st_size - begin)
+        ]
+    except (OSError, ValueError, struct.error) as error:
+        raise LoadError(f"cannot load {path}: {error}") from error
+
+
+def _content(path: Path, start: int, size: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(min(size, MAX_CONTENT))
+
+
+def _gguf_headers(path: Path, hf_overrides: Mapping[str, Any]) -> Headers:
+    """The headers of a GGUF file, or of all parts of a split one, with the names that transformers has."""
+    try:
+        file = read_gguf(path)
+        config = {**model_config(file), **hf_overrides}
+    except GgufError as error:
+        raise LoadError(str(error)) from error
+    if config["model_type"] not in MODELS:
+        raise LoadError(f"{path}: {config['model_type']} is not served from GGUF files")
+    try:
+        found = places(config["model_type"], {name: info.shape for name, info in file.tensors.items()}, 1, 1)
+    except KeyError as error:
+        raise LoadError(f"{path} has tensors of unknown names: {error}") from error
+    tensors = []
+    for name, place in found.items():
+        info = file.tensors[place.tensor]
+        shape, count = (info.shape, 1) if place.expert is None else (info.shape[1:], info.shape[0])
+        tensors.append(TensorHeader(name, shape, info.type, info.num_bytes // count))
+    return Headers(config, tensors, len({info.path for info in file.tensors.values()}), "GGUF")

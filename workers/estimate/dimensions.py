@@ -1,0 +1,90 @@
+"""The sizes of a model by its configuration, with the names that the families use for them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagewire.workers.estimate.inventory import Matrix
+
+NAMES = {
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "hidden_size": ("hidden_size", "n_embd"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "max_positions": (
+        *("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx"),
+    ),
+    "num_experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
+    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
+}
+DEFAULT_POSITIONS = 2048  # of a model that gives no limit
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """The sizes of a model that memory and time depend on; 0 where the configuration does not tell."""
+
+    architecture: str
+    model_type: str
+    dtype: str
+    """Of the checkpoint: "bfloat16", "float16" or "float32"."""
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    num_experts: int
+    experts_per_token: int
+    kv_elements: int
+    """Numbers that a token adds to the KV cache, in all layers."""
+    kv_scales: int
+    """Heads of keys and of values, in all layers: each has a scale where the cache is of 8-bit integers."""
+    rotary_elements: int
+    """Numbers of the rotary tables for a position."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], matrices: Iterable[Matrix]) -> Dimensions:
+        """The sizes in a configuration; those of keys and values by their own matrices where they have some."""
+        text: Mapping[str, Any] = {**config, **(config.get("text_config") or {})}
+        sizes = {field: _number(text, names) for field, names in NAMES.items()}
+        num_heads = sizes.pop("num_heads")
+        head_dim = _number(text, ("head_dim",)) or sizes["hidden_size"] // max(1, num_heads)
+        architectures = config.get("architectures") or text.get("architectures") or []
+        model_type = str(text.get("model_type") or config.get("model_type") or "")
+        own = sum(
+            m.rows
+            for m in matrices
+            if m.name.endswith((".k_proj", ".k_proj.weight", ".v_proj", ".v_proj.weight"))
+        )
+        kv_elements = own or sizes["num_layers"] * _kv_of_layer(text, num_heads, head_dim)
+        sizes["max_positions"] = sizes["max_positions"] or DEFAULT_POSITIONS
+        return cls(
+            architecture=str(architectures[0]) if architectures else model_type,
+            model_type=model_type,
+            dtype=_dtype(text),
+            vocab_size=_number(text, ("vocab_size",)),
+            kv_elements=kv_elements,
+            kv_scales=kv_elements // max(1, head_dim),
+            rotary_elements=2 * (_number(text, ("qk_rope_head_dim",)) or head_dim),
+            **sizes,
+        )
+
+
+def _kv_of_layer(text: Mapping[str, Any], num_heads: int, head_dim: int) -> int:
+    if latent := _number(text, ("kv_lora_rank",)):  # expanded to heads before attention
+        key = _number(text, ("qk_nope_head_dim",)) + _number(text, ("qk_rope_head_dim",))
+        return num_heads * (key + (_number(text, ("v_head_dim",)) or latent))
+    kv_heads = _number(text, ("num_key_value_heads", "num_kv_heads")) or num_heads
+    if text.get("multi_query"):
+        kv_heads = 1
+    return 2 * kv_heads * head_dim
+
+
+def _number(text: Mapping[str, Any], names: Iterable[str]) -> int:
+    values = (text.get(name) for name in names)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
+
+
+def _dtype(text: Mapping[str, Any]) -> str:
+    name = str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch.")
+    return name if name in ("bfloat16", "float16") else "float32"

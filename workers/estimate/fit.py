@@ -1,0 +1,254 @@
+"""Whether a model fits into this machine's memory, known before its weights are read. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from pagewire.ipc.model_figures import ModelFigures
+from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.workers.checkpoint.headers import Headers, read_headers
+from pagewire.workers.checkpoint.mtp_layers import divided
+from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks, step_bytes
+from pagewire.workers.errors import MemoryShortageError
+from pagewire.workers.estimate.figures import Footprint, footprint, of_rank
+from pagewire.workers.estimate.inventory import Part
+from pagewire.workers.weight_cache import folder
+from pagewire.workers.weight_cache.key import key_of
+
+BASE_BYTES = 380 << 20
+"""Resident memory of a worker beside its model: interpreter, PyTorch (a build for CPUs), transformers, sockets."""
+KEPT_BASE_BYTES = 235 << 20
+"""The same where packed weights are read: without transformers, and without what proving a model leaves."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a model takes of this machine's memory, in bytes, and what that leaves for the KV cache."""
+
+    total_bytes: int
+    available_bytes: int
+    is_kept: bool
+    """Its packed weights are in the cache, and will be read rather than the checkpoint."""
+    base_bytes: int
+    weight_bytes: int
+    """With all else that is read with them, where they are kept."""
+    table_bytes: int
+    """Rotary angles of all positions; 0 where they are kept with the weights."""
+    loading_bytes: int
+    """Beside the weights, until the model is ready."""
+    step_bytes: int
+    """The most that a step takes for activations and logits."""
+    max_model_len: int
+    kv_request_bytes: int
+    """KV cache of a request of max_model_len tokens."""
+    kv_bytes: int
+    """The size of the KV cache; what would fit, if that is too little for a request."""
+    kv_tokens: int
+    problem: str | None
+    """Why the model cannot run here."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of the worker's process when the KV cache is full, between steps."""
+        return self.base_bytes + self.weight_bytes + self.table_bytes + self.kv_bytes
+
+
+def kept_bytes(config: WorkerConfig, isa: str) -> int | None:
+    """Bytes of the packed weights that a start with these options reads; None if it loads the checkpoint.
+
+    isa: the instruction set of the kernels.
+    """
+    try:
+        key = key_of(config, isa)
+    except (OSError, ValueError):
+        return None  # loading will fail, with a better message
+    return None if key is None else folder.size_of(key)
+
+
+def fit(sizes: Footprint, config: WorkerConfig, total: int, available: int, kept: int | None = None) -> Fit:
+    """Whether a footprint fits, given the bytes of memory that this machine has, and has available now.
+
+    kept: `kept_bytes` of these options.
+
+    Raises:
+        LoadError: an option about memory is malformed.
+    """
+    dimensions, drafter, speculative = sizes.dimensions, sizes.drafter, config.speculative
+    max_model_len = config.max_model_len or dimensions.max_positions
+    base, weights, loading = BASE_BYTES, sizes.weight_bytes, sizes.loading_bytes
+    tables, kv_token_bytes, spare = max_model_len * sizes.position_bytes, sizes.kv_token_bytes, 0
+    if kept is not None:
+        base, weights, loading, tables = KEPT_BASE_BYTES, kept, 0, 0
+    if drafter is not None and speculative is not None:
+        base, weights, loading = (
+            BASE_BYTES,
+            weights + drafter.weight_bytes,
+            max(loading, drafter.loading_bytes),
+        )
+        tables += max_model_len * drafter.position_bytes
+        kv_token_bytes += drafter.kv_token_bytes
+        # For drafts whose places belong to no block yet.
+        num_spare = config.max_num_seqs * -(-speculative.num_speculative_tokens // config.block_size)
+        spare = num_spare * config.block_size * drafter.kv_token_bytes
+    steps = step_bytes(config, max(1, dimensions.vocab_size))
+    left = available - base - weights - tables
+    budget = max(0, kv_budget(config, max(0, left), steps) - spare)
+    block_bytes = max(1, kv_token_bytes * config.block_size)
+    request_bytes = -(-max_model_len // config.block_size) * block_bytes
+    blocks = budget // block_bytes if config.num_blocks is None else config.num_blocks
+    problem = None
+    if left < loading:
+        whose = "its weights" if drafter is None else "its weights and the drafter's"
+        problem = (
+            f"{whose} take {amount(weights)} of memory, loading them {amount(loading)} "
+            f"more, and the worker itself {amount(base)}"
+        )
+    elif blocks * block_bytes < request_bytes or left < request_bytes:
+        problem = (
+            f"a request of max_model_len {max_model_len} takes {amount(request_bytes)} of KV cache, for which "
+            f"{amount(min(budget, left))} are left beside {amount(weights)} of weights"
+        )
+    else:
+        blocks = num_kv_blocks(config, max_model_len, block_bytes, budget)
+    return Fit(
+        total_bytes=total,
+        available_bytes=available,
+        is_kept=kept is not None,
+        base_bytes=base,
+        weight_bytes=weights,
+        table_bytes=tables,
+        loading_bytes=loading,
+        step_bytes=steps,
+        max_model_len=max_model_len,
+        kv_request_bytes=request_bytes,
+        kv_bytes=blocks * block_bytes,
+        kv_tokens=blocks * config.block_size,
+        problem=problem,
+    )
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of options with which a model fits."""
+
+    options: str
+    """As on the command line."""
+    fit: Fit
+
+    def __str__(self) -> str:
+        """The options, and what they leave."""
+        fit = self.fit
+        return (
+            f"{self.options} ({amount(fit.weight_bytes)} of weights, "
+            f"{amount(fit.kv_bytes)} for {fit.kv_tokens:,} tokens of KV cache)"
+        )
+
+
+def remedies(headers: Headers, config: WorkerConfig, isa: str, total: int, available: int) -> list[Remedy]:
+    """Single changes of the options with which a model fits that does not fit as it is."""
+    sizes, found = sizes_of(headers, config, isa), []
+    for name, value in _changes(sizes, fit(sizes, config, total, available), config):
+        changed = msgspec.structs.replace(config, **{name: value})
+        result = fit(sizes_of(headers, changed, isa), changed, total, available)
+        if result.problem is None:
+            found.append(Remedy(f"--{name.replace('_', '-')} {value}", result))
+    return found
+
+
+def _changes(sizes: Footprint, now: Fit, config: WorkerConfig) -> Iterator[tuple[str, Any]]:
+    """Options to try, and their values."""
+    if 0 < now.kv_tokens < now.max_model_len:
+        yield "max_model_len", now.kv_tokens
+    yield "kv_cache_memory_bytes", now.kv_request_bytes
+    if config.kv_cache_dtype == "auto":
+        yield "kv_cache_dtype", "int8"
+    if sizes.quantization is None:
+        yield from (("quantization", "int8"), ("quantization", "int4"))
+        if sizes.dtype == "float32":
+            yield "dtype", "bfloat16"
+
+
+def sizes_of(headers: Headers, config: WorkerConfig, isa: str) -> Footprint:
+    """The footprint of a checkpoint with the options of a worker; of a rank of a group, that of its part.
+
+    Raises:
+        LoadError: see `footprint`, and `read_headers` for the model that proposes tokens.
+    """
+    speculative = config.speculative
+    layers, quantization = None, config.quantization  # of the drafter
+    if speculative is not None and speculative.method == "mtp":
+        headers, layers = divided(headers)
+    elif speculative is not None and speculative.model is not None:
+        layers, quantization = read_headers(speculative.model), speculative.quantization
+    whole = footprint(headers, isa, config.dtype, config.quantization, config.kv_cache_dtype)
+    own = of_rank(whole, config.parallel)
+    if layers is None:
+        return own
+    drafter = footprint(layers, isa, own.dtype, quantization, config.kv_cache_dtype)
+    return replace(own, drafter=drafter_of_rank(drafter, config))
+
+
+def drafter_of_rank(whole: Footprint, config: WorkerConfig) -> Footprint:
+    """The footprint of the drafter in a rank of a group: of its part, or of the whole where that is what it has."""
+    size, speculative = config.parallel.num_shards, config.speculative
+    assert speculative is not None
+    divisible = size <= whole.kv_heads or size % whole.kv_heads == 0
+    if speculative.draft_tensor_parallel_size == 1 or not divisible:
+        return whole
+    # An EAGLE-3 head may have an embedding of its own, which every rank has as a whole (`eagle3_division.py`).
+    return of_rank(whole, config.parallel, (Part.EMBEDDING,) if speculative.method == "eagle3" else ())
+
+
+def check_fit(headers: Headers, config: WorkerConfig, isa: str, total: int, available: int) -> Footprint:
+    """The footprint of a model that fits into memory.
+
+    Raises:
+        MemoryShortageError: it does not fit; the text says what is needed, what there is, and what would help.
+        LoadError: see `footprint`.
+    """
+    sizes = sizes_of(headers, config, isa)
+    if (problem := fit(sizes, config, total, available, kept_bytes(config, isa)).problem) is not None:
+        changes = "; or with ".join(map(str, remedies(headers, config, isa, total, available)))
+        advice = f"It would fit with {changes}" if changes else "Free memory, or take a smaller model"
+        room = f"{amount(available)} of {amount(total)} are available"
+        raise MemoryShortageError(f"the model does not fit into memory: {problem}; {room}. {advice}.")
+    return sizes
+
+
+def model_figures(sizes: Footprint) -> ModelFigures:
+    """The figures that `Ready` carries; but for `memory_bytes`, of the model without a drafter."""
+    drafter = sizes.drafter
+    return ModelFigures(
+        form=sizes.form,
+        quantization=sizes.quantization,
+        parameters=sizes.parameters,
+        bits=8 * sizes.file_bytes / max(1, sizes.parameters),
+        file_bytes=sizes.file_bytes,
+        weight_bytes=sizes.weight_bytes,
+        memory_bytes=BASE_BYTES + sizes.weight_bytes + (drafter.weight_bytes if drafter else 0),
+        token_read_bytes=sizes.read_bytes,
+        kv_token_bytes=sizes.kv_token_bytes,
+        is_stack=sizes.is_stack,
+        isa=sizes.isa,
+    )
+
+
+def summary(sizes: Footprint) -> str:
+    """A footprint in a line, for the log."""
+    dimensions, figures = sizes.dimensions, model_figures(sizes)
+    layers = "in one call" if sizes.is_stack else "one by one"
+    return (
+        f"{dimensions.architecture}, {sizes.form}, {figures.parameters / 1e6:,.0f} million parameters of "
+        f"{figures.bits:.1f} bits ({sizes.quantization or 'not quantised'}); {amount(figures.weight_bytes)} "
+        f"packed for {sizes.isa}, layers {layers}; a token reads {amount(figures.token_read_bytes)} and adds "
+        f"{figures.kv_token_bytes / 1024:.1f} KiB to the KV cache"
+    )
+
+
+def amount(num_bytes: float) -> str:
+    """Bytes for people, such as "1.25 GiB"."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / (1 << 20):.1f} MiB"
