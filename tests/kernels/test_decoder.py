@@ -38,8 +38,8 @@ def make_stack(
 ) -> Stack:
     """Two random layers.
 
-    With `terms` logits have a softcap, sinks and slopes. With `quantised` some matrices of the first are quantised, each otherwise. With `experts` the first has experts
-    and a shared one, the second has experts only.
+    With `terms` logits have a softcap, sinks and slopes. With `quantised` some matrices of the first are quantised,
+    each otherwise. With `experts` the first has experts and a shared one, the second has experts only.
     """
     generator = torch.Generator().manual_seed(0)
 
