@@ -4,8 +4,8 @@ A token's *mass* is its unnormalised probability as a 64-bit fixed-point number,
 where z is its logit minus the row's largest, divided by the temperature. Integer sums are exact, so no sum depends
 on its order: not on the number of threads, the device, the other rows, or the algorithm. So sampling is batch
 invariant, and since `exp` is defined operation by operation (`Kernels.fixed_point_probabilities`), a CPU and a GPU
-sample the same tokens. A token with z below -30 (a ten-trillionth of its probability) has mass 0 and is never drawn.
-Masses of up to 2**18 tokens cannot overflow.
+sample the same tokens. A token with z below -30 (a ten-trillionth of its probability) has mass 0 and is never
+drawn. Masses of up to 2**18 tokens cannot overflow.
 
 Every truncation keeps a prefix of one order, most likely first and ties by lower token id, and removes a token
 by setting its mass to 0.
