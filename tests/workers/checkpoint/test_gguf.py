@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from pagewire.ipc.gguf.file import BLOCKS, is_gguf
 from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.workers.checkpoint.gguf import blocks as gguf_blocks
 from pagewire.workers.checkpoint.gguf.blocks import BLOCK_TYPES, quantised
 from pagewire.workers.checkpoint.gguf.reader import GgufCheckpoint
 from pagewire.workers.errors import LoadError
@@ -208,7 +209,8 @@ def random_blocks(kind: str, shape: tuple[int, int]) -> np.ndarray:
 def test_blocks_are_the_numbers_that_ggml_reads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = random_blocks(kind, (7, 3))
     expected = gguf.quants.dequantize(blocks.reshape(7, -1), gguf.GGMLQuantizationType[kind])
-    monkeypatch.setattr(blocks, "CHUNK_BYTES", 2 * blocks[0].size)  # several chunks, the last a part of one
+    several = 2 * blocks[0].size  # chunks, the last a part of one
+    monkeypatch.setattr(gguf_blocks, "CHUNK_BYTES", several)
     weight = quantised(torch.from_numpy(blocks), kind, torch.float32)
     assert weight.shape == expected.shape
     error = np.linalg.norm(weight.dense().numpy() - expected) / np.linalg.norm(expected)
