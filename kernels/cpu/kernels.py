@@ -7,28 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cpu import adapters, integers
+from pagewire.kernels.cpu import adapters, attention, integers
 from pagewire.kernels.cpu.build import InstructionSet
 from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts
-from pagewire.kernels.cpu.library import AttentionCall, choose
+from pagewire.kernels.cpu.library import choose
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
 from pagewire.kernels.cpu.quantised import PackedForm, QuantisedLinear
 from pagewire.kernels.cpu.stack import CompiledStack
-from pagewire.kernels.cpu.tensors import (
-    CACHE_DTYPES,
-    DTYPES,
-    cache_fields,
-    check_cache,
-    last_contiguous,
-    logit_terms,
-    of_size,
-)
+from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous, of_size
 from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.integers import Integers
-from pagewire.kernels.kv_codes import DTYPE as KV_CODES
-from pagewire.kernels.kv_codes import head_size, row_width
 from pagewire.kernels.layer import Activation, Experts, Layer, LayerNorm, Norm, Router
-from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache, LogitTerms, check_scales
+from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.reference.kernels import Kernels
 from pagewire.kernels.weight import Linear, Weight
 
@@ -55,74 +45,10 @@ class CpuKernels(Kernels):
         terms: LogitTerms = CAUSAL,
         out: Tensor | None = None,
     ) -> Tensor:
-        check_scales(cache)
-        num_tokens, num_heads, head_dim = q.shape
-        q = last_contiguous(q)
-        if out is None:
-            out = q.new_empty(num_tokens, num_heads, head_size(cache.v))
-        _check_attention(q, cache, batch, out)
-        query_start_loc, seq_lens = batch.query_start_loc.contiguous(), batch.seq_lens.contiguous()
-        block_table = last_contiguous(batch.block_table)
-        native, owners = logit_terms(terms, num_heads)
-        call = AttentionCall(
-            q=q.data_ptr(),
-            out=out.data_ptr(),
-            query_start_loc=query_start_loc.data_ptr(),
-            seq_lens=seq_lens.data_ptr(),
-            block_table=block_table.data_ptr(),
-            q_token_stride=q.stride(0),
-            q_head_stride=q.stride(1),
-            **cache_fields(self._library, cache),
-            block_table_stride=block_table.stride(0),
-            num_tokens=num_tokens,
-            num_requests=len(seq_lens),
-            num_heads=num_heads,
-            head_dim=head_dim,
-            max_blocks=block_table.shape[1],
-            terms=native,
-            scale=scale,
-            dtype=DTYPES[q.dtype],
-            num_threads=torch.get_num_threads(),
-        )
-        failed = self._library.pagewire_attention(ctypes.byref(call))
-        del owners
-        if failed:
-            raise ValueError("paged_attention: lengths or block numbers of the batch do not fit its tensors")
-        return out
+        return attention.paged_attention(self._library, q, cache, batch, scale, terms, out)
 
     def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
-        check_scales(cache)
-        if slot_mapping.dtype != torch.int64:
-            raise TypeError(f"slots are int64, not {slot_mapping.dtype}")
-        slots = slot_mapping.contiguous()
-        for is_value, (source, stored) in enumerate(((k, cache.k), (v, cache.v))):
-            source = last_contiguous(source)
-            num_tokens, num_heads, size = source.shape
-            num_blocks, _, block_size, _ = stored.shape
-            if stored.shape[1] != num_heads or head_size(stored) != size:
-                raise ValueError(f"store_kv: {tuple(source.shape)} into {tuple(stored.shape)}")
-            if len(slots) != num_tokens:
-                raise ValueError(f"store_kv: {len(slots)} slots for {num_tokens} tokens")
-            if stored.dtype not in (source.dtype, KV_CODES):
-                raise TypeError(f"store_kv: {source.dtype} into {stored.dtype}")
-            check_cache(self._library, stored)
-            outside = self._library.pagewire_store(
-                source.data_ptr(),
-                stored.data_ptr(),
-                slots.data_ptr(),
-                num_tokens,
-                num_heads,
-                size,
-                *(source.stride(0), source.stride(1), stored.stride(0), stored.stride(1)),
-                num_blocks,
-                block_size,
-                is_value,
-                DTYPES[source.dtype],
-                CACHE_DTYPES[stored.dtype],
-                torch.get_num_threads(),
-            )
-            if outside:
-                raise IndexError("store_kv: a slot lies outside the cache")
+        attention.store_kv(self._library, k, v, cache, slot_mapping)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, out: Tensor | None = None
@@ -351,30 +277,6 @@ class CpuKernels(Kernels):
             depths.data_ptr(), masses.data_ptr(), depths.numel(), torch.get_num_threads()
         )
         return masses
-
-
-def _check_attention(q: Tensor, cache: Cache, batch: AttentionBatch, out: Tensor) -> None:
-    num_tokens, num_heads, head_dim = q.shape
-    k_cache, v_cache = cache.k, cache.v
-    num_blocks, num_kv_heads, block_size, _ = v_cache.shape
-    if k_cache.dtype not in (q.dtype, KV_CODES):
-        raise TypeError(f"paged_attention: queries of {q.dtype}, keys of {k_cache.dtype}")
-    for tensor in (batch.query_start_loc, batch.seq_lens, batch.block_table):
-        if tensor.dtype != torch.int32:
-            raise TypeError(f"lengths and block tables are int32, not {tensor.dtype}")
-    if (
-        k_cache.shape != (num_blocks, num_kv_heads, block_size, row_width(head_dim, k_cache.dtype))
-        or num_heads % num_kv_heads != 0
-        or out.shape != (num_tokens, num_heads, head_size(v_cache))
-        or out.dtype != q.dtype
-        or not out.is_contiguous()
-        or len(batch.query_start_loc) != len(batch.seq_lens) + 1
-        or len(batch.block_table) < len(batch.seq_lens)
-    ):
-        raise ValueError(
-            f"paged_attention: shapes disagree: q {tuple(q.shape)}, K {tuple(k_cache.shape)}, "
-            f"V {tuple(v_cache.shape)}, out {tuple(out.shape)}, block table {tuple(batch.block_table.shape)}"
-        )
 
 
 def _bits_for(x: Tensor, allowed: Tensor) -> Tensor:
