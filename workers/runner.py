@@ -28,7 +28,7 @@ from pagewire.workers.device.kv_size import ledger, num_kv_blocks
 from pagewire.workers.device.open import open_device
 from pagewire.workers.device.relay import Relay
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.attention import StepContext
+from pagewire.workers.model.attention import StepContext, memory_of
 from pagewire.workers.model.encoder import EncoderModel, in_pages
 from pagewire.workers.model.loaded import LoadedModel, Phases
 from pagewire.workers.sample.typical import TypicalAcceptance
@@ -175,8 +175,7 @@ class Runner:
 
     def memory(self) -> dict[str, int]:
         """Bytes by use: `Device.memory`, weights and kv_cache."""
-        caches = [*self.caches, *self.drafter.caches]
-        kv = sum(cache.nbytes for cache in caches)
+        kv = sum(cache.nbytes for cache in memory_of([*self.caches, *self.drafter.caches]))
         adapters = {} if self.adapters is None else {"adapters": self.adapters.num_bytes}
         return {**self.device.memory(), "weights": self.weight_bytes, "kv_cache": kv, **adapters}
 
@@ -271,8 +270,7 @@ class Runner:
             LoadError: there is not enough.
         """
         self.caches = self._allocate(self.num_blocks)
-        caches = [*self.caches, *self.drafter.caches]
-        self.spare_work = self.device.populate([x for cache in caches for x in (cache.k, cache.v)])
+        self.spare_work = self.device.populate(memory_of([*self.caches, *self.drafter.caches]))
 
     def warm_up(self) -> None:
         """Do once what no request shall pay for: run a token, and record graphs. Writes nowhere that matters."""

@@ -79,6 +79,29 @@ GPT2_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 WINDOWED = ["sliding_attention", "full_attention"]
 NO_CACHE = "layers of type"
 OWN_ATTENTION = "does not let its attention be replaced"
+GEMMA4 = {  # the last two layers read keys and values of earlier ones; heads of two sizes
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 7,
+    "layer_types": [*WINDOWED, "sliding_attention", *WINDOWED],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
+GEMMA4_LARGE = GEMMA4 | {  # fewer and larger heads in some layers, where values are keys
+    "num_hidden_layers": 2,
+    "layer_types": WINDOWED,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 36,
+}
 MINISTRAL_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -108,6 +131,8 @@ ARCHITECTURES = [
     Architecture("gemma", GROUPED),
     Architecture("gemma2", GROUPED | {"sliding_window": 7, "query_pre_attn_scalar": 12}),
     Architecture("gemma3_text", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
+    Architecture("gemma4_text", GEMMA4),
+    Architecture("gemma4_text with experts", GEMMA4_LARGE, model_type="gemma4_text"),
     Architecture("glm", GROUPED),
     Architecture("glm4", GROUPED),
     Architecture("glm4_moe", GROUPED | LATER_EXPERTS),

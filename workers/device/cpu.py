@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -111,7 +111,7 @@ class CpuDevice:
         return (dtype, KV_CODES) if dtype in DTYPES else (dtype,)
 
     def prepare(
-        self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *, encodes: bool = False
+        self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dims: Collection[int], *, encodes: bool = False
     ) -> None:
         """Nothing to do: the CPU's kernels are compiled at first use."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cuda import kernels as cuda_kernels
+from pagewire.kernels.cuda.attention import HEAD_DIMS
 from pagewire.kernels.cuda.compile import CompileError
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.kv import FP8
@@ -103,20 +104,31 @@ class CudaDevice:
         return (dtype, *FP8) if dtype in KERNEL_DTYPES else (dtype,)
 
     def prepare(
-        self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *, encodes: bool = False
+        self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dims: Collection[int], *, encodes: bool = False
     ) -> None:
         """See `Device.prepare`."""
-        variants = cuda_kernels.variants(dtype, kv_dtype, head_dim, encodes=encodes)
+        other = set(head_dims) - set(HEAD_DIMS)
+        if other and dtype in KERNEL_DTYPES and not encodes:
+            raise LoadError(
+                f"no kernel on {self.name} attends with heads of {max(other)} numbers, only with "
+                f"{', '.join(map(str, HEAD_DIMS))}: use device='cpu', or dtype='float32', which needs none"
+            )
+        variants = dict.fromkeys(
+            variant
+            for head_dim in sorted(head_dims)
+            for variant in cuda_kernels.variants(dtype, kv_dtype, head_dim, encodes=encodes)
+        )
 
         def progress(done: int, total: int, variant: Variant) -> None:
             if done % 8 == 0 or done == total:
                 logger.info("kernels for %s: %d of %d", self.name, done, total)
 
         try:
-            self.launcher.load(variants, progress)
+            self.launcher.load(list(variants), progress)
         except CompileError as error:
             raise LoadError(f"the kernels cannot be compiled: {error}; see `pagewire doctor`") from error
-        self.try_kernels(Launches(dtype, kv_dtype, head_dim, encodes))
+        for head_dim in sorted(head_dims):
+            self.try_kernels(Launches(dtype, kv_dtype, head_dim, encodes))
 
     def try_kernels(self, launches: Launches) -> None:
         """Let PyTorch compute what the kernels get wrong on this device, which its first run shows."""

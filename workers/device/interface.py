@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -82,14 +82,14 @@ class Device(Protocol):
         """The dtypes that the KV cache of a model of this dtype may have."""
 
     def prepare(
-        self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *, encodes: bool = False
+        self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dims: Collection[int], *, encodes: bool = False
     ) -> None:
         """Compile the kernels that a model of these dtypes needs, with progress in the log.
 
-        encodes: it is an encoder.
+        head_dims: the sizes of attention heads in its layers. encodes: it is an encoder.
 
         Raises:
-            LoadError: they cannot be compiled.
+            LoadError: they cannot be compiled, or the device has none for heads of such a size.
         """
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -16,8 +16,11 @@ NAMES = {
         *("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx"),
     ),
     "num_experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
-    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
+    "experts_per_token": (
+        *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
+    ),
 }
+SHARED_LAYERS = ("num_kv_shared_layers",)  # the last layers, which keep no keys and values
 DEFAULT_POSITIONS = 2048  # of a model that gives no limit
 
 
@@ -47,8 +50,8 @@ class Dimensions:
         """The sizes in a configuration; those of keys and values by their own matrices where they have some."""
         text: Mapping[str, Any] = {**config, **(config.get("text_config") or {})}
         sizes = {field: _number(text, names) for field, names in NAMES.items()}
-        num_heads = sizes.pop("num_heads")
-        head_dim = _number(text, ("head_dim",)) or sizes["hidden_size"] // max(1, num_heads)
+        del sizes["num_heads"]
+        head_dim = _head_dim(text)
         architectures = config.get("architectures") or text.get("architectures") or []
         model_type = str(text.get("model_type") or config.get("model_type") or "")
         own = sum(
@@ -56,7 +59,10 @@ class Dimensions:
             for m in matrices
             if m.name.endswith((".k_proj", ".k_proj.weight", ".v_proj", ".v_proj.weight"))
         )
-        kv_elements = own or sizes["num_layers"] * _kv_of_layer(text, num_heads, head_dim)
+        others = _other_layers(text)
+        kv_elements, kv_scales = _kv_of_layers(text, sizes["num_layers"], others)
+        if own and not (others or _number(text, SHARED_LAYERS)):
+            kv_elements, kv_scales = own, own // max(1, head_dim)
         sizes["max_positions"] = sizes["max_positions"] or DEFAULT_POSITIONS
         return cls(
             architecture=str(architectures[0]) if architectures else model_type,
@@ -64,20 +70,56 @@ class Dimensions:
             dtype=_dtype(text),
             vocab_size=_number(text, ("vocab_size",)),
             kv_elements=kv_elements,
-            kv_scales=kv_elements // max(1, head_dim),
-            rotary_elements=2 * (_number(text, ("qk_rope_head_dim",)) or head_dim),
+            kv_scales=kv_scales,
+            rotary_elements=2
+            * (_number(text, ("qk_rope_head_dim",)) or sum({head_dim, *map(_head_dim, others.values())})),
             **sizes,
         )
 
 
-def _kv_of_layer(text: Mapping[str, Any], num_heads: int, head_dim: int) -> int:
+def _other_layers(text: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """The settings of layers that differ from those of the model, by their numbers."""
+    changes = text.get("per_layer_config")
+    if changes is None and text.get("global_head_dim"):  # as Gemma 4 has them
+        own = {"head_dim": text["global_head_dim"]}
+        if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads"):
+            own["num_key_value_heads"] = text["num_global_key_value_heads"]
+        kinds = text.get("layer_types") or ()
+        changes = {layer: own for layer, kind in enumerate(kinds) if kind == "full_attention"}
+    return {int(layer): {**text, **own} for layer, own in (changes or {}).items()}
+
+
+def _head_dim(text: Mapping[str, Any]) -> int:
+    num_heads = max(1, _number(text, NAMES["num_heads"]))
+    return _number(text, ("head_dim",)) or _number(text, NAMES["hidden_size"]) // num_heads
+
+
+def _kv_of_layers(
+    text: Mapping[str, Any], num_layers: int, others: Mapping[int, Mapping[str, Any]]
+) -> tuple[int, int]:
+    """`kv_elements` and `kv_scales` by a configuration. others: see `_other_layers`."""
+    last = num_layers - _number(
+        text, SHARED_LAYERS
+    )  # the layers after it read keys and values of earlier ones
+    different = [settings for layer, settings in others.items() if layer < last]
+    num_alike = last - len(different)
+    return (
+        num_alike * _kv_of_layer(text) + sum(map(_kv_of_layer, different)),
+        2 * (num_alike * _kv_heads(text) + sum(map(_kv_heads, different))),
+    )
+
+
+def _kv_heads(text: Mapping[str, Any]) -> int:
+    if text.get("multi_query"):
+        return 1
+    return _number(text, ("num_key_value_heads", "num_kv_heads", *NAMES["num_heads"]))
+
+
+def _kv_of_layer(text: Mapping[str, Any]) -> int:
     if latent := _number(text, ("kv_lora_rank",)):  # expanded to heads before attention
         key = _number(text, ("qk_nope_head_dim",)) + _number(text, ("qk_rope_head_dim",))
-        return num_heads * (key + (_number(text, ("v_head_dim",)) or latent))
-    kv_heads = _number(text, ("num_key_value_heads", "num_kv_heads")) or num_heads
-    if text.get("multi_query"):
-        kv_heads = 1
-    return 2 * kv_heads * head_dim
+        return _number(text, NAMES["num_heads"]) * (key + (_number(text, ("v_head_dim",)) or latent))
+    return 2 * _kv_heads(text) * _head_dim(text)
 
 
 def _number(text: Mapping[str, Any], names: Iterable[str]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,15 +27,21 @@ NAME = "pagewire"
 
 @dataclass(frozen=True)
 class KVShape:
-    """Shape and dtype of one layer's KV cache."""
+    """Shape and dtype of one layer's KV cache.
+
+    source: the layer whose keys and values it reads, as the place in the list of shapes; None: it has its own.
+    """
 
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
+    source: int | None = None
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of `block_size` tokens."""
+        """Bytes of one block of `block_size` tokens; 0 if it is another layer's."""
+        if self.source is not None:
+            return 0
         return kv_block_bytes(self.num_kv_heads, block_size, self.head_dim, self.v_head_dim, self.dtype)
 
     def allocate(
@@ -48,6 +54,32 @@ class KVShape:
             for size in (self.head_dim, self.v_head_dim)
         )
         return Cache(k, v, scales)
+
+
+def allocate_caches(
+    shapes: Sequence[KVShape],
+    num_blocks: int,
+    block_size: int,
+    device: Device,
+    scales: Sequence[KVScales] = (),
+) -> list[Cache]:
+    """The caches of layers of these shapes, see `KVShape.allocate`; a layer that reads another's has the same one.
+
+    scales: of these layers, and maybe of later ones; empty for 1.
+    """
+    caches: list[Cache] = []
+    for place, shape in enumerate(shapes):
+        if shape.source is not None:
+            caches.append(caches[shape.source])
+        else:
+            own = scales[place] if scales else UNSCALED
+            caches.append(shape.allocate(num_blocks, block_size, device, own))
+    return caches
+
+
+def memory_of(caches: Sequence[Cache]) -> list[Tensor]:
+    """The tensors of caches, each once, though layers may have the same ones."""
+    return list({x.data_ptr(): x for cache in caches for x in (cache.k, cache.v)}.values())
 
 
 class RowsContext:
@@ -146,7 +178,10 @@ def current_adapters() -> AdapterRows | None:
 
 @dataclass
 class DryRunRecorder:
-    """Records a dry run: each layer's cache shape, window and number of attention calls."""
+    """Records a dry run: each layer's cache shape, window and number of attention calls.
+
+    sources: the layer whose keys and values each layer reads; as a rule itself.
+    """
 
     num_blocks: int
     block_size: int
@@ -154,25 +189,49 @@ class DryRunRecorder:
     shapes: dict[int, KVShape] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
     num_calls: dict[int, int] = field(default_factory=dict)
+    sources: dict[int, int] = field(default_factory=dict)
     caches: dict[int, Cache] = field(default_factory=dict)
 
     def step(self, batch: AttentionBatch, positions: Tensor) -> StepContext:
         """The context of a step that is recorded here; positions: int64 [T]."""
         return _RecordingContext(batch, positions, self)
 
+    def kv_shapes(self) -> list[KVShape]:
+        """The shape of each layer's cache."""
+        layers = sorted(self.shapes)
+        shapes = []
+        for layer in layers:
+            source = self.sources.get(layer, layer)
+            shapes.append(
+                replace(self.shapes[layer], source=None if source == layer else layers.index(source))
+            )
+        return shapes
+
 
 class _RecordingContext(StepContext):
-    __slots__ = ("recorder",)
+    __slots__ = ("_keys", "recorder")
 
     def __init__(self, batch: AttentionBatch, positions: Tensor, recorder: DryRunRecorder) -> None:
         super().__init__(batch, positions, recorder.caches)  # type: ignore[arg-type]
         self.recorder = recorder
+        self._keys: dict[tuple[object, ...], tuple[int, Tensor, Tensor]] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # A layer that shares another one's keys and values gets the same tensors; here all stay in memory.
+        place = (k.data_ptr(), v.data_ptr(), k.shape, k.stride())
+        source = self._keys.setdefault(place, (layer, k, v))[0]
+        if self.recorder.sources.setdefault(layer, source) != source:
+            raise LoadError(f"layer {layer} does not always read the keys and values of the same layer")
+        return super().attend(layer, q, k, v, *args, **kwargs)
 
     def cache(self, layer: int, shape: KVShape, window: int | None) -> Cache:
         recorder = self.recorder
         if layer not in recorder.shapes:
             recorder.shapes[layer] = shape
-            recorder.caches[layer] = shape.allocate(recorder.num_blocks, recorder.block_size, recorder.device)
+            shared = recorder.caches.get(recorder.sources.get(layer, layer))
+            recorder.caches[layer] = shared or shape.allocate(
+                recorder.num_blocks, recorder.block_size, recorder.device
+            )
         recorder.windows[layer] = window
         recorder.num_calls[layer] = recorder.num_calls.get(layer, 0) + 1
         return super().cache(layer, shape, window)

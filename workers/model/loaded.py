@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pagewire.kernels.paging import UNSCALED, Cache, KVScales
+from pagewire.kernels.paging import Cache, KVScales
 from pagewire.workers.device.interface import Device
-from pagewire.workers.model.attention import KVShape
+from pagewire.workers.model.attention import KVShape, allocate_caches
 from pagewire.workers.model.model import Model
 from pagewire.workers.model.pooler import Pooler
 from pagewire.workers.model.shards import Cut
@@ -57,11 +57,7 @@ class LoadedModel:
     def allocate(self, num_blocks: int, block_size: int, device: Device) -> list[Cache]:
         """Zeroed caches of its layers, of `num_blocks` blocks of `block_size` tokens each."""
         first = 0 if self.model.stage is None else self.model.stage.layers.start
-        scales = self.kv_scales[first:] or [UNSCALED] * len(self.kv_shapes)
-        return [
-            shape.allocate(num_blocks, block_size, device, of_layer)
-            for shape, of_layer in zip(self.kv_shapes, scales, strict=False)  # scales: of later stages, too
-        ]
+        return allocate_caches(self.kv_shapes, num_blocks, block_size, device, self.kv_scales[first:])
 
     @property
     def is_stack(self) -> bool:

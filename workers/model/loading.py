@@ -27,10 +27,10 @@ from pagewire.workers.model import attention
 from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.encoder_stack import EncoderStack
 from pagewire.workers.model.experts import pack_experts
+from pagewire.workers.model.layer_configs import head_dims
 from pagewire.workers.model.loaded import LoadedModel, Phases
 from pagewire.workers.model.model import (
     Model,
-    head_dim,
     load_config,
     resolve_dtype,
     resolve_kv_dtype,
@@ -43,7 +43,7 @@ from pagewire.workers.model.sharded_state import ShardedState
 from pagewire.workers.model.shards import Shards
 from pagewire.workers.model.shares import stage_layers
 from pagewire.workers.model.stack import DecoderStack, build_stack
-from pagewire.workers.model.stage_cut import CutBase
+from pagewire.workers.model.stage_cut import CutBase, check_cuts
 from pagewire.workers.model.stages import Stage
 from pagewire.workers.model.transforms import (
     LinearModule,
@@ -77,7 +77,7 @@ def load_model(
     dtype = resolve_dtype(worker_config.dtype, config)
     kv_dtype = resolve_kv_dtype(worker_config.kv_cache_dtype, dtype, device)
     scales = kv_scales(worker_config, kv_dtype, config.get_text_config().num_hidden_layers)
-    device.prepare(dtype, kv_dtype, head_dim(config))
+    device.prepare(dtype, kv_dtype, head_dims(config))
     max_model_len = resolve_max_model_len(worker_config.max_model_len, config)
     phases.end("config")
     is_saved = worker_config.load_format == "sharded_state"
@@ -132,6 +132,7 @@ def own_stage(
     if parallel.stages == 1:
         return None
     text = config.get_text_config()
+    check_cuts(config)
     layers = stage_layers(text.num_hidden_layers, parallel)
     return Stage(
         *(layers, parallel.stage, parallel.stages, collective, text.hidden_size, dtype, device.torch_device)

@@ -111,12 +111,6 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: Device) -> torch.dty
     )
 
 
-def head_dim(config: Any) -> int:
-    """The size of an attention head."""
-    text = config.get_text_config()
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads  # type: ignore[no-any-return]
-
-
 def resolve_max_model_len(requested: int | None, config: Any) -> int:
     """Maximum tokens of a request: `requested`, or else the model's own limit (2048 if it has none).
 

@@ -48,8 +48,14 @@ def input_embedding(base: Any) -> nn.Module:
 
 
 def embedding_size(base: Any) -> int:
-    """The numbers of a token's embedding; 0 if the base model has no module that looks tokens up."""
+    """The numbers of a token's embedding; 0 if nothing can take its place.
+
+    That is so in a base model that has no module that looks tokens up, and in one whose layers look them up as well
+    (Gemma 3n, Gemma 4 E2B).
+    """
     try:
+        if any(name.endswith("embed_tokens_per_layer") for name, _ in base.named_modules()):
+            return 0
         size: Any = input_embedding(base).embedding_dim
     except (AttributeError, NotImplementedError):
         return 0

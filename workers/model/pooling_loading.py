@@ -28,6 +28,7 @@ from pagewire.workers.model import attention
 from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.encoder import EncoderModel, in_pages, max_positions, takes_token_types
 from pagewire.workers.model.encoder_stack import EncoderStack, build_encoder_stack
+from pagewire.workers.model.layer_configs import head_dims
 from pagewire.workers.model.loaded import LoadedModel, Phases
 from pagewire.workers.model.loading import (
     end_of_sequence,
@@ -37,7 +38,6 @@ from pagewire.workers.model.loading import (
     weight_bytes,
 )
 from pagewire.workers.model.model import (
-    head_dim,
     load_config,
     resolve_dtype,
     resolve_kv_dtype,
@@ -105,7 +105,7 @@ def load_pooling_model(
     check_config(config)
     dtype = resolve_dtype(worker_config.dtype, config)
     kv_dtype = resolve_kv_dtype(worker_config.kv_cache_dtype, dtype, device)
-    device.prepare(dtype, kv_dtype, head_dim(config), encodes=spec.encoder)
+    device.prepare(dtype, kv_dtype, head_dims(config), encodes=spec.encoder)
     phases.end("config")
     kind = BASE if spec.head or spec.token_head else CLASSES[spec.kind]
     weights = build_module(worker_config, config, dtype, device, kind)
@@ -129,6 +129,7 @@ def load_pooling_model(
     size = text.hidden_size if spec.kind == "embed" else config.num_labels
     if dense:
         size = dense[-1].product.out_features
+    scales = [] if spec.encoder else kv_scales(worker_config, kv_dtype, text.num_hidden_layers)
     info = pooling_info(spec, config, worker_config.pooler_config, base, size)
     return LoadedModel(
         model=model,
@@ -138,7 +139,7 @@ def load_pooling_model(
         max_model_len=max_len,
         eos_token_id=end_of_sequence(config),
         kv_shapes=[replace(shape, dtype=kv_dtype) for shape in shapes],
-        kv_scales=[] if spec.encoder else kv_scales(worker_config, kv_dtype, text.num_hidden_layers),
+        kv_scales=scales,
         weight_bytes=weight_bytes(model),
         pooler=Pooler(spec, info, model, dense, dtype),
         cuts={} if shards is None else shards.cuts,

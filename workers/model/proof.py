@@ -25,6 +25,7 @@ from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
 from pagewire.workers.model.attention import DryRunRecorder, KVShape
+from pagewire.workers.model.layer_configs import layer_configs
 from pagewire.workers.model.lockstep import Lockstep
 from pagewire.workers.model.model import Model
 from pagewire.workers.model.transforms import tolerance
@@ -238,7 +239,7 @@ def prove(
         by = f"by {difference:.1%}" if actual else "the last stage has them"
         raise DisprovenError(str(refuse(config, f"its logits with paged attention are wrong ({by})")))
     logger.debug("logits differ from the original module's by %.2f%%", 100 * difference)
-    return [recorder.shapes[layer] for layer in sorted(recorder.shapes)]
+    return recorder.kv_shapes()
 
 
 def permitted_difference(dtype: torch.dtype, schemes: Iterable[Scheme]) -> float:
@@ -271,14 +272,14 @@ def check_windows(config: Any, recorder: DryRunRecorder, max_model_len: int) -> 
     Raises:
         LoadError: a layer did not.
     """
-    text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    window = getattr(text, "sliding_window", None)
-    if window is None or window >= max_model_len:
-        return
+    layers = layer_configs(config)
     for layer in recorder.shapes:
+        kinds = getattr(layers[layer], "layer_types", None)
+        window = getattr(layers[layer], "sliding_window", None)
         sliding = kinds is None or kinds[layer] == "sliding_attention"
-        if sliding and recorder.windows[layer] is None:
+        if window is None or window >= max_model_len or not sliding:
+            continue
+        if recorder.windows[layer] is None:
             raise refuse(config, f"layer {layer} does not hand its sliding window to attention")
 
 

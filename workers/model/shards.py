@@ -14,6 +14,7 @@ from pagewire.kernels.joining import column_slice
 from pagewire.kernels.weight import Weight
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.errors import IndivisibleError, LoadError
+from pagewire.workers.model.layer_configs import layer_configs
 from pagewire.workers.model.matrices import is_experts, is_linear, is_stack, is_transposed
 from pagewire.workers.model.parallel_plan import plan_of, style_of
 from pagewire.workers.model.shares import Heads, scaled, width_spans
@@ -275,13 +276,14 @@ def head_size(attention: Any) -> int:
 
 
 def _heads(attention: Any, config: Any) -> Heads:
-    num: int = config.num_attention_heads
+    own = layer_configs(config)[attention.layer_idx]
+    num: int = own.num_attention_heads
     for name in ("k_proj", "Wk"):
         if (keys := getattr(attention, name, None)) is not None:
             return Heads(num, _features(keys)[0] // head_size(attention))
     if hasattr(attention, "kv_b_proj"):
         return Heads(num, num)
-    return Heads(num, getattr(attention, "kv_heads", getattr(attention, "num_key_value_heads", num)))
+    return Heads(num, getattr(attention, "kv_heads", getattr(own, "num_key_value_heads", num)))
 
 
 def _features(linear: Any) -> tuple[int, int]:

@@ -17,6 +17,12 @@ from torch import Tensor, nn
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.stages import Stage
 
+SHARED_SETTINGS = {
+    "num_kv_shared_layers": "keys and values of earlier layers",
+    "hidden_size_per_layer_input": "embeddings of their own",
+}
+"""Settings of models whose layers need more than hidden states."""
+
 
 class CutBase:
     """A base model of which only the layers of a stage are left.
@@ -62,6 +68,21 @@ class CutBase:
     def _leave(self, _: Any, __: Any, output: Any) -> None:
         states = output if isinstance(output, Tensor) else output[0]
         raise _LeftError(states[0])
+
+
+def check_cuts(config: Any) -> None:
+    """Refuse a model whose layers need more than the hidden states of the layer before them.
+
+    Raises:
+        LoadError: they read keys and values of earlier layers, or inputs of their own (Gemma 3n, Gemma 4 E2B).
+    """
+    text = config.get_text_config()
+    for name, need in SHARED_SETTINGS.items():
+        if getattr(text, name, None):
+            raise LoadError(
+                f"{text.model_type} cannot be cut into stages: its layers read {need}, which a later stage would "
+                "lack; use pipeline_parallel_size=1, and tensor_parallel_size for several workers"
+            )
 
 
 def cut_down(causal: Any, stage: Stage) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from pagewire.ipc.worker_messages import StepPlan, WorkerConfig
 from pagewire.kernels.paging import AttentionBatch, Cache
 from pagewire.workers.device.interface import Device, TokenSampler
-from pagewire.workers.model.attention import KVShape
+from pagewire.workers.model.attention import KVShape, allocate_caches
 from pagewire.workers.model.loaded import LoadedModel
 from pagewire.workers.slots import Slots
 from pagewire.workers.speculation.interface import RowOver
@@ -173,7 +173,7 @@ class StateDrafter:
         """See `Drafter.allocate`."""
         count = num_blocks + self._config.max_num_seqs * self._num_spare
         size = self._config.block_size
-        self.caches = [shape.allocate(count, size, self._device) for shape in self.layers.shapes]
+        self.caches = allocate_caches(self.layers.shapes, count, size, self._device)
         self._num_blocks = num_blocks
 
     def free(self) -> None:

@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.kernels.paging import KVScales
+from pagewire.kernels.paging import UNSCALED, KVScales
 from pagewire.workers.checkpoint.kv_scales import kv_scales
+from pagewire.workers.device.cpu import CpuDevice
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.attention import KVShape, allocate_caches
 from tests.workers.driver import load_runner
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -44,6 +46,15 @@ def test_a_configurations_scales_come_first(tmp_path: Path) -> None:
         kv_scales(config, E4M3, 2)
     with pytest.raises(LoadError, match=r"fp8 \(e4m3\), not of torch.int8"):
         kv_scales(config, torch.int8, 1)
+
+
+def test_layers_have_the_caches_and_scales_of_the_keys_that_they_read() -> None:
+    shapes = [KVShape(1, 16, 16, E4M3, source) for source in (None, None, 0)]
+    scales = [KVScales(float(layer), 1.0) for layer in range(4)]
+    caches = allocate_caches(shapes, 2, 16, CpuDevice(), scales[1:])
+    assert [cache.scales for cache in caches] == [scales[1], scales[2], scales[1]]
+    assert caches[2] is caches[0] and caches[1] is not caches[0]
+    assert allocate_caches(shapes[:1], 2, 16, CpuDevice())[0].scales == UNSCALED
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from pagewire.workers.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
 
-from ..architectures import VOCAB_SIZE, Architecture
+from ..architectures import GEMMA4, VOCAB_SIZE, Architecture
 from ..driver import GREEDY, Driver, load_runner, tokens_of, values
 from ..parity import make_prompts, transformers_tokens
 from ..peft_adapters import peft_logprobs
@@ -536,6 +536,30 @@ def test_another_structure_runs_without_recorded_steps(tmp_path: Path, load: Cal
     plans = make_plans(make_prompts(VOCAB_SIZE, (9, 2)), 4, [GREEDY, GREEDY])
     wanted = [outcome(runner.step(plan)) for plan in plans]
     assert [outcome(result) for result in Core(runner).run(plans)] == wanted
+
+
+def test_heads_of_two_sizes(tmp_path: Path, load: Callable[..., Runner]) -> None:
+    """In bfloat16 by the kernels of each size, beside PyTorch's own attention in float32."""
+    fields = GEMMA4 | {"head_dim": 32, "global_head_dim": 64, "num_key_value_heads": 1}
+    folder = Architecture("gemma4_text", fields).write(tmp_path)
+    wide, kernels = (load(folder, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    sizes = [(shape.head_dim, shape.source) for shape in kernels.model.kv_shapes]
+    assert sizes == [(32, None), (64, None), (32, None), (32, 2), (64, 1)]
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    found = [
+        np.concatenate([values(part)[1] for r in runs for part in r.prompt_logprobs])
+        for runs in (Driver(runner).run(make_prompts(VOCAB_SIZE), 2, params) for runner in (wide, kernels))
+    ]
+    assert np.abs(found[0] - found[1]).mean() < 0.05
+
+
+def test_heads_without_a_kernel_are_refused_by_name() -> None:
+    device = EmulatedCudaDevice()
+    with pytest.raises(
+        LoadError, match=r"attends with heads of 5120 numbers, only with 32, .*: use device='cpu'"
+    ):
+        device.prepare(torch.bfloat16, torch.bfloat16, {256, 5120})
+    device.prepare(torch.float32, torch.float32, {256, 5120})  # by PyTorch
 
 
 def test_more_requests_than_were_recorded(load: Callable[..., Runner]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from pagewire.kernels.cpu.panels import Stored
 from pagewire.workers.checkpoint.gguf.blocks import BLOCK_TYPES
 from pagewire.workers.checkpoint.headers import TensorHeader
+from pagewire.workers.estimate.dimensions import Dimensions
 from pagewire.workers.estimate.inventory import Matrix, Part, matrices, part_of
 
 SIZES = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "I64": 8}
@@ -39,6 +40,28 @@ def header(name: str, dtype: str, *shape: int, content: bytes = b"") -> TensorHe
 )
 def test_names_tell_parts(name: str, part: Part) -> None:
     assert part_of(name) is part
+
+
+@pytest.mark.parametrize(
+    ("settings", "elements", "scales"),
+    [  # 4 layers of 2 heads of 16, and 2 of heads of 32: 64 or 128 numbers for each token and layer
+        ({"global_head_dim": 32}, 4 * 64 + 2 * 128, 6 * 4),
+        ({"per_layer_config": {"02": {"head_dim": 32}, "05": {"head_dim": 32}}}, 4 * 64 + 2 * 128, 6 * 4),
+        ({"global_head_dim": 32, "num_kv_shared_layers": 3}, 2 * 64 + 128, 3 * 4),
+        (
+            {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+            4 * 64 + 2 * 64,
+            4 * 4 + 2 * 2,
+        ),
+    ],
+)
+def test_layers_have_keys_and_values_of_their_own(
+    settings: dict[str, Any], elements: int, scales: int
+) -> None:
+    text = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    found = Dimensions.of({"text_config": {**text, "layer_types": kinds, **settings}}, ())
+    assert (found.kv_elements, found.kv_scales, found.rotary_elements) == (elements, scales, 2 * (16 + 32))
 
 
 def test_plain_tensors_are_vectors_matrices_and_stacks() -> None:

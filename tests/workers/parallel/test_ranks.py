@@ -38,6 +38,8 @@ WHOLE = (
     "wg",
     "wpe",
     "embed_positions",
+    *("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_input_gate", "per_layer_projection"),
+    "proj",  # of Gemma 4's router
 )
 """Last parts of the names of matrices that every rank has: small ones, whose outputs all ranks need."""
 WIDE = {
