@@ -96,7 +96,9 @@ class PackedLinear:
 
 
 def multiply_unpacked(library: ctypes.CDLL, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] by a weight [N, K] as it is: see `pagewire.kernels.linear.linear`."""
+    """x [..., K] by a weight [N, K] as it is: see `Kernels.linear`."""
+    if weight.device != x.device:
+        raise ValueError(f"a weight on {weight.device} for rows on {x.device}")
     check_rows(x, weight.shape[1], weight.dtype)
     rows, weight = as_rows(x), last_contiguous(weight)
     bias = None if bias is None else of_size(bias, len(weight))

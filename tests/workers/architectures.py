@@ -198,6 +198,13 @@ ARCHITECTURES = [
         model_type="phimoe",
     ),
     Architecture("bamba", GROUPED | {"attn_layer_indices": [1]}, NO_CACHE),
+    Architecture("cpmant", {"dim_head": 16, "dim_ff": 96}, OWN_ATTENTION),
+    Architecture("hrm_text", GROUPED, "calls attention 8 times"),
+    Architecture(
+        "longcat_flash",
+        MLA | {"num_layers": 2, "head_dim": 8, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
+        "multiplies by the weight of a linear layer",
+    ),
     Architecture("bloom", {"n_head": 4, "n_layer": 2}, OWN_ATTENTION),
     Architecture("diffllama", GROUPED, "calls attention 2 times"),
     Architecture("doge", GROUPED, "mask or bias"),

@@ -177,8 +177,24 @@ def current_adapters() -> AdapterRows | None:
 
 
 @dataclass
+class AttentionCalls:
+    """The calls of attention in some steps: each layer's cache shape, last window and number of calls."""
+
+    num_steps: int = 0
+    shapes: dict[int, KVShape] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
+    num_calls: dict[int, int] = field(default_factory=dict)
+
+    def add(self, layer: int, shape: KVShape, window: int | None) -> None:
+        """Record a call."""
+        self.shapes.setdefault(layer, shape)
+        self.windows[layer] = window
+        self.num_calls[layer] = self.num_calls.get(layer, 0) + 1
+
+
+@dataclass
 class DryRunRecorder:
-    """Records a dry run: each layer's cache shape, window and number of attention calls.
+    """Records a dry run: its calls of attention, and what each layer has of the KV cache.
 
     sources: the layer whose keys and values each layer reads; as a rule itself.
     """
@@ -186,24 +202,23 @@ class DryRunRecorder:
     num_blocks: int
     block_size: int
     device: Device
-    shapes: dict[int, KVShape] = field(default_factory=dict)
-    windows: dict[int, int | None] = field(default_factory=dict)
-    num_calls: dict[int, int] = field(default_factory=dict)
+    calls: AttentionCalls = field(default_factory=AttentionCalls)
     sources: dict[int, int] = field(default_factory=dict)
     caches: dict[int, Cache] = field(default_factory=dict)
 
     def step(self, batch: AttentionBatch, positions: Tensor) -> StepContext:
         """The context of a step that is recorded here; positions: int64 [T]."""
+        self.calls.num_steps += 1
         return _RecordingContext(batch, positions, self)
 
     def kv_shapes(self) -> list[KVShape]:
         """The shape of each layer's cache."""
-        layers = sorted(self.shapes)
+        layers = sorted(self.calls.shapes)
         shapes = []
         for layer in layers:
             source = self.sources.get(layer, layer)
             shapes.append(
-                replace(self.shapes[layer], source=None if source == layer else layers.index(source))
+                replace(self.calls.shapes[layer], source=None if source == layer else layers.index(source))
             )
         return shapes
 
@@ -226,14 +241,12 @@ class _RecordingContext(StepContext):
 
     def cache(self, layer: int, shape: KVShape, window: int | None) -> Cache:
         recorder = self.recorder
-        if layer not in recorder.shapes:
-            recorder.shapes[layer] = shape
+        recorder.calls.add(layer, shape, window)
+        if layer not in recorder.caches:
             shared = recorder.caches.get(recorder.sources.get(layer, layer))
             recorder.caches[layer] = shared or shape.allocate(
                 recorder.num_blocks, recorder.block_size, recorder.device
             )
-        recorder.windows[layer] = window
-        recorder.num_calls[layer] = recorder.num_calls.get(layer, 0) + 1
         return super().cache(layer, shape, window)
 
 

@@ -16,13 +16,26 @@ from torch.overrides import TorchFunctionMode
 
 from pagewire.kernels.elementwise import elementwise
 from pagewire.kernels.ops import linear
+from pagewire.workers.errors import LoadError
 
+OTHER_PRODUCT = "it multiplies by the weight of a linear layer itself, where it should call the layer"
 NAMES = ("exp", "expm1", "log", "log1p", "sigmoid", "tanh", "erf", "sin", "cos")
 ELEMENTWISE = {
     *(getattr(torch, name) for name in NAMES),
     *(getattr(Tensor, name) for name in NAMES),
     *(F.silu, F.gelu, F.sigmoid, F.tanh, F.softplus, F.mish, F.elu, F.logsigmoid),
 }
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, with its names of arguments.
+
+    Raises:
+        LoadError: the weight is that of a packed layer, which has no numbers of its own (`LinearModule`).
+    """
+    if weight.is_meta:
+        raise LoadError(OTHER_PRODUCT)
+    return linear(input, weight, bias)
 
 
 class Invariant(TorchFunctionMode):
@@ -34,7 +47,7 @@ class Invariant(TorchFunctionMode):
         """Called by PyTorch in place of each of its functions; the mode is off within."""
         kwargs = kwargs or {}
         if func is F.linear:
-            return linear(*args, **kwargs)
+            return _linear(*args, **kwargs)
         if func in ELEMENTWISE and args and not (kwargs.get("inplace") or "out" in kwargs):
             return elementwise(func, *args, **kwargs)
         return func(*args, **kwargs)

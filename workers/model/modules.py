@@ -22,6 +22,8 @@ from pagewire.workers.checkpoint.quantised import QuantisedCheckpoint
 from pagewire.workers.checkpoint.source import Checkpoint, WeightSource
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
+from pagewire.workers.model.model import resolve_max_model_len
+from pagewire.workers.model.rehearsal import rehearse
 from pagewire.workers.model.weights import CheckpointWeights, Quantise, Weights, keep
 
 logger = logging.getLogger("pagewire.worker")
@@ -178,6 +180,8 @@ def _on_meta(
     """
     source = weight_source(worker_config, config, form)
     causal = module_on_meta(worker_config, config, dtype, kind)
+    if kind is CAUSAL:
+        rehearse(causal, resolve_max_model_len(worker_config.max_model_len, config))
     return CheckpointWeights(causal, source, dtype, quantise, with_heads=not kind.has_head)
 
 

@@ -24,7 +24,7 @@ from pagewire.kernels.weight import Scheme
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
-from pagewire.workers.model.attention import DryRunRecorder, KVShape
+from pagewire.workers.model.attention import AttentionCalls, DryRunRecorder, KVShape
 from pagewire.workers.model.layer_configs import layer_configs
 from pagewire.workers.model.lockstep import Lockstep
 from pagewire.workers.model.model import Model
@@ -229,8 +229,8 @@ def prove(
     except Exception as error:
         raise refuse(config, f"paged attention does not fit it: {first_line(error)}") from error
     layers = range(config.get_text_config().num_hidden_layers) if model.stage is None else model.stage.layers
-    check_calls(config, recorder, layers)
-    check_windows(config, recorder, max_model_len)
+    check_calls(config, recorder.calls, layers)
+    check_windows(config, recorder.calls, max_model_len)
     difference = relative_difference(actual, expected) if actual else 0.0
     wrong = torch.tensor([difference > permitted_difference(expected[0].dtype, schemes)], dtype=torch.float32)
     if collective.all_reduce(
@@ -253,33 +253,33 @@ def permitted_difference(dtype: torch.dtype, schemes: Iterable[Scheme]) -> float
     return ROUNDED if any(isinstance(scheme, Integers) for scheme in schemes) else tolerance(dtype)
 
 
-def check_calls(config: Any, recorder: DryRunRecorder, layers: range) -> None:
+def check_calls(config: Any, calls: AttentionCalls, layers: range) -> None:
     """Check that each of these decoder layers, and no other, called attention once per step.
 
     Raises:
         LoadError: a layer did not.
     """
-    if not recorder.num_calls:
+    if not calls.num_calls:
         raise refuse(config, "it does not let its attention be replaced")
-    for layer in sorted({*layers, *recorder.num_calls}):
-        if (num_calls := recorder.num_calls.get(layer, 0) / len(CHUNKS)) != 1:
+    for layer in sorted({*layers, *calls.num_calls}):
+        if (num_calls := calls.num_calls.get(layer, 0) / calls.num_steps) != 1:
             raise refuse(config, f"layer {layer} calls attention {num_calls:g} times, not once")
 
 
-def check_windows(config: Any, recorder: DryRunRecorder, max_model_len: int) -> None:
+def check_windows(config: Any, calls: AttentionCalls, max_model_len: int) -> None:
     """Check that sliding-window layers passed their window to attention; the dry run is too short to show it.
 
     Raises:
         LoadError: a layer did not.
     """
     layers = layer_configs(config)
-    for layer in recorder.shapes:
+    for layer in calls.shapes:
         kinds = getattr(layers[layer], "layer_types", None)
         window = getattr(layers[layer], "sliding_window", None)
         sliding = kinds is None or kinds[layer] == "sliding_attention"
         if window is None or window >= max_model_len or not sliding:
             continue
-        if recorder.windows[layer] is None:
+        if calls.windows[layer] is None:
             raise refuse(config, f"layer {layer} does not hand its sliding window to attention")
 
 

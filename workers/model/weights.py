@@ -302,15 +302,20 @@ class CheckpointWeights(Weights):
         """The full name of a weight, or of the one that it is tied to, and the tensor that its module holds now."""
         full = self._full(module, name)
         target = self._ties.get(full, full)
+        return target, self._held(target)
+
+    def _held(self, target: str) -> Tensor:
+        """The tensor that a module holds under a full name, also where the causal module has another base now."""
         owner, _, leaf = target.rpartition(".")
-        return target, getattr(self._modules[owner], leaf)
+        tensor: Tensor = getattr(self._modules[owner], leaf)
+        return tensor
 
     def _converted(self, target: str) -> Tensor:
         """A weight in the checkpoint's dtype, or in its own if tensors must be converted to make it."""
         conversion = self._conversions[target]
         if conversion.transform is None:
             return self._source.read(conversion.sources[0][0])
-        dtype = self._dtype(target, self.causal.get_parameter_or_buffer(target))
+        dtype = self._dtype(target, self._held(target))
         return conversion.run(self.causal, lambda name: self._source.read(name).to(dtype))[target]
 
     def _dtype(self, target: str, empty: Tensor) -> torch.dtype:

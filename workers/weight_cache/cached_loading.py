@@ -17,6 +17,7 @@ from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.parts import shards_of
 from pagewire.workers.device.interface import Device
 from pagewire.workers.model.loaded import LoadedModel, Phases
+from pagewire.workers.model.refusals import refusals
 from pagewire.workers.weight_cache import file, folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.file import PackedFile
@@ -48,7 +49,8 @@ def load(ahead: WeightsAhead, phases: Phases, device: Device, collective: Collec
     from pagewire.workers.model.pooling_loading import is_pooling, load_pooling_model
 
     load_it = load_pooling_model if is_pooling(ahead.config) else load_model
-    with reserved(ahead.reserve):
+    alone = collective.size == 1 and device.torch_device.type == "cpu"
+    with reserved(ahead.reserve), refusals(ahead.config.model_path, alone=alone):
         return load_it(ahead.config, phases, device, collective)
 
 
