@@ -60,23 +60,22 @@ def known(names: Iterable[str]) -> int:
     return 1 if num_surprises else 0
 
 
-def tried(model_type: str, class_name: str) -> tuple[str, str]:
+def tried(model_type: str) -> tuple[str, str]:
     """What came of a model type: "equal", "refused", "untested", "wrong" or "error", and why."""
     import torch
-    import transformers
+    from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         prompts = make_prompts(NUM_TEXT_TOKENS)
-        make = getattr(transformers, class_name)
         try:
             config = shrunk(model_type)
             with torch.device("meta"):
-                size = sum(parameter.numel() for parameter in make._from_config(config).parameters())
+                size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
             if size > MAX_PARAMETERS:
                 return "untested", f"the tiny model would have {size:,} parameters"
             torch.manual_seed(0)
-            make._from_config(config).float().save_pretrained(path)
+            AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
         except Exception as error:
             return "untested", f"no tiny model: {type(error).__name__}: {first_line(error)}"
         try:
@@ -86,7 +85,7 @@ def tried(model_type: str, class_name: str) -> tuple[str, str]:
         except Exception as error:
             return "error", f"{type(error).__name__}: {first_line(error)}"
         try:
-            theirs = transformers_tokens(path, prompts, make=make)
+            theirs = transformers_tokens(path, prompts)
         except Exception as error:
             fails = f"transformers itself fails: {type(error).__name__}: {first_line(error)}"
             return "untested", f"{fails}; pagewire: {why or 'loads'}"
@@ -95,13 +94,13 @@ def tried(model_type: str, class_name: str) -> tuple[str, str]:
     return ("equal", "") if ours == theirs else ("wrong", "")
 
 
-def apart(model_type: str, class_name: str) -> tuple[str, str]:
+def apart(model_type: str) -> tuple[str, str]:
     """`tried` in a process of its own, which may hang or crash."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
 
     def work(connection: Any) -> None:
-        connection.send(tried(model_type, class_name))
+        connection.send(tried(model_type))
 
     process = context.Process(target=work, args=(there,))
     process.start()
@@ -124,7 +123,7 @@ def every(names: Iterable[str]) -> int:
     for model_type, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         if names and model_type not in names:
             continue
-        found, why = apart(model_type, class_name)
+        found, why = apart(model_type)
         counts[found] += 1
         print(f"| {model_type} | {class_name} | {found} | {why} |", flush=True)
     print("\n" + ", ".join(f"{count} {found}" for found, count in counts.most_common()))

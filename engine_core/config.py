@@ -218,6 +218,7 @@ class EngineConfig:
             pipeline_parallel_size=args.pipeline_parallel_size,
             max_num_batched_tokens=self.scheduler_config(ready).max_num_batched_tokens,
             embeddings=self.embeddings_info(ready),
+            short_length=ready.short_length,
         )
 
     def embeddings_info(self, ready: Ready) -> EmbeddingsInfo:

@@ -17,6 +17,7 @@ import msgspec
 from pagewire.ipc.items import Prompt
 
 NAME_BYTES = 32
+LONG = ("angles", "long")  # a key of the first block of a long sequence, see `Ready.short_length`
 ROOT = bytes(NAME_BYTES)  # the parent of a first block; as long as a name: hashed bytes are unambiguous
 
 
@@ -57,11 +58,18 @@ def name_blocks(
         names.append(parent)
 
 
-def prompt_names(prompt: Prompt, block_size: int) -> list[bytes]:
-    """The names of the full blocks of a prompt, as a core gives them that shares prefixes between requests."""
+def prompt_names(prompt: Prompt, block_size: int, short_length: int = 0) -> list[bytes]:
+    """The names of the full blocks of a prompt, as a core gives them that shares prefixes between requests.
+
+    short_length: of the engine.
+    """
+    is_long = 0 < short_length < len(prompt.token_ids)
 
     def keys(index: int, size: int) -> bytes:
-        return encoded_keys(prompt.block_keys(index, size)) if index == 0 or prompt.media else b""
+        if index and not prompt.media:
+            return b""
+        own = prompt.block_keys(index, size)
+        return encoded_keys([*own, LONG] if is_long and index == 0 else own)
 
     names: list[bytes] = []
     name_blocks(names, prompt.token_ids, block_size, keys)

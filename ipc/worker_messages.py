@@ -99,7 +99,9 @@ class WorkerConfig(Message, tag="load"):
 class SlotInit(Item):
     """Assigns a slot to a sequence, with everything the worker needs to run it.
 
-    token_ids: the prompt and the tokens generated so far. num_prompt_tokens: length of the prompt.
+    token_ids: the prompt and the tokens generated so far. If they are more than `Ready.short_length`, the sequence
+        is a long one for as long as it has the slot, else a short one, which must not run more tokens than that.
+    num_prompt_tokens: length of the prompt.
     block_ids: its KV blocks, in order. The first row starts after the prefix that is cached in them.
     task: or the index of the init of the same plan that has it (`ipc.tasks`).
     media: those of the prompt, embeddings without their content. seed: of this sequence.
@@ -224,6 +226,7 @@ class Ready(Message, tag="ready"):
     figures: what the worker expected by the headers of the checkpoint; None where it could not read any.
     pooling: of a model that pools; None: it generates.
     embedding_size: numbers in the embedding of a token; 0: no other embeddings can take its place.
+    short_length: the most tokens of a sequence whose rotary angles are those of short ones; 0: all are alike.
     """
 
     architecture: str
@@ -240,6 +243,7 @@ class Ready(Message, tag="ready"):
     figures: ModelFigures | None = None
     pooling: PoolingInfo | None = None
     embedding_size: int = 0
+    short_length: int = 0
 
 
 class RowResult(Item):

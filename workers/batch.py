@@ -48,7 +48,7 @@ class Batch:
     input_ids: Tensor
     """int64 [T]; -1 - slot stands for the last token of that slot, which only the device knows yet (`relay.py`)."""
     positions: Tensor
-    """int64 [T]."""
+    """int64 [T]; of long sequences, rows in tables of angles (`Slots.long_from`)."""
     attention: AttentionBatch
     sample_rows: list[int]
     """For each sample, the index of its row in the plan."""
@@ -139,7 +139,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
     places = query_start_loc[:-1].tolist()
     return Batch(
         input_ids=_padded(input_ids, more),
-        positions=_padded(positions, more),
+        positions=_padded(positions + slots.long_from[token_slots], more),
         attention=AttentionBatch(
             query_start_loc=_padded(query_start_loc, more, num_tokens),
             seq_lens=_padded(seq_lens.astype(np.int32), more),

@@ -82,6 +82,7 @@ class Runner:
         self.slots = Slots(
             *(config.max_num_seqs, self.loaded.max_model_len, config.block_size, self.loaded.vocab_size),
             *([] if self.adapters is None else [self.adapters.num_extra_tokens]),
+            short_length=self.loaded.short_length,
         )
         self.sampler = self.device.sampler(max_samples(config), self.loaded.vocab_size, MOST_LIKELY)
         self.drafter = self._open_drafter(self.loaded)
@@ -154,6 +155,7 @@ class Runner:
             memory=self.memory(),
             pooling=None if loaded.pooler is None else loaded.pooler.info,
             embedding_size=self.embedding_size,
+            short_length=loaded.short_length,
         )
 
     @property

@@ -23,6 +23,9 @@ class Slots:
     tokens: int64 [max_num_seqs, max_model_len + 1]; num_tokens: int64 [max_num_seqs].
     block_table: int32 [max_num_seqs, blocks of max_model_len tokens]; num_blocks: int64 [max_num_seqs].
     adapters: int64 [max_num_seqs], the index of each one's adapter; 0 for none.
+    long_from: int64 [max_num_seqs]: what the positions of long sequences are raised by, to be rows in tables of
+        angles (`RotaryTable`); 0 for short ones. A sequence is long if its slot was filled with more tokens than
+        `short_length`, unless that is 0.
     sampling: the sampler's state of each slot in use. pooling: likewise, of prompts that are pooled.
 
     num_extra_tokens: those that an adapter, by its index, brings behind the vocabulary.
@@ -37,14 +40,17 @@ class Slots:
         block_size: int,
         vocab_size: int,
         num_extra_tokens: Callable[[int], int] = lambda adapter: 0,
+        short_length: int = 0,
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size, self.vocab_size, self._num_extra_tokens = block_size, vocab_size, num_extra_tokens
+        self.short_length = short_length
         self.tokens: NDArray[np.int64] = np.zeros((max_num_seqs, max_model_len + 1), np.int64)
         self.num_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.block_table: NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.adapters: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.long_from: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.sampling: dict[int, SamplingSlot] = {}
         self.pooling: dict[int, PoolingSlot] = {}
 
@@ -86,6 +92,7 @@ class Slots:
         self.block_table[slot, : len(init.block_ids)] = init.block_ids
         self.num_blocks[slot] = len(init.block_ids)
         self.adapters[slot] = init.adapter
+        self.long_from[slot] = self.short_length if num_tokens > self.short_length else 0
         if isinstance(init.task, PoolingParams):
             self.pooling[slot] = PoolingSlot(init.task, init.num_prompt_tokens)
             return

@@ -263,6 +263,7 @@ class Intake:
             share_prefixes=core.config.args.enable_prefix_caching,
             tenant=core.scheduler.tenants.get(request.tenant or client.identity),
             whole=core.info.pooling is not None and core.info.pooling.whole_prompts,
+            short_length=core.info.short_length,
         )
         self._name_adapter(client, group)
         return group

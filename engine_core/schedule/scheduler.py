@@ -11,7 +11,8 @@ dropped. An end by length is known in advance.
 When blocks run out, the last running sequence of the most served tenant is preempted: its blocks are freed, and it
 is recomputed later. A sequence with a step in flight cannot be preempted. So nothing behind the sequence that lacks
 blocks is planned, and one step later the last sequence is idle. A sequence is also preempted if another tenant or
-request waits that has no room at all (`fairness`).
+request waits that has no room at all (`fairness`). One that grows longer than its rotary angles are for begins anew
+likewise.
 
 A row may carry drafts: proposed tokens, computed and sampled after in the same step. How many of them count is
 known when the step returns; until then the sequence is not planned again. Which rows do, and whether a step waits
@@ -351,6 +352,7 @@ class Scheduler:
         """Drafts behind the next `count` tokens, as far as the budget and blocks that no other row needs reach."""
         num_spare = max(0, self.kv.pool.num_free - missing - len(self.running))
         num_places = (len(sequence.blocks) + missing + num_spare) * self.config.block_size
+        num_places = min(num_places, sequence.angles_end)
         return drafts[: max(0, min(step.budget - count, num_places - sequence.computed - count))]
 
     def _schedule(self, step: PlannedStep, sequence: Sequence, count: int, drafts: list[int]) -> None:
@@ -418,6 +420,9 @@ class Scheduler:
         num_accepted = self.speculation.take(sequence, row, result, num_tokens)
         if reason is not None:
             self._finish(sequence)
+        elif len(sequence.token_ids) > sequence.angles_end:  # it began no step with the last of these tokens
+            self._stop_running(sequence)
+            self._wait(sequence)
         return TokenDelta(
             sequence.key,
             sequence.index,
@@ -472,6 +477,7 @@ class Scheduler:
         return (sequence.request.priority if self.config.policy == "priority" else 0, sequence.arrival)
 
     def _wait(self, sequence: Sequence) -> None:
+        sequence.choose_angles()
         self.waiting.add(sequence, alone=sequence.suspect)
 
     def _preempt(self, sequence: Sequence) -> None:

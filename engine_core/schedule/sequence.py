@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -10,7 +11,7 @@ from pagewire.engine_core.grammar.matcher import Matcher
 from pagewire.engine_core.schedule.adapter import Adapter
 from pagewire.engine_core.schedule.blocks import Block
 from pagewire.engine_core.schedule.tenants import Tenant
-from pagewire.ipc.block_names import encoded_keys
+from pagewire.ipc.block_names import LONG, encoded_keys
 from pagewire.ipc.messages import Request, RequestTiming
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.pooling import PoolingParams
@@ -55,6 +56,8 @@ class Sequence:
     whole: its prompt is computed in one step.
     drafts: what is proposed to follow it; None before anything was.
     adapter: that it runs with; None: the model alone.
+    angles_end: the most tokens that its rotary angles are for; with more it begins anew, as a long sequence.
+    is_long: it has the rotary angles of long sequences.
 
     Times are in seconds on the monotonic clock, 0 until they are known.
     """
@@ -72,6 +75,8 @@ class Sequence:
     turn: int = 0
     namespace: bytes = b""
     whole: bool = False
+    angles_end: int = sys.maxsize
+    is_long: bool = False
     matcher: Matcher | None = None
 
     state: State = State.WAITING
@@ -134,7 +139,13 @@ class Sequence:
         length = len(self.token_ids) + self.num_pending
         if not self.pools and (length - self.num_prompt_tokens >= self.max_output or self.verifying):
             return 0
-        return length - self.computed
+        return min(length, self.angles_end) - self.computed
+
+    def choose_angles(self) -> None:
+        """Choose rotary angles by the number of tokens; called while it has neither slot nor blocks."""
+        if len(self.token_ids) > self.angles_end:
+            self.angles_end, self.is_long = sys.maxsize, True
+            self.block_names.clear()  # of blocks with other keys
 
     @property
     def verifying(self) -> bool:
@@ -214,6 +225,8 @@ class Sequence:
         keys = self.request.prompt.block_keys(index, block_size)
         if index == 0 and self.namespace:
             keys.append(("namespace", self.namespace))
+        if index == 0 and self.is_long:
+            keys.append(LONG)
         return encoded_keys(keys)
 
     def timing(self, now: float) -> RequestTiming:
@@ -246,11 +259,13 @@ def sequences(
     share_prefixes: bool,
     tenant: Tenant | None = None,
     whole: bool = False,
+    short_length: int = 0,
 ) -> list[Sequence]:
     """The n sequences of a submitted request, with `arrival`, `arrival` + 1, ... as their order of arrival.
 
     Without `share_prefixes` each request gets a namespace of its own, so that only its own n sequences share the
     prompt. tenant: whose request it is; None: one without any other request. whole: prompts run in one step.
+    short_length: of the engine, see `Ready`.
     """
     tenant = tenant or Tenant(client)
     prompt, task = request.prompt.token_ids, request.task
@@ -276,6 +291,7 @@ def sequences(
             turn=tenant.turn(request.rank),
             namespace=namespace,
             whole=whole,
+            angles_end=short_length or sys.maxsize,
             num_prompt_logprobs=request.num_prompt_logprobs if index == 0 else 0,
         )
         for index in range(n)

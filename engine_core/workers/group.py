@@ -57,6 +57,7 @@ MUST_AGREE = (
     "eos_token_id",
     "pooling",
     "embedding_size",
+    "short_length",
 )
 
 Outcome: TypeAlias = list[Any] | Exception  # of a call: the result of each rank, or an error

@@ -184,7 +184,7 @@ class Fleet:
 
     def submit(self, requests: Sequence[Request]) -> list[tuple[Request, ValueError]]:
         """Send each request to the core that suits it best. Otherwise as `CoreClient.submit`."""
-        refused, _ = self._submit([Work.of(request, self.info.block_size) for request in requests])
+        refused, _ = self._submit([Work.of(request, self.info) for request in requests])
         return refused
 
     def _submit(
@@ -253,7 +253,7 @@ class Fleet:
         self, replica: Replica, client: CoreClient, requests: Sequence[Request]
     ) -> list[tuple[Request, ValueError]]:
         """Send requests to this core. client: of the core that is meant, which may be lost by now."""
-        works = [Work.of(request, self.info.block_size) for request in requests]
+        works = [Work.of(request, self.info) for request in requests]
         with self._lock:
             for work in works:
                 self._ledger.put(work, replica, time.monotonic())
@@ -331,7 +331,7 @@ class Fleet:
         self._ledger.drop(request.key, now)
         tried = placement.refused_by | {replica.number}
         try:
-            refused, sent = self._submit([Work.of(request, self.info.block_size)], tried)
+            refused, sent = self._submit([Work.of(request, self.info)], tried)
         except (EngineBusyError, EngineDeadError):
             return False
         for again in sent:

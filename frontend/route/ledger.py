@@ -13,7 +13,7 @@ from pagewire.frontend.route.placement import Candidate, Policy, choose, next_in
 from pagewire.frontend.route.prefix_index import PrefixIndex
 from pagewire.frontend.route.replica import Placement, Replica
 from pagewire.ipc.block_names import prompt_names
-from pagewire.ipc.messages import Request, TokenDelta
+from pagewire.ipc.messages import EngineInfo, Request, TokenDelta
 from pagewire.ipc.pooling import PoolingParams
 
 LINGER_SECONDS = 1.0  # for which the blocks of an ended request count as cached: until the core reports them
@@ -36,8 +36,8 @@ class Work:
     names: list[bytes]
 
     @classmethod
-    def of(cls, request: Request, block_size: int) -> Work:
-        """The work of a request; its blocks are named as the core will name them."""
+    def of(cls, request: Request, info: EngineInfo) -> Work:
+        """The work of a request; its blocks are named as the cores of `info` will name them."""
         prompt, done = request.prompt, request.output_token_ids
         if done is not None and len(done) == 1 and done[0]:
             prompt = msgspec.structs.replace(prompt, token_ids=[*prompt.token_ids, *done[0]])
@@ -45,8 +45,8 @@ class Work:
             key = "\0".join((source.name, source.path, source.version)).encode()
             prompt = msgspec.structs.replace(prompt, adapter=sha256(key).digest())
         pools_all = isinstance(request.task, PoolingParams) and request.task.all_tokens
-        names = [] if pools_all else prompt_names(prompt, block_size)
-        return cls(request, len(prompt.token_ids), block_size, names)
+        names = [] if pools_all else prompt_names(prompt, info.block_size, info.short_length)
+        return cls(request, len(prompt.token_ids), info.block_size, names)
 
     def num_cached(self, depth: int) -> int:
         """Tokens found cached where the first `depth` blocks are: the last token is always computed."""

@@ -21,15 +21,12 @@ def make_prompts(vocab_size: int, lengths: Sequence[int] = PROMPT_LENGTHS, seed:
 
 
 def transformers_tokens(
-    folder: Path, prompts: list[list[int]], num_tokens: int = NUM_TOKENS, make: Any = None
+    folder: Path, prompts: list[list[int]], num_tokens: int = NUM_TOKENS
 ) -> list[list[int]]:
-    """What `generate` gives, one prompt at a time, past any end of sequence.
-
-    make: the class of the model; None: that of a causal language model.
-    """
+    """What `generate` gives, one prompt at a time, past any end of sequence."""
     from transformers import AutoModelForCausalLM
 
-    model = (make or AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return [greedy_tokens(model, prompt, num_tokens) for prompt in prompts]
 
 

@@ -65,6 +65,7 @@ def run(
             0.0,
             max_model_len=MAX_MODEL_LEN,
             share_prefixes=setting.share_prefixes,
+            short_length=runner.model.short_length,
         )
         scheduler.add(request)
     launched: deque[StepPlan] = deque()

@@ -38,7 +38,7 @@ class LoadedModel:
     """A model that has passed the proof (`proof.py`), with its properties.
 
     kv_shapes: of each layer; empty for an encoder. kv_scales: of each layer of the whole model; empty for 1.
-    pooler: of a model that pools; None: it generates.
+    short_length: see `transforms.short_length`. pooler: of a model that pools; None: it generates.
     cuts: how parameters are divided over the ranks, by name; what is not there, every rank has as a whole.
     """
 
@@ -51,6 +51,7 @@ class LoadedModel:
     kv_shapes: list[KVShape]
     kv_scales: list[KVScales]
     weight_bytes: int
+    short_length: int = 0
     pooler: Pooler | None = None
     cuts: dict[str, Cut] = field(default_factory=dict)
 

@@ -51,6 +51,7 @@ from pagewire.workers.model.transforms import (
     pack_embeddings,
     pack_linears,
     replace_norms,
+    short_length,
     tabulate_rotary,
 )
 from pagewire.workers.model.weights import Weights
@@ -77,13 +78,13 @@ def load_model(
     dtype = resolve_dtype(worker_config.dtype, config)
     kv_dtype = resolve_kv_dtype(worker_config.kv_cache_dtype, dtype, device)
     scales = kv_scales(worker_config, kv_dtype, config.get_text_config().num_hidden_layers)
-    device.prepare(dtype, kv_dtype, head_dims(config))
     max_model_len = resolve_max_model_len(worker_config.max_model_len, config)
     phases.end("config")
     is_saved = worker_config.load_format == "sharded_state"
     stage = own_stage(worker_config.parallel, collective, config, dtype, device)
     saved = ShardedState(worker_config, config, collective, stage) if is_saved else None
     weights = build_module(worker_config, config, dtype, device) if saved is None else saved.weights(dtype)
+    device.prepare(dtype, kv_dtype, head_dims(config))
     causal = weights.causal
     architecture = type(causal).__name__
     shards = weights.shards or own_shards(causal, collective, worker_config.parallel)
@@ -92,9 +93,11 @@ def load_model(
     run, expected = DryRun.make(config.get_text_config().vocab_size, max_model_len), None
     if saved is not None:
         run, expected = saved.reference()
-    tabulate_rotary(causal, max(max_model_len, run.end))
+    num_positions = max(max_model_len, run.end)
+    run = replace(run, short_length=short_length(causal, num_positions))
     if expected is None:
         expected = expected_logits(weights, run, dtype, device, collective)
+    tabulate_rotary(causal, num_positions, run.short_length)
     forget_mapped_files(worker_config.model_path)  # packing reads them again
     phases.end("reference")
     if shards is not None:
@@ -113,6 +116,7 @@ def load_model(
         dtype=dtype,
         vocab_size=vocab_size or expected[0].shape[-1],
         max_model_len=max_model_len,
+        short_length=run.short_length,
         eos_token_id=end_of_sequence(config),
         kv_shapes=[replace(shape, dtype=kv_dtype) for shape in shapes],
         kv_scales=scales,

@@ -57,7 +57,7 @@ from pagewire.workers.model.proof import (
     relative_difference,
 )
 from pagewire.workers.model.shards import Shards
-from pagewire.workers.model.transforms import tabulate_rotary
+from pagewire.workers.model.transforms import short_length, tabulate_rotary
 from pagewire.workers.model.weights import Weights
 
 LENGTHS = (20, 9)  # tokens of the prompts by which an encoder is proven
@@ -113,12 +113,13 @@ def load_pooling_model(
     shards = own_shards(module, collective, worker_config.parallel)
     phases.end("weights")
     max_len = max_length(worker_config, config, spec, base)
-    tabulate_rotary(module, max_len)
-    if spec.encoder:
+    run = None if spec.encoder else dry_run(module, max_len)
+    if run is None:
+        tabulate_rotary(module, max_len)
         model, shapes = load_encoder(weights, spec, device, max_len, adapted=worker_config.lora is not None)
     else:
         turn = partial(own_turn, collective, worker_config.parallel)
-        model, shapes = load_causal(weights, spec, device, max_len, collective, shards, turn)
+        model, shapes = load_causal(weights, spec, device, max_len, run, collective, shards, turn)
     if device.torch_device.type == "cpu":
         model.shorten_scores()
     phases.end("transform")
@@ -137,6 +138,7 @@ def load_pooling_model(
         dtype=dtype,
         vocab_size=text.vocab_size,
         max_model_len=max_len,
+        short_length=0 if run is None else run.short_length,
         eos_token_id=end_of_sequence(config),
         kv_shapes=[replace(shape, dtype=kv_dtype) for shape in shapes],
         kv_scales=scales,
@@ -179,25 +181,32 @@ def max_length(worker_config: WorkerConfig, config: Any, spec: PoolingSpec, base
     return resolve_max_model_len(requested, config) if limit is None else requested or limit
 
 
+def dry_run(module: Any, max_len: int) -> DryRun:
+    """The requests by which a causal model is proven."""
+    run = DryRun.make(module.config.get_text_config().vocab_size, max_len)
+    return replace(run, short_length=short_length(module, max(max_len, run.end)))
+
+
 def load_causal(
     weights: Weights,
     spec: PoolingSpec,
     device: Device,
     max_len: int,
+    run: DryRun,
     collective: Collective,
     shards: Shards | None,
     turn: Callable[[], AbstractContextManager[None]],
 ) -> tuple[PoolingModel, list[KVShape]]:
     """A causal model that is transformed and proven, and the shapes of its KV cache.
 
-    shards: what this rank has of it; None: all. turn: see `transform`.
+    run: see `dry_run`. shards: what this rank has of it; None: all. turn: see `transform`.
 
     Raises:
         LoadError: it is not served; the text says why.
     """
-    run = DryRun.make(weights.causal.config.get_text_config().vocab_size, max_len)
     expected, scores = reference_states(weights, run) if collective.rank == 0 else ([], [])
     expected, scores = (from_first(tensors, collective, device) for tensors in (expected, scores))
+    tabulate_rotary(weights.causal, max(max_len, run.end), run.short_length)
     if shards is not None:
         weights.divide(shards)
     model, shapes = transform(weights, run, expected, max_len, device, collective, turn, PoolingModel)

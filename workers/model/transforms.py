@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from pagewire.kernels.ops import rms_norm
 from pagewire.kernels.quantising import dense
 from pagewire.kernels.reduced import Reduced
 from pagewire.kernels.weight import DENSE
+from pagewire.workers.errors import LoadError
 from pagewire.workers.model.matrices import is_linear, is_plain_embedding
 from pagewire.workers.model.parallel_layers import (
     DividedEmbedding,
@@ -25,6 +26,8 @@ from pagewire.workers.model.parallel_layers import (
 from pagewire.workers.model.products import packed
 from pagewire.workers.model.shards import Axis
 from pagewire.workers.model.weights import Weights
+
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
 class LinearModule(nn.Module):
@@ -171,13 +174,15 @@ class RotaryTable(nn.Module):
     """A rotary module's outputs for all positions, computed once.
 
     So the angles of a position never depend on the batch: neither on its size nor, in models that scale frequencies
-    for long sequences, on the longest sequence in it.
+    for long sequences, on the longest sequence in it. Such a model has two tables, one behind the other: of
+    sequences of up to `short_length` tokens, and of longer ones (`angle_rows`).
     """
 
-    def __init__(self, rotary: nn.Module, max_model_len: int) -> None:
+    def __init__(self, rotary: nn.Module, num_positions: int, short_length: int = 0) -> None:
+        """short_length: see `short_length` below, for as many positions."""
         super().__init__()
-        self.rotary = rotary
-        self.positions = torch.arange(max(max_model_len, 32))[None]  # at least as many as the dry run uses
+        self.rotary, self.short_length = rotary, short_length
+        self.positions = torch.arange(num_positions)[None]
         self.tables: dict[Any, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -188,7 +193,7 @@ class RotaryTable(nn.Module):
             return getattr(super().__getattr__("rotary"), name)
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The rotary module's output for position_ids [1, T]: tensors [1, T, ...]."""
+        """The rotary module's output for position_ids [1, T], which are rows of the table: tensors [1, T, ...]."""
         table = self.table(x, *args, **kwargs)
         index = position_ids[0]
         if isinstance(table, Tensor):
@@ -199,20 +204,64 @@ class RotaryTable(nn.Module):
         """The rotary module's output for all positions and hidden states like x [1, T, H]."""
         key = (x.device, x.dtype, args, *kwargs.items())
         if (table := self.tables.get(key)) is None:
-            table = self.rotary(x[:, :1], self.positions.to(x.device), *args, **kwargs)
-            self.tables[key] = table
+            # The module remembers the longest sequence until it gets a short one.
+            lengths = (1, self.short_length, self.positions.shape[1]) if self.short_length else (None,)
+            parts = [
+                self.rotary(x[:, :1], self.positions[:, :length].to(x.device), *args, **kwargs)
+                for length in lengths
+            ]
+            self.tables[key] = table = _one_after_the_other(parts[-2:])
         return table
 
 
-def tabulate_rotary(module: nn.Module, max_model_len: int) -> None:
-    """Replace rotary modules with a forward(x, position_ids) by tables."""
+def _one_after_the_other(tables: Sequence[Any]) -> Any:
+    """Tables [1, n, ...] as one, or tuples of tables as a tuple."""
+    if len(tables) == 1 or isinstance(tables[0], Tensor):
+        return tables[0] if len(tables) == 1 else torch.cat(list(tables), 1)
+    return tuple(torch.cat(parts, 1) for parts in zip(*tables, strict=True))
+
+
+def _rotary_modules(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """The rotary modules with a forward(x, position_ids) within a module, each after its parent and its name."""
     for name, child in list(module.named_children()):
-        if "RotaryEmbedding" in type(child).__name__:
-            parameters = list(inspect.signature(type(child).forward).parameters)
-            if parameters[1:3] == ["x", "position_ids"]:
-                setattr(module, name, RotaryTable(child, max_model_len))
-        else:
-            tabulate_rotary(child, max_model_len)
+        if "RotaryEmbedding" not in type(child).__name__:
+            yield from _rotary_modules(child)
+        elif list(inspect.signature(type(child).forward).parameters)[1:3] == ["x", "position_ids"]:
+            yield module, name, child
+
+
+def tabulate_rotary(module: nn.Module, num_positions: int, short_length: int = 0) -> None:
+    """Replace rotary modules by tables. short_length: see `RotaryTable`."""
+    for parent, name, rotary in _rotary_modules(module):
+        setattr(parent, name, RotaryTable(rotary, num_positions, short_length))
+
+
+def short_length(module: nn.Module, num_positions: int) -> int:
+    """The most tokens of a sequence whose angles are those of short ones; 0 if all have the same angles.
+
+    num_positions: of the longest sequence.
+
+    transformers computes a forward of more tokens than the model was trained with by other frequencies: by those
+    of "longrope", which two lists scale, or of "dynamic" NTK, for which the longest sequence decides here.
+
+    Raises:
+        LoadError: layers change their angles at different lengths.
+    """
+    found = set()
+    for _, _, rotary in _rotary_modules(module):
+        kinds = getattr(rotary, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            settings = getattr(rotary.config, "rope_parameters", None) or {}
+            if kind == "longrope":
+                found.add((settings[layer_type] if layer_type else settings)[ORIGINAL_LENGTH])
+            elif kind == "dynamic":
+                found.add(rotary.original_max_seq_len)
+    lengths = {length for length in found if length < num_positions}
+    if len(lengths) > 1:
+        raise LoadError(
+            f"its rotary angles change at several lengths: {', '.join(map(str, sorted(lengths)))}"
+        )
+    return int(lengths.pop()) if lengths else 0
 
 
 def tolerance(dtype: torch.dtype) -> float:

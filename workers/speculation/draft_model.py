@@ -208,5 +208,7 @@ class DraftModel:
         """Final hidden states [T, H] of tokens [start, start + length) of each run."""
         positions, batch = places.tensors([run.index for run in runs], starts, lengths)
         (ids,) = self._device.upload([torch.from_numpy(input_ids)])
+        if short := self.model.short_length:  # of a long sequence, too: it only guesses
+            positions = positions + short * (positions >= short)
         step = StepContext(batch, positions, self.caches)
         return self.model.model.hidden_states(ids, step)

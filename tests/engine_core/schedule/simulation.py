@@ -1,7 +1,8 @@
 """A scheduler with a worker that knows nothing but what plans tell it, and checks all that they imply.
 
 The worker's "model" is a chain: the KV of a position is a number made of the token there (or of the medium that
-takes its place), everything before it, and the request's world (what its cache salt and its adapter set apart). A
+takes its place), everything before it, and the request's world (what its cache salt and its adapter set apart, and
+whether it is a long sequence). A
 row that reads a block that was shared, reused or read wrongly gets another number. The token drawn is a function of
 that number and the seed, and a pooled result is such a number or the sum of all, so `expected` and
 `expected_pooled` compute a sequence's result without any scheduling.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import sys
 from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
@@ -103,9 +105,22 @@ def matcher_of(params: SamplingParams, token_ids: Collection[int] = ()) -> Match
     return grammar(structure.regex or "").matcher(token_ids, params.ignore_eos)
 
 
-def world(task: Task, seed: int) -> int:
-    """Where the chain of a request's KV begins. Pooling has no parameter to say it in, and needs no seed."""
+MAX_SHORT = 63
+
+
+def short_length(task: Task, seed: int) -> int:
+    """The most tokens of a short sequence in a request's world; 0: all sequences are alike."""
+    return world_number(task, seed) & MAX_SHORT
+
+
+def world_number(task: Task, seed: int) -> int:
+    """The number of a request's world. Pooling has no parameter to say it in, and needs no seed."""
     return int((task.extra_args or {})["world"]) if isinstance(task, SamplingParams) else seed
+
+
+def world(task: Task, seed: int, num_tokens: int) -> int:
+    """Where the chain of the KV of a sequence of so many tokens begins."""
+    return hash((world_number(task, seed), 0 < short_length(task, seed) < num_tokens))
 
 
 def chain(begin: int, token_ids: Iterable[int], media: Collection[Media] = ()) -> list[int]:
@@ -130,7 +145,10 @@ class Slot:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.init.token_ids)
-        self.digests = chain(world(self.task, self.init.seed), self.tokens, self.init.media)
+        begin = world(self.task, self.init.seed, len(self.tokens))
+        self.digests = chain(begin, self.tokens, self.init.media)
+        short = short_length(self.task, self.init.seed)
+        self.end = short if len(self.tokens) <= short else sys.maxsize
 
     @property
     def task(self) -> Task:
@@ -202,6 +220,7 @@ class ModelWorker:
         assert row.num_tokens > 0 and end <= len(digests), f"{row} runs tokens that are not there"
         assert not row.drafts or end == len(digests), f"{row} has drafts that are not its last tokens"
         assert end <= len(slot.block_ids) * self.block_size, f"{row} runs past its blocks"
+        assert end <= slot.end, f"{row} runs past the end of a short sequence"
         for m in slot.init.media:
             if m.embeddings:
                 continue
@@ -312,7 +331,8 @@ def logprob_rows(token_ids: list[int]) -> LogprobRows:
 def prompt_digests(sequence: Sequence) -> list[int]:
     """The KV of a sequence's prompt."""
     prompt = sequence.request.prompt
-    return chain(world(sequence.request.task, sequence.seed), prompt.token_ids, prompt.media)
+    begin = world(sequence.request.task, sequence.seed, len(prompt.token_ids))
+    return chain(begin, prompt.token_ids, prompt.media)
 
 
 def expected_pooled(sequence: Sequence) -> Tensor:
@@ -339,7 +359,11 @@ def expected(sequence: Sequence) -> tuple[list[int], str, int | None]:
         output.append(token_id)
         if matcher is not None:
             matcher.accept(token_id)
+        length = sequence.num_prompt_tokens + len(output)
         digest = extend(digest, token_id)
+        if length == 1 + short_length(params, sequence.seed) > 1:
+            begin, prompt = world(params, sequence.seed, length), sequence.request.prompt
+            digest = chain(begin, [*prompt.token_ids, *output], prompt.media)[-1]
         if token_id in stops and len(output) >= params.min_tokens:
             is_eos = token_id == eos_token_id and not params.ignore_eos
             return output, "stop", None if is_eos else token_id
@@ -448,10 +472,15 @@ class Simulation:
     """Scheduler and worker under one clock. Every event is followed by all checks that apply."""
 
     def __init__(
-        self, *, share_prefixes: bool = True, drafter: Speculation | None = None, **config: Any
+        self,
+        *,
+        share_prefixes: bool = True,
+        drafter: Speculation | None = None,
+        short_length: int = 0,
+        **config: Any,
     ) -> None:
         self.config = SchedulerConfig(**{"max_model_len": 32, "num_blocks": 16, "block_size": 4, **config})
-        self.share_prefixes = share_prefixes
+        self.share_prefixes, self.short_length = share_prefixes, short_length
         self.scheduler = Scheduler(self.config, drafter)
         self.worker = self._new_worker()
         self.plans: deque[StepPlan] = deque()
@@ -481,6 +510,7 @@ class Simulation:
     ) -> list[Sequence]:
         """Add a request; by default nothing but its length ends it."""
         number = crc32(repr((salt, adapter, self.share_prefixes or self.num_added)).encode())
+        number = number * (MAX_SHORT + 1) + self.short_length
         params = {"max_tokens": 4, "temperature": 0.0, "extra_args": {"world": number}, **params}
         submitted = Request(
             key=self.num_added,
@@ -502,6 +532,7 @@ class Simulation:
             self._tick(),
             max_model_len=self.config.max_model_len,
             share_prefixes=self.share_prefixes,
+            short_length=self.short_length,
             tenant=self.scheduler.tenants.get(tenant or b"client"),
         )
         self.num_added += len(group)

@@ -44,6 +44,21 @@ def ending_at(simulation: Simulation, length: int, **fields: Any) -> Sequence:
 # ---------------------------------------------------------------- budget and chunks
 
 
+def test_a_sequence_that_grows_long_is_computed_anew_and_stays_long() -> None:
+    """Once, without the prefix that it had as a short one; then another long one finds its blocks."""
+    simulation = Simulation(short_length=6, max_model_len=32, num_blocks=32, depth=1)
+    (sequence,) = simulation.submit([2, 3, 4, 5], max_tokens=8)
+    rows = []
+    while simulation.live():
+        if (plan := simulation.step()) is not None:
+            rows += [(row.start, row.num_tokens) for row in plan.rows]
+    assert rows == [(0, 4), (4, 1), (5, 1), (0, 7), (7, 1), (8, 1), (9, 1), (10, 1)]
+    assert simulation.scheduler.stats.num_preemptions == 0
+    (other,) = simulation.submit(sequence.token_ids[:10], max_tokens=1)
+    simulation.drain()
+    assert other.num_cached_tokens == 8
+
+
 def test_a_prompt_in_one_step_then_a_token_per_step() -> None:
     simulation = Simulation(depth=1)
     simulation.submit([2, 3, 4, 5, 6], max_tokens=3)

@@ -72,6 +72,7 @@ class SchedulerLife(RuleBasedStateMachine):
         config=configs,
         spare_tokens=st.integers(0, 40),
         share_prefixes=st.booleans(),
+        short_length=st.sampled_from([0, 0, 3, 9, 14]),
         drafts=st.none()
         | st.tuples(
             st.sampled_from(["random", "ngram", "suffix", "worker"]), st.integers(0, 2**16), st.integers(1, 5)
@@ -82,6 +83,7 @@ class SchedulerLife(RuleBasedStateMachine):
         config: dict[str, object],
         spare_tokens: int,
         share_prefixes: bool,
+        short_length: int,
         drafts: tuple[str, int, int] | None,
     ) -> None:
         block_size = config["block_size"]
@@ -89,7 +91,11 @@ class SchedulerLife(RuleBasedStateMachine):
         num_blocks = (32 + spare_tokens) // block_size
         drafter = drafting(*drafts, pipelined=config["stages"] != 1) if drafts else None
         self.simulation = Simulation(
-            **config, num_blocks=num_blocks, share_prefixes=share_prefixes, drafter=drafter
+            **config,
+            num_blocks=num_blocks,
+            share_prefixes=share_prefixes,
+            drafter=drafter,
+            short_length=short_length,
         )
 
     @rule(
@@ -153,7 +159,8 @@ class SchedulerLife(RuleBasedStateMachine):
     ) -> None:
         """A request comes with tokens that a core now lost gave it."""
         ending = under(regex, ending)
-        trial = Simulation(share_prefixes=self.simulation.share_prefixes)
+        own = self.simulation
+        trial = Simulation(share_prefixes=own.share_prefixes, short_length=own.short_length)
         trial.num_added = self.simulation.num_added
         outputs = [expected(request)[0] for request in trial.submit(prompt, n=n, **ending)]  # type: ignore[arg-type]
         done = [output[: data.draw(st.integers(0, max(0, len(output) - 1)))] for output in outputs]

@@ -12,8 +12,9 @@ from pagewire.frontend.route.ledger import Work
 from pagewire.frontend.route.placement import RUNNING_TOKENS, Candidate, choose, cost, next_in_turn
 from pagewire.frontend.route.prefix_index import PrefixIndex
 from pagewire.ipc.adapters import AdapterSource
+from pagewire.ipc.block_names import prompt_names
 from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Request
+from pagewire.ipc.messages import EngineInfo, Request
 from pagewire.ipc.params import SamplingParams
 
 candidates = st.lists(
@@ -110,10 +111,16 @@ def test_the_index_is_that_of_sets(operations: list[tuple[str, int, list[int]]],
     assert not index._holders  # nothing is kept of cores that are gone
 
 
-def test_a_prompt_with_an_adapter_is_another_prompt() -> None:
+def test_long_prompts_share_nothing_with_short_ones_of_models_that_tell_them_apart() -> None:
+    names = {n: prompt_names(Prompt([1] * n), 16, short_length=40) for n in (32, 40, 41)}
+    assert names[32] == names[40] == prompt_names(Prompt([1] * 41), 16)
+    assert not set(names[40]) & set(names[41])
+
+
+def test_a_prompt_with_an_adapter_is_another_prompt(engine_info: EngineInfo) -> None:
     def names(adapter: AdapterSource | None) -> list[bytes]:
         request = Request(1, "r", Prompt([1] * 32), SamplingParams(), 0, adapter=adapter)
-        return Work.of(request, 16).names
+        return Work.of(request, engine_info).names
 
     one, same, other = AdapterSource("a", 1, "/a"), AdapterSource("a", 1, "/a"), AdapterSource("b", 2, "/b")
     assert names(one) == names(same) and len(names(one)) == 2

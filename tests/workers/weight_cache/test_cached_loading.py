@@ -146,6 +146,7 @@ def test_the_second_start_has_the_bits_of_the_first(
         "dtype",
         "vocab_size",
         "max_model_len",
+        "short_length",
         "eos_token_id",
         "kv_shapes",
         "kv_scales",
