@@ -80,8 +80,11 @@ class Runner:
         self.adapters = self._open_adapters(wake)
         self.loaded: LoadedModel | None = self._load(ahead, phases)
         self.slots = Slots(
-            *(config.max_num_seqs, self.loaded.max_model_len, config.block_size, self.loaded.vocab_size),
-            *([] if self.adapters is None else [self.adapters.num_extra_tokens]),
+            config.max_num_seqs,
+            self.loaded.max_model_len,
+            config.block_size,
+            self.loaded.vocab_size,
+            num_extra_tokens=None if self.adapters is None else self.adapters.num_extra_tokens,
             short_length=self.loaded.short_length,
         )
         self.sampler = self.device.sampler(max_samples(config), self.loaded.vocab_size, MOST_LIKELY)

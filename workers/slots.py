@@ -28,7 +28,7 @@ class Slots:
         `short_length`, unless that is 0.
     sampling: the sampler's state of each slot in use. pooling: likewise, of prompts that are pooled.
 
-    num_extra_tokens: those that an adapter, by its index, brings behind the vocabulary.
+    num_extra_tokens: those that an adapter, by its index, brings behind the vocabulary; None: none do.
 
     The arrays may be large: np.zeros leaves it to the system to allocate each page when it is first written.
     """
@@ -39,11 +39,12 @@ class Slots:
         max_model_len: int,
         block_size: int,
         vocab_size: int,
-        num_extra_tokens: Callable[[int], int] = lambda adapter: 0,
+        num_extra_tokens: Callable[[int], int] | None = None,
         short_length: int = 0,
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
-        self.block_size, self.vocab_size, self._num_extra_tokens = block_size, vocab_size, num_extra_tokens
+        self.block_size, self.vocab_size = block_size, vocab_size
+        self._num_extra_tokens = num_extra_tokens or (lambda adapter: 0)
         self.short_length = short_length
         self.tokens: NDArray[np.int64] = np.zeros((max_num_seqs, max_model_len + 1), np.int64)
         self.num_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
