@@ -150,7 +150,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--skip", action="append", default=[], metavar="PART", help="may be repeated")
     parser.add_argument("--dry-run", action="store_true", help="rehearse on an emulated device")
     options = parser.parse_args(arguments)
-    options.out = options.out or ROOT / "benchmarks" / "results" / f"gpu-{datetime.date.today()}.json"
+    options.wheels = options.wheels.resolve()
+    options.out = (
+        options.out.resolve()
+        if options.out
+        else ROOT / "benchmarks" / "results" / f"gpu-{datetime.date.today()}.json"
+    )
     known = {part.name for part in parts(True)}
     if unknown := {*options.only, *options.skip} - known:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
@@ -161,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the parts and print their table. Returns the exit status."""
     options = parse(arguments)
     is_gpu = not options.dry_run
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         packages, site = Path(directory, "packages"), Path(directory, "site")
         packages.mkdir()
         site.mkdir()
@@ -169,6 +174,9 @@ def main(arguments: list[str] | None = None) -> int:
         paths = [str(packages), str(site), str(ROOT)]
         sys.path[:0] = paths
         os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+        os.chdir(
+            directory
+        )  # Python looks into the current folder first, and this checkout has one named pagewire
         run = Run(options)
         run.take(Part("machine", 30, partial(checks.machine, is_gpu)))
         run.take(Part("wheels", 60, partial(install, options.wheels, site)))

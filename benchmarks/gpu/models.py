@@ -122,7 +122,7 @@ FULL = Scale(
     [Work(count, *sizes) for sizes in ((128, 128), (1024, 256)) for count in (1, 32, 256)], others=FEW
 )
 QUICK = Scale(FEW, others=[], lengths=(128,), runs=1)
-SMALL = Scale([Work(2, 8, 4)], [Work(1, 8, 4)], (8,), 1, Work(4, 8, 8), num_adapters=2, device="cpu")
+SMALL = Scale([Work(2, 8, 4)], [Work(1, 8, 4)], (8,), 1, Work(16, 8, 32), num_adapters=2, device="cpu")
 """Shows on a CPU that everything runs."""
 
 
