@@ -84,6 +84,21 @@ def link_packages(folder: Path) -> None:
         (folder / "pagewire" / path.name).symlink_to(path)
 
 
+def prepare(directory: Path) -> Path:
+    """Make this checkout importable, for other processes, too. Returns the folder for what it needs beside."""
+    packages, site = directory / "packages", directory / "site"
+    packages.mkdir()
+    site.mkdir()
+    link_packages(packages)
+    paths = [str(packages), str(site), str(ROOT)]
+    sys.path[:0] = paths
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # PyTorch would start CUDA when it looks for GPUs, and a process that is forked afterwards could not use one.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.chdir(directory)  # Python looks here first, and the checkout has a folder with the name of the package
+    return site
+
+
 def install(wheels: Path, target: Path) -> dict[str, Any]:
     """Install the wheels of packages that Python lacks. Those that are there stay as they are.
 
@@ -151,11 +166,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="rehearse on an emulated device")
     options = parser.parse_args(arguments)
     options.wheels = options.wheels.resolve()
-    options.out = (
-        options.out.resolve()
-        if options.out
-        else ROOT / "benchmarks" / "results" / f"gpu-{datetime.date.today()}.json"
-    )
+    default = ROOT / "benchmarks" / "results" / f"gpu-{datetime.date.today()}.json"
+    options.out = (options.out or default).resolve()
     known = {part.name for part in parts(True)}
     if unknown := {*options.only, *options.skip} - known:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
@@ -167,16 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     is_gpu = not options.dry_run
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
-        packages, site = Path(directory, "packages"), Path(directory, "site")
-        packages.mkdir()
-        site.mkdir()
-        link_packages(packages)
-        paths = [str(packages), str(site), str(ROOT)]
-        sys.path[:0] = paths
-        os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
-        os.chdir(
-            directory
-        )  # Python looks into the current folder first, and this checkout has one named pagewire
+        site = prepare(Path(directory))
         run = Run(options)
         run.take(Part("machine", 30, partial(checks.machine, is_gpu)))
         run.take(Part("wheels", 60, partial(install, options.wheels, site)))
