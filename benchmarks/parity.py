@@ -3,7 +3,8 @@
 Each is a tiny random model. Served means: greedy tokens in float32 equal those of transformers' `generate`, for
 prompts of several lengths, chunked and batched.
 
-With --all it tries every causal language model of the installed transformers, each in a process of its own, and
+With --all it tries every language model of the installed transformers, those that take pictures as well with text
+alone, each in a process of its own, and
 says that its tokens are equal, why it is refused, or why it could not be tried. Status 1: another error, or other
 tokens.
 """
@@ -60,22 +61,32 @@ def known(names: Iterable[str]) -> int:
     return 1 if num_surprises else 0
 
 
+def auto_class(model_type: str) -> Any:
+    """The class of transformers that makes a model of a type: for pictures and text, or else for text."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
 def tried(model_type: str) -> tuple[str, str]:
     """What came of a model type: "equal", "refused", "untested", "wrong" or "error", and why."""
     import torch
-    from transformers import AutoModelForCausalLM
 
+    make = auto_class(model_type)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         prompts = make_prompts(NUM_TEXT_TOKENS)
         try:
             config = shrunk(model_type)
             with torch.device("meta"):
-                size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+                size = sum(parameter.numel() for parameter in make.from_config(config).parameters())
             if size > MAX_PARAMETERS:
                 return "untested", f"the tiny model would have {size:,} parameters"
             torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
+            make.from_config(config).float().save_pretrained(path)
         except Exception as error:
             return "untested", f"no tiny model: {type(error).__name__}: {first_line(error)}"
         try:
@@ -85,7 +96,7 @@ def tried(model_type: str) -> tuple[str, str]:
         except Exception as error:
             return "error", f"{type(error).__name__}: {first_line(error)}"
         try:
-            theirs = transformers_tokens(path, prompts)
+            theirs = transformers_tokens(path, prompts, make=make)
         except Exception as error:
             fails = f"transformers itself fails: {type(error).__name__}: {first_line(error)}"
             return "untested", f"{fails}; pagewire: {why or 'loads'}"
@@ -115,12 +126,16 @@ def apart(model_type: str) -> tuple[str, str]:
 
 
 def every(names: Iterable[str]) -> int:
-    """Print the table of all causal language models of transformers, or of the model types of these names."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Print the table of all language models of transformers, or of the model types of these names."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
+    class_names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     print("| model type | class | | why |\n|---|---|---|---|")
     counts: Counter[str] = Counter()
-    for model_type, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    for model_type, class_name in sorted(class_names.items()):
         if names and model_type not in names:
             continue
         found, why = apart(model_type)
@@ -136,7 +151,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--all", action="store_true", help="every causal language model of transformers")
+    parser.add_argument("--all", action="store_true", help="every language model of transformers")
     options = parser.parse_args()
     return every(set(options.names)) if options.all else known(set(options.names))
 

@@ -21,12 +21,15 @@ def make_prompts(vocab_size: int, lengths: Sequence[int] = PROMPT_LENGTHS, seed:
 
 
 def transformers_tokens(
-    folder: Path, prompts: list[list[int]], num_tokens: int = NUM_TOKENS
+    folder: Path, prompts: list[list[int]], num_tokens: int = NUM_TOKENS, make: Any = None
 ) -> list[list[int]]:
-    """What `generate` gives, one prompt at a time, past any end of sequence."""
+    """What `generate` gives, one prompt at a time, past any end of sequence.
+
+    make: the class that loads the model; None: that of causal language models.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = (make or AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32).eval()
     return [greedy_tokens(model, prompt, num_tokens) for prompt in prompts]
 
 

@@ -41,6 +41,15 @@ SIZES: dict[str, Any] = COMMON | {
 SPECIAL = ("image", "video", "audio", "vision", "boi", "eoi", "boa", "eoa")
 """Beginnings of the names of tokens that stand for media; they are the vocabulary's last ones."""
 HYBRID = ["linear_attention", "hybrid"]
+MROPE = (
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+    "glm4v_text",
+    "glm4v_moe_text",
+)
+"""Types of text models whose angles are of height, width and time."""
 OTHERS: dict[str, dict[str, Any]] = {  # what the names do not tell
     "cohere_compass_text": {
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in WINDOWED}
@@ -56,6 +65,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # what the names do not tell
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8, "num_key_value_heads": 4, "num_layers": 2, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
+    "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (32, 32), "axial_pos_shape": (8, 16)},
     "xlm": {"n_words": VOCAB_SIZE, "emb_dim": 64},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": HYBRID * 2},
@@ -78,14 +88,17 @@ def shrunk(model_type: str) -> Any:
 
 def small(model_type: str, defaults: dict[str, Any]) -> dict[str, Any]:
     """The fields of a default configuration that have other values in a tiny one, those of parts included."""
-    fields = {name: SIZES[name] for name in defaults if name in SIZES}
+    unset = {"sliding_window"} if defaults.get("sliding_window") is None else set()
+    fields = {name: SIZES[name] for name in defaults.keys() - unset if name in SIZES}
     tokens = [name for name in defaults if name.startswith(SPECIAL) and "token" in name]
-    numbered = [name for name in tokens if isinstance(defaults[name], int)]
+    numbered = [name for name in tokens if type(defaults[name]) is int]
     fields |= {name: VOCAB_SIZE - 1 - place for place, name in enumerate(numbered)}
     for name, value in defaults.items():
         if isinstance(value, dict) and "model_type" in value:
             kind = value["model_type"]
             fields[name] = {"model_type": kind, **small(kind, value)}
+    if "mrope_section" in str(defaults) or model_type in MROPE:
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     if "is_decoder" in defaults:
         fields["is_decoder"] = True
     return fields | OTHERS.get(model_type, {})

@@ -78,7 +78,7 @@ class Targets:
         targets = cls(loaded.dtype, device, cuts=loaded.cuts)
         if model.causal is not None:
             is_headless = isinstance(model.causal, Headless)
-            targets.prefix = "" if is_headless else f"{model.causal.base_model_prefix}."
+            targets.prefix = "" if is_headless else f"{model.base_path}."
         if isinstance(model.base, DecoderStack):
             targets._add_stack(model.base)
         else:

@@ -20,7 +20,6 @@ NAMES = {
         *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
     ),
 }
-SHARED_LAYERS = ("num_kv_shared_layers",)  # the last layers, which keep no keys and values
 DEFAULT_POSITIONS = 2048  # of a model that gives no limit
 
 
@@ -61,7 +60,7 @@ class Dimensions:
         )
         others = _other_layers(text)
         kv_elements, kv_scales = _kv_of_layers(text, sizes["num_layers"], others)
-        if own and not (others or _number(text, SHARED_LAYERS)):
+        if own and not (others or _num_without(text)):
             kv_elements, kv_scales = own, own // max(1, head_dim)
         sizes["max_positions"] = sizes["max_positions"] or DEFAULT_POSITIONS
         return cls(
@@ -98,15 +97,18 @@ def _kv_of_layers(
     text: Mapping[str, Any], num_layers: int, others: Mapping[int, Mapping[str, Any]]
 ) -> tuple[int, int]:
     """`kv_elements` and `kv_scales` by a configuration. others: see `_other_layers`."""
-    last = num_layers - _number(
-        text, SHARED_LAYERS
-    )  # the layers after it read keys and values of earlier ones
+    last = num_layers - _num_without(text)
     different = [settings for layer, settings in others.items() if layer < last]
     num_alike = last - len(different)
     return (
         num_alike * _kv_of_layer(text) + sum(map(_kv_of_layer, different)),
         2 * (num_alike * _kv_heads(text) + sum(map(_kv_heads, different))),
     )
+
+
+def _num_without(text: Mapping[str, Any]) -> int:
+    """Layers without keys and values of their own: the last ones read those of others, some look at pictures."""
+    return _number(text, ("num_kv_shared_layers",)) + len(text.get("cross_attention_layers") or ())
 
 
 def _kv_heads(text: Mapping[str, Any]) -> int:

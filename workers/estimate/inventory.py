@@ -29,7 +29,7 @@ class Part(str, Enum):
     OTHER = "other"
 
 
-HEADS = (".lm_head.", ".embed_out.", ".output_projection.", ".output.")
+HEADS = (".lm_head.", ".embed_out.", ".output_projection.", ".output.", ".language_model.lm_head.")
 """How the names of output layers begin."""
 WORDS = {
     Part.EXPERTS: (".experts.", "block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
@@ -44,6 +44,11 @@ WORDS = {
     Part.EMBEDDING: ("embed", ".wte.", ".wpe.", ".w.weight."),
 }
 """What stands in the names of a part's tensors, between dots; the first part that fits counts."""
+BESIDE_TEXT = (
+    *(".vision", ".visual", ".image", ".video", ".audio", ".multi_modal", ".mm_projector", ".projector"),
+    *(".connector", ".aligner", ".merger", ".vqmodel", ".embed_vision", ".embed_audio", ".generation_"),
+)
+"""How the names begin of modules that a model needs for pictures and sound only."""
 
 
 def part_of(name: str) -> Part:
@@ -93,11 +98,17 @@ class Matrix:
 def matrices(tensors: Iterable[TensorHeader], config: Mapping[str, Any]) -> Iterator[Matrix]:
     """The matrices and vectors of a checkpoint. Of a quantised one, several tensors make one.
 
+    Those that only pictures or sound need are left out, for they are not loaded.
+
     config: the model's configuration, whose `quantization_config` names the format.
 
     Raises:
         ValueError, KeyError, ...: as `format_of` and `Format.stored`.
     """
+    if text := config.get("text_config"):
+        layers = [f".layers.{layer}." for layer in text.get("cross_attention_layers") or ()]
+        beside = (*BESIDE_TEXT, *layers)
+        tensors = [x for x in tensors if not any(word in f".{x.name}" for word in beside)]
     if settings := config.get("quantization_config"):
         from pagewire.workers.checkpoint.formats.registry import format_of  # which knows all formats
 

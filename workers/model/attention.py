@@ -212,14 +212,13 @@ class DryRunRecorder:
         return _RecordingContext(batch, positions, self)
 
     def kv_shapes(self) -> list[KVShape]:
-        """The shape of each layer's cache."""
-        layers = sorted(self.calls.shapes)
+        """The shape of each layer's cache, from the first layer on. One that never attends has the first one's."""
+        first, last = min(self.calls.shapes), max(self.calls.shapes)
         shapes = []
-        for layer in layers:
-            source = self.sources.get(layer, layer)
-            shapes.append(
-                replace(self.calls.shapes[layer], source=None if source == layer else layers.index(source))
-            )
+        for layer in range(first, last + 1):
+            shape = self.calls.shapes.get(layer, self.calls.shapes[first])
+            source = self.sources.get(layer, layer if layer in self.calls.shapes else first)
+            shapes.append(replace(shape, source=None if source == layer else source - first))
         return shapes
 
 

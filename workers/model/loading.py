@@ -45,6 +45,7 @@ from pagewire.workers.model.shares import stage_layers
 from pagewire.workers.model.stack import DecoderStack, build_stack
 from pagewire.workers.model.stage_cut import CutBase, check_cuts
 from pagewire.workers.model.stages import Stage
+from pagewire.workers.model.text_base import takes_more_than_text
 from pagewire.workers.model.transforms import (
     LinearModule,
     QuantisedEmbedding,
@@ -80,6 +81,8 @@ def load_model(
     scales = kv_scales(worker_config, kv_dtype, config.get_text_config().num_hidden_layers)
     max_model_len = resolve_max_model_len(worker_config.max_model_len, config)
     phases.end("config")
+    if takes_more_than_text(config):
+        logger.info("%s is served for text only: pictures, videos and sound are not taken", config.model_type)
     is_saved = worker_config.load_format == "sharded_state"
     stage = own_stage(worker_config.parallel, collective, config, dtype, device)
     saved = ShardedState(worker_config, config, collective, stage) if is_saved else None
@@ -219,7 +222,7 @@ def transform_base(model: Model, weights: Weights, device: torch.device) -> None
     base: Any = model.base
     model.guarded = True
     if weights.shards is not None:
-        fit_modules(base, weights.causal.base_model_prefix, weights.shards)
+        fit_modules(base, model.base_path, weights.shards)
     if model.stage is not None:
         model.cut = CutBase(base, base.get_input_embeddings(), model.stage)
     transform_parts(base, weights, device)

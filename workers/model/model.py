@@ -25,6 +25,7 @@ from pagewire.workers.model.overlay import embedding_size, laid_over
 from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.model.stage_cut import CutBase
 from pagewire.workers.model.stages import Stage
+from pagewire.workers.model.text_base import base_path, without_picture_layers
 from pagewire.workers.model.transforms import LinearModule
 
 DTYPES = {
@@ -142,6 +143,7 @@ class Model:
     The second half is the causal module with its base replaced by a stub that passes hidden states through. So the
     module's own treatment of logits (scaling, soft caps) is kept.
 
+    base, base_path: that of texts, and its name in the causal module.
     guarded: the base runs transformers' code, which must be made batch-invariant with `Invariant`.
     head: the output layer, where it is all of the second half.
     stage: the part of a pipeline that it is; None: it is whole. cut: of transformers' base, if it runs as a stage.
@@ -150,7 +152,8 @@ class Model:
     def __init__(self, causal: Any, batch_invariant: bool, stage: Stage | None = None) -> None:
         self.config = causal.config
         self.arithmetic = Invariant if batch_invariant else nullcontext
-        self.base: nn.Module = getattr(causal, causal.base_model_prefix)
+        self.base_path = base_path(causal)
+        self.base: nn.Module = without_picture_layers(causal.get_submodule(self.base_path))
         self.causal = causal
         self.guarded = False
         self.head: Callable[[Tensor], Tensor] | None = None

@@ -23,7 +23,9 @@ from pagewire.workers.checkpoint.source import Checkpoint, WeightSource
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model.model import resolve_max_model_len
+from pagewire.workers.model.proof import refuse
 from pagewire.workers.model.rehearsal import rehearse
+from pagewire.workers.model.text_base import takes_more_than_text
 from pagewire.workers.model.weights import CheckpointWeights, Quantise, Weights, keep
 
 logger = logging.getLogger("pagewire.worker")
@@ -37,11 +39,25 @@ class ModelClass(NamedTuple):
     name: str
     has_head: bool = True
 
-    def load(self) -> Any:
-        """The class."""
+    def load(self, config: Any) -> Any:
+        """The class for a model of this configuration.
+
+        A language model that takes pictures as well is made as a whole, for so its checkpoint names its parts.
+
+        Raises:
+            LoadError: transformers has no language model of this type.
+        """
         import transformers
 
-        return getattr(transformers, self.name)
+        own = getattr(transformers, self.name)
+        if self.name != CAUSAL.name or getattr(config, "auto_map", None):
+            return own
+        wider = transformers.AutoModelForImageTextToText
+        if takes_more_than_text(config) and type(config) in wider._model_mapping:
+            return wider
+        if type(config) in own._model_mapping:
+            return own
+        raise refuse(config, f"transformers has no language model of the type {config.model_type!r}")
 
 
 CAUSAL = ModelClass("AutoModelForCausalLM")
@@ -159,7 +175,7 @@ def _options(worker_config: WorkerConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _from_config(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, kind: ModelClass) -> Any:
-    module = kind.load().from_config(config, **_options(worker_config, dtype)).eval()
+    module = kind.load(config).from_config(config, **_options(worker_config, dtype)).eval()
     if not kind.has_head and getattr(module, "pooler", None) is not None:
         module.pooler = None  # of BERT: made for its classifier, and not in every checkpoint
     return module
@@ -212,7 +228,7 @@ def _from_pretrained(worker_config: WorkerConfig, config: Any, dtype: torch.dtyp
     pickles = worker_config.load_format == "pt"
     if not pickles:
         weight_files(Path(worker_config.model_path))
-    module, report = kind.load().from_pretrained(
+    module, report = kind.load(config).from_pretrained(
         worker_config.model_path,
         config=config,
         use_safetensors=not pickles,

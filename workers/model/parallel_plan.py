@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.text_base import base_path
 
 Plan = dict[str, str]
 """Styles by the names of modules or parameters, within the base model; "*" stands for a layer's number."""
@@ -103,10 +104,14 @@ def plan_of(causal: Any) -> Plan:
         LoadError: transformers' plan divides something in a way that is not served.
     """
     config = causal.config.get_text_config()
-    prefix = (
-        f"{causal.base_model_prefix}." if hasattr(causal, causal.base_model_prefix) else ""
-    )  # or it is a base
-    plan = dict(getattr(causal, "_tp_plan", None) or {})
+    is_base = not hasattr(causal, causal.base_model_prefix)
+    prefix = "" if is_base else f"{base_path(causal)}."
+    others = "" if is_base else f"{causal.base_model_prefix}."  # with the names of what is not for texts, too
+    plan = {
+        name: style
+        for name, style in (getattr(causal, "_tp_plan", None) or {}).items()
+        if name.startswith(prefix) or not name.startswith(others)
+    }
     plan |= {f"{prefix}{name}": style for name, style in TABLE.get(config.model_type, {}).items()}
     for name, style in plan.items():
         outside = "*" not in name and style in BY_VOCABULARY

@@ -28,6 +28,7 @@ from pagewire.workers.model.attention import AttentionCalls, DryRunRecorder, KVS
 from pagewire.workers.model.layer_configs import layer_configs
 from pagewire.workers.model.lockstep import Lockstep
 from pagewire.workers.model.model import Model
+from pagewire.workers.model.text_base import picture_layers
 from pagewire.workers.model.transforms import tolerance
 from pagewire.workers.model.weights import Weights
 
@@ -241,8 +242,7 @@ def prove(
         raise refuse(config, str(error)) from error
     except Exception as error:
         raise refuse(config, f"paged attention does not fit it: {first_line(error)}") from error
-    layers = range(config.get_text_config().num_hidden_layers) if model.stage is None else model.stage.layers
-    check_calls(config, recorder.calls, layers)
+    check_calls(config, recorder.calls, None if model.stage is None else model.stage.layers)
     check_windows(config, recorder.calls, max_model_len)
     difference = worst_difference(actual, expected) if actual else 0.0
     wrong = torch.tensor([difference > permitted_difference(expected[0].dtype, schemes)], dtype=torch.float32)
@@ -266,15 +266,18 @@ def permitted_difference(dtype: torch.dtype, schemes: Iterable[Scheme]) -> float
     return ROUNDED if any(isinstance(scheme, Integers) for scheme in schemes) else tolerance(dtype)
 
 
-def check_calls(config: Any, calls: AttentionCalls, layers: range) -> None:
+def check_calls(config: Any, calls: AttentionCalls, layers: range | None = None) -> None:
     """Check that each of these decoder layers, and no other, called attention once per step.
+
+    layers: None: all that run without pictures.
 
     Raises:
         LoadError: a layer did not.
     """
     if not calls.num_calls:
         raise refuse(config, "it does not let its attention be replaced")
-    for layer in sorted({*layers, *calls.num_calls}):
+    layers = range(config.get_text_config().num_hidden_layers) if layers is None else layers
+    for layer in sorted({*layers, *calls.num_calls} - picture_layers(config)):
         if (num_calls := calls.num_calls.get(layer, 0) / calls.num_steps) != 1:
             raise refuse(config, f"layer {layer} calls attention {num_calls:g} times, not once")
 

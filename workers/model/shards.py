@@ -18,6 +18,7 @@ from pagewire.workers.model.layer_configs import layer_configs
 from pagewire.workers.model.matrices import is_experts, is_linear, is_stack, is_transposed
 from pagewire.workers.model.parallel_plan import plan_of, style_of
 from pagewire.workers.model.shares import Heads, scaled, width_spans
+from pagewire.workers.model.text_base import base_path
 
 KEY_PREFIXES = ("k_", "v_", "Wk", "Wv")
 """Of names in an attention module that belong to its keys and values."""
@@ -110,7 +111,12 @@ class Shards:
         self.heads: dict[str, Heads] = {}
         self.gathered: dict[str, Cut] = {}
         self._config = causal.config.get_text_config()
-        self._modules: dict[str, Any] = dict(causal.named_modules())
+        prefix = base_path(causal) if hasattr(causal, causal.base_model_prefix) else ""
+        self._modules: dict[str, Any] = {
+            name: module
+            for name, module in causal.named_modules()
+            if name.startswith(prefix) or not name.startswith(f"{causal.base_model_prefix}.")
+        }
         try:
             self._divide_vocabulary(causal)
             self._divide_layers(causal)

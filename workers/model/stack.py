@@ -97,6 +97,7 @@ class DecoderStack(nn.Module):
         )
         self._angles: list[Tensor] | None = None  # cosines and sines by position, from the first step on
         own = base.layers if stage is None else [base.layers[index] for index in stage.layers]
+        own = [layer for layer in own if type(layer) is not nn.Identity]  # see `without_picture_layers`
         self.stack_layers = [StackLayer(layer, base.config, weights) for layer in own]
         # Experts on a GPU are called one by one, between which the host waits: that cannot be recorded as a graph.
         _require(device.type == "cpu" or not any(layer.is_sparse for layer in self.stack_layers))

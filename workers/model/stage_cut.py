@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.stages import Stage
+from pagewire.workers.model.text_base import base_path
 
 SHARED_SETTINGS = {
     "num_kv_shared_layers": "keys and values of earlier layers",
     "hidden_size_per_layer_input": "embeddings of their own",
+    "cross_attention_layers": "pictures",
 }
 """Settings of models whose layers need more than hidden states."""
 
@@ -91,7 +93,7 @@ def cut_down(causal: Any, stage: Stage) -> None:
     Raises:
         LoadError: it is not known where the layers are.
     """
-    base = getattr(causal, causal.base_model_prefix)
+    base = causal.get_submodule(base_path(causal))
     CutBase(base, base.get_input_embeddings(), stage)
     if not stage.is_last:
         for name, child in list(causal.named_children()):

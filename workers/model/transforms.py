@@ -193,9 +193,12 @@ class RotaryTable(nn.Module):
             return getattr(super().__getattr__("rotary"), name)
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The rotary module's output for position_ids [1, T], which are rows of the table: tensors [1, T, ...]."""
+        """The rotary module's output for position_ids [1, T], which are rows of the table: tensors [1, T, ...].
+
+        Position_ids may be [n, 1, T], of height, width and so on, which for text are all the same.
+        """
         table = self.table(x, *args, **kwargs)
-        index = position_ids[0]
+        index = position_ids.flatten()[: position_ids.shape[-1]]
         if isinstance(table, Tensor):
             return table[:, index]
         return tuple(part[:, index] for part in table)

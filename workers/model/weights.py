@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,8 @@ class Weights:
         self.shards: Shards | None = None
         self._quantise = quantise
         self._embedding = causal.get_input_embeddings()
+        self._whole = copy(causal)  # with its own base model, which another one replaces in `causal`
+        self._whole._modules = dict(causal._modules)
         self._modules: dict[str, Any] = dict(causal.named_modules())
         self._names = {module: name for name, module in self._modules.items()}
         if quantise is not keep:
@@ -316,7 +319,7 @@ class CheckpointWeights(Weights):
         if conversion.transform is None:
             return self._source.read(conversion.sources[0][0])
         dtype = self._dtype(target, self._held(target))
-        return conversion.run(self.causal, lambda name: self._source.read(name).to(dtype))[target]
+        return conversion.run(self._whole, lambda name: self._source.read(name).to(dtype))[target]
 
     def _dtype(self, target: str, empty: Tensor) -> torch.dtype:
         return next((d for pattern, d in self._dtypes.items() if pattern.search(target)), empty.dtype)
