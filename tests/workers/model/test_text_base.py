@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagewire.kernels.cpu.packed_size import REFERENCE
+from pagewire.kernels.cpu.build import REFERENCE
+from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.checkpoint_headers import read_headers
-from pagewire.workers.model.footprint import footprint
+from pagewire.workers.estimate.figures import footprint
 
 from ..driver import Driver, load_runner
 from ..parallel.test_ranks import generate_over_ranks
