@@ -13,6 +13,7 @@ from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.engine_core.speculative_model import resolve_speculation
 from pagewire.ipc.adapter_files import adapter_folder, adapter_version
 from pagewire.ipc.adapters import MAX_ADAPTER_ID, AdapterSource
+from pagewire.ipc.counts import check_counts
 from pagewire.ipc.embeddings import EmbeddingsInfo
 from pagewire.ipc.hub import model_folder, read_configs
 from pagewire.ipc.messages import EngineInfo
@@ -67,6 +68,7 @@ class EngineConfig:
         )
         model, generation = read_configs(path)
         model |= args.hf_overrides
+        check_counts(model)
         resolve_quantization(args.quantization, args.load_format, settings_of(path, model))
         factors = args.quantization_param_path
         kv_scales = () if factors is None else tuple(read_scaling_factors(Path(factors), model))

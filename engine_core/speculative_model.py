@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from pagewire.ipc.counts import check_counts
 from pagewire.ipc.hub import model_folder, read_configs
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.speculative import DEFAULT_DRAFTS, MAX_DRAFTS, SpeculativeConfig, method_of
@@ -41,6 +42,7 @@ def resolve_speculation(args: EngineArgs, served: Mapping[str, Any]) -> Speculat
             ignore_patterns=args.ignore_patterns,
         )
         own, _ = read_configs(path)
+        check_counts(own)
         config = msgspec.structs.replace(config, model=str(path))
     if config.method == "auto":
         config = msgspec.structs.replace(config, method=method_of(own))

@@ -51,7 +51,10 @@ POOLING_FILES = [  # of sentence-transformers: which modules lie behind the tran
     "*_*/config.json",
 ]
 CODE_FILES = ["*.py"]
-MAX_FILE_BYTES = 256 << 20  # of a JSON file; the largest tokenizers have some 35 MB
+MAX_FILE_BYTES = 256 << 20  # of a tokenizer's file; the largest have some 35 MB
+MAX_JSON_BYTES = (
+    32 << 20
+)  # of any other JSON file: the index of 200,000 tensors; reading it takes 2 s at most
 
 
 def model_folder(
@@ -218,11 +221,11 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if the file does not exist.
 
     Raises:
-        ValueError: the file does not contain a JSON object, or is too large (`MAX_FILE_BYTES`).
+        ValueError: the file does not contain a JSON object, or is too large (`MAX_JSON_BYTES`).
     """
     if not path.is_file():
         return {}
-    content = read_file(path)
+    content = read_file(path, MAX_JSON_BYTES)
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -278,12 +278,12 @@ def expected_sizes(config: WorkerConfig) -> Footprint | None:
     """The sizes of a model that fits into memory; None unless it will be packed on the CPU from a checkpoint.
 
     Raises:
-        MemoryShortageError: it does not fit.
+        MemoryShortageError: it does not fit. LoadError: its headers cannot be read.
     """
     if not runs_on_cpu(config.device) or config.load_format in WITHOUT_HEADERS:
         return None
+    headers = read_headers(config.model_path, config.hf_overrides)
     try:
-        headers = read_headers(config.model_path, config.hf_overrides)
         sizes = check_fit(headers, config, expected_isa(), *machine_memory(config.parallel.local_size))
     except MemoryShortageError:
         raise

@@ -17,6 +17,7 @@ from torch import Tensor
 from pagewire.cli.quantise.integers import GROUPS, CompressedIntegers
 from pagewire.cli.quantise.linears import find_linears
 from pagewire.cli.quantise.shards import Entry, Shard, index, shards
+from pagewire.ipc.counts import check_counts
 from pagewire.ipc.hub import TOKENIZER_FILES, read_json
 from pagewire.workers.checkpoint.headers import INDEX
 from pagewire.workers.checkpoint.source import Checkpoint
@@ -55,6 +56,7 @@ def quantise_checkpoint(
     if out.exists():
         raise FileExistsError(f"{out} exists: it is not overwritten")
     config = read_json(folder / "config.json")
+    check_counts(config)
     if "quantization_config" in config:
         raise ValueError(f"{folder} is quantised already, as its config.json says; take the original")
     checkpoint = Checkpoint(folder)

@@ -159,7 +159,7 @@ def test_a_model_that_cannot_be_loaded_is_fatal(core: Core, tmp_path: Path) -> N
     core.say(load_message(tmp_path))
     failed = core.hear_after_progress()
     assert isinstance(failed, WorkerFailed)
-    assert failed.fatal and "holds no config.json" in failed.error
+    assert failed.fatal and "holds neither model.safetensors nor" in failed.error
     assert core.child.process.wait(20) == 1
 
 

@@ -7,21 +7,18 @@ refused by its name, and so is a field that is not known here, unless it is off.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-import regex
 
 from pagewire.ipc.quoting import quoted
+from pagewire.workers.name_patterns import MatchTime, NamePattern
 
 Number = TypeVar("Number", int, float)
 
 NAME = "adapter_config.json"
 MAX_PATTERNS, MAX_PATTERN_CHARS = 2048, 1 << 16  # patterns of names in a configuration, and characters of all
-MATCH_SECONDS = 0.2  # processor time of a thread to match a name; as a rule it takes microseconds
-ALL_SECONDS = 5.0  # to match all names of modules with all patterns of a configuration
 REFUSED = {
     "layer_replication": "the model would have other layers than its checkpoint",
     "megatron_config": "it is for Megatron's parallel layers",
@@ -65,54 +62,6 @@ class _Fields(msgspec.Struct):
     base_model_name_or_path: str | None = None
 
 
-class MatchTime:
-    """The processor time, in seconds, that the patterns of a configuration may still take."""
-
-    def __init__(self, seconds: float = ALL_SECONDS) -> None:
-        self.left = seconds
-
-
-class Names:
-    """The names of modules that match a regular expression as a whole.
-
-    Python's own `re` would do, but it may take hours for a malicious one, and nothing can interrupt it.
-    """
-
-    def __init__(self, pattern: str, match_time: MatchTime) -> None:
-        """Compile a pattern. match_time: what all patterns of the configuration have together.
-
-        Raises:
-            ValueError: it is none.
-        """
-        self._time = match_time
-        try:
-            self._pattern = regex.compile(pattern)
-        except (regex.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"{NAME}: the pattern {quoted(pattern)} is none: {error}") from error
-
-    def match(self, name: str) -> Any:
-        """The match of a name, from which groups can be read; None if it does not match.
-
-        Raises:
-            ValueError: that takes too long, or all matches until now have.
-        """
-        begin = now = time.thread_time()
-        end = begin + min(MATCH_SECONDS, self._time.left)
-        try:
-            while now < end:
-                try:
-                    return self._pattern.fullmatch(name, timeout=MATCH_SECONDS, concurrent=True)
-                except TimeoutError:  # by a clock that counts the time of all threads of the process
-                    now = time.thread_time()
-        finally:
-            self._time.left -= time.thread_time() - begin
-        if self._time.left <= 0:
-            raise ValueError(f"{NAME}: to match the names of modules with its patterns takes too long in all")
-        raise ValueError(
-            f"{NAME}: to match {quoted(name)} with {quoted(self._pattern.pattern)} takes too long"
-        )
-
-
 class AdapterConfig:
     """What an adapter's configuration says. A module is named as in the model of transformers."""
 
@@ -134,7 +83,7 @@ class AdapterConfig:
             )
         match_time = MatchTime()
         self._ranks, self._alphas = by_end(ranks, match_time), by_end(alphas, match_time)
-        self._layers = [Names(rf".*\.{pattern}\.(\d+)\..*", match_time) for pattern in layers]
+        self._layers = [NamePattern(rf".*\.{pattern}\.(\d+)\..*", NAME, match_time) for pattern in layers]
         self._targets = kind_of(fields.target_modules, match_time)
         self._excluded = kind_of(fields.exclude_modules, match_time)
         self._parameters = frozenset(fields.target_parameters or ())
@@ -197,7 +146,7 @@ class AdapterConfig:
             return not is_output
         if self._targets is None or not named(self._targets, module):
             return self._targets is None and not self._parameters
-        return isinstance(self._targets, Names) or module in self._targets or self._in_layers(module)
+        return isinstance(self._targets, NamePattern) or module in self._targets or self._in_layers(module)
 
     def saves(self, module: str) -> bool:
         """True if the adapter has the module's whole weight."""
@@ -207,7 +156,7 @@ class AdapterConfig:
         chosen = self.fields.layers_to_transform
         if chosen is None:
             return True
-        found = next((found for names in self._layers if (found := names.match(module))), None)
+        found = next((found for names in self._layers if (found := names.fullmatch(module))), None)
         return found is not None and int(found[1]) in ([chosen] if isinstance(chosen, int) else chosen)
 
 
@@ -230,26 +179,28 @@ def refuse_unserved(values: Mapping[str, Any]) -> None:
         raise ValueError(f"{NAME}: {quoted(unknown[0])} is not known, and is not off")
 
 
-def kind_of(given: str | list[str] | None, match_time: MatchTime) -> Names | frozenset[str] | None:
+def kind_of(given: str | list[str] | None, match_time: MatchTime) -> NamePattern | frozenset[str] | None:
     """Modules as a configuration names them: by a regular expression, or by the ends of their names."""
     if isinstance(given, str):
-        return Names(given, match_time)
+        return NamePattern(given, NAME, match_time)
     return None if given is None else frozenset(given)
 
 
-def named(kind: Names | frozenset[str], module: str) -> bool:
+def named(kind: NamePattern | frozenset[str], module: str) -> bool:
     """True if a regular expression matches a module's name, or one of several names is the end of it."""
-    if isinstance(kind, Names):
-        return kind.match(module) is not None
+    if isinstance(kind, NamePattern):
+        return kind.fullmatch(module) is not None
     parts = module.split(".")
     return any(".".join(parts[first:]) in kind for first in range(len(parts)))
 
 
-def by_end(values: Mapping[str, Number], match_time: MatchTime) -> list[tuple[Names, Number]]:
+def by_end(values: Mapping[str, Number], match_time: MatchTime) -> list[tuple[NamePattern, Number]]:
     """Values by regular expressions of the end of a module's name."""
-    return [(Names(rf"(.*\.)?({pattern})", match_time), value) for pattern, value in values.items()]
+    return [
+        (NamePattern(rf"(.*\.)?({pattern})", NAME, match_time), value) for pattern, value in values.items()
+    ]
 
 
-def first_match(values: Iterable[tuple[Names, Number]], module: str, default: Number) -> Number:
+def first_match(values: Iterable[tuple[NamePattern, Number]], module: str, default: Number) -> Number:
     """The value of the first pattern that a module's name matches."""
-    return next((value for names, value in values if names.match(module)), default)
+    return next((value for names, value in values if names.fullmatch(module)), default)

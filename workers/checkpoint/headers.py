@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pagewire.ipc.counts import check_counts
 from pagewire.ipc.gguf.config import model_config
 from pagewire.ipc.gguf.file import GgufError, is_gguf, read_gguf
 from pagewire.ipc.hub import read_json
+from pagewire.ipc.quoting import quoted
 from pagewire.ipc.safetensors import LENGTH_BYTES, parse_header
 from pagewire.workers.checkpoint.gguf.names import MODELS, places
 from pagewire.workers.errors import LoadError
@@ -19,6 +21,7 @@ from pagewire.workers.errors import LoadError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 MAX_HEADER_BYTES = 32 << 20  # of a safetensors file: 200,000 tensors; reading it takes 2 s at most
+MAX_FILES = 1 << 12  # of a checkpoint; each is opened before anything else is known
 MAX_CONTENT = 64 << 10  # bytes of a tensor that describes another one
 WITHOUT_HEADERS = ("pt", "dummy", "sharded_state")
 """Load formats of weights that no header describes: pickles, random numbers, and the parts of ranks."""
@@ -65,7 +68,12 @@ def read_headers(model_path: str | Path, hf_overrides: Mapping[str, Any] | None 
         LoadError: a file is missing or broken, or of a model that is not served.
     """
     read = _gguf_headers if is_gguf(model_path) else _safetensors_headers
-    return read(Path(model_path), hf_overrides or {})
+    headers = read(Path(model_path), hf_overrides or {})
+    try:
+        check_counts(headers.config)
+    except ValueError as error:
+        raise LoadError(f"cannot load {model_path}: {error}") from error
+    return headers
 
 
 def _safetensors_headers(folder: Path, hf_overrides: Mapping[str, Any]) -> Headers:
@@ -89,10 +97,16 @@ def weight_files(folder: Path) -> list[Path]:
         try:
             names = set(read_json(index)["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
-            raise LoadError(f"cannot load {index}: {error!r}") from error
+            raise LoadError(f"cannot load {index}: {error!r:.500}") from error
+        if len(names) > MAX_FILES:
+            raise LoadError(
+                f"cannot load {index}: it names {len(names)} files, and at most {MAX_FILES} are read"
+            )
         for name in names:
             if not isinstance(name, str) or Path(name).name != name:
-                raise LoadError(f"cannot load {index}: {name!r} is not the name of a file in its folder")
+                raise LoadError(
+                    f"cannot load {index}: {quoted(name)} is not the name of a file in its folder"
+                )
         return [folder / name for name in sorted(names)]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pagewire.ipc.counts import check_counts
 from pagewire.ipc.environment import env_flag
 from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.hub import read_configs
@@ -56,8 +57,9 @@ def load_config(worker_config: WorkerConfig) -> Any:
     if not is_file and not (Path(worker_config.model_path) / "config.json").is_file():
         raise LoadError(f"{worker_config.model_path} holds no config.json: not a Hugging Face model folder")
     try:
+        values = read_configs(Path(worker_config.model_path))[0] | worker_config.hf_overrides
+        check_counts(values)
         if is_file:
-            values = read_configs(Path(worker_config.model_path))[0] | worker_config.hf_overrides
             return CONFIG_MAPPING[values["model_type"]].from_dict(values)
         values = PretrainedConfig.get_config_dict(worker_config.model_path)[0] | worker_config.hf_overrides
         kind = values.get("model_type")

@@ -99,7 +99,7 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "alpha": ({"lora_alpha": None}, r"at `\$.lora_alpha`"),
     "bias": ({"bias": "some"}, "bias must be none, all or lora_only"),
     "a large rank": ({"r": 16}, "has rank 4, its configuration says 16"),
-    "a pattern": ({"target_modules": "(q_proj"}, "is none"),
+    "a pattern": ({"target_modules": "(q_proj"}, "is no regular expression"),
     "a slow pattern": ({"target_modules": "(.|..)*[A-Z]"}, "takes too long"),
     "a slow rank pattern": ({"rank_pattern": {"(.|..)*[A-Z]": 2}}, "takes too long"),
     "many patterns": ({"rank_pattern": {f"x{i}": 2 for i in range(3000)}}, "over 2048 patterns"),
@@ -303,7 +303,7 @@ def test_all_names_together_have_a_limit_of_time(monkeypatch: pytest.MonkeyPatch
     config = AdapterConfig.parse(
         json.dumps({"peft_type": "LORA", "target_modules": "x.*", "rank_pattern": {"y": 2, "z": 4}}).encode()
     )
-    monkeypatch.setattr("pagewire.workers.adapters.config.time.thread_time", lambda: next(ticks) / 10)
+    monkeypatch.setattr("pagewire.workers.name_patterns.time.thread_time", lambda: next(ticks) / 10)
     ranks = []
     with pytest.raises(ValueError, match="patterns takes too long in all"):
         for number in range(100):

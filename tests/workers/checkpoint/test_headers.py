@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pagewire.workers.checkpoint.headers import TensorHeader, read_headers, safetensors_header
+from pagewire.workers.checkpoint.headers import MAX_FILES, TensorHeader, read_headers, safetensors_header
 from pagewire.workers.errors import LoadError
 
 
@@ -46,6 +46,13 @@ def test_a_header_of_another_form_is_refused(tmp_path: Path, header: bytes) -> N
     file.write_bytes((1 << 62).to_bytes(8, "little") + header)
     with pytest.raises(LoadError, match="a header of 4611686018427387904 bytes"):
         safetensors_header(file)
+
+
+def test_an_index_of_too_many_files_is_refused(tmp_path: Path) -> None:
+    names = {str(number): f"{number}.safetensors" for number in range(MAX_FILES + 1)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(LoadError, match=f"names {MAX_FILES + 1} files, and at most {MAX_FILES} are read"):
+        read_headers(tmp_path)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:

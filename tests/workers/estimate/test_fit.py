@@ -13,7 +13,7 @@ from pagewire.ipc.worker_messages import Ready, WorkerConfig
 from pagewire.kernels.cpu.library import expected_isa
 from pagewire.workers import main
 from pagewire.workers.checkpoint.headers import TensorHeader, read_headers
-from pagewire.workers.errors import MemoryShortageError
+from pagewire.workers.errors import LoadError, MemoryShortageError
 from pagewire.workers.estimate.figures import Footprint, expected_speed, footprint
 from pagewire.workers.estimate.fit import Fit, fit, kept_bytes, remedies, sizes_of
 from pagewire.workers.estimate.inventory import Part
@@ -126,10 +126,16 @@ def test_a_huge_model_is_refused_and_nothing_helps(tmp_path: Path) -> None:
     assert "Free memory, or take a smaller model." in str(refusal.value)
 
 
-@pytest.mark.parametrize("fields", [{"device": "cuda"}, {"load_format": "dummy"}, {"model_path": "/nowhere"}])
+@pytest.mark.parametrize("fields", [{"device": "cuda"}, {"load_format": "dummy"}])
 def test_what_is_not_packed_from_a_checkpoint_is_not_expected(tmp_path: Path, fields: dict[str, Any]) -> None:
     loaded = msgspec.structs.replace(config(write_huge(tmp_path)), **fields)
     assert main.expected_sizes(loaded) is None
+
+
+def test_headers_that_cannot_be_read_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    folder = write_huge(tmp_path)
+    with pytest.raises(LoadError, match="cannot load /nowhere"):
+        main.expected_sizes(msgspec.structs.replace(config(folder), model_path="/nowhere"))
 
 
 def test_kept_weights_take_their_file_and_no_loading(

@@ -23,6 +23,7 @@ def header(name: str, dtype: str, *shape: int, content: bytes = b"") -> TensorHe
     return TensorHeader(name, shape, dtype, size, lambda: content)
 
 
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     ("name", "part"),
     [
@@ -36,6 +37,10 @@ def header(name: str, dtype: str, *shape: int, content: bytes = b"") -> TensorHe
         ("model.layers.0.mlp.experts.3.gate_proj.weight", Part.EXPERTS),
         ("model.layers.0.mlp.shared_experts.gate_proj.weight", Part.FEED_FORWARD),
         ("something", Part.OTHER),
+        ("norm", Part.OTHER),
+        ("lm_head.norm.weight", Part.OUTPUT),
+        ("ln" * 500 + "!.weight", Part.NORMS),
+        ("ln" * 500 + "!.x", Part.OTHER),  # of which one pattern would have taken time with the third power
     ],
 )
 def test_names_tell_parts(name: str, part: Part) -> None:

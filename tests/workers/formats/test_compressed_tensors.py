@@ -206,6 +206,13 @@ def test_a_module_without_a_group_is_refused() -> None:
         format_of(config_of(group_of())).check(names[:1])
 
 
+@pytest.mark.timeout(30)
+def test_a_pattern_that_takes_for_ever_is_refused() -> None:
+    names = [f"{'a' * 60}.weight_packed", f"{'a' * 60}.weight_scale"]
+    with pytest.raises(LoadError, match=r"quantization_config: to match .* takes too long"):
+        format_of(config_of(group_of(["re:(.|..)*[A-Z]"]))).check(names)
+
+
 def as_float(values: Tensor) -> Tensor:
     return values.float()
 

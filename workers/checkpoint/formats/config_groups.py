@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagewire.ipc.quoting import quoted
 from pagewire.workers.checkpoint.formats.settings import integer_setting, pattern, switch
 from pagewire.workers.errors import LoadError
+from pagewire.workers.name_patterns import NamePattern
 
 STRATEGIES = ("tensor", "channel", "group", "block")
 FORMATS = ("dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
@@ -65,7 +66,9 @@ def _block(value: Any, where: str) -> tuple[int, int]:
     if isinstance(value, str):
         value = [int(size) if size.isdecimal() else 0 for size in value.split("x")]
     if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
-        raise LoadError(f"{where}: block_structure must be two numbers of rows and columns, not {value!r}")
+        raise LoadError(
+            f"{where}: block_structure must be two numbers of rows and columns, not {quoted(value)}"
+        )
     return value[0], value[1]
 
 
@@ -74,7 +77,7 @@ class Names:
     """Names of modules: in full, as patterns, or by the names of their classes."""
 
     full: frozenset[str]
-    patterns: tuple[re.Pattern[str], ...]
+    patterns: tuple[NamePattern, ...]
     classes: tuple[str, ...]
 
     @staticmethod
@@ -85,7 +88,7 @@ class Names:
             LoadError: it is no list of strings, or a pattern cannot be compiled.
         """
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise LoadError(f"{where} must be a list of strings, not {texts!r}")
+            raise LoadError(f"{where} must be a list of strings, not {quoted(texts)}")
         patterns = tuple(pattern(text.removeprefix("re:")) for text in texts if text.startswith("re:"))
         classes = tuple(text for text in texts if text[:1].isupper())
         return Names(frozenset(texts), patterns, classes)
@@ -121,12 +124,12 @@ class ConfigGroups:
         """
         fields = config.get("config_groups") or {}
         if not isinstance(fields, Mapping):
-            raise LoadError(f"config_groups must be an object, not {fields!r}")
+            raise LoadError(f"config_groups must be an object, not {quoted(fields)}")
         found = ConfigGroups(ignored=Names.of(config.get("ignore") or [], "ignore"))
         for key, group in fields.items():
             where = f"config_groups[{key!r}]"
             if not isinstance(group, Mapping):
-                raise LoadError(f"{where} must be an object with all settings, not {group!r}")
+                raise LoadError(f"{where} must be an object with all settings, not {quoted(group)}")
             _check_format(group.get("format") or config.get("format"), where)
             for activations in (group.get("input_activations"), group.get("output_activations")):
                 found.static |= isinstance(activations, Mapping) and not activations.get("dynamic")

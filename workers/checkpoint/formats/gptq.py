@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from pagewire.workers.checkpoint.formats.format import (
 )
 from pagewire.workers.checkpoint.formats.settings import integer_setting, pattern, switch
 from pagewire.workers.errors import LoadError
+from pagewire.workers.name_patterns import NamePattern
 
 BITS = (2, 3, 4, 8)
 LAYOUTS = ("gptq", "gptq_v2", "marlin")
@@ -98,8 +98,8 @@ class Overrides:
         if not isinstance(dynamic, Mapping):
             raise LoadError(f"quantization_config: dynamic must be an object, not {dynamic!r}")
         self._settings = settings
-        self._dense: list[re.Pattern[str]] = []
-        self._others: list[tuple[re.Pattern[str], Settings]] = []
+        self._dense: list[NamePattern] = []
+        self._others: list[tuple[NamePattern, Settings]] = []
         for text, fields in dynamic.items():
             if text.startswith("-:"):
                 self._dense.append(pattern(text.removeprefix("-:")))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pagewire.ipc.quoting import quoted
 from pagewire.workers.errors import LoadError
+from pagewire.workers.name_patterns import MatchTime, NamePattern
 
 
 def integer_setting(config: Mapping[str, Any], names: Iterable[str], default: int) -> int:
@@ -18,7 +20,7 @@ def integer_setting(config: Mapping[str, Any], names: Iterable[str], default: in
     for name in names:
         if (value := config.get(name)) is not None:
             if isinstance(value, bool) or not isinstance(value, int):
-                raise LoadError(f"quantization_config: {name} must be an integer, not {value!r}")
+                raise LoadError(f"quantization_config: {name} must be an integer, not {quoted(value)}")
             return value
     return default
 
@@ -33,17 +35,15 @@ def switch(config: Mapping[str, Any], name: str, default: bool) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise LoadError(f"quantization_config: {name} must be true or false, not {value!r}")
+        raise LoadError(f"quantization_config: {name} must be true or false, not {quoted(value)}")
     return value
 
 
-def pattern(text: str) -> re.Pattern[str]:
+def pattern(text: str) -> NamePattern:
     """A regular expression of names of modules.
 
     Raises:
         LoadError: it cannot be compiled.
     """
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise LoadError(f"quantization_config: {text!r} is no regular expression: {error}") from error
+    each_only = MatchTime(math.inf)  # a name is matched several times while a model is loaded
+    return NamePattern(text, "quantization_config", each_only)
