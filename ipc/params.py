@@ -32,6 +32,7 @@ from pagewire.ipc.compatibility import OPTIONS, KnowsArguments, settle
 from pagewire.ipc.json_schema import check_is_schema
 from pagewire.ipc.quoting import quoted
 
+MAX_SPELLING = 6  # characters of JSON, or bytes in UTF-8, for a character that it stands for
 MAX_JSON_DEPTH = 100
 JSON_STRUCTURES = ("json", "json_object", "structural_tag")
 JSON_OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
@@ -196,6 +197,22 @@ class GuidedDecodingParams(StructuredOutputsParams):
         settle("guided_decoding_backend", self.backend, OPTIONS["guided_decoding_backend"])
 
 
+def check_structure_size(name: str, value: str | dict[str, Any]) -> None:
+    """Refuse a JSON object that is far too long as text, also with the longest spelling of its characters.
+
+    Python's encoder and decoder take ten times as long, and the interpreter's lock meanwhile.
+
+    Raises:
+        ValueError: it is.
+    """
+    try:
+        size = len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return  # Python's encoder says what is wrong
+    if size > MAX_SPELLING * MAX_STRUCTURE_CHARS:
+        raise ValueError(f"{name} must have at most {MAX_STRUCTURE_CHARS} characters, it has {size}")
+
+
 def json_object_text(name: str, value: Any) -> str:
     """A JSON object (a dict, its text, or the schema of a pydantic model class) as compact JSON text.
 
@@ -206,6 +223,7 @@ def json_object_text(name: str, value: Any) -> str:
         value = value.model_json_schema()
     if not isinstance(value, (str, dict)):
         raise TypeError(f"{name} must be a JSON object or its text, got {quoted(value)}")
+    check_structure_size(name, value)
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
         text = json.dumps(parsed, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -7,9 +7,10 @@ what the log holds, and how many lines of it there are.
 from __future__ import annotations
 
 import reprlib
+from itertools import islice
 from typing import Any
 
-MAX_QUOTED = 200  # characters of one value that a message repeats
+MAX_QUOTED = 100  # characters of one value that a message repeats
 MAX_MESSAGE = 2000  # characters of an error message in an answer, and of each line in a log
 _QUOTED_ITEMS = 8  # items of a list or a dict that a message repeats
 
@@ -66,6 +67,16 @@ class _BoundedRepr(reprlib.Repr):
     def repr_str(self, x: str, level: int) -> str:
         """Return the beginning of a string; reprlib would leave out its middle."""
         return repr(x) if len(x) <= self.maxstring else f"{x[: self.maxstring]!r}..."
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """Return the first entries of a dict, as they come; reprlib would sort all of its keys first."""
+        if level <= 0 and x:
+            return "{...}"
+        first = (
+            f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}"
+            for key, value in islice(x.items(), self.maxdict)
+        )
+        return "{" + ", ".join([*first, *["..."] * (len(x) > self.maxdict)]) + "}"
 
     def repr_int(self, x: int, level: int) -> str:
         """Return an integer; Python refuses to spell those of more than 4,300 digits in decimal."""

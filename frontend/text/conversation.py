@@ -16,6 +16,7 @@ import msgspec
 from jinja2 import meta, nodes
 
 from pagewire.frontend.text.sandbox import compile_source, environment, render
+from pagewire.ipc.quoting import quoted
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 RESERVED = (  # variables set by other options, here or in transformers
@@ -217,7 +218,9 @@ def text_part(part: Any, index: int) -> dict[str, Any]:
     text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
     if not isinstance(text, str):
         wrong = (
-            "its text is missing" if kind in (*TEXT_PARTS, "refusal") else f"got a part of type {kind!r:.40}"
+            "its text is missing"
+            if kind in (*TEXT_PARTS, "refusal")
+            else f"got a part of type {quoted(kind)}"
         )
         raise ValueError(f"part {index}: only text can be the content of a message, {wrong}")
     if kind == "refusal":

@@ -425,6 +425,8 @@ def test_a_schema_is_a_dict_or_text_or_a_model_class_and_keeps_its_order() -> No
             {"grammar": "a", "disable_additional_properties": True},
             "disable_additional_properties is for JSON",
         ),
+        ({"json": {"enum": [0] * (4 * MAX_STRUCTURE_CHARS)}}, "at most 262144 characters"),
+        ({"json": "{" * (7 * MAX_STRUCTURE_CHARS)}, "at most 262144 characters"),
         ({"regex": "b" * (MAX_STRUCTURE_CHARS + 1)}, "at most 262144 characters"),
         ({"regex": "\ud800"}, "valid Unicode"),
         ({"choice": []}, "choice must not be empty"),

@@ -37,12 +37,26 @@ def test_quotations_are_bounded(value: Any) -> None:
 
 
 def test_short_values_are_quoted_whole() -> None:
-    for value in ("a\n'", 5, -1.5, True, None, [1, "a"], {"a": [2.0]}, 2**70, (1,)):
+    for value in ("a\n'", 5, -1.5, True, None, [1, "a"], {"a": [2.0]}, 2**70, (1,), {}, {"b": {}, "a": 1}):
         assert quoted(value) == repr(value)
 
 
 def test_a_long_list_is_cut_before_it_is_formatted() -> None:
     assert quoted(["a"] * 100 + [Unquotable()]).startswith("['a', 'a'")
+
+
+def test_a_long_dict_is_cut_before_it_is_formatted_and_is_not_sorted() -> None:
+    compared: list[str] = []
+
+    class Key(str):
+        def __lt__(self, other: str) -> bool:
+            compared.append(self)
+            return str(self) < str(other)
+
+    long = {Key(f"k{9999 - number}"): number for number in range(10_000)}
+    assert quoted(long).startswith("{'k9999': 0, 'k9998': 1, ")
+    assert quoted(dict.fromkeys(range(9), 0)).endswith("7: 0, ...}")
+    assert not compared
 
 
 def test_checks_of_fields_quote_bounded() -> None:

@@ -6,11 +6,15 @@ same name reads as calls with valid arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any, TypeAlias
+
+import msgspec
 
 from pagewire.frontend.server.parsing import hermes, llama3_json, mistral
 from pagewire.frontend.server.parsing.constrained import arguments_schema, moved
+from pagewire.ipc.budget import MAX_STRUCTURE_CHARS
+from pagewire.ipc.quoting import quoted
 
 Format: TypeAlias = dict[str, Any]
 
@@ -98,8 +102,13 @@ def pythonic_calls(functions: Sequence[dict[str, Any]], parallel: bool) -> Forma
     """Return the format of a list of calls in Python's syntax.
 
     Raises:
-        ValueError: a parameter's name is not an identifier.
+        ValueError: a parameter's name is not an identifier, or the format would be too large.
     """
+    if (size := sum(map(least_size, functions))) > MAX_STRUCTURE_CHARS:
+        raise ValueError(
+            f"tools: their pythonic format would have over {size} characters, and may have {MAX_STRUCTURE_CHARS}: "
+            "have fewer parameters or definitions, or require the first parameters"
+        )
     calls = [tag(f"{function['name']}(", keyword_arguments(function), ")") for function in functions]
     return tag("[", tags(calls, ", ", parallel), "]")
 
@@ -111,20 +120,17 @@ def keyword_arguments(function: dict[str, Any]) -> Format:
         ValueError: a parameter's name is not an identifier.
     """
     schema = arguments_schema(function)
-    required, definitions = (
-        schema.get("required") or (),
-        {key: schema[key] for key in ("$defs", "definitions") if key in schema},
-    )
+    properties, required, definitions = keywords(schema)
     names, values = [], []
-    for name, part in (schema.get("properties") or {}).items():
+    for name, part in properties.items():
         if not name.isidentifier():
             raise ValueError(
-                f"tools: the pythonic format of calls has no way to write the parameter {name!r:.100}"
+                f"tools: the pythonic format of calls has no way to write the parameter {quoted(name)}"
             )
         names.append(name)
         values.append(json_schema({**part, **definitions} if isinstance(part, dict) else part))
-    if missing := set(required) - set(names):
-        raise ValueError(f"tools: the required parameter {min(missing)!r:.100} is not among the properties")
+    if missing := required - set(names):
+        raise ValueError(f"tools: the required parameter {quoted(min(missing))} is not among the properties")
 
     def rest(begin: int) -> list[Format]:
         """Return the formats of the arguments from `begin` on, after another argument."""
@@ -132,10 +138,33 @@ def keyword_arguments(function: dict[str, Any]) -> Format:
         arguments = [(name, sequence(const(f", {name}="), value)) for name, value in following]
         return [argument if name in required else optional(argument) for name, argument in arguments]
 
+    starts = [
+        sequence(const(f"{names[i]}="), values[i], *rest(i + 1)) for i in range(num_starts(names, required))
+    ]
+    return either(*starts, *([] if required else [const("")]))
+
+
+def keywords(schema: dict[str, Any]) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
+    """Return the properties of a function's arguments, those that are required, and the definitions of all."""
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return schema.get("properties") or {}, set(schema.get("required") or ()), definitions
+
+
+def num_starts(names: Collection[str], required: Container[str]) -> int:
+    """Return how many arguments may come first: those up to the first that is required."""
     first = next((place for place, name in enumerate(names) if name in required), None)
-    places = range(len(names) if first is None else first + 1)
-    starts = [sequence(const(f"{names[i]}="), values[i], *rest(i + 1)) for i in places]
-    return either(*starts, *([const("")] if first is None else []))
+    return len(names) if first is None else first + 1
+
+
+def least_size(function: dict[str, Any]) -> int:
+    """Return the characters of a function's format without its schemas: it grows with the square of the parameters.
+
+    Whichever argument comes first, the formats of all that may follow stand after it, each with all definitions.
+    """
+    properties, required, definitions = keywords(arguments_schema(function))
+    count = num_starts(properties, required)
+    num_values = count * len(properties) - count * (count - 1) // 2
+    return num_values * len(msgspec.json.encode(json_schema(definitions)))
 
 
 CALL_FORMATS: dict[str, Callable[[Sequence[dict[str, Any]], bool], Format]] = {

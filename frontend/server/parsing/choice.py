@@ -28,6 +28,7 @@ from pagewire.frontend.server.parsing.llama3_json import Llama3JSON
 from pagewire.frontend.server.parsing.mistral import Mistral
 from pagewire.frontend.server.parsing.parser import NAME, Parser
 from pagewire.frontend.server.parsing.pythonic import Pythonic
+from pagewire.ipc.quoting import quoted
 
 PARSERS: dict[str, type[Parser]] = {
     "hermes": Hermes,
@@ -156,7 +157,7 @@ def chosen_name(choice: Any) -> str:
     if not isinstance(name, str):
         raise ValueError(
             "tool_choice must be 'none', 'auto', 'required' or "
-            f"{{'type': 'function', 'function': {{'name': ...}}}}, got {choice!r:.100}"
+            f"{{'type': 'function', 'function': {{'name': ...}}}}, got {quoted(choice)}"
         )
     return name
 
@@ -172,12 +173,12 @@ def function_of(tool: Any, place: str) -> dict[str, Any]:
         or tool.get("type") != "function"
         or not isinstance(tool.get("function"), dict)
     ):
-        raise ValueError(f"{place} must be {{'type': 'function', 'function': {{...}}}}, got {tool!r:.100}")
+        raise ValueError(f"{place} must be {{'type': 'function', 'function': {{...}}}}, got {quoted(tool)}")
     function: dict[str, Any] = tool["function"]
     name = function.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(
-            f"{place}.function.name must be at most 256 letters, digits, '_', '-' and '.', got {name!r:.100}"
+            f"{place}.function.name must be at most 256 letters, digits, '_', '-' and '.', got {quoted(name)}"
         )
     if not isinstance(function.get("description"), (str, type(None))):
         raise ValueError(f"{place}.function.description must be a string")
@@ -186,6 +187,6 @@ def function_of(tool: Any, place: str) -> dict[str, Any]:
         not isinstance(parameters, dict) or parameters.get("type", "object") != "object"
     ):
         raise ValueError(
-            f"{place}.function.parameters must be the JSON schema of an object, got {parameters!r:.100}"
+            f"{place}.function.parameters must be the JSON schema of an object, got {quoted(parameters)}"
         )
     return function

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pagewire.ipc.quoting import quoted
+
 
 def read_history(messages: Sequence[Any]) -> list[Any]:
     """Check tool calls and results, and return the messages with the function's name added to every result.
@@ -39,7 +41,7 @@ def read_message(message: Any, place: str, names: dict[str, str]) -> Any:
         return message
     given = message.get("tool_call_id")
     if not isinstance(given, str) or given not in names:
-        raise ValueError(f"{place}.tool_call_id must be the id of an earlier tool call, got {given!r:.100}")
+        raise ValueError(f"{place}.tool_call_id must be the id of an earlier tool call, got {quoted(given)}")
     return message if message.get("name") else {**message, "name": names[given]}
 
 
@@ -53,11 +55,11 @@ def read_call(call: Any, place: str) -> tuple[str, str]:
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         raise ValueError(f"{place} must be {{'id': ..., 'type': 'function', 'function': {{...}}}}")
     if not isinstance(call.get("id"), str):
-        raise ValueError(f"{place}.id must be a string, got {call.get('id')!r:.100}")
+        raise ValueError(f"{place}.id must be a string, got {quoted(call.get('id'))}")
     if not isinstance(function.get("name"), str):
-        raise ValueError(f"{place}.function.name must be a string, got {function.get('name')!r:.100}")
+        raise ValueError(f"{place}.function.name must be a string, got {quoted(function.get('name'))}")
     if not isinstance(function.get("arguments"), (str, dict)):
         raise ValueError(
-            f"{place}.function.arguments must be JSON text, got {function.get('arguments')!r:.100}"
+            f"{place}.function.arguments must be JSON text, got {quoted(function.get('arguments'))}"
         )
     return call["id"], function["name"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.openai.protocol import ChatRequest, JsonSchema, ResponseFormat
 from pagewire.frontend.server.responses.protocol import ResponsesRequest, TextFormat
+from pagewire.ipc.quoting import quoted
 
 SAME_NAME = (
     "model",
@@ -70,7 +72,7 @@ def check_request(request: ResponsesRequest) -> None:
         if getattr(request, name):
             raise APIError(400, f"{name} is not supported", param=name)
     if unknown := set(request.include or ()) - INCLUDABLE:
-        raise APIError(400, f"include: unknown value {min(unknown)!r:.100}", param="include")
+        raise APIError(400, f"include: unknown value {quoted(min(unknown))}", param="include")
     if request.background and request.store is False:
         raise APIError(
             400, "background needs store=true: the response is retrieved later", param="background"
@@ -118,7 +120,8 @@ def read_input(
     stored_item: returns the stored item with an id, for references to it.
 
     Raises:
-        APIError: the input is missing or empty, or an item is malformed, not supported or not stored.
+        APIError: the input is missing or empty, or an item is malformed, not supported, not stored, or referred to
+            twice.
     """
     if given is None:
         raise APIError(400, "input is missing", param="input")
@@ -127,6 +130,9 @@ def read_input(
     if not given:
         raise APIError(400, "input is empty", param="input")
     items = [read_item(item, f"input[{index}]") for index, item in enumerate(given)]
+    references = Counter(item["id"] for item in items if item["type"] == REFERENCE)
+    if references and (most := references.most_common(1)[0])[1] > 1:
+        raise APIError(400, f"input: the item {quoted(most[0])} is referred to twice", param="input")
     return [referenced(item, stored_item) if item["type"] == REFERENCE else item for item in items]
 
 
@@ -138,7 +144,7 @@ def referenced(reference: JSON, stored_item: Callable[[str], JSON | None]) -> JS
     """
     item = stored_item(reference["id"])
     if item is None:
-        message = f"input: the item {reference['id']!r:.100} is not stored (any more): send the item itself"
+        message = f"input: the item {quoted(reference['id'])} is not stored (any more): send the item itself"
         raise APIError(404, message, param="input", code="not_found")
     return item
 
@@ -169,7 +175,7 @@ def read_item(given: JSON, place: str) -> JSON:
             raise APIError(400, f"{place}.output must be a string or a list of parts", param="input")
     else:
         known = ", ".join((*PREFIXES, REFERENCE))
-        raise APIError(400, f"{place}.type must be one of {known}, got {kind!r:.100}", param="input")
+        raise APIError(400, f"{place}.type must be one of {known}, got {quoted(kind)}", param="input")
     for name in needed:
         if not isinstance(given.get(name), str):
             raise APIError(400, f"{place}.{name} must be a string", param="input")
@@ -218,7 +224,7 @@ def result_message(item: JSON, called: dict[str, str]) -> JSON:
     """
     name = called.get(item["call_id"])
     if name is None:
-        message = f"there is no function_call with the call_id {item['call_id']!r:.100}"
+        message = f"there is no function_call with the call_id {quoted(item['call_id'])}"
         raise APIError(400, message, param="input")
     content = content_of(item["output"])
     return {"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": content}
@@ -257,7 +263,7 @@ def tools_of(request: ResponsesRequest) -> tuple[list[JSON] | None, Any]:
     tools: list[JSON] = []
     for index, tool in enumerate(request.tools or ()):
         if tool.get("type") != "function":
-            message = f"tools[{index}]: only functions are supported, got {tool.get('type')!r:.100}"
+            message = f"tools[{index}]: only functions are supported, got {quoted(tool.get('type'))}"
             raise APIError(400, message, param="tools")
         fields = {name: value for name, value in tool.items() if name != "type" and value is not None}
         tools.append({"type": "function", "function": fields})

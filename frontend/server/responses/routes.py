@@ -41,7 +41,7 @@ from pagewire.frontend.server.responses.protocol import (
     TextFormat,
     TextOptions,
 )
-from pagewire.frontend.server.responses.store import ResponseStore, StoredResponse
+from pagewire.frontend.server.responses.store import ResponseStore, StoredItems, StoredResponse
 from pagewire.frontend.server.service import Service
 from pagewire.frontend.text.length import ContextLengthError
 from pagewire.ipc.bounds import MAX_INT
@@ -180,8 +180,9 @@ async def answer(
     """
     check_request(request)
     owner = exchange.tenant.name
-    items = read_input(request.input, lambda name: store.item(name, owner))
-    chat = chat_request(request, store.conversation(request.previous_response_id, owner) + items)
+    stored_items = StoredItems(store, owner, service.options.max_request_bytes)
+    items = read_input(request.input, stored_items.item)
+    chat = chat_request(request, stored_items.conversation(request.previous_response_id) + items)
     model = service.model(request.model)
     tools = tools_of(service, chat)
     check_chat(chat)
@@ -216,8 +217,9 @@ async def num_input_tokens(
     given = {name: getattr(fields, name) for name in fields.__struct_fields__}
     request = ResponsesRequest(**given)
     check_request(request)
-    items = store.conversation(request.previous_response_id, owner)
-    items += read_input(request.input, lambda name: store.item(name, owner))
+    stored_items = StoredItems(store, owner, service.options.max_request_bytes)
+    items = stored_items.conversation(request.previous_response_id)
+    items += read_input(request.input, stored_items.item)
     service.model(request.model)
     chat = chat_request(request, items)
     prompt = await fitting_prompt(service, request, chat, tools_of(service, chat), counts=True)

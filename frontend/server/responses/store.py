@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -60,6 +60,11 @@ class StoredResponse:
     def contents(self) -> tuple[Response, list[JSON]]:
         """`response` and `items`."""
         return DECODER.decode(self._packed) if self._growing is None else self._growing
+
+    @property
+    def num_packed(self) -> int:
+        """The bytes that `contents` decodes: none while the response grows."""
+        return len(self._packed)
 
     @property
     def busy(self) -> bool:
@@ -161,41 +166,14 @@ class ResponseStore:
         self._stored.move_to_end(name)
         return self._stored[name]
 
-    def item(self, name: str, owner: str = "") -> JSON | None:
-        """Return the owner's input or output item with an id; None if it is not stored."""
-        place = next(
-            (place for place in reversed(self._places.get(name, ())) if self._has(place, owner)), None
-        )
-        if place is None:
-            return None
-        stored = self.get(place, owner)
-        return next(item for item in all_items(stored) if item["id"] == name)
-
-    def conversation(self, name: str | None, owner: str = "") -> list[JSON]:
-        """Return all items of the conversation that ends with this response, including its output.
-
-        Raises:
-            APIError: a response of the conversation is not stored, is another's, or has failed or not ended.
-        """
-        turns = reversed(list(self._turns(name, owner)))
-        return [item for stored in turns for item in all_items(stored)]
+    def place_of(self, item: str, owner: str = "") -> StoredResponse | None:
+        """Return the owner's latest response that has an item with this id; None if there is none."""
+        places = reversed(self._places.get(item, ()))
+        place = next((place for place in places if self._has(place, owner)), None)
+        return None if place is None else self.get(place, owner)
 
     def _has(self, name: str, owner: str) -> bool:
         return name in self._stored and self._stored[name].owner == owner
-
-    def _turns(self, name: str | None, owner: str) -> Iterator[StoredResponse]:
-        """Yield this response and its predecessors, the latest first."""
-        while name is not None:
-            if not self._has(name, owner):
-                message = f"previous_response_id: response {quoted(name)} is not stored (any more)"
-                raise APIError(404, message, param="previous_response_id", code="previous_response_not_found")
-            stored = self.get(name, owner)
-            response = stored.response
-            if response.status not in USABLE:
-                message = f"previous_response_id: response {name} is {response.status}"
-                raise APIError(400, message, param="previous_response_id")
-            yield stored
-            name = response.previous_response_id
 
     def forget(self, name: str) -> None:
         """Remove a response, if it is stored."""
@@ -208,14 +186,72 @@ class ResponseStore:
                     self._places[item] = others
 
 
+class StoredItems:
+    """The items of a tenant's stored responses that one request refers to.
+
+    Decoding them holds up the event loop: each response is decoded once, and all of them together have no more
+    bytes than a request itself may have.
+    """
+
+    def __init__(self, store: ResponseStore, owner: str, max_bytes: int) -> None:
+        self._store, self._owner = store, owner
+        self._left = self._max_bytes = max_bytes
+        self._contents: dict[str, tuple[Response, list[JSON]]] = {}
+        self._by_id: dict[str, dict[str, JSON]] = {}
+
+    def item(self, name: str) -> JSON | None:
+        """Return the input or output item with an id; None if it is not stored.
+
+        Raises:
+            APIError: the request refers to too much.
+        """
+        stored = self._store.place_of(name, self._owner)
+        if stored is None:
+            return None
+        if stored.id not in self._by_id:
+            self._by_id[stored.id] = {item["id"]: item for item in reversed(self._items(stored))}
+        return self._by_id[stored.id].get(name)
+
+    def conversation(self, name: str | None) -> list[JSON]:
+        """Return all items of the conversation that ends with this response, including its output.
+
+        Raises:
+            APIError: a response of the conversation is not stored, is another's, or has failed or not ended; or the
+                request refers to too much.
+        """
+        turns: list[list[JSON]] = []
+        while name is not None:
+            try:
+                stored = self._store.get(name, self._owner)
+            except APIError as error:
+                message = f"previous_response_id: {error.message}"
+                code = "previous_response_not_found"
+                raise APIError(404, message, param="previous_response_id", code=code) from None
+            response, _ = self._read(stored)
+            if response.status not in USABLE:
+                message = f"previous_response_id: response {name} is {response.status}"
+                raise APIError(400, message, param="previous_response_id")
+            turns.append(self._items(stored))
+            name = response.previous_response_id
+        return [item for turn in reversed(turns) for item in turn]
+
+    def _items(self, stored: StoredResponse) -> list[JSON]:
+        """Return a response's input and output items as plain dicts."""
+        response, items = self._read(stored)
+        output: list[JSON] = msgspec.to_builtins(response.output)
+        return items + output
+
+    def _read(self, stored: StoredResponse) -> tuple[Response, list[JSON]]:
+        if stored.id not in self._contents:
+            self._left -= stored.num_packed
+            if self._left < 0:
+                message = f"the stored responses that it refers to have over {self._max_bytes} bytes"
+                raise APIError(413, message, code="request_too_large")
+            self._contents[stored.id] = stored.contents()
+        return self._contents[stored.id]
+
+
 def item_ids(stored: StoredResponse) -> list[str]:
-    """Return the ids of a response's input and output items."""
+    """Return the ids of a response's input and output items, each once: clients choose those of their input."""
     response, items = stored.contents()
-    return [*(item["id"] for item in items), *(item.id for item in response.output)]
-
-
-def all_items(stored: StoredResponse) -> list[JSON]:
-    """Return a response's input and output items as plain dicts."""
-    response, items = stored.contents()
-    output: list[JSON] = msgspec.to_builtins(response.output)
-    return items + output
+    return list(dict.fromkeys([*(item["id"] for item in items), *(item.id for item in response.output)]))

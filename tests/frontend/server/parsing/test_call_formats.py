@@ -112,6 +112,27 @@ def test_both_forms_of_mistral(tokenizer: LLTokenizer) -> None:
         grammar.matcher(tokenizer.tokenize_str(text))
 
 
+@pytest.mark.timeout(20)
+def test_what_grows_with_the_square_of_the_parameters_is_refused_before_it_is_made() -> None:
+    """Any optional argument may come first, and each value has all definitions with it."""
+    properties = {f"p{number}": {"type": "string"} for number in range(1000)}
+    definitions = {f"d{number}": {"type": "string"} for number in range(3000)}
+
+    def form(**parameters: Any) -> Format:
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        call_format = tool_use([tool], "auto", parser="pythonic").call_format
+        assert call_format is not None
+        return call_format()
+
+    with pytest.raises(
+        ValueError, match=r"tools: their pythonic format would have over .* require the first"
+    ):
+        form(properties=properties)
+    with pytest.raises(ValueError, match="have fewer parameters or definitions"):
+        form(properties=dict(list(properties.items())[:30]), **{"$defs": definitions})
+    StructuredOutputsParams(structural_tag={"format": form(properties=properties, required=["p0"])})
+
+
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [

@@ -33,7 +33,7 @@ from pagewire.frontend.server.responses.protocol import (
     TextFormat,
     TextOptions,
 )
-from pagewire.frontend.server.responses.store import ResponseStore, StoredResponse
+from pagewire.frontend.server.responses.store import ResponseStore, StoredItems, StoredResponse
 from pagewire.frontend.server.responses.writer import ResponseWriter
 from pagewire.ipc.messages import Abort, Submit
 
@@ -268,7 +268,7 @@ def test_what_has_ended_is_given_back_as_it_was() -> None:
     assert store.put(growing) and store.num_bytes == size
     ended = store.get("resp_1")
     assert ended.contents() == (new_response(**fields), items) and ended.response is not ended.response
-    assert store.item("fc_1") == msgspec.to_builtins(output[2])
+    assert stored_items(store).item("fc_1") == msgspec.to_builtins(output[2])
     growing = StoredResponse(new_response("resp_2"), items)
     assert store.put(growing) and store.get("resp_2").response is growing.response  # the one that grows
 
@@ -296,8 +296,8 @@ def test_failed_responses_are_not_continued() -> None:
     store = ResponseStore(10_000)
     store.put(StoredResponse(new_response("resp_1", status="failed"), read_input("a")))
     with pytest.raises(APIError, match="is failed"):
-        store.conversation("resp_1")
-    assert store.conversation(None) == []
+        stored_items(store).conversation("resp_1")
+    assert stored_items(store).conversation(None) == []
 
 
 def test_a_store_of_no_bytes_stores_nothing(serve: Callable[..., Client], core: FakeCore) -> None:
@@ -545,6 +545,49 @@ def test_a_store_forgets_items_with_their_response() -> None:
     for name in ("resp_1", "resp_2"):
         store.put(StoredResponse(new_response(name), items))
     store.forget("resp_1")
-    assert store.item("mine") == items[0]
+    assert stored_items(store).item("mine") == items[0]
     store.forget("resp_2")
-    assert store.item("mine") is None
+    assert stored_items(store).item("mine") is None
+
+
+def test_each_response_that_a_request_refers_to_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not at all where they are larger together than a request may be."""
+    items = read_input([{"role": "user", "content": "a", "id": str(number)} for number in range(100)])
+    store, decoded = ResponseStore(100_000), []
+    first, second = new_response("resp_1", status="completed"), new_response("resp_2", status="completed")
+    second.previous_response_id = "resp_1"
+    for response in (first, second):
+        store.put(StoredResponse(response, items))
+    real = StoredResponse.contents
+    monkeypatch.setattr(StoredResponse, "contents", lambda self: decoded.append(self.id) or real(self))
+    found = stored_items(store)
+    assert [found.item(str(number)) for number in range(100)] == items
+    assert found.conversation("resp_2") == items + items
+    assert sorted(decoded) == ["resp_1", "resp_2"]
+    small = stored_items(store, store.num_bytes * 3 // 4)
+    assert small.item("5") == items[5]
+    with pytest.raises(APIError, match="refers to have over") as caught:
+        small.conversation("resp_2")
+    assert caught.value.status == 413 and decoded[2:] == ["resp_2"]
+
+
+def test_an_item_is_referred_to_once() -> None:
+    with pytest.raises(APIError, match="the item 'a' is referred to twice"):
+        read_input([{"type": "item_reference", "id": name} for name in "abac"], lambda name: {"id": name})
+
+
+@pytest.mark.timeout(20)
+def test_items_of_one_id_are_forgotten_at_once() -> None:
+    """Clients choose the ids of their input, also the same one for all of it."""
+    store = ResponseStore(100 << 20)
+    items = read_input([{"type": "reasoning", "id": "x"}] * 16384)
+    names = [f"resp_{number}" for number in range(8)]
+    for name in names:
+        store.put(StoredResponse(new_response(name, status="completed"), items))
+    for name in names:
+        store.forget(name)
+    assert stored_items(store).item("x") is None
+
+
+def stored_items(store: ResponseStore, max_bytes: int = 1 << 20) -> StoredItems:
+    return StoredItems(store, "", max_bytes)
