@@ -6,6 +6,8 @@ is detected and a dump is readable.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -122,11 +124,7 @@ class Prompt(Item):
 
     def embeddings(self, start: int, end: int) -> list[Media]:
         """The embeddings that take the place of tokens from position `start` to `end`, cut to these."""
-        return [
-            medium.rows(start, end)
-            for medium in self.media
-            if medium.embeddings and medium.start < end and medium.end > start
-        ]
+        return [medium.rows(start, end) for medium in self._media_in(start, end) if medium.embeddings]
 
     def places(self) -> list[Media]:
         """The media as a worker gets them at once: embeddings without their content, which rows bring."""
@@ -149,10 +147,16 @@ class Prompt(Item):
         if index == 0 and self.adapter:
             keys.append(("adapter", self.adapter))
         begin = index * block_size
-        for medium in self.media:
-            if medium.start < begin + block_size and medium.end > begin:
-                keys.append(("media", medium.name, medium.start - begin, medium.num_tokens))
+        for medium in self._media_in(begin, begin + block_size):
+            keys.append(("media", medium.name, medium.start - begin, medium.num_tokens))
         return keys
+
+    def _media_in(self, start: int, end: int) -> Iterator[Media]:
+        """The media at a position from `start` to `end`; there may be a thousand others, which are not looked at."""
+        place = bisect_right(self.media, start, key=lambda medium: medium.end)
+        while place < len(self.media) and (medium := self.media[place]).start < end:
+            yield medium
+            place += 1
 
 
 Task: TypeAlias = SamplingParams | PoolingParams

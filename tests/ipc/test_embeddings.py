@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from pagewire.ipc.embeddings import (
     media_of,
     name_of,
 )
-from pagewire.ipc.items import Media, Prompt
+from pagewire.ipc.items import NOTHING, Media, Prompt
 from pagewire.ipc.messages import ToCore
 from pagewire.ipc.worker_messages import Row
 
@@ -82,6 +83,25 @@ def test_a_prompt_gives_the_embeddings_of_any_range() -> None:
             expected = {2 + i: 2.0 * i for i in range(5)} | {9 + i: 2.0 * i for i in range(6)}
             assert rows == {at: value for at, value in expected.items() if start <= at < end}
     assert [(m.start, m.num_tokens, m.data.shape) for m in prompt.places()] == [(2, 5, (0,)), (9, 6, (0,))]
+
+
+def test_the_media_of_a_block_are_found_without_a_look_at_all() -> None:
+    """Prompts have thousands of blocks, and may have a thousand media: each with each takes a second."""
+
+    class Indexed(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            raise AssertionError("all media were looked at")
+
+    places = [(start, 1 + start % 7) for start in range(0, 400, 8)]
+    prompt = Prompt([0] * 400)
+    prompt.media = Indexed(Media(start, count, b"%d" % start, NOTHING, True) for start, count in places)
+    for size in (1, 3, 16):
+        for index in range(400 // size):
+            begin, end = index * size, (index + 1) * size
+            touched = [(start, count) for start, count in places if start < end and start + count > begin]
+            assert prompt.block_keys(index, size) == [
+                ("media", b"%d" % start, start - begin, count) for start, count in touched
+            ]
 
 
 @pytest.mark.parametrize(
