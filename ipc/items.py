@@ -152,7 +152,7 @@ class Prompt(Item):
         return keys
 
     def _media_in(self, start: int, end: int) -> Iterator[Media]:
-        """The media at a position from `start` to `end`; there may be a thousand others, which are not looked at."""
+        """The media at positions from `start` to `end`, without a look at others, which may be a thousand."""
         place = bisect_right(self.media, start, key=lambda medium: medium.end)
         while place < len(self.media) and (medium := self.media[place]).start < end:
             yield medium

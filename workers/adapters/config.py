@@ -88,6 +88,8 @@ class AdapterConfig:
         self._excluded = kind_of(fields.exclude_modules, match_time)
         self._parameters = frozenset(fields.target_parameters or ())
         self._saved = frozenset(fields.modules_to_save or ())
+        chosen = fields.layers_to_transform
+        self._chosen = None if chosen is None else frozenset([chosen] if isinstance(chosen, int) else chosen)
 
     @classmethod
     def parse(cls, content: bytes) -> AdapterConfig:
@@ -108,7 +110,9 @@ class AdapterConfig:
         ranks = (fields.r, *(fields.rank_pattern or {}).values())
         alphas = (fields.lora_alpha, *(fields.alpha_pattern or {}).values())
         if min(ranks) < 1 or not all(map(math.isfinite, alphas)):
-            raise ValueError(f"{NAME}: ranks of at least 1 and finite alphas expected, got {ranks}, {alphas}")
+            raise ValueError(
+                f"{NAME}: ranks of at least 1 and finite alphas expected, got {quoted(ranks)}, {quoted(alphas)}"
+            )
         return config
 
     @property
@@ -153,11 +157,10 @@ class AdapterConfig:
         return named(self._saved, module)
 
     def _in_layers(self, module: str) -> bool:
-        chosen = self.fields.layers_to_transform
-        if chosen is None:
+        if self._chosen is None:
             return True
         found = next((found for names in self._layers if (found := names.fullmatch(module))), None)
-        return found is not None and int(found[1]) in ([chosen] if isinstance(chosen, int) else chosen)
+        return found is not None and int(found[1]) in self._chosen
 
 
 def refuse_unserved(values: Mapping[str, Any]) -> None:
