@@ -23,6 +23,9 @@ SPAN_NAME = "llm_request"
 FLUSH_SECONDS = (
     2.0  # time for the last spans to be sent at shutdown, so that a hung collector does not block it
 )
+# Of each trace header: as many as W3C's specification wants to be passed on. OpenTelemetry splits longer ones, too,
+# with patterns that may take time with the square of their length.
+MAX_HEADER_CHARS = 512
 SERVICE_NAME = "pagewire"  # used unless OTEL_SERVICE_NAME is set
 
 
@@ -55,7 +58,10 @@ class Tracer:
         """Begin the span of a submitted request. model: served name. headers: HTTP headers, in any case."""
         from opentelemetry.trace import SpanKind
 
-        parent = self._propagator.extract({name.lower(): text for name, text in (headers or {}).items()})
+        given = ((name.lower(), text) for name, text in (headers or {}).items())
+        parent = self._propagator.extract(
+            {name: text for name, text in given if len(text) <= MAX_HEADER_CHARS}
+        )
         begun = int(state.metrics.arrival_time * 1e9)
         span: Any = self._tracer.start_span(SPAN_NAME, parent, SpanKind.SERVER, start_time=begun)
         span.set_attribute("gen_ai.response.model", model)

@@ -28,6 +28,7 @@ from pagewire.ipc.adapters import AdapterSource
 from pagewire.ipc.calls import CALLS, RemoteCall, RunsIn
 from pagewire.ipc.errors import EngineBusyError, error_text, error_type
 from pagewire.ipc.messages import Call, CallAnswer
+from pagewire.ipc.quoting import quoted
 
 logger = logging.getLogger("pagewire.core")
 
@@ -119,7 +120,7 @@ class Control:
             if self._num_open[identity] > MAX_OPEN_CALLS:
                 raise EngineBusyError(f"{MAX_OPEN_CALLS} calls of this frontend are not answered yet")
             if call.method not in CALLS:
-                raise ValueError(f"no method {call.method!r}; there are {', '.join(sorted(CALLS))}")
+                raise ValueError(f"no method {quoted(call.method)}; there are {', '.join(sorted(CALLS))}")
             self._core.clients.attached[identity].check_right(CALLS[call.method].right, call.method)
             arguments = CALLS[call.method].receive(call.args, call.kwargs)
             if (method := self._methods.get(call.method)) is not None:
