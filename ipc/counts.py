@@ -1,19 +1,22 @@
-"""How many layers and experts a configuration may name: an object is made for each, before any weight is read."""
+"""How many layers, experts and labels a configuration may name: each takes work before any weight is read."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from pagewire.ipc.quoting import quoted
 
-MAX_COUNT = 1 << 12  # the deepest models have some 130 layers, those with the most experts 2,048
+MAX_COUNT = 1 << 12  # layers or experts: the deepest models have some 130, those with the most experts 2,048
+MAX_LABELS = 1 << 17  # classes of a classifier; the largest have some 20,000
 COUNTED = re.compile(r"(^|_)(layers?|experts|depth)$")  # as num_hidden_layers, n_layer, n_routed_experts
+LABELS = "num_labels"
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Refuse a model's configuration with more layers or experts than any model has, also in its parts.
+    """Refuse a model's configuration with more layers, experts or labels than any model has, also in its parts.
 
     Raises:
         ValueError: it has; the text names the setting.
@@ -23,8 +26,14 @@ def check_counts(config: Mapping[str, Any]) -> None:
         for name, value in parts.pop().items():
             if isinstance(value, dict):
                 parts.append(value)
-            elif isinstance(value, int | float) and value > MAX_COUNT and COUNTED.search(name):
+            elif isinstance(value, int | float) and value > MAX_COUNT and (limit := _limit(name)) < value:
                 setting = quoted(name).strip("'")
                 raise ValueError(
-                    f"the model's configuration: {setting} is {quoted(value)}, and at most {MAX_COUNT} are served"
+                    f"the model's configuration: {setting} is {quoted(value)}, and at most {limit} are served"
                 )
+
+
+def _limit(name: str) -> float:
+    if name == LABELS:
+        return MAX_LABELS
+    return MAX_COUNT if COUNTED.search(name) else math.inf

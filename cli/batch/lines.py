@@ -15,6 +15,8 @@ from typing import IO
 
 import msgspec
 
+from pagewire.ipc.quoting import quoted
+
 URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 BUSY = 429
 RETRY_SECONDS = (
@@ -163,13 +165,13 @@ def checked(line: bytes, seen: set[str]) -> Request:
         raise Refused("invalid_json_line", f"not a valid line: {error}") from None
     if request.custom_id in seen:
         raise Refused(
-            "duplicate_custom_id", f"custom_id {request.custom_id!r} is already used by an earlier line"
+            "duplicate_custom_id", f"custom_id {quoted(request.custom_id)} is already used by an earlier line"
         )
     seen.add(request.custom_id)
     if request.method != "POST":
-        raise Refused("invalid_method", f"method must be POST, got {request.method!r}")
+        raise Refused("invalid_method", f"method must be POST, got {quoted(request.method)}")
     if request.url not in URLS:
-        raise Refused("invalid_url", f"url must be one of {', '.join(URLS)}, got {request.url!r}")
+        raise Refused("invalid_url", f"url must be one of {', '.join(URLS)}, got {quoted(request.url)}")
     if stream:
         raise Refused("invalid_request", "stream is not supported in a batch")
     return request

@@ -21,19 +21,23 @@ from pagewire.ipc.options import EngineArgs
         {"n_routed_experts": 10**30},
         {"text_config": {"num_hidden_layers": 10**9}},
         {"vision_config": {"depth": 10**9}},
+        {"num_labels": 10**9},
     ],
     ids=repr,
 )
-def test_too_many_layers_or_experts_are_refused_by_the_name_of_their_setting(config: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"is .*, and at most {MAX_COUNT} are served") as caught:
+def test_too_many_layers_experts_or_labels_are_refused_by_the_name_of_their_setting(
+    config: dict[str, Any],
+) -> None:
+    with pytest.raises(ValueError, match=r"is .*, and at most (4096|131072) are served") as caught:
         check_counts(config)
-    assert any(name in str(caught.value) for name in ("layer", "experts", "depth"))
+    assert any(name in str(caught.value) for name in ("layer", "experts", "depth", "labels"))
 
 
 def test_other_settings_may_be_large_and_a_configuration_deep() -> None:
     config: dict[str, Any] = {
         "num_hidden_layers": MAX_COUNT,
         "expert_intermediate_size": 14336,
+        "num_labels": 20_000,
         "layers": None,
     }
     for _ in range(5000):

@@ -123,7 +123,7 @@ def tool_use(
         return ToolUse(prompted, calls_schema(functions, parallel), partial(RequiredCalls, new_id))
     name = chosen_name(choice)
     if name not in names:
-        raise ValueError(f"tool_choice: there is no tool {name!r}, only {', '.join(names)}")
+        raise ValueError(f"tool_choice: there is no tool {quoted(name)}, only {', '.join(names)}")
     schema = arguments_schema(functions[names.index(name)])
     return ToolUse(prompted, schema, partial(NamedCall, name, new_id))
 
@@ -140,7 +140,7 @@ def allowed_tools(tools: Sequence[Any], allowed: Any) -> tuple[list[Any], str]:
     names = [chosen_name(tool) for tool in (listed if isinstance(listed, list) else ())]
     by_name = {function_of(tool, f"tools[{index}]")["name"]: tool for index, tool in enumerate(tools)}
     if missing := [name for name in names if name not in by_name]:
-        raise ValueError(f"tool_choice: there is no tool {missing[0]!r}, only {', '.join(by_name)}")
+        raise ValueError(f"tool_choice: there is no tool {quoted(missing[0])}, only {', '.join(by_name)}")
     return [by_name[name] for name in dict.fromkeys(names)], allowed["mode"]
 
 
