@@ -12,7 +12,7 @@ from pagewire.ipc.codec import Buffer
 from pagewire.ipc.errors import error_text, error_type
 from pagewire.ipc.messages import Outline, Refused
 
-READ_BYTES = 1 << 20  # of larger frames nothing is read, since anything may be in them
+READ_BYTES = 16 << 20  # of larger frames nothing is read: to pass over as much takes 20 ms
 
 T = TypeVar("T")
 Key = Annotated[int, msgspec.Meta(ge=-MAX_INT - 1, le=MAX_INT)]

@@ -2,6 +2,7 @@
 
     python -m benchmarks.siege --minutes 1                   # all attackers; the core's socket too
     python -m benchmarks.siege --minutes 30 --target own     # a server with a core of its own, over HTTP alone
+    python -m benchmarks.siege --minutes 1 --target curve    # a core over TCP, where some attackers may only read
     python -m benchmarks.siege --attackers grammars,templates --seed 7
     python -m benchmarks.siege --replay report.json          # the attacks before the failure that a report names
 
@@ -113,7 +114,8 @@ class Siege:
 
     def _start_attackers(self) -> Child:
         host, port = "127.0.0.1", self._fortress.port
-        target = Target(host, port, EVIL_KEY, MODEL, self._fortress.address)
+        address, keys = self._fortress.address, self._fortress.keys
+        target = Target(host, port, EVIL_KEY, MODEL, address, keys)
         command = [sys.executable, "-m", "benchmarks.siege.attackers", "--target", json.dumps(asdict(target))]
         command += ["--seed", str(self._options.seed), "--seconds", str(self._seconds)]
         command += ["--attackers", self._options.attackers, "--attacks", self._options.replay]
@@ -190,8 +192,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same attacks")
     parser.add_argument(
-        "--target", choices=("core", "own"), default="core",
-        help="core: a server attached to a core whose socket is attacked as well; own: a server with its own core",
+        "--target", choices=("core", "curve", "own"), default="core",
+        help="core: a server attached to a core whose socket is attacked as well; curve: the same over TCP, where "
+        "certificates say what each attacker may do; own: a server with its own core",
     )  # fmt: skip
     parser.add_argument(
         "--attackers", default="", metavar="NAMES", help="only these, with commas between them"
@@ -217,7 +220,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
                 ",".join(report["attacks_before_failure"]),
                 report["options"]["seed"],
             )
-        chosen(options.attackers, "a core" if options.target == "core" else None)
+        chosen(options.attackers, None if options.target == "own" else "a core")
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return options
@@ -226,7 +229,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Run a siege, and report."""
     options = arguments()
-    with besieged(options.target == "core") as fortress:
+    with besieged(options.target) as fortress:
         report = asyncio.run(Siege(fortress, options).run())
     print(report.text())
     if options.json:

@@ -25,13 +25,18 @@ SOURCES = tuple(f"127.0.0.{number}" for number in range(2, 10))  # the addresses
 
 @dataclass(frozen=True)
 class Target:
-    """What is attacked. address: of the core's socket, if attackers can reach it; model: its name."""
+    """What is attacked.
+
+    model: its name. address: of the core's socket, if attackers can reach it.
+    keys: folder of the CURVE certificates (`fortress.RIGHTS`) for that socket; empty: it asks for none.
+    """
 
     host: str
     port: int
     key: str
     model: str
     address: str | None
+    keys: str = ""
 
 
 Attack: TypeAlias = Callable[[Target, random.Random], Awaitable[str]]

@@ -25,6 +25,8 @@ ATTACKERS = {
     attacker.name: attacker
     for attacker in (
         Attacker("bodies", bodies.attack, 8, loops=4),
+        Attacker("fields", bodies.fields, 0.3),
+        Attacker("embeddings", bodies.embeddings, 0.5),
         Attacker("requests", raw_http.requests, 6, loops=3),
         Attacker("idle", raw_http.idle, 1, loops=3),
         Attacker("churn", raw_http.churn, 1),
@@ -39,6 +41,7 @@ ATTACKERS = {
         Attacker("slow-grammars", grammars.slow, 2, loops=6),
         Attacker("templates", templates.attack, 3, loops=3),
         Attacker("responses", responses.attack, 3, loops=3),
+        Attacker("references", responses.references, 0.3),
         Attacker("combined", combined.attack, 2, loops=3),
         Attacker("crowd", combined.crowd, 0.5),
         Attacker("kept", combined.kept, 1, loops=2),
@@ -47,6 +50,7 @@ ATTACKERS = {
         Attacker("messages", frames.messages, 5, loops=2, on_core=True),
         Attacker("submits", frames.submits, 2, loops=2, on_core=True),
         Attacker("integers", frames.integers, 0.3, on_core=True),
+        Attacker("shapes", frames.shapes, 0.5, on_core=True),
         Attacker("flood", frames.flood, 0.5, on_core=True),
         Attacker("hellos", frames.hellos, 0.5, on_core=True),
         Attacker("sockets", frames.sockets, 1, loops=2, on_core=True),

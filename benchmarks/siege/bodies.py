@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 from typing import Any
@@ -16,7 +17,7 @@ from pagewire.frontend.server.openai.protocol import (
 )
 from pagewire.frontend.server.responses.protocol import InputTokensRequest, ResponsesRequest
 
-from .attack import Target, ask, log_uniform
+from .attack import Target, ask, log_uniform, post
 from .values import Values, struct_type
 
 MESSAGE = {"role": "user", "content": "What is a list?"}
@@ -54,6 +55,38 @@ async def attack(target: Target, rng: random.Random) -> str:
     if rng.random() < 0.15:
         body = damaged(body, rng)
     return await ask(target, rng, path, body)
+
+
+async def fields(target: Target, rng: random.Random) -> str:
+    """Very many fields: of the body, which nobody knows, or of a part of it that may have any."""
+    many = b",".join(b'"%x": 0' % index for index in range(log_uniform(rng, 1000, 1_200_000)))
+    body = rng.choice(
+        (
+            b'{"prompt": "a", "max_tokens": 1, %b}',
+            b'{"prompt": "a", "temperature": -9, %b}',
+            b'{"prompt": "a", "max_tokens": 1, "guided_json": {%b}}',
+            b'{"prompt": "a", "max_tokens": 1, "structured_outputs": {%b}}',
+            b'{"prompt": "a", "max_tokens": 1, "vllm_xargs": {%b}}',
+        )
+    )
+    return await ask(target, rng, "/v1/completions", body % many)
+
+
+async def embeddings(target: Target, rng: random.Random) -> str:
+    """Files of embeddings that claim shapes of very many dimensions, or very many tensors of all their bytes."""
+    size, data = log_uniform(rng, 100, 500_000), bytes(log_uniform(rng, 1, 1 << 20))
+    entry: dict[str, Any] = {"dtype": "F32", "data_offsets": [0, len(data)], "shape": [len(data) // 4]}
+    header = rng.choice(
+        (
+            {"a": entry | {"shape": [9] * size + [0]}},
+            {"a": entry | {"shape": [1 << 40] * min(size, 9)}},
+            {str(index): entry for index in range(size // 50)},
+            {"a" * size: entry},
+        )
+    )
+    text = json.dumps(header).encode()
+    file = base64.b64encode(len(text).to_bytes(8, "little") + text + data).decode()
+    return await post(target, rng, "/v1/completions", {"prompt_embeds": file, "max_tokens": 1})
 
 
 def drawn(path: str, rng: random.Random) -> bytes:

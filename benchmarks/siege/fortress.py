@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
+import zmq.auth
 
 from pagewire.ipc.lifeline import OWN_GROUP
 
@@ -25,7 +28,11 @@ STOP_SECONDS = 60.0  # for a server or a core to end after SIGTERM
 SERVE = ["--port", "0", "--api-key", GOOD_KEY, "--api-key", EVIL_KEY, "--trust-request-chat-template"]
 SERVE += ["--max-log-len", "100", "--drain-seconds", "5"]
 ENGINE = ["--kv-cache-memory-bytes", str(KV_BYTES)]
+GENERATES = ("--enable-prompt-embeds",)
 POOLS = ("--runner", "pooling", "--served-model-name", EMBEDDER)
+# Who has a CURVE certificate for the cores' sockets, and what they may do: `--target curve`.
+ALL = "read, generate, events, control"
+RIGHTS = {"server": ALL, "attacker": ALL, "reader": "read"}
 PR_SET_PDEATHSIG = 1
 
 # What a process of the engine is, by a part of its command.
@@ -42,22 +49,28 @@ class Fortress:
     """A server that runs. url: where it listens. address: of its core's socket, if that has one of its own, beside
     which there is a core of a model that pools.
 
+    target: "own": the server has a core of its own; "core": it is attached to one over ipc; "curve": over TCP, with
+        certificates in the folder `keys`, which is empty else.
     processes: those that were started here, by role: they must end with status 0 when they are asked to.
     """
 
-    def __init__(self, with_core: bool, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, target: str, folder: Path, stack: ExitStack) -> None:
         self.processes: dict[str, subprocess.Popen[str]] = {}
         self.logs = {role: folder / f"{role}.log" for role in ("core", EMBEDDER, "server")}
-        self.address = f"ipc://{folder}/core.sock" if with_core else None
+        self.address: str | None = None
+        self.keys = str(folder) if target == "curve" else ""
         stack.callback(self.kill)
-        if with_core:
-            engine = []
-            for role, options in (("core", ()), (EMBEDDER, POOLS)):
-                address = f"ipc://{folder}/{role}.sock"
-                self._start(role, "core", "--listen", address, "--model", MODEL, *ENGINE, *options)
-                engine += ["--attach", address]
-        else:
-            engine = [MODEL, *ENGINE]
+        engine = [MODEL, *ENGINE, *GENERATES]
+        if target != "own":
+            listen, engine = certificates(folder) if self.keys else ([], [])
+            for role, options in ((EMBEDDER, POOLS), ("core", GENERATES)):
+                self.address = (
+                    f"tcp://127.0.0.1:{free_port()}" if self.keys else f"ipc://{folder}/{role}.sock"
+                )
+                self._start(
+                    *(role, "core", "--listen", self.address, *listen, "--model", MODEL, *ENGINE, *options)
+                )
+                engine = ["--attach", self.address, *engine]
         self.url = self._start("server", "serve", *engine, *SERVE)
         self.pids = {role: pids[0] for role, pids in self.roles().items() if role != JOB}
 
@@ -178,9 +191,32 @@ def _confine() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
 
 
+def free_port() -> int:
+    """A TCP port of loopback on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def certificates(folder: Path) -> tuple[list[str], list[str]]:
+    """Make certificates, and a file of `RIGHTS`; the options of a core and of a server that use them."""
+    clients = folder / "clients"
+    clients.mkdir()
+    zmq.auth.create_certificates(folder, "core")
+    for name in RIGHTS:
+        public, _ = zmq.auth.create_certificates(folder, name)
+        shutil.copy(public, clients)
+    rights = folder / "rights.yaml"
+    rights.write_text("".join(f"curve:{name}: [{given}]\n" for name, given in RIGHTS.items()))
+    own = ["--curve-secret", str(folder / "core.key_secret"), "--curve-clients", str(clients)]
+    return [*own, "--rights", str(rights)], [
+        *("--curve-secret", str(folder / "server.key_secret")),
+        *("--curve-server", str(folder / "core.key")),
+    ]
+
+
 @contextmanager
-def besieged(with_core: bool) -> Iterator[Fortress]:
-    """A server on the demo model for the length of a block. with_core: on a core that was started on its own."""
+def besieged(target: str) -> Iterator[Fortress]:
+    """A server on the demo model for the length of a block. target: as `Fortress` has it."""
     with tempfile.TemporaryDirectory(prefix="siege-") as folder, ExitStack() as stack:
         os.environ.pop("PAGEWIRE_API_KEY", None)
-        yield Fortress(with_core, Path(folder), stack)
+        yield Fortress(target, Path(folder), stack)

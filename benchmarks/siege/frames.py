@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ import zmq.asyncio
 
 from pagewire.ipc.calls import CALLS
 from pagewire.ipc.messages import PROTOCOL, Abort, Call, Goodbye, Hello, Ping, Submit
+from pagewire.ipc.sockets import CurveKeys
 from pagewire.ipc.version import __version__
 
 from .attack import Target, log_uniform
@@ -40,11 +42,17 @@ def context() -> zmq.asyncio.Context:
 
 
 @contextmanager
-def dealer(target: Target, rng: random.Random, high_water: int = 1000) -> Iterator[zmq.asyncio.Socket]:
-    """A connection to the core as frontends have them."""
+def dealer(
+    target: Target, rng: random.Random, high_water: int = 1000, name: str = "attacker"
+) -> Iterator[zmq.asyncio.Socket]:
+    """A connection to the core as frontends have them. name: of its certificate, where the core asks for one."""
     assert target.address is not None
     socket = context().socket(zmq.DEALER)
     socket.linger, socket.rcvhwm = LINGER_MS, high_water
+    if target.keys:
+        keys = CurveKeys.load(Path(target.keys, f"{name}.key_secret"), Path(target.keys, "core.key"))
+        socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+        socket.curve_serverkey = keys.server
     socket.identity = b"\1" + rng.randbytes(rng.choice((4, 16, 200)))
     socket.connect(target.address)
     try:
@@ -197,6 +205,20 @@ async def integers(target: Target, rng: random.Random) -> str:
         return await answered(socket)
 
 
+async def shapes(target: Target, rng: random.Random) -> str:
+    """A tensor of very many dimensions, or very many tensors: from a frontend with all rights, or that may read."""
+    size = log_uniform(rng, 1000, 2_000_000)
+    tensor = ["float32", [rng.choice((1, 127, 2**62))] * size, b""]
+    if rng.random() < 0.2:
+        tensor = ["float32", [1], b"abcd"]
+    media = [[0, 1, b"", tensor, True]] * (1 if len(tensor[1]) > 1 else 1024)
+    batch = [[key, "siege", [[1, 5], media], {"type": "sampling"}, 1] for key in range(rng.choice((1, 50)))]
+    with dealer(target, rng, name=rng.choice(("attacker", "reader"))) as socket:
+        await attach(socket, rng)
+        await push(socket, [packed({"type": "submit", "requests": batch[: 1 if size > 10_000 else None]})])
+        return await answered(socket)
+
+
 async def flood(target: Target, rng: random.Random) -> str:
     """Send thousands of small messages of one kind, and do not read the answers."""
     with dealer(target, rng, high_water=1) as socket:
@@ -263,9 +285,14 @@ async def sockets(target: Target, rng: random.Random) -> str:
         )
     )
     writers = []
+    kind, _, place = target.address.partition("://")
+    host, _, port = place.rpartition(":")
     for _ in range(rng.randint(1, 40)):
         try:
-            _, writer = await asyncio.open_unix_connection(target.address.removeprefix("ipc://"))
+            opening = (
+                asyncio.open_unix_connection(place) if kind == "ipc" else asyncio.open_connection(host, port)
+            )
+            _, writer = await opening
         except OSError:
             break
         writers.append(writer)

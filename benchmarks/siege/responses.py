@@ -31,6 +31,20 @@ async def attack(target: Target, rng: random.Random) -> str:
     return max([await use(target, rng, name) for _ in range(rng.randint(1, 4))])
 
 
+async def references(target: Target, rng: random.Random) -> str:
+    """Store items that share an id, refer to them very many times, and delete them."""
+    count = log_uniform(rng, 10, 16_000)
+    items = [{"type": "reasoning", "id": rng.choice(("same", f"id {index}"))} for index in range(count)]
+    fields = {"input": [*items, {"role": "user", "content": "a"}], "max_output_tokens": 2}
+    status, name = await create(target, rng, fields | {"background": True, "stream": True})
+    if not name:
+        return status
+    names = [rng.choice(("same", f"id {index}")) for index in range(count)]
+    again = [{"type": "item_reference", "id": given} for given in names]
+    used = await create(target, rng, {"input": again, "previous_response_id": name, "max_output_tokens": 2})
+    return max(used[0], await ask(target, rng, f"/v1/responses/{name}", None, method="DELETE"))
+
+
 def first_fields(rng: random.Random) -> dict[str, Any]:
     """A body that is good."""
     fields: dict[str, Any] = {

@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
+import zmq.auth
 from aiohttp import web
 
+from pagewire.engine_core.clients.access import read_certificates, read_rights
+from pagewire.ipc.calls import Right
 from tests.benchmarks.loading import load_from
 
 load = partial(load_from, "siege")
@@ -81,7 +84,10 @@ async def received(name: str, numbers: list[int], folder: Path) -> tuple[list[by
 
 @pytest.mark.parametrize(
     "name",
-    ["bodies", "requests", "greedy", "chats", "grammars", "templates", "many-grammars", "slow-grammars"],
+    [
+        *("bodies", "fields", "embeddings", "requests", "greedy", "chats", "grammars", "templates"),
+        *("many-grammars", "slow-grammars"),
+    ],
 )
 def test_an_attack_is_repeated_by_its_number(name: str, tmp_path: Path) -> None:
     numbers = list(range(6))
@@ -91,7 +97,7 @@ def test_an_attack_is_repeated_by_its_number(name: str, tmp_path: Path) -> None:
     assert statuses <= {"400", "half", "closed"}
 
 
-@pytest.mark.parametrize("name", ["messages", "submits", "hellos", "integers"])
+@pytest.mark.parametrize("name", ["messages", "submits", "shapes", "hellos", "integers"])
 def test_attacks_on_a_core_reach_it(name: str, tmp_path: Path) -> None:
     frames, statuses = asyncio.run(received(name, [0], tmp_path))
     assert frames
@@ -113,11 +119,22 @@ def test_every_attacker_ends_by_itself(tmp_path: Path) -> None:
     names = [
         name
         for name in attackers.ATTACKERS
-        if name not in ("flood", "messages", "submits", "hellos", "integers")
+        if name not in ("flood", "messages", "submits", "shapes", "hellos", "integers")
     ]
     asyncio.run(running.run({name: [0] for name in names}))
     assert len(written) == 2 * len(names)
     assert {status.partition(" (")[0] for status in written} <= {"", "no connection", "refused"}
+
+
+def test_attackers_have_certificates_with_and_without_rights(tmp_path: Path) -> None:
+    fortress.certificates(tmp_path)
+    assert set(read_certificates(tmp_path / "clients").values()) == {"server", "attacker", "reader"}
+    rights = read_rights(tmp_path / "rights.yaml")
+    assert rights["curve:reader"] == {Right.READ} and rights["curve:server"] == set(Right)
+    with attack_frames.dealer(
+        attack.Target("", 0, "", "", "tcp://127.0.0.1:9", str(tmp_path)), Random(1)
+    ) as me:
+        assert me.mechanism == zmq.CURVE
 
 
 # ------------------------------------------------------------ the verdict

@@ -146,7 +146,7 @@ def keyword_arguments(function: dict[str, Any]) -> Format:
 
 def keywords(schema: dict[str, Any]) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
     """Return the properties of a function's arguments, those that are required, and the definitions of all."""
-    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return schema.get("properties") or {}, set(schema.get("required") or ()), definitions
 
 
