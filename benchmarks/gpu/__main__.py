@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
-import os
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -28,7 +26,6 @@ from benchmarks.gpu import checks, speed
 from benchmarks.gpu.parts import OK, Outcome, Part, run_part, summary, write_results
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("cli", "engine_core", "frontend", "ipc", "kernels", "workers")
 TRIED = {
     "norms": ("rms_norm", "add_rms_norm"),
     "gates": ("activate_and_mul",),
@@ -75,28 +72,6 @@ def parts(is_gpu: bool) -> list[Part]:
         Part("encoder speed", 90, partial(speed.encoder, is_gpu, "all-MiniLM-L6-v2")),
     ]
     return [*right, *fast, *engines]
-
-
-def link_packages(folder: Path) -> None:
-    """Make `pagewire` importable from this checkout: its packages lie side by side, and are one namespace."""
-    (folder / "pagewire").mkdir()
-    for path in (*(ROOT / name for name in FOLDERS), *(ROOT / "pagewire").iterdir()):
-        (folder / "pagewire" / path.name).symlink_to(path)
-
-
-def prepare(directory: Path) -> Path:
-    """Make this checkout importable, for other processes, too. Returns the folder for what it needs beside."""
-    packages, site = directory / "packages", directory / "site"
-    packages.mkdir()
-    site.mkdir()
-    link_packages(packages)
-    paths = [str(packages), str(site), str(ROOT)]
-    sys.path[:0] = paths
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # PyTorch would start CUDA when it looks for GPUs, and a process that is forked afterwards could not use one.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    os.chdir(directory)  # Python looks here first, and the checkout has a folder with the name of the package
-    return site
 
 
 def install(wheels: Path, target: Path) -> dict[str, Any]:
@@ -157,6 +132,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--wheels", type=Path, default=ROOT / ".wheels", help="default: %(default)s")
+    parser.add_argument(
+        "--site", type=Path, required=True, help="folder to install them in; the script has one"
+    )
     parser.add_argument("--seconds", type=float, default=480, help="for all parts (default: %(default)s)")
     parser.add_argument(
         "--out", type=Path, help="file of results (default: benchmarks/results/gpu-DATE.json)"
@@ -165,9 +143,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--skip", action="append", default=[], metavar="PART", help="may be repeated")
     parser.add_argument("--dry-run", action="store_true", help="rehearse on an emulated device")
     options = parser.parse_args(arguments)
-    options.wheels = options.wheels.resolve()
-    default = ROOT / "benchmarks" / "results" / f"gpu-{datetime.date.today()}.json"
-    options.out = (options.out or default).resolve()
+    options.out = options.out or ROOT / "benchmarks" / "results" / f"gpu-{datetime.date.today()}.json"
     known = {part.name for part in parts(True)}
     if unknown := {*options.only, *options.skip} - known:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
@@ -178,17 +154,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the parts and print their table. Returns the exit status."""
     options = parse(arguments)
     is_gpu = not options.dry_run
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
-        site = prepare(Path(directory))
-        run = Run(options)
-        run.take(Part("machine", 30, partial(checks.machine, is_gpu)))
-        run.take(Part("wheels", 60, partial(install, options.wheels, site)))
-        if run.take(Part("packages", 90, partial(checks.packages, is_gpu))).verdict == OK:
-            # Parts begin with what is imported here, which starts no CUDA. They report what does not import.
-            with suppress(Exception):
-                importlib.import_module("benchmarks.gpu.place")
-        for part in filter(run.is_wanted, parts(is_gpu)):
-            run.take(part)
+    run = Run(options)
+    run.take(Part("machine", 30, partial(checks.machine, is_gpu)))
+    run.take(Part("wheels", 60, partial(install, options.wheels, options.site)))
+    importlib.invalidate_caches()
+    if run.take(Part("packages", 90, partial(checks.packages, is_gpu))).verdict == OK:
+        # Parts begin with what is imported here, which starts no CUDA. They report what does not import.
+        with suppress(Exception):
+            importlib.import_module("benchmarks.gpu.place")
+    for part in filter(run.is_wanted, parts(is_gpu)):
+        run.take(part)
     print("\n" + summary(run.outcomes))
     print(f"results: {options.out}")
     return int(any(outcome.is_bad for outcome in run.outcomes))
