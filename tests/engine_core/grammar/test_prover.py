@@ -222,17 +222,18 @@ def words(first: int) -> dict[str, Any]:
 def test_the_memory_of_grammars_is_bounded_cached_and_in_use(prover: ConfinedProver) -> None:
     pool = Pool(prover)
     sizes = [pool.wait(pool.submit(json=words(i))).num_bytes for i in range(2)]
-    pool = Pool(prover, max_bytes=int(3 * max(sizes)))
+    max_bytes = int(3.5 * max(sizes))  # a tenant alone has half of it; proofs do not measure to the byte
+    pool = Pool(prover, max_bytes=max_bytes)
     kept = pool.wait(pool.submit(json=words(0)))
     assert pool.submit(json=words(0)).outcome is kept
     with pytest.raises(EngineBusyError, match="grammars in use take"):
         pool.wait(pool.submit(json=words(1)))
     others = pool.wait(pool.submit("b", json=words(1)))  # of another tenant, which has a share of its own
-    assert others.num_bytes + kept.num_bytes <= 3 * max(sizes)
+    assert others.num_bytes + kept.num_bytes <= max_bytes
     del others
     del kept
     pool.wait(pool.submit(json=words(1)))  # it was not remembered as bad, and there is room now
-    assert pool.grammars.num_bytes <= 3 * max(sizes)
+    assert pool.grammars.num_bytes <= max_bytes
 
 
 def test_the_memory_of_cached_grammars_is_bounded(prover: ConfinedProver) -> None:
