@@ -9,7 +9,7 @@ from typing import Any
 
 from pagewire.ipc.quoting import quoted
 
-MAX_COUNT = 1 << 12  # layers or experts: the deepest models have some 130, those with the most experts 2,048
+MAX_COUNT = 1 << 14  # layers or experts: the deepest models have some 130, those with the most experts 16,384
 MAX_LABELS = 1 << 17  # classes of a classifier; the largest have some 20,000
 COUNTED = re.compile(r"(^|_)(layers?|experts|depth)$")  # as num_hidden_layers, n_layer, n_routed_experts
 LABELS = "num_labels"
