@@ -9,9 +9,11 @@ from typing import Any
 
 from pagewire.ipc.quoting import quoted
 
-MAX_COUNT = 1 << 14  # layers or experts: the deepest models have some 130, those with the most experts 16,384
+MAX_LAYERS = 1 << 12  # the deepest models have some 130
+MAX_EXPERTS = 1 << 14  # those with the most have 2,048; Doge's configuration has 16,384 by default
 MAX_LABELS = 1 << 17  # classes of a classifier; the largest have some 20,000
-COUNTED = re.compile(r"(^|_)(layers?|experts|depth)$")  # as num_hidden_layers, n_layer, n_routed_experts
+LAYERS = re.compile(r"(^|_)(layers?|depth)$")  # as num_hidden_layers, n_layer
+EXPERTS = re.compile(r"(^|_)experts$")  # as n_routed_experts
 LABELS = "num_labels"
 
 
@@ -26,7 +28,7 @@ def check_counts(config: Mapping[str, Any]) -> None:
         for name, value in parts.pop().items():
             if isinstance(value, dict):
                 parts.append(value)
-            elif isinstance(value, int | float) and value > MAX_COUNT and (limit := _limit(name)) < value:
+            elif isinstance(value, int | float) and value > MAX_LAYERS and (limit := _limit(name)) < value:
                 setting = quoted(name).strip("'")
                 raise ValueError(
                     f"the model's configuration: {setting} is {quoted(value)}, and at most {limit} are served"
@@ -36,4 +38,6 @@ def check_counts(config: Mapping[str, Any]) -> None:
 def _limit(name: str) -> float:
     if name == LABELS:
         return MAX_LABELS
-    return MAX_COUNT if COUNTED.search(name) else math.inf
+    if EXPERTS.search(name):
+        return MAX_EXPERTS
+    return MAX_LAYERS if LAYERS.search(name) else math.inf

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pagewire.engine_core.config import EngineConfig
-from pagewire.ipc.counts import MAX_COUNT, check_counts
+from pagewire.ipc.counts import MAX_LAYERS, check_counts
 from pagewire.ipc.options import EngineArgs
 
 
@@ -17,7 +17,7 @@ from pagewire.ipc.options import EngineArgs
     [
         {"num_hidden_layers": 10**9},
         {"num_hidden_layers": 1e9},
-        {"n_layer": MAX_COUNT + 1},
+        {"n_layer": MAX_LAYERS + 1},
         {"n_routed_experts": 10**30},
         {"text_config": {"num_hidden_layers": 10**9}},
         {"vision_config": {"depth": 10**9}},
@@ -28,14 +28,14 @@ from pagewire.ipc.options import EngineArgs
 def test_too_many_layers_experts_or_labels_are_refused_by_the_name_of_their_setting(
     config: dict[str, Any],
 ) -> None:
-    with pytest.raises(ValueError, match=r"is .*, and at most (4096|131072) are served") as caught:
+    with pytest.raises(ValueError, match=r"is .*, and at most (4096|16384|131072) are served") as caught:
         check_counts(config)
     assert any(name in str(caught.value) for name in ("layer", "experts", "depth", "labels"))
 
 
 def test_other_settings_may_be_large_and_a_configuration_deep() -> None:
     config: dict[str, Any] = {
-        "num_hidden_layers": MAX_COUNT,
+        "num_hidden_layers": MAX_LAYERS,
         "expert_intermediate_size": 14336,
         "num_labels": 20_000,
         "layers": None,

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pagewire.ipc.counts import MAX_COUNT
+from pagewire.ipc.counts import MAX_EXPERTS
 
 BLOCKS = (
     {"Q8_0": (8, 32, 128), "Q4_0": (4, 32, 8), "Q4_1": (4, 32, 0), "Q5_0": (8, 32, 16), "Q5_1": (8, 32, 0)}
@@ -187,6 +187,6 @@ def _experts(names: Names, tensor: str, shape: tuple[int, ...]) -> dict[str, Pla
     prefix = f"{names.layers}.{number}.{names.experts}"
     if expert is not None:
         return {f"{prefix}.{expert}.{leaf}.{suffix}": Place(tensor)}
-    if shape[0] > MAX_COUNT:
+    if shape[0] > MAX_EXPERTS:
         raise KeyError(f"{tensor}: {shape[0]} experts")
     return {f"{prefix}.{index}.{leaf}.{suffix}": Place(tensor, index) for index in range(shape[0])}
