@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from pagewire.ipc.counts import MAX_COUNT
+from pagewire.ipc.counts import MAX_LAYERS
 from pagewire.ipc.gguf.file import GgufError, GgufFile
 
 Values = dict[str, Any]
@@ -140,7 +140,7 @@ def head_size(fields: Fields) -> int:
 def common(file: GgufFile) -> Values:
     """The settings that all architectures have."""
     fields = Fields(file)
-    if fields.whole("block_count") > MAX_COUNT:
+    if fields.whole("block_count") > MAX_LAYERS:
         raise GgufError(f"{file.path} claims to have {fields.whole('block_count')} layers")
     heads = fields.whole("attention.head_count")
     values = {
