@@ -14,7 +14,7 @@ from pagewire.ipc.fair_queue import FairQueue
 
 T = TypeVar("T")
 
-# For whom the requests of this context are served; "" where nobody says so.
+# The tenant of the requests in this context; "" if they have none.
 current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
 
 
@@ -26,7 +26,7 @@ class SlowCall:
         self._work: Callable[[], Any] | None = work
 
     def begin(self) -> bool:
-        """Begin; False if nobody waits for it any more."""
+        """Begin; False if the caller has stopped waiting."""
         return self.future.set_running_or_notify_cancel()
 
     def run(self) -> None:

@@ -65,9 +65,9 @@ def check_environment() -> None:
 
 
 def reason_unread(name: str) -> str | None:
-    """Why a variable that nothing reads has no effect; None if nobody has to be told.
+    """Why a variable that nothing reads has no effect; None if no warning is needed.
 
-    That is so if its counterpart is set, or if a test or Kubernetes has set it.
+    None is needed if its counterpart is set, or if a test or Kubernetes has set it.
     """
     ours, theirs = (prefix + name.partition("_")[2] for prefix in PREFIXES)
     if (ours in os.environ and ours in READ) or name.startswith("PAGEWIRE_TEST_") or is_of_service(name):

@@ -65,7 +65,7 @@ class FairQueue(Generic[T]):
             self._changed.notify()
 
     def remove(self, work: T) -> None:
-        """Let work wait no longer, in nobody's turn."""
+        """Take work out of the queue before its turn."""
         with self._changed:
             for share in [share for share, places in self._waiting.items() if work in places]:
                 del self._waiting[share][work]

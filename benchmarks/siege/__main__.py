@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import subprocess
 import sys
@@ -175,7 +176,10 @@ class Siege:
             await asyncio.sleep(0.2)
 
     async def _held(self, http: aiohttp.ClientSession) -> dict[str, float]:
-        """What the engine still has to do, by the name of a gauge; empty if it is idle."""
+        """What the engine still has to do, by the name of a gauge; empty if it is idle.
+
+        A gauge that is missing, as in the answer of a server that is not ready, is NaN.
+        """
         async with http.get("/metrics") as response:
             lines = (await response.text()).splitlines()
         samples = {
@@ -183,7 +187,7 @@ class Siege:
             for line in lines
             if f'model_name="{MODEL}"' in line
         }
-        return {name: samples[name] for name in IDLE if samples[name]}
+        return {name: value for name in IDLE if (value := samples.get(name, math.nan))}
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

@@ -10,7 +10,7 @@ WARP = 32
 REGISTERS = 65536
 """Of a multiprocessor, from sm_80 to sm_100: a block's registers must fit."""
 REGISTER_UNIT = 8
-"""A thread's registers are allotted in units of so many."""
+"""The registers of a thread are allotted in multiples of this."""
 
 SECTION_HEADERS, NUM_SECTIONS = 0x28, 0x3C  # offsets in the header of an ELF file
 SECTION, SECTION_BYTES = "<IIQQQQIIQQ", 64

@@ -110,7 +110,7 @@ def test_a_full_queue_has_room_for_others(clock: Clock) -> None:
 
 @contextmanager
 def working(queue: FairQueue[str]) -> Iterator[list[str]]:
-    """A thread that takes one piece of work, and has it until the block ends; what it has."""
+    """The piece of work that a thread takes and holds until the block ends."""
     taken, changed, release = list[str](), threading.Event(), threading.Event()
 
     def work() -> None:

@@ -119,7 +119,7 @@ def world_number(task: Task, seed: int) -> int:
 
 
 def world(task: Task, seed: int, num_tokens: int) -> int:
-    """Where the chain of the KV of a sequence of so many tokens begins."""
+    """The first link of a sequence's chain of block names, by its number of tokens."""
     return hash((world_number(task, seed), 0 < short_length(task, seed) < num_tokens))
 
 
