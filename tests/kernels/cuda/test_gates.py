@@ -26,6 +26,8 @@ def expected(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 # The activation and the product are rounded; a difference in float32's last place may change both roundings.
 TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
+LOST = 2**-23
+"""Of gate * up: far below zero, GELU is what two functions of float32 leave of one less nearly one."""
 
 
 def check(
@@ -39,7 +41,10 @@ def check(
     x = guarded((torch.randn(rows, 2 * size, generator=generator) * 3).to(dtype))
     out = activate_and_mul(launcher, x, activation)
     assert out.shape == (rows, size) and out.dtype == dtype
-    torch.testing.assert_close(out, expected(x, activation), rtol=TOLERANCE[dtype], atol=2e-6)
+    gate, up = x.float().chunk(2, dim=-1)
+    right = expected(x, activation).float()
+    permitted = TOLERANCE[dtype] * right.abs() + LOST * (gate * up).abs() + 2e-6
+    assert ((out.float() - right).abs() <= permitted).all()
 
 
 @settings(max_examples=30, deadline=None)
