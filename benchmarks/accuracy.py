@@ -40,9 +40,10 @@ from pagewire.kernels.paging import AttentionBatch
 from pagewire.workers.collective.single import SingleRank
 from pagewire.workers.device.cpu import CpuDevice
 from pagewire.workers.model.attention import DryRunRecorder
+from pagewire.workers.model.configuration import load_config
 from pagewire.workers.model.loaded import Phases
 from pagewire.workers.model.loading import load_model
-from pagewire.workers.model.model import Model, load_config
+from pagewire.workers.model.model import Model
 from pagewire.workers.model.modules import build_module
 from pagewire.workers.model.transforms import tabulate_rotary
 from tests.workers.formats.checkpoints import QUANTISED, RECIPES, write_quantised

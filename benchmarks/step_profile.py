@@ -28,7 +28,7 @@ from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.workers import runner as worker
 from pagewire.workers.device.cpu import CpuTokenSampler
-from pagewire.workers.model.stack import DecoderStack
+from pagewire.workers.model.network import Network
 
 KINDS = {
     (PackedLinear, "__call__"): "products",
@@ -104,7 +104,7 @@ def main() -> None:
     seconds: dict[str, float] = defaultdict(float)
     for (owner, name), kind in KINDS.items():
         setattr(owner, name, timed(seconds, kind, getattr(owner, name)))
-    if isinstance(base := steps.runner.model.model.base, DecoderStack):
+    if isinstance(base := steps.runner.model.model.base, Network):
         base.stack.compiled = None
     total = sum(steps.run(options.steps))
     shares = {kind: spent / total for kind, spent in sorted(seconds.items(), key=lambda item: -item[1])}

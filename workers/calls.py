@@ -43,7 +43,7 @@ def model_info(runner: Runner) -> dict[str, Any]:
         "weight_bytes": loaded.weight_bytes,
         "num_blocks": runner.num_blocks,
         "num_threads": runner.device.num_threads,
-        "forward": type(loaded.model.base).__name__,
+        "forward": loaded.model.base.name,
         "drafter": runner.drafter.name,
     }
 

@@ -270,7 +270,7 @@ def start(connection: Connection, config: WorkerConfig, listener: socket.socket 
         runner, ready = Runner.start(config, report, ahead, collective, connection.wake)
     ready.figures = None if sizes is None else model_figures(sizes)
     connection.send(ready)
-    keep_in_background(runner.model, ahead)
+    keep_in_background(runner.model, ahead, runner.collective)
     return runner
 
 

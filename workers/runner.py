@@ -28,8 +28,8 @@ from pagewire.workers.device.kv_size import ledger, num_kv_blocks
 from pagewire.workers.device.open import open_device
 from pagewire.workers.device.relay import Relay
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.attention import StepContext, memory_of
-from pagewire.workers.model.encoder import EncoderModel, in_pages
+from pagewire.workers.model.attention import StepContext
+from pagewire.workers.model.caches import memory_of
 from pagewire.workers.model.loaded import LoadedModel, Phases
 from pagewire.workers.sample.typical import TypicalAcceptance
 from pagewire.workers.slots import Slots
@@ -210,13 +210,13 @@ class Runner:
     def launch(self, plan: StepPlan) -> RunningStep:
         """Launch the model for a plan. Tokens that the previous step still samples are taken from the device."""
         model = self.model.model
-        self.slots.apply(plan, with_tokens=not model.makes_logits)
+        self.slots.apply(plan, with_tokens=not model.is_last)
         self.drafter.apply(plan)
         received = model.received(sum(row.num_tokens for row in plan.rows)) if plan.rows else None
         step = RunningStep(self, plan, self.device.record_event())
         if plan.rows:
             batch, hidden = self._run(plan, received)
-            if model.makes_logits:
+            if model.is_last:
                 step.run(batch, hidden)
             else:
                 step.pass_on()
@@ -225,12 +225,11 @@ class Runner:
     def _run(self, plan: StepPlan, received: Tensor | None) -> tuple[Batch, Tensor]:
         """Launch the model; returns the batch on the device and its hidden states.
 
-        received: see `Model.hidden_states`.
+        received: see `Model.received`.
         """
         size = self._recorded_size(plan)
         batch = build_batch(plan.rows, self.slots, size or 0)
-        if isinstance(self.model.model, EncoderModel):
-            batch = replace(batch, attention=in_pages(batch.attention, batch.positions))
+        batch = replace(batch, attention=self.model.model.laid_out(batch.attention, batch.positions))
         if self.device.asynchronous:
             batch = batch.with_tensors(self.device.upload(batch.tensors))
         adapters = self.adapter_rows(batch.adapters)
@@ -253,15 +252,18 @@ class Runner:
     def _forward(self, batch: Batch, adapters: AdapterRows | None, received: Tensor | None = None) -> Tensor:
         input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
         model = self.model.model
-        if isinstance(model, EncoderModel):
-            context: StepContext = model.context(
-                batch.attention, batch.positions, batch.starts, batch.token_types
-            )
-        else:
-            first = 0 if model.stage is None else model.stage.layers.start
-            context = StepContext(batch.attention, batch.positions, self.caches, first)
-        context.adapters, context.overlay = adapters, batch.overlay
-        return model.hidden_states(input_ids, context, received)
+        context = StepContext(
+            batch.attention,
+            batch.positions,
+            self.caches,
+            model.first_layer,
+            adapters=adapters,
+            overlay=batch.overlay,
+            token_types=batch.token_types,
+            starts=batch.starts,
+            received=received,
+        )
+        return model.hidden_states(input_ids, context)
 
     def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
         """Keep sampled tokens on the device for the next step, which may start before the host has read them."""
@@ -390,7 +392,7 @@ class Runner:
         config, longest = self.config, self.model.max_model_len
         self.caches = self._allocate(1)
         most = config.max_num_batched_tokens
-        if isinstance(self.model.model, EncoderModel):  # whose longest prompt runs in one step in any case
+        if self.model.model.encodes:  # the longest prompt runs in one step in any case
             most = max(most, longest)
         num_long, rest = divmod(most, longest)
         prompts = [*[longest] * num_long, *([rest] if rest else [])][: config.max_num_seqs]

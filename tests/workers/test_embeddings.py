@@ -184,7 +184,7 @@ def test_quantised_models_take_plain_embeddings(quantization: str, tmp_path: Pat
     folder = Architecture("llama", fields).write(tmp_path)
     tokens = make_prompts(VOCAB_SIZE, (20, 3))
     runner, _ = load_runner(folder, quantization=quantization)
-    table = runner.model.model.base.get_input_embeddings()
+    table = runner.model.model.base.words
     with torch.inference_mode():
         rows = [table(torch.tensor(prompt)) for prompt in tokens]
     assert Driver(runner).generate([*map(prompt_of, rows)], 8) == Driver(runner).generate(tokens, 8)
@@ -253,7 +253,7 @@ def test_models_that_pool_take_embeddings_where_they_look_tokens_up_once(
         assert ready.embedding_size == 0
         return
     tokens = make_prompts(128, LENGTHS)
-    table = runner.model.model.base.get_input_embeddings()
+    table = runner.model.model.base.words
     with torch.inference_mode():
         prompts = [prompt_of(table(torch.tensor(prompt)).float()) for prompt in tokens]
     task = PoolingParams(task="embed", all_tokens=True)
@@ -264,7 +264,7 @@ def test_a_model_that_never_calls_its_embedding_takes_none(tmp_path: Path) -> No
     class Own(torch.nn.Module):
         def __init__(self, base: torch.nn.Module) -> None:
             super().__init__()
-            self.base, self.other = base, torch.nn.Embedding(3, 64)
+            self.base, self.other, self.config = base, torch.nn.Embedding(3, 64), base.config
 
         def get_input_embeddings(self) -> torch.nn.Module:
             return self.other
@@ -274,6 +274,7 @@ def test_a_model_that_never_calls_its_embedding_takes_none(tmp_path: Path) -> No
 
     runner, _ = load_runner(SERVED["gpt2"].write(tmp_path))
     tokens = Driver(runner).generate([[1, 2, 3]], 4)
-    runner.model.model.base = Own(runner.model.model.base)
+    base: Any = runner.model.model.base
+    base.module = Own(base.module)
     assert runner._try_embedding(64) == 0
     assert Driver(runner).generate([[1, 2, 3]], 4) == tokens

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pagewire.ipc.pooling import PoolerConfig, PoolingParams
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.encoder_stack import EncoderStack
-from pagewire.workers.model.encoder_structures import STRUCTURES
+from pagewire.workers.model.network import Network
 from pagewire.workers.model.pooler import PoolingSlot
+from pagewire.workers.model.structures import STRUCTURES
 
 from ..frontend.word_pieces import write_tokenizer
 from . import pooled
@@ -78,7 +78,7 @@ def test_encoders_embed(model_type: str, mode: str, tmp_path: Path) -> None:
     prompts = make_prompts(128, LENGTHS)
     runner, ready = load_runner(folder)
     assert ready.pooling is not None and ready.pooling.whole_prompts
-    assert isinstance(runner.model.model.base, EncoderStack) == (model_type in STRUCTURES)
+    assert isinstance(runner.model.model.base, Network) == (model_type in STRUCTURES)
     for vector, hidden in zip(pool(runner, prompts, MEAN), states(folder, prompts), strict=True):
         expected = hidden.mean(0) if mode == "mean_tokens" else hidden[0]
         torch.testing.assert_close(vector, expected, atol=2e-5, rtol=2e-5)
@@ -93,7 +93,7 @@ def test_every_encoder_embeds(model_type: str, tmp_path: Path) -> None:
     prompts = make_prompts(128, LENGTHS)
     runner, _ = load_runner(folder, pooler_config=PoolerConfig(pooling_type="MEAN"))
     is_stack = model_type in STRUCTURES and model_type != "electra"  # whose embeddings are smaller here
-    assert isinstance(runner.model.model.base, EncoderStack) == is_stack
+    assert isinstance(runner.model.model.base, Network) == is_stack
     crowd = pool(runner, prompts, MEAN)
     for prompt, vector, hidden in zip(prompts, crowd, states(folder, prompts), strict=True):
         assert cosine(vector, hidden.mean(0)) > 0.999999
@@ -108,7 +108,7 @@ def test_encoders_are_quantised_while_they_are_loaded(model_type: str, tmp_path:
     mean = PoolerConfig(pooling_type="MEAN")
     runner, _ = load_runner(folder, pooler_config=mean, quantization="int8", dtype="bfloat16")
     base = runner.model.model.base
-    assert isinstance(base, EncoderStack) and base.stack.layers[1].down.scheme.bits == 8
+    assert isinstance(base, Network) and base.stack.layers[1].down.scheme.bits == 8
     crowd = pool(runner, prompts, MEAN)
     for prompt, vector, hidden in zip(prompts, crowd, states(folder, prompts), strict=True):
         assert cosine(vector, hidden.mean(0)) > 0.995

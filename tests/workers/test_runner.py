@@ -178,7 +178,7 @@ def test_methods(runner: Runner) -> None:
     assert (info["architecture"], info["num_layers"], info["forward"]) == (
         "LlamaForCausalLM",
         2,
-        "DecoderStack",
+        "Network",
     )
     with pytest.raises(ValueError, match="no method 'rm'; it has memory, model_info, ping"):
         call(runner, "rm", [], {})

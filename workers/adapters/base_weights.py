@@ -9,7 +9,7 @@ from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.adapters.division import own_rows
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.model import load_config, resolve_dtype
+from pagewire.workers.model.configuration import load_config, resolve_dtype
 from pagewire.workers.model.modules import build_module
 from pagewire.workers.model.shards import Cut
 from pagewire.workers.model.weights import Weights

@@ -24,18 +24,14 @@ from pagewire.workers.adapters.place import Place
 from pagewire.workers.adapters.size_limit import file_bytes, low_rank_numbers, whole_numbers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import current_adapters
-from pagewire.workers.model.encoder import EncoderModel
 from pagewire.workers.model.experts import up_name
 from pagewire.workers.model.loaded import LoadedModel
-from pagewire.workers.model.model import Model
+from pagewire.workers.model.module import ModuleBase, ModuleHead, ModuleScores
+from pagewire.workers.model.network import Network
 from pagewire.workers.model.parallel_layers import DividedEmbedding, GatheredLinear
-from pagewire.workers.model.pooling_model import Headless
 from pagewire.workers.model.shards import Cut
-from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.model.transforms import LinearModule, QuantisedEmbedding
 
-BASE, OUTPUT = "model", "lm_head"
-"""The names of the base and of the output layer in a model whose layers run as a stack."""
 EMBEDDINGS = (nn.Embedding, QuantisedEmbedding)
 """Types of embeddings that adapters can change."""
 
@@ -53,7 +49,7 @@ class Targets:
 
     dtype: torch.dtype
     device: torch.device
-    prefix: str = f"{BASE}."
+    prefix: str
     places: dict[str, Place] = field(default_factory=dict)
     experts: dict[str, ExpertPlaces] = field(default_factory=dict)
     embedding: str = ""
@@ -71,19 +67,16 @@ class Targets:
             LoadError: its layers are not called with all rows of a step.
         """
         model = loaded.model
-        if isinstance(model, EncoderModel) and not model.packed:
+        if isinstance(model.base, ModuleBase) and not model.base.packed:
             raise LoadError(
                 "enable_lora: this encoder runs prompt by prompt, for which adapters are not served"
             )
-        targets = cls(loaded.dtype, device, cuts=loaded.cuts)
-        if model.causal is not None:
-            is_headless = isinstance(model.causal, Headless)
-            targets.prefix = "" if is_headless else f"{model.base_path}."
-        if isinstance(model.base, DecoderStack):
-            targets._add_stack(model.base)
+        targets = cls(loaded.dtype, device, f"{model.path}." if model.path else "", cuts=loaded.cuts)
+        if isinstance(model.base, Network):
+            targets._add_network(model.base)
         else:
-            targets._add_modules(model.base, targets.prefix)
-        targets._add_head(model)
+            targets._add_modules(model.base.module, targets.prefix)
+        targets._add_head(loaded)
         return targets
 
     def find(self, module: str) -> str:
@@ -125,19 +118,19 @@ class Targets:
         )
         return names if later == module else (*names, later, f"{self.prefix}{later}")
 
-    def _add_stack(self, stack: DecoderStack) -> None:
-        layers = stack.stack.layers
+    def _add_network(self, network: Network) -> None:
+        layers = network.stack.layers
         self.shapes = product_shapes(layers)
         of_mixtures = mixture_products(layers)
-        for number, (place, layer) in enumerate(zip(stack.stack_layers, layers, strict=True)):
+        for number, (place, layer) in enumerate(zip(network.places, layers, strict=True)):
             if layer.mixture is not None:
-                mlp = f"{self.prefix}layers.{place.index}.mlp"
+                mlp = f"{self.prefix}layers.{place.layer}.mlp"
                 self._add_mixture(mlp, of_mixtures[number], layer.mixture)
             for name, found in stack_places(4 * number, layer).items():
-                full = f"{self.prefix}layers.{place.index}.{name}"
+                full = f"{self.prefix}layers.{place.layer}.{name}"
                 self.places[full] = replace(found, cut=self.cuts.get(f"{full}.weight"))
-        if stack.embed_tokens is not None:
-            stack.embed_tokens = self._adapted_embedding("embed_tokens", stack.embed_tokens)
+        if network.embedding is not None:
+            network.embedding.words = self._adapted_embedding("embed_tokens", network.words)
 
     def _add_mixture(self, mlp: str, product: int, mixture: Mixture) -> None:
         """Add a stack's mixture, whose products have the numbers from `product` on."""
@@ -178,18 +171,16 @@ class Targets:
                     self.vectors[f"{full}.{leaf}"] = parameter.detach()
                 self._add_modules(child, f"{full}.")
 
-    def _add_head(self, model: Model) -> None:
-        if model.causal is None:  # packed weights of an earlier start
-            head: Any = model.head
-            if model.makes_logits:
-                model.head = self._adapted(OUTPUT, head, is_output=True)
-            return
-        for name, child in model.causal.named_modules():
-            if isinstance(child, LinearModule):
-                whole = child.product
-                child.product = self._adapted(name, whole, is_output=True)
-                if model.head is whole:
-                    model.head = child.product
+    def _add_head(self, loaded: LoadedModel) -> None:
+        """Wrap the output layer, or the linear layers of a classifier."""
+        model, pooler = loaded.model, loaded.pooler
+        behind = model.head if pooler is None else pooler.scores
+        if isinstance(behind, ModuleHead | ModuleScores):
+            for name, child in behind.module.named_modules():
+                if isinstance(child, LinearModule):
+                    child.product = self._adapted(name, child.product, is_output=True)
+        elif model.head is not None and not isinstance(model.head, ModuleHead):
+            model.head = self._adapted(model.output, model.head, is_output=True)
 
     def _adapted(self, name: str, linear: Linear, is_output: bool = False) -> Linear:
         """The layer that asks for adapters; over several ranks it does so before it puts their parts together."""

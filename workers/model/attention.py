@@ -9,77 +9,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.deltas import AdapterRows
-from pagewire.kernels.kv_codes import row_width
 from pagewire.kernels.ops import paged_attention, store_kv
-from pagewire.kernels.paging import UNSCALED, AttentionBatch, Cache, KVScales, LogitTerms, kv_block_bytes
+from pagewire.kernels.paging import AttentionBatch, Cache, LogitTerms
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.caches import PAGE, KVShape, Pages
 from pagewire.workers.model.overlay import Overlay
 
 NAME = "pagewire"
-
-
-@dataclass(frozen=True)
-class KVShape:
-    """Shape and dtype of one layer's KV cache.
-
-    source: the layer whose keys and values it reads, as the place in the list of shapes; None: it has its own.
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: torch.dtype
-    source: int | None = None
-
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of `block_size` tokens; 0 if it is another layer's."""
-        if self.source is not None:
-            return 0
-        return kv_block_bytes(self.num_kv_heads, block_size, self.head_dim, self.v_head_dim, self.dtype)
-
-    def allocate(
-        self, num_blocks: int, block_size: int, device: Device, scales: KVScales = UNSCALED
-    ) -> Cache:
-        """A zeroed cache of `num_blocks` blocks of `block_size` tokens on a device."""
-        shape = (num_blocks, self.num_kv_heads, block_size)
-        k, v = (
-            device.zeros((*shape, row_width(size, self.dtype)), self.dtype)
-            for size in (self.head_dim, self.v_head_dim)
-        )
-        return Cache(k, v, scales)
-
-
-def allocate_caches(
-    shapes: Sequence[KVShape],
-    num_blocks: int,
-    block_size: int,
-    device: Device,
-    scales: Sequence[KVScales] = (),
-) -> list[Cache]:
-    """The caches of layers of these shapes, see `KVShape.allocate`; a layer that reads another's has the same one.
-
-    scales: of these layers, and maybe of later ones; empty for 1.
-    """
-    caches: list[Cache] = []
-    for place, shape in enumerate(shapes):
-        if shape.source is not None:
-            caches.append(caches[shape.source])
-        else:
-            own = scales[place] if scales else UNSCALED
-            caches.append(shape.allocate(num_blocks, block_size, device, own))
-    return caches
-
-
-def memory_of(caches: Sequence[Cache]) -> list[Tensor]:
-    """The tensors of caches, each once, though layers may have the same ones."""
-    return list({x.data_ptr(): x for cache in caches for x in (cache.k, cache.v)}.values())
 
 
 class RowsContext:
@@ -104,35 +47,77 @@ class RowsContext:
 
 
 class StepContext(RowsContext):
-    """The inputs of a step's layers beside hidden states: attention batch, positions int64 [T], all KV caches.
-
-    first_layer: the layer of the first caches; those before it are on other stages of a pipeline.
-    overlay: embeddings that take the place of those of tokens; None: there are none.
+    """What a step's layers take beside hidden states.
 
     Within `with step:`, attention and linear layers get it from `current_step`.
+
+    Args:
+        batch: whose attention it is. A model that encodes has it `in_pages`.
+        positions: int64 [T]; of long sequences, rows in tables of angles (`Slots.long_from`).
+        caches: of all layers from `first_layer` on; those before it are on other stages of a pipeline.
+        adapters: the rows that have adapters; None: none has.
+        overlay: embeddings that take the place of those of tokens; None: there are none.
+        token_types: int64 [T], 1 in the second texts of pairs; None: all 0.
+        starts: the index in the batch of each request's first token, for a model that runs prompt by prompt.
+        received: hidden states [T, H] of the stage before, which are overwritten; None where the model begins.
     """
 
-    __slots__ = ("batch", "caches", "first_layer", "overlay", "positions")
+    __slots__ = (
+        "_num_pages",
+        "batch",
+        "caches",
+        "first_layer",
+        "overlay",
+        "pages",
+        "positions",
+        "received",
+        "starts",
+        "token_types",
+    )
 
     def __init__(
         self,
         batch: AttentionBatch,
         positions: Tensor,
-        caches: Sequence[Cache],
+        caches: Sequence[Cache] = (),
         first_layer: int = 0,
+        *,
+        adapters: AdapterRows | None = None,
+        overlay: Overlay | None = None,
+        token_types: Tensor | None = None,
+        starts: Sequence[int] = (),
+        received: Tensor | None = None,
     ) -> None:
-        super().__init__()
-        self.batch, self.positions, self.caches = batch, positions, caches
-        self.first_layer = first_layer
-        self.overlay: Overlay | None = None
+        super().__init__(adapters)
+        self.batch, self.positions, self.caches, self.first_layer = batch, positions, caches, first_layer
+        self.overlay, self.token_types, self.starts, self.received = overlay, token_types, starts, received
+        self.pages: Pages | None = None
+        self._num_pages = 0
+
+    def use(self, pages: Pages) -> None:
+        """Take these for keys and values: the model encodes, and the batch is `in_pages`."""
+        self.pages, self._num_pages = pages, sum(-(-length // PAGE) for length in self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each request."""
+        return [end - start for start, end in pairwise([*self.starts, len(self.positions)])]
 
     def cache(self, layer: int, shape: KVShape, window: int | None) -> Cache:
-        """The cache of a layer. `shape` and `window` (keys per query) are used by the dry run only."""
+        """The cache of a layer. In a model that encodes, pages that the next layer may overwrite.
+
+        window: keys per query, which the dry run records.
+        """
+        if self.pages is not None:
+            return self.pages.of(shape, self._num_pages, self.positions.device)
         return self.caches[layer - self.first_layer]
 
     def future(self, window: int | None) -> int:
-        """How many keys after its own a query sees, given the layer's window."""
-        return 0
+        """How many keys after its own a query sees, given the layer's window.
+
+        In a model that encodes all, or those of a window to each side that has the query's own in it.
+        """
+        return 0 if self.pages is None else LogitTerms.two_sided(window).future
 
     def attend(
         self,
@@ -206,10 +191,10 @@ class DryRunRecorder:
     sources: dict[int, int] = field(default_factory=dict)
     caches: dict[int, Cache] = field(default_factory=dict)
 
-    def step(self, batch: AttentionBatch, positions: Tensor) -> StepContext:
-        """The context of a step that is recorded here; positions: int64 [T]."""
+    def step(self, batch: AttentionBatch, positions: Tensor, starts: Sequence[int] = ()) -> StepContext:
+        """The context of a step that is recorded here; positions, starts: see `StepContext`."""
         self.calls.num_steps += 1
-        return _RecordingContext(batch, positions, self)
+        return _RecordingContext(batch, positions, starts, self)
 
     def kv_shapes(self) -> list[KVShape]:
         """The shape of each layer's cache, from the first layer on. One that never attends has the first one's."""
@@ -225,12 +210,16 @@ class DryRunRecorder:
 class _RecordingContext(StepContext):
     __slots__ = ("_keys", "recorder")
 
-    def __init__(self, batch: AttentionBatch, positions: Tensor, recorder: DryRunRecorder) -> None:
-        super().__init__(batch, positions, recorder.caches)  # type: ignore[arg-type]
+    def __init__(
+        self, batch: AttentionBatch, positions: Tensor, starts: Sequence[int], recorder: DryRunRecorder
+    ) -> None:
+        super().__init__(batch, positions, recorder.caches, starts=starts)  # type: ignore[arg-type]
         self.recorder = recorder
         self._keys: dict[tuple[object, ...], tuple[int, Tensor, Tensor]] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.pages is not None:
+            return super().attend(layer, q, k, v, *args, **kwargs)
         # A layer that shares another one's keys and values gets the same tensors; here all stay in memory.
         place = (k.data_ptr(), v.data_ptr(), k.shape, k.stride())
         source = self._keys.setdefault(place, (layer, k, v))[0]
@@ -239,6 +228,8 @@ class _RecordingContext(StepContext):
         return super().attend(layer, q, k, v, *args, **kwargs)
 
     def cache(self, layer: int, shape: KVShape, window: int | None) -> Cache:
+        if self.pages is not None:
+            return super().cache(layer, shape, window)
         recorder = self.recorder
         recorder.calls.add(layer, shape, window)
         if layer not in recorder.caches:

@@ -10,11 +10,11 @@ import torch
 
 from pagewire.kernels.paging import Cache, KVScales
 from pagewire.workers.device.interface import Device
-from pagewire.workers.model.attention import KVShape, allocate_caches
+from pagewire.workers.model.caches import KVShape, allocate_caches
 from pagewire.workers.model.model import Model
+from pagewire.workers.model.network import Network
 from pagewire.workers.model.pooler import Pooler
 from pagewire.workers.model.shards import Cut
-from pagewire.workers.model.stack import DecoderStack
 
 
 @dataclass
@@ -57,10 +57,10 @@ class LoadedModel:
 
     def allocate(self, num_blocks: int, block_size: int, device: Device) -> list[Cache]:
         """Zeroed caches of its layers, of `num_blocks` blocks of `block_size` tokens each."""
-        first = 0 if self.model.stage is None else self.model.stage.layers.start
-        return allocate_caches(self.kv_shapes, num_blocks, block_size, device, self.kv_scales[first:])
+        scales = self.kv_scales[self.model.first_layer :]
+        return allocate_caches(self.kv_shapes, num_blocks, block_size, device, scales)
 
     @property
     def is_stack(self) -> bool:
-        """True if its layers run as a `DecoderStack`."""
-        return isinstance(self.model.base, DecoderStack)
+        """True if its layers run as the stack of a `Network`."""
+        return isinstance(self.model.base, Network)

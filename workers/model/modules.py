@@ -22,8 +22,8 @@ from pagewire.workers.checkpoint.quantised import QuantisedCheckpoint
 from pagewire.workers.checkpoint.source import Checkpoint, WeightSource
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
-from pagewire.workers.model.model import resolve_max_model_len
-from pagewire.workers.model.proof import refuse
+from pagewire.workers.model.configuration import resolve_max_model_len
+from pagewire.workers.model.refusals import refuse
 from pagewire.workers.model.rehearsal import rehearse
 from pagewire.workers.model.text_base import takes_more_than_text
 from pagewire.workers.model.weights import CheckpointWeights, Quantise, Weights, keep

@@ -64,7 +64,7 @@ def embedding_size(base: Any) -> int:
 
 @contextmanager
 def laid_over(base: Any, overlay: Overlay | None) -> Iterator[None]:
-    """A context in which a base model gets the embeddings of a step for the tokens whose place they take.
+    """A context in which a base, a network or a module, gets embeddings for the tokens whose place they take.
 
     The module that looks tokens up is called with all token ids, as ever, and what it returns is changed. So these
     are embeddings as transformers takes them (`inputs_embeds`): a model that scales them behind this module scales
@@ -83,10 +83,10 @@ def laid_over(base: Any, overlay: Overlay | None) -> Iterator[None]:
         num_calls += 1
         return overlay.over(embedded)
 
-    handle = input_embedding(base).register_forward_hook(lay)
+    handle = base.words.register_forward_hook(lay)
     try:
         yield
     finally:
         handle.remove()
     if num_calls != 1:
-        raise RuntimeError(f"{type(base).__name__} calls its input embedding {num_calls} times")
+        raise RuntimeError(f"{base.name} calls its input embedding {num_calls} times")

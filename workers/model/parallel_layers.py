@@ -26,7 +26,7 @@ class Gather:
     """
 
     def __init__(self, spans: Sequence[range], collective: Collective) -> None:
-        self.collective = collective
+        self.spans, self.collective = spans, collective
         self.own, self.size = spans[collective.rank], max(span.stop for span in spans)
         self._width = max(map(len, spans))
         index = torch.empty(self.size, dtype=torch.long)
@@ -84,18 +84,18 @@ class DividedEmbedding(nn.Module):
 
     def __init__(self, rows: nn.Module, own: range, collective: Collective) -> None:
         super().__init__()
-        self.rows, self.own, self._collective = rows, own, collective
+        self.rows, self.own, self.collective = rows, own, collective
         self.embedding_dim: Any = rows.embedding_dim
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids int64 [...] to embeddings [..., H], the same on all ranks."""
         places = ids - self.own.start
         is_own = places >= 0
-        if self._collective.rank < self._collective.size - 1:
+        if self.collective.rank < self.collective.size - 1:
             is_own &= places < len(self.own)
         states = self.rows(torch.where(is_own, places, 0))
         # All but one of the terms are 0, so the sum has the bits of the row.
-        return self._collective.all_reduce(torch.where(is_own[..., None], states, 0).to(states.dtype))
+        return self.collective.all_reduce(torch.where(is_own[..., None], states, 0).to(states.dtype))
 
 
 def divided_embedding(module: Any, rows: Tensor, cut: Cut, collective: Collective) -> DividedEmbedding:

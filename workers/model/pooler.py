@@ -7,7 +7,6 @@ A mean is a sum of integers, which may be added in any order: hidden states are 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from pagewire.ipc.pooling import TOKEN_TASKS, PoolingInfo, PoolingParams
 from pagewire.kernels.elementwise import elementwise
+from pagewire.kernels.ops import rms_norm
 from pagewire.workers.model.dense import Dense, chain
-from pagewire.workers.model.pooling_model import PoolingModel, normalized_rows
+from pagewire.workers.model.module import ModuleScores
 from pagewire.workers.model.pooling_spec import PoolingSpec
 
 FRACTION = 2.0**30  # of the integers of a mean; a sum may reach 2**33
@@ -39,19 +39,18 @@ class PoolingSlot:
     finite: bool = True
 
 
+@dataclass
 class Pooler:
-    """Pools rows by a specification. dtype: of the hidden states."""
+    """Pools rows by a specification."""
 
-    def __init__(
-        self,
-        spec: PoolingSpec,
-        info: PoolingInfo,
-        model: PoolingModel,
-        dense: Sequence[Dense],
-        dtype: torch.dtype,
-    ) -> None:
-        self.spec, self.info, self.dense = spec, info, dense
-        self._model, self._dtype = model, dtype
+    spec: PoolingSpec
+    info: PoolingInfo
+    dense: list[Dense]
+    """Linear layers behind the pooling, or the head of a reward model."""
+    scores: ModuleScores | list[Dense] | None
+    """The classifier behind the base model; None: there is none."""
+    dtype: torch.dtype
+    """Of hidden states."""
 
     def add(
         self, slot: PoolingSlot, hidden: Tensor, start: int, token_ids: Tensor | None = None
@@ -115,9 +114,11 @@ class Pooler:
         """Logits float32 [n, L] of states float32 [n, H]: by the head of a reward model, or of the classifier."""
         if not len(states):
             return states.new_zeros(0, self.info.size)
-        if not self.dense:
-            return self._model.scores(states.to(self._dtype))
-        return chain(self.dense, states)
+        if self.dense:
+            return chain(self.dense, states)
+        assert self.scores is not None, "a model that scores has a classifier or layers for rewards"
+        states = states.to(self.dtype)
+        return chain(self.scores, states) if isinstance(self.scores, list) else self.scores(states)
 
 
 def finite(x: Tensor) -> bool:
@@ -132,3 +133,9 @@ def activated(scores: Tensor, name: str) -> Tensor:
     if name == "softmax":
         return torch.stack([torch.softmax(row, 0) for row in scores]) if len(scores) else scores
     return scores
+
+
+def normalized_rows(x: Tensor) -> Tensor:
+    """Rows float32 [n, D], each divided by its length. A row's bits do not depend on the others."""
+    size = x.shape[-1]
+    return rms_norm(x.contiguous(), torch.full((size,), size**-0.5, device=x.device), 1e-24)

@@ -10,9 +10,7 @@ Models that cannot be supported (other layer types, ignored settings, attention 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,31 +22,23 @@ from pagewire.kernels.weight import Scheme
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
-from pagewire.workers.model.attention import AttentionCalls, DryRunRecorder, KVShape
+from pagewire.workers.model.attention import AttentionCalls, DryRunRecorder
+from pagewire.workers.model.caches import KVShape
 from pagewire.workers.model.layer_configs import layer_configs
-from pagewire.workers.model.lockstep import Lockstep
 from pagewire.workers.model.model import Model
+from pagewire.workers.model.module import ModuleScores
+from pagewire.workers.model.pooling_spec import PoolingSpec
+from pagewire.workers.model.reference import LENGTHS, DryRun, Expected
+from pagewire.workers.model.refusals import refuse
 from pagewire.workers.model.text_base import picture_layers
 from pagewire.workers.model.transforms import tolerance
-from pagewire.workers.model.weights import Weights
 
 logger = logging.getLogger("pagewire.worker")
 
 BLOCK = 16
-LENGTHS = (
-    20,
-    9,
-)  # tokens of each request; the first starts at position 0, the second ends at the last possible position
-CHUNKS = ((12, 0), (5, 9), (3, 0))  # tokens of each request in each of the steps
 REQUEST_FACTOR = 3  # in a request of a few tokens, one that goes to other experts weighs as much more
 ROUNDED = 0.15  # permitted difference of logits where activations are rounded
 SERVED_LAYERS = {"full_attention", "sliding_attention", "attention"}
-
-
-def refuse(config: Any, reason: str) -> LoadError:
-    """The error for an unsupported architecture."""
-    name = (getattr(config, "architectures", None) or [config.model_type])[0]
-    return LoadError(f"{name} is not supported: {reason}")
 
 
 def check_config(config: Any) -> None:
@@ -65,138 +55,35 @@ def check_config(config: Any) -> None:
         raise refuse(config, f"it has layers of type {', '.join(sorted(map(str, other)))}")
 
 
-@dataclass(frozen=True)
-class DryRun:
-    """The requests of a dry run: token ids int64 [n] of each, and the position of its first token.
-
-    short_length: see `transforms.short_length`.
-    """
-
-    token_ids: list[Tensor]
-    offsets: list[int]
-    short_length: int = 0
-
-    @property
-    def end(self) -> int:
-        """The first position after all requests."""
-        return max(map(self._end, range(len(self.offsets))))
-
-    def _end(self, index: int) -> int:
-        return self.offsets[index] + len(self.token_ids[index])
-
-    def rows(self, index: int, places: Tensor) -> Tensor:
-        """The rows of these tokens of a request in tables of angles, int64 [n]; see `RotaryTable`."""
-        is_long = 0 < self.short_length < self._end(index)
-        return places + self.offsets[index] + (self.short_length if is_long else 0)
-
-    @classmethod
-    def make(cls, vocab_size: int, max_model_len: int) -> DryRun:
-        """Random tokens at the first and last positions, since some models change behaviour at high positions."""
-        generator = torch.Generator().manual_seed(0)
-        token_ids = [torch.randint(0, vocab_size, (n,), generator=generator) for n in LENGTHS]
-        return cls(token_ids, [0, max(0, max_model_len - LENGTHS[1])])
-
-
-def reference_logits(weights: Weights, run: DryRun) -> list[Tensor]:
-    """Logits [n, V] of each request by the original module; see `reference`."""
-
-    def forward(ids: Tensor, positions: Tensor) -> Tensor:
-        output = weights.causal(input_ids=ids, position_ids=positions, use_cache=False)
-        return output.logits[0]  # type: ignore[no-any-return]
-
-    return reference(weights, run, forward)
-
-
-def reference(weights: Weights, run: DryRun, forward: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
-    """What the original module makes of each request.
-
-    The module's weights are read layer by layer, so it never needs to be in memory as a whole; both requests run a
-    layer before the next one is read.
-
-    forward: of the module, with token ids and positions int64 [1, n]; gives a tensor [n, ...]. It is called in
-    threads, of which one runs at a time.
-
-    Raises:
-        LoadError: the module's forward pass fails.
-    """
-    causal = weights.causal
-
-    @torch.inference_mode()
-    def logits(ids: Tensor, offset: int) -> Tensor:
-        device = causal.get_input_embeddings().weight.device
-        positions = torch.arange(offset, offset + len(ids), device=device)[None]
-        return forward(ids[None].to(device), positions).cpu()
-
-    passes = [partial(logits, *request) for request in zip(run.token_ids, run.offsets, strict=True)]
-    lockstep = Lockstep()
-    try:
-        with weights.streamed(lockstep):
-            return lockstep.run(passes)
-    except Exception as error:
-        name, reason = type(causal).__name__, first_line(error)
-        logger.info("%s does not run with one layer at a time, so it is read as a whole: %s", name, reason)
-    weights.fill(causal)
-    try:
-        return [one_pass() for one_pass in passes]
-    except Exception as error:
-        raise refuse(causal.config, f"its forward pass fails: {first_line(error)}") from error
-
-
-def expected_logits(
-    weights: Weights, run: DryRun, dtype: torch.dtype, device: Device, collective: Collective
-) -> list[Tensor]:
-    """See `reference_logits`: computed by rank 0, for all ranks.
-
-    dtype: of the model.
-
-    Raises:
-        LoadError: on rank 0, the module's forward pass fails.
-    """
-    expected = reference_logits(weights, run) if collective.rank == 0 else []
-    if collective.size == 1:
-        return expected
-    output = weights.causal.get_output_embeddings()
-    if output is None:
-        raise refuse(weights.causal.config, "it has no output layer that could be divided over several ranks")
-    vocab_size = output.weight.shape[0]
-    shared = []
-    for index, ids in enumerate(run.token_ids):
-        own = expected[index] if expected else torch.zeros(len(ids), vocab_size)
-        logits = collective.broadcast(own.to(device.torch_device, torch.float32).contiguous(), 0)
-        shared.append(logits.cpu().to(dtype))
-    return shared
-
-
-def paged_logits(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]:
+def results(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]:
     """Logits [n, V] of each request on a paged cache, with the requests batched and chunked.
 
-    Empty in a stage before the last, which takes its part in the same steps.
+    Hidden states [n, H], if the model pools. Empty in a stage before the last, which takes its part in the same
+    steps.
     """
-    done = [0] * len(LENGTHS)
-    parts: list[list[Tensor]] = [[] for _ in LENGTHS]
-    for lengths in CHUNKS:
+    done = [0] * len(run.token_ids)
+    parts: list[list[Tensor]] = [[] for _ in run.token_ids]
+    for lengths in run.chunks:
         places = [torch.arange(d, d + n) for d, n in zip(done, lengths, strict=True)]
         done = [d + n for d, n in zip(done, lengths, strict=True)]
         ids = torch.cat([t[p] for t, p in zip(run.token_ids, places, strict=True)])
-        positions = torch.cat([run.rows(index, p) for index, p in enumerate(places)])
-        batch = dry_batch(places, done)
-        tensors = (
-            ids,
-            positions,
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.block_table,
-            batch.slot_mapping,
-        )
-        ids, positions, starts, lens, table, kv_slots = recorder.device.upload(tensors)
-        batch = AttentionBatch(starts, lens, table, kv_slots, batch.max_query_len, batch.max_seq_len)
-        step = recorder.step(batch, positions)
-        states = model.hidden_states(ids, step, model.received(len(ids)))
-        if not model.makes_logits:
+        # A model that encodes counts from its own first position.
+        positions = torch.cat([p if model.encodes else run.rows(i, p) for i, p in enumerate(places)])
+        batch = model.laid_out(dry_batch(places, done), positions)
+        starts = batch.query_start_loc[:-1].tolist()
+        about_attention = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
+        uploaded = recorder.device.upload([ids, positions, *about_attention])
+        ids, positions, query_start_loc, lens, table, kv_slots = uploaded
+        longest = batch.max_query_len, batch.max_seq_len
+        batch = AttentionBatch(query_start_loc, lens, table, kv_slots, *longest)
+        step = recorder.step(batch, positions, starts)
+        step.received = model.received(len(ids))
+        states = model.hidden_states(ids, step)
+        if not model.is_last:
             continue
-        logits = model.logits(states).cpu()
-        for part, rows in zip(parts, torch.split(logits, list(lengths)), strict=True):
-            part.append(rows)
+        rows = (states if model.head is None else model.logits(states)).cpu()
+        for part, own in zip(parts, torch.split(rows, list(lengths)), strict=True):
+            part.append(own)
     return [torch.cat(part) for part in parts if part]
 
 
@@ -218,14 +105,17 @@ def dry_batch(places: list[Tensor], seq_lens: list[int]) -> AttentionBatch:
 
 def prove(
     model: Model,
+    config: Any,
     run: DryRun,
-    expected: list[Tensor],
+    expected: Sequence[Tensor],
     schemes: Iterable[Scheme],
     max_model_len: int,
     device: Device,
     collective: Collective,
 ) -> list[KVShape]:
-    """Run the transformed model and compare its logits. Returns the KV shape of each layer.
+    """Run the transformed model and compare its logits, or its hidden states if it pools.
+
+    Returns the KV shape of each layer; none if the model encodes.
 
     expected: of the original module, with dequantised weights. schemes: of the weights, which say how much the
     rounding of activations may cost.
@@ -235,24 +125,50 @@ def prove(
             `DisprovenError`.
     """
     recorder = DryRunRecorder(3 * len(LENGTHS), BLOCK, device)
-    config = model.config
+    attends = "packed prompts do" if model.encodes else "paged attention does"
     try:
-        actual = paged_logits(model, run, recorder)
+        actual = results(model, run, recorder)
     except LoadError as error:
         raise refuse(config, str(error)) from error
     except Exception as error:
-        raise refuse(config, f"paged attention does not fit it: {first_line(error)}") from error
-    check_calls(config, recorder.calls, None if model.stage is None else model.stage.layers)
-    check_windows(config, recorder.calls, max_model_len)
+        raise refuse(config, f"{attends} not fit it: {first_line(error)}") from error
+    if not model.encodes:
+        check_calls(config, recorder.calls, None if model.stage is None else model.stage.layers)
+        check_windows(config, recorder.calls, max_model_len)
     difference = worst_difference(actual, expected) if actual else 0.0
     wrong = torch.tensor([difference > permitted_difference(expected[0].dtype, schemes)], dtype=torch.float32)
-    if collective.all_reduce(
-        wrong.to(device.torch_device)
-    ).item():  # all ranks must come to the same conclusion
+    # All ranks must come to the same conclusion.
+    if collective.all_reduce(wrong.to(device.torch_device)).item():
         by = f"by {difference:.1%}" if actual else "the last stage has them"
-        raise DisprovenError(str(refuse(config, f"its logits with paged attention are wrong ({by})")))
-    logger.debug("logits differ from the original module's by %.2f%%", 100 * difference)
-    return recorder.kv_shapes()
+        what = "logits with paged attention" if model.head is not None or not actual else "hidden states"
+        raise DisprovenError(str(refuse(config, f"its {what} are wrong ({by})")))
+    logger.debug("results differ from the original module's by %.2f%%", 100 * difference)
+    return [] if model.encodes else recorder.kv_shapes()
+
+
+def check_scores(
+    scores: ModuleScores,
+    spec: PoolingSpec,
+    expected: Expected,
+    schemes: Iterable[Scheme],
+    device: Device,
+) -> None:
+    """Compare a classifier's logits with those of the untouched module, given its hidden states on the host.
+
+    schemes: of the weights, see `prove`.
+
+    Raises:
+        LoadError: they differ.
+    """
+    actual = []
+    for states in expected.results:
+        if spec.kind != "token_classify":
+            pooled = {"LAST": states[-1], "CLS": states[0], "MEAN": states.float().mean(0)}[spec.pooling_type]
+            states = pooled.to(states.dtype)[None]
+        actual.append(scores(states.to(device.torch_device)).cpu())
+    difference = relative_difference(actual, expected.scores)
+    if difference > permitted_difference(expected.results[0].dtype, schemes):
+        raise refuse(scores.module.config, f"its scores are wrong (by {difference:.1%})")
 
 
 def permitted_difference(dtype: torch.dtype, schemes: Iterable[Scheme]) -> float:
@@ -299,7 +215,7 @@ def check_windows(config: Any, calls: AttentionCalls, max_model_len: int) -> Non
             raise refuse(config, f"layer {layer} does not hand its sliding window to attention")
 
 
-def worst_difference(actual: list[Tensor], expected: list[Tensor]) -> float:
+def worst_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The relative difference of logits [n, V]: over all requests, or of a request alone if that is much larger.
 
     Models may compute the requests in different ways, as they are at different positions. Of a request alone,
@@ -313,12 +229,12 @@ def worst_difference(actual: list[Tensor], expected: list[Tensor]) -> float:
     return worst
 
 
-def relative_difference(actual: list[Tensor], expected: list[Tensor]) -> float:
+def relative_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Relative difference of logits [n, V], as the median over tokens.
 
     The median, because rounding may send single tokens to other experts, while an error in the model affects most
     tokens.
     """
-    a, b = torch.cat(actual).float(), torch.cat(expected).float()
+    a, b = torch.cat(list(actual)).float(), torch.cat(list(expected)).float()
     errors = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-6)
     return float(errors.nan_to_num(torch.inf).median())

@@ -1,14 +1,21 @@
-"""Makes refusals of what goes wrong in a model's own code while it is loaded, so that its worker ends at once."""
+"""The errors for models that are not served; also of what goes wrong in a model's own code while it is loaded."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from pagewire.workers.errors import LoadError, first_line
 
 logger = logging.getLogger("pagewire.worker")
+
+
+def refuse(config: Any, reason: str) -> LoadError:
+    """The error for an unsupported architecture."""
+    name = (getattr(config, "architectures", None) or [config.model_type])[0]
+    return LoadError(f"{name} is not supported: {reason}")
 
 
 @contextmanager

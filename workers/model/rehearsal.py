@@ -20,11 +20,13 @@ from torch.overrides import TorchFunctionMode
 from pagewire.kernels.paging import AttentionBatch
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model import attention
-from pagewire.workers.model.attention import AttentionCalls, KVShape, StepContext
+from pagewire.workers.model.attention import AttentionCalls, StepContext
+from pagewire.workers.model.caches import KVShape
 from pagewire.workers.model.invariant import OTHER_PRODUCT
 from pagewire.workers.model.matrices import is_experts, is_linear, is_transposed
-from pagewire.workers.model.model import Model
-from pagewire.workers.model.proof import check_calls, check_windows, refuse
+from pagewire.workers.model.module import ModuleHead, arithmetic
+from pagewire.workers.model.proof import check_calls, check_windows
+from pagewire.workers.model.refusals import refuse
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -92,9 +94,9 @@ def rehearse(causal: Any, max_model_len: int) -> None:
         ):
             check_calls(config, calls)
             check_windows(config, calls, max_model_len)
-        model = Model(twin, batch_invariant=False)
+        head = ModuleHead(twin, arithmetic(batch_invariant=False))
         reason = "its output layers need more than the hidden states of its base model"
-        _on_shapes(config, reason, lambda: model.logits(hidden))
+        _on_shapes(config, reason, lambda: head(hidden))
 
 
 def _width(causal: Any) -> int:

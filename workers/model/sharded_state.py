@@ -25,10 +25,10 @@ from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.parts import shards_of
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
+from pagewire.workers.model.configuration import load_config, resolve_dtype
 from pagewire.workers.model.matrices import is_linear, is_stack
-from pagewire.workers.model.model import load_config, resolve_dtype
 from pagewire.workers.model.modules import build_module, module_on_meta
-from pagewire.workers.model.proof import DryRun, reference_logits
+from pagewire.workers.model.reference import DryRun, Expected, reference_logits
 from pagewire.workers.model.shards import Cut, Shards
 from pagewire.workers.model.stage_cut import cut_down
 from pagewire.workers.model.stages import Stage
@@ -258,8 +258,8 @@ class ShardedState:
         source = Checkpoint(self._folder, [self._folder / name for name in self.manifest.files])
         return ShardedWeights(causal, source, self.manifest, shards, own.state_dict().keys())
 
-    def reference(self) -> tuple[DryRun, list[Tensor]]:
-        """The dry run with which the model was saved, and the whole model's logits [n, V] of each request.
+    def reference(self) -> tuple[DryRun, Expected]:
+        """The dry run with which the model was saved, and the whole model's logits of it.
 
         Raises:
             LoadError: they are missing or broken.
@@ -268,7 +268,7 @@ class ShardedState:
         requests = range(len(self.manifest.offsets))
         token_ids = [source.read(f"token_ids.{i}").clone() for i in requests]
         run = DryRun(token_ids, self.manifest.offsets)
-        return run, [source.read(f"logits.{i}").clone() for i in requests]
+        return run, Expected([source.read(f"logits.{i}").clone() for i in requests], [])
 
 
 class ShardedWeights(CheckpointWeights):

@@ -1,4 +1,4 @@
-"""The structure of models whose layers run as one `DecoderStack`, by names. Imports no torch."""
+"""The structure of models whose layers run as the stack of a `Network`, by names. Imports no torch."""
 
 from __future__ import annotations
 

@@ -27,16 +27,16 @@ def without_picture_layers(base: Any) -> Any:
     return base
 
 
-def base_path(causal: Any) -> str:
-    """The name of a causal module's base model: of the one for texts, if it has others beside it.
+def base_path(module: Any) -> str:
+    """The name of a module's base model: of the one for texts, if it has others beside it.
 
-    Raises:
-        AttributeError: it has no base model.
+    Empty if the module is a base model itself.
     """
-    prefix: str = causal.base_model_prefix
-    base = getattr(causal, prefix)
-    if takes_more_than_text(causal.config):
+    prefix: str = module.base_model_prefix
+    base = getattr(module, prefix, None)
+    path, base = ("", module) if base is None else (prefix, base)
+    if takes_more_than_text(module.config):
         for name in NAMES:
             if isinstance(getattr(base, name, None), nn.Module):
-                return f"{prefix}.{name}"
-    return prefix
+                return f"{path}.{name}".removeprefix(".")
+    return path

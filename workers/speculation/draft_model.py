@@ -118,7 +118,7 @@ class DraftModel:
                 f"the model one of {target.vocab_size}: a draft model must have the model's vocabulary"
             )
         self._loaded = loaded
-        keep_in_background(loaded, ahead)
+        keep_in_background(loaded, ahead, self._collective)
 
     def unload(self) -> None:
         """See `Drafter.unload`."""

@@ -37,9 +37,9 @@ from pagewire.workers.checkpoint.online import online
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.attention import KVShape
+from pagewire.workers.model.caches import KVShape
 from pagewire.workers.model.loaded import LoadedModel
-from pagewire.workers.model.stack import DecoderStack
+from pagewire.workers.model.network import Network
 from pagewire.workers.model.weights import keep
 from pagewire.workers.speculation.eagle3_checkpoint import EagleLayer, EagleSettings, read_layer
 from pagewire.workers.speculation.eagle3_division import EagleDivision
@@ -109,7 +109,7 @@ class Eagle3:
         if self._parts is not None:
             return
         base, settings = target.model.base, self.settings
-        if not isinstance(base, DecoderStack):
+        if not isinstance(base, Network):
             raise LoadError(
                 f"an EAGLE-3 head needs a model whose layers run in one call, and those of {target.architecture} "
                 "run one by one: take a draft model (method 'draft_model')"
@@ -125,8 +125,8 @@ class Eagle3:
         stack = TappedStack(base.stack, settings.places(len(base.stack.layers)))
         angles = rotary_angles(self._path, target.max_model_len, norm)
         base.stack = stack
-        assert base.embed_tokens is not None, "it is there on the first stage"
-        self._parts = Parts(layer, stack, base.embed_tokens, angles)
+        assert base.words is not None, "it is there on the first stage"
+        self._parts = Parts(layer, stack, base.words, angles)
 
     def unload(self) -> None:
         """See `Drafter.unload`."""

@@ -21,7 +21,7 @@ from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model.products import packed
 from pagewire.workers.model.shards import Cut, own_part
 from pagewire.workers.model.shares import Heads
-from pagewire.workers.model.stack import ACTIVATION_NAMES
+from pagewire.workers.model.structures import SWIGLU
 from pagewire.workers.model.weights import Quantise
 from pagewire.workers.speculation.eagle3_division import (
     KEY_VALUE,
@@ -78,17 +78,17 @@ class EagleSettings(msgspec.Struct):
             settings = msgspec.convert(read_json(Path(folder) / "config.json"), cls)
         except (OSError, ValueError) as error:
             raise LoadError(f"config.json of the EAGLE-3 head {folder} cannot be used: {error}") from error
-        if settings.num_hidden_layers != 1 or settings.hidden_act not in ACTIVATION_NAMES:
+        if settings.num_hidden_layers != 1 or settings.hidden_act not in SWIGLU:
             raise LoadError(
                 f"the EAGLE-3 head {folder} has {settings.num_hidden_layers} layers and the activation "
-                f"{settings.hidden_act!r}; served are one layer, and {', '.join(ACTIVATION_NAMES)}"
+                f"{settings.hidden_act!r}; served are one layer, and {', '.join(SWIGLU)}"
             )
         return settings
 
     @property
     def activation(self) -> Activation:
         """Of the feed-forward half."""
-        return ACTIVATION_NAMES[self.hidden_act]
+        return SWIGLU[self.hidden_act]
 
     @property
     def heads(self) -> Heads:

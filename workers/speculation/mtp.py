@@ -32,7 +32,6 @@ from pagewire.workers.model.attention import StepContext
 from pagewire.workers.model.invariant import Invariant
 from pagewire.workers.model.loaded import LoadedModel
 from pagewire.workers.model.model import Model
-from pagewire.workers.model.overlay import input_embedding
 from pagewire.workers.speculation.mtp_checkpoint import MtpLayers, read_layers
 from pagewire.workers.speculation.state_drafter import Caches
 
@@ -99,7 +98,7 @@ class Mtp:
         parts, model = self._loaded
         layer = parts.layers[index]
         own = getattr(layer, "embed_tokens", None)
-        embed = input_embedding(model.base) if own is None else own
+        embed = model.base.words if own is None else own
         with StepContext(batch, positions, caches, first_layer=parts.first), self._arithmetic():
             x = layer.eh_proj(torch.cat([layer.enorm(embed(token_ids)), layer.hnorm(state)], -1))[None]
             at = positions[None]

@@ -26,9 +26,9 @@ from pagewire.workers.collective.turns import own_turn
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model import attention
+from pagewire.workers.model.configuration import load_config
 from pagewire.workers.model.loaded import LoadedModel
 from pagewire.workers.model.loading import module_bytes, transform_parts
-from pagewire.workers.model.model import load_config
 from pagewire.workers.model.modules import module_on_meta, quantisation, read_by_transformers, weight_source
 from pagewire.workers.model.parallel_layers import fit_modules
 from pagewire.workers.model.shards import Shards

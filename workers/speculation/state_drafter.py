@@ -24,7 +24,7 @@ from torch import Tensor
 from pagewire.ipc.worker_messages import StepPlan, WorkerConfig
 from pagewire.kernels.paging import AttentionBatch, Cache
 from pagewire.workers.device.interface import Device, TokenSampler
-from pagewire.workers.model.attention import KVShape, allocate_caches
+from pagewire.workers.model.caches import KVShape, allocate_caches
 from pagewire.workers.model.loaded import LoadedModel
 from pagewire.workers.slots import Slots
 from pagewire.workers.speculation.interface import RowOver

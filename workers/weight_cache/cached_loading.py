@@ -23,8 +23,6 @@ from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.file import PackedFile
 from pagewire.workers.weight_cache.forms import NotStoredError, describe, restored, stored, tensors_of
 from pagewire.workers.weight_cache.key import key_of
-from pagewire.workers.weight_cache.pooling import KeptEncoder, KeptPooling, kept_pooling, pooling_loaded_again
-from pagewire.workers.weight_cache.stack import KeptModel, kept, loaded_again
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -46,40 +44,40 @@ def load(ahead: WeightsAhead, phases: Phases, device: Device, collective: Collec
         return loaded
     loaded = ahead.packed = None  # another rank lacks its own: these make room for those that are loaded now
     from pagewire.workers.model.loading import load_model  # a start from packed weights does without
-    from pagewire.workers.model.pooling_loading import is_pooling, load_pooling_model
 
-    load_it = load_pooling_model if is_pooling(ahead.config) else load_model
     alone = collective.size == 1 and device.torch_device.type == "cpu"
     with reserved(ahead.reserve), refusals(ahead.config.model_path, alone=alone):
-        return load_it(ahead.config, phases, device, collective)
+        return load_model(ahead.config, phases, device, collective)
 
 
 def from_packed(packed: PackedFile, collective: Collective, config: WorkerConfig) -> LoadedModel | None:
     """The model of a file; None, and the file is removed, if it is none that this process can run.
 
-    None, too, for an encoder with adapters: they change linear layers, which its stack has within.
+    None, too, where adapters are served, of an encoder or a classifier: adapters change linear layers by their
+    names, which a stack and a list of layers do not have.
     """
     try:
-        model = restored(packed.header.description, tensors_of(packed))
-        if isinstance(model, KeptPooling):
-            adapted = config.lora is not None and isinstance(model.base, KeptEncoder)
-            return None if adapted else pooling_loaded_again(model, collective)
-        if not isinstance(model, KeptModel):
+        ranks = {"all": collective, "shards": shards_of(collective, config.parallel)}
+        loaded = restored(packed.header.description, tensors_of(packed), ranks)
+        if not isinstance(loaded, LoadedModel):
             raise ValueError("it describes no model")
-        return loaded_again(model, collective, config.parallel)
+        classifies = loaded.pooler is not None and loaded.pooler.scores is not None
+        return None if config.lora is not None and (loaded.model.encodes or classifies) else loaded
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         logger.warning("ignored the packed weights %s: %s", packed.header.key, error)
         folder.remove(packed.header.key)
         return None
 
 
-def keep_in_background(loaded: LoadedModel, ahead: WeightsAhead) -> threading.Thread | None:
+def keep_in_background(
+    loaded: LoadedModel, ahead: WeightsAhead, collective: Collective
+) -> threading.Thread | None:
     """Write the packed weights of a model in a thread; None if they came from a file, or cannot be kept."""
     if ahead.key is None or ahead.packed is not None:
         return None
     try:
         tensors: list[Tensor] = []
-        description = describe(kept(loaded) if loaded.pooler is None else kept_pooling(loaded), tensors)
+        description = describe(loaded, tensors, collective)
     except NotStoredError as error:
         logger.debug("packed weights are not kept: %s", error)
         return None

@@ -1,22 +1,29 @@
-"""The objects of a model as plain values and tensors, and back: the description in a file of packed weights.
+"""A loaded model as plain values and tensors, and back: the description in a file of packed weights.
 
 Numbers, texts and None stand for themselves. Everything else is a map with one entry, whose name says what it is:
 a tensor by its number, a list or a map, a dtype, or one of `FORMS` by its fields. Nothing else can be stored, and
-whatever a file says, nothing but these can be made of it.
+whatever a file says, nothing but these can be made of it. A group of ranks is stored by its name, and is that of
+the process that reads.
+
+What runs code of transformers has no form. The rest was proven against it when it was first loaded, by the process
+that wrote the file (`model/proof.py`), so running it again needs neither transformers nor the checkpoint.
 """
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
+from pagewire.ipc.pooling import PoolingInfo
+from pagewire.kernels.adapted import Adapted
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.linear import PackedLinear
@@ -24,8 +31,20 @@ from pagewire.kernels.cpu.quantised import PackedForm, QuantisedLinear
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.layer import Activation, Experts, Layer, LayerNorm, Mixture, Norm, Router
 from pagewire.kernels.paging import LogitTerms
+from pagewire.kernels.stack import Stack
 from pagewire.kernels.weight import Weight
-from pagewire.workers.model.attention import KVShape
+from pagewire.workers.adapters.embedding import AdaptedEmbedding
+from pagewire.workers.collective.interface import Collective
+from pagewire.workers.model.caches import KVShape
+from pagewire.workers.model.dense import Dense
+from pagewire.workers.model.loaded import LoadedModel
+from pagewire.workers.model.model import Model
+from pagewire.workers.model.network import Embeddings, KVPlace, Network
+from pagewire.workers.model.parallel_layers import DividedEmbedding, Gather, GatheredLinear
+from pagewire.workers.model.pooler import Pooler
+from pagewire.workers.model.pooling_spec import PoolingSpec, TokenHead
+from pagewire.workers.model.shards import Axis, Cut
+from pagewire.workers.model.stages import Stage
 from pagewire.workers.model.transforms import QuantisedEmbedding
 from pagewire.workers.weight_cache.file import DamagedError, PackedFile, StoredTensor, bytes_of
 
@@ -43,8 +62,24 @@ class Form:
 
 
 def fields_of(instance: Any) -> dict[str, Any]:
-    """The fields of a dataclass by name."""
-    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
+    """The fields by which a dataclass is made, by name."""
+    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance) if field.init}
+
+
+def stack_fields(stack: Stack) -> dict[str, Any]:
+    """What a stack is made of.
+
+    Raises:
+        NotStoredError: it is not compiled as a whole.
+    """
+    if stack.compiled is None:
+        raise NotStoredError("its layers are not compiled as a whole")
+    return {"input_norm": stack.input_norm, "layers": list(stack.layers), "norm_first": stack.norm_first}
+
+
+def stack_of(input_norm: Norm | LayerNorm | None, layers: Sequence[Layer], norm_first: bool) -> Stack:
+    """The stack with these fields."""
+    return Stack(input_norm, layers, norm_first=norm_first)
 
 
 def packed_fields(linear: PackedLinear) -> dict[str, Any]:
@@ -92,54 +127,93 @@ def embedding_of(weight: Tensor) -> nn.Embedding:
     return nn.Embedding(num_rows, size, _weight=weight, _freeze=True)
 
 
-STORED = (Layer, LogitTerms, Mixture, Router, Experts, Norm, LayerNorm, KVShape, Weight, Integers, PackedForm)
+STORED = (
+    Cut,
+    Dense,
+    Embeddings,
+    Experts,
+    Integers,
+    KVPlace,
+    KVShape,
+    Layer,
+    LayerNorm,
+    LoadedModel,
+    LogitTerms,
+    Mixture,
+    Model,
+    Network,
+    Norm,
+    PackedForm,
+    Pooler,
+    PoolingSpec,
+    Router,
+    Stage,
+    TokenHead,
+    Weight,
+)
 """Dataclasses that are stored by their fields."""
 FORMS: dict[type, Form] = {
     **{kind: Form(fields_of, kind) for kind in STORED},
+    **{kind: Form(lambda member: {"value": member.value}, kind) for kind in (Activation, Axis)},
+    range: Form(
+        lambda span: {"start": span.start, "stop": span.stop}, lambda start, stop: range(start, stop)
+    ),
+    torch.device: Form(lambda device: {"type": device.type}, torch.device),
     nn.Embedding: Form(lambda embedding: {"weight": embedding.weight}, embedding_of),
-    Activation: Form(lambda activation: {"value": activation.value}, Activation),
     QuantisedEmbedding: Form(lambda embedding: {"rows": embedding.rows}, QuantisedEmbedding),
+    DividedEmbedding: Form(
+        lambda embedding: {"rows": embedding.rows, "own": embedding.own, "collective": embedding.collective},
+        DividedEmbedding,
+    ),
     PackedLinear: Form(packed_fields, packed_linear),
     QuantisedLinear: Form(quantised_fields, quantised_linear),
+    GatheredLinear: Form(lambda linear: {"linear": linear.linear, "gather": linear.gather}, GatheredLinear),
+    Gather: Form(lambda gather: {"spans": list(gather.spans), "collective": gather.collective}, Gather),
+    Stack: Form(stack_fields, stack_of),
+    PoolingInfo: Form(msgspec.structs.asdict, PoolingInfo),
 }
 """A linear layer or a scheme of another type is stored once it has an entry here."""
-
 BY_NAME = {kind.__name__: form for kind, form in FORMS.items()}
+ADAPTED = {Adapted: "linear", AdaptedEmbedding: "embedding"}
+"""What adapters change, which is stored without them, by the attribute that holds it."""
+Ranks = Mapping[str, Collective]
+"""The groups of ranks that a model names: `all`, and `shards`, which divide its layers."""
 
 
-def add_form(kind: type) -> None:
-    """Let dataclasses of this type be stored."""
-    FORMS[kind] = BY_NAME[kind.__name__] = Form(fields_of, kind)
-
-
-def describe(value: Any, tensors: list[Tensor]) -> Any:
+def describe(value: Any, tensors: list[Tensor], everyone: Collective) -> Any:
     """The description of an object; its tensors are appended to `tensors`.
+
+    everyone: all ranks of the group; another group is that of the ranks which divide its layers.
 
     Raises:
         NotStoredError: something in it has no form.
     """
     if isinstance(value, Enum) or not (value is None or isinstance(value, bool | int | float | str)):
-        return _marked(value, tensors)
+        return _marked(value, tensors, everyone)
     return value
 
 
-def _marked(value: Any, tensors: list[Tensor]) -> dict[str, Any]:
+def _marked(value: Any, tensors: list[Tensor], everyone: Collective) -> dict[str, Any]:
+    while (held := ADAPTED.get(type(value))) is not None:
+        value = getattr(value, held)
     if isinstance(value, Tensor):
         tensors.append(value.detach().contiguous())
         return {"tensor": len(tensors) - 1}
     if type(value) in (list, tuple):  # a named tuple needs a form of its own
-        return {type(value).__name__: [describe(item, tensors) for item in value]}
+        return {type(value).__name__: [describe(item, tensors, everyone) for item in value]}
     if isinstance(value, dict):
-        return {"dict": {name: describe(item, tensors) for name, item in value.items()}}
+        return {"dict": {name: describe(item, tensors, everyone) for name, item in value.items()}}
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
+    if hasattr(value, "all_reduce"):
+        return {"ranks": "all" if value is everyone else "shards"}
     if (form := FORMS.get(type(value))) is None:
         raise NotStoredError(f"a {type(value).__name__} has no form in a file of packed weights")
-    fields = {name: describe(field, tensors) for name, field in form.fields(value).items()}
+    fields = {name: describe(field, tensors, everyone) for name, field in form.fields(value).items()}
     return {type(value).__name__: fields}
 
 
-def restored(description: Any, tensors: Sequence[Tensor]) -> Any:
+def restored(description: Any, tensors: Sequence[Tensor], ranks: Ranks) -> Any:
     """The object of a description.
 
     Raises:
@@ -151,13 +225,15 @@ def restored(description: Any, tensors: Sequence[Tensor]) -> Any:
     if name == "tensor":
         return tensors[value]
     if name in ("list", "tuple"):
-        items = [restored(item, tensors) for item in value]
+        items = [restored(item, tensors, ranks) for item in value]
         return items if name == "list" else tuple(items)
     if name == "dict":
-        return {key: restored(item, tensors) for key, item in value.items()}
+        return {key: restored(item, tensors, ranks) for key, item in value.items()}
     if name == "dtype":
         return dtype_named(value)
-    return BY_NAME[name].make(**{field: restored(item, tensors) for field, item in value.items()})
+    if name == "ranks":
+        return ranks[value]
+    return BY_NAME[name].make(**{field: restored(item, tensors, ranks) for field, item in value.items()})
 
 
 def dtype_name(dtype: torch.dtype) -> str:

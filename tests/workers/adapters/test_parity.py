@@ -17,7 +17,7 @@ from pagewire.ipc.worker_messages import Parallel
 from pagewire.kernels.integers import Integers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import modules
-from pagewire.workers.model.stack import DecoderStack
+from pagewire.workers.model.network import Network
 
 from .. import pooled
 from ..architectures import GROUPED, SERVED, VOCAB_SIZE, Architecture
@@ -93,7 +93,7 @@ def test_adapters_of_all_kinds_beside_the_model_in_one_batch(
 ) -> None:
     assert runner.runner.model.is_stack
     base: Any = runner.runner.model.model.base
-    assert isinstance(base, DecoderStack) and base.stack.compiled is not None
+    assert isinstance(base, Network) and base.stack.compiled is not None
     actual = Driver(runner.runner).generate(PROMPTS, NUM_TOKENS, adapters=range(len(PROMPTS)))
     for name, ours, theirs in zip(["none", *KINDS], actual, expected, strict=True):
         assert ours == theirs, name

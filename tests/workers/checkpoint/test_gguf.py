@@ -17,7 +17,7 @@ from pagewire.workers.checkpoint.gguf import blocks as gguf_blocks
 from pagewire.workers.checkpoint.gguf.blocks import BLOCK_TYPES, quantised
 from pagewire.workers.checkpoint.gguf.reader import GgufCheckpoint
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.model import load_config
+from pagewire.workers.model.configuration import load_config
 
 from ...gguf_headers import content
 from ..architectures import EXPERTS, GPT2_SIZES, GROUPED, VOCAB_SIZE, WINDOWED, Architecture

@@ -13,7 +13,7 @@ from pagewire.kernels.paging import UNSCALED, KVScales
 from pagewire.workers.checkpoint.kv_scales import kv_scales
 from pagewire.workers.device.cpu import CpuDevice
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.attention import KVShape, allocate_caches
+from pagewire.workers.model.caches import KVShape, allocate_caches
 from tests.workers.driver import load_runner
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -21,8 +21,8 @@ from pagewire.workers.checkpoint.formats.registry import READERS
 from pagewire.workers.checkpoint.quantised import QuantisedCheckpoint
 from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model import modules, products, stack
-from pagewire.workers.model.stack import DecoderStack
+from pagewire.workers.model import build, modules, products
+from pagewire.workers.model.network import Network
 from pagewire.workers.model.transforms import QuantisedEmbedding, pack_joined
 
 from ..architectures import EXPERTS, GROUPED, VOCAB_SIZE, Architecture
@@ -77,7 +77,7 @@ def check_against_transformers(requests: list[Request], plain: Path, tolerance: 
 def test_awq(dtype: str, tmp_path: Path) -> None:
     folder, plain = write_awq(LLAMA.write(tmp_path / "dense"), tmp_path)
     runner, ready = load_runner(folder, dtype=dtype)
-    assert type(runner.model.model.base) is DecoderStack
+    assert type(runner.model.model.base) is Network
     requests = Driver(runner).run(PROMPTS, 10, GREEDY)
     check_against_transformers(requests, plain, 0.4)
     # A row's bits do not depend on the batch that it is in.
@@ -112,7 +112,7 @@ def test_parts_of_one_product_in_different_schemes(name: str, parts_format: None
         LLAMA.write(tmp_path / "dense"), tmp_path, lambda m: mixed(m) if m.endswith("_proj") else None
     )
     runner, _ = load_runner(folder)
-    assert type(runner.model.model.base) is DecoderStack
+    assert type(runner.model.model.base) is Network
     check_against_transformers(Driver(runner).run(PROMPTS, 6, GREEDY), plain, 0.4)
 
 
@@ -142,8 +142,8 @@ def test_embedding_and_output_layer_in_their_own_type(
     )
     runner, ready = load_runner(folder)
     model = runner.model.model
-    assert isinstance(model.base, DecoderStack) == stacked
-    embedding = model.base.embed_tokens
+    assert isinstance(model.base, Network) == stacked
+    embedding = model.base.words
     assert isinstance(embedding, QuantisedEmbedding)
     ids = torch.randint(0, VOCAB_SIZE, (3, 5))
     assert torch.equal(embedding(ids), embedding.rows.dense()[ids])
@@ -250,7 +250,7 @@ def test_a_weight_in_anothers_place_is_noticed(tmp_path: Path, monkeypatch: pyte
     folder = LLAMA.write(tmp_path)
     runner, _ = load_runner(folder, quantization="int8")
     assert runner.model.is_stack
-    monkeypatch.setattr(stack, "pack_joined", lambda linears, *rest: pack_joined(linears[::-1], *rest))
+    monkeypatch.setattr(build, "pack_joined", lambda linears, *rest: pack_joined(linears[::-1], *rest))
     runner, _ = load_runner(folder, quantization="int8")
     assert not runner.model.is_stack
 

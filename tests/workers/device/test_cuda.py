@@ -358,7 +358,7 @@ def test_embeddings_are_laid_over_tokens_and_such_steps_are_not_replayed(load: C
     (tokens,) = make_prompts(VOCAB_SIZE, (9,))
     with torch.inference_mode():
         ids = torch.tensor(tokens, device=runner.device.torch_device)
-        rows = runner.model.model.base.get_input_embeddings()(ids).float().cpu()
+        rows = runner.model.model.base.words(ids).float().cpu()
     embeddings = Tensor("float32", tuple(rows.shape), rows.numpy().tobytes())
     outcomes = []
     for prompt in (Prompt(tokens), Prompt([0] * 9, media_of(embeddings))):

@@ -13,8 +13,8 @@ from pagewire.ipc.pooling import PoolerConfig, PoolingParams
 from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan, StepResult
 from pagewire.workers.device.cuda import CudaDevice
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.encoder_stack import EncoderStack
-from pagewire.workers.model.encoder_structures import STRUCTURES
+from pagewire.workers.model.network import Network
+from pagewire.workers.model.structures import STRUCTURES
 from pagewire.workers.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
@@ -56,7 +56,7 @@ def test_encoders_embed(
     prompts = make_prompts(128, LENGTHS)
     runner = load(folder, pooler_config=POOLER)
     base, is_own = runner.model.model.base, model_type == "deberta-v2"
-    assert isinstance(base, EncoderStack) == (model_type in STRUCTURES)
+    assert isinstance(base, Network) == (model_type in STRUCTURES)
     launched.clear()
     crowd = pool(runner, prompts, MEAN)
     if isinstance(runner.device, EmulatedCudaDevice):
@@ -64,7 +64,7 @@ def test_encoders_embed(
         assert "decode_attention" not in launched
     for prompt, vector, hidden in zip(prompts, crowd, states(folder, prompts), strict=True):
         assert cosine(vector, hidden.mean(0)) > 0.9999
-        if isinstance(base, EncoderStack):
+        if isinstance(base, Network):
             assert torch.equal(pool(runner, [prompt], MEAN)[0], vector)
 
 

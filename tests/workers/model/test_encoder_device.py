@@ -12,9 +12,11 @@ from torch import Tensor
 from pagewire.kernels.layer import Angles
 from pagewire.kernels.paging import AttentionBatch, Cache
 from pagewire.kernels.reference.kernels import Kernels
-from pagewire.workers.model.encoder import EncoderModel, in_pages
-from pagewire.workers.model.encoder_stack import build_encoder_stack
-from pagewire.workers.model.pooling_model import normalized_rows
+from pagewire.workers.model.attention import StepContext
+from pagewire.workers.model.build import build_network
+from pagewire.workers.model.caches import in_pages
+from pagewire.workers.model.model import Model
+from pagewire.workers.model.pooler import normalized_rows
 from pagewire.workers.model.transforms import tabulate_rotary
 from pagewire.workers.model.weights import Weights
 
@@ -79,19 +81,19 @@ def test_a_step_stays_on_its_device(model_type: str, kernels: MetaKernels) -> No
     base = AutoModel.from_config(AutoConfig.for_model(model_type, **ENCODERS[model_type])).eval()
     base.pooler = None
     tabulate_rotary(base, 128)
-    stack = build_encoder_stack(base, Weights(base), META)
-    assert stack is not None
-    model = EncoderModel(stack, batch_invariant=False, offset=0, packed=True)
+    network = build_network(base, Weights(base), META, encodes=True)
+    assert network is not None
+    model = Model(network, None, encodes=True)
     batch, positions, starts = whole_prompts()
     paged = in_pages(batch, positions)
     names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
     paged = replace(paged, **{name: getattr(paged, name).to(META) for name in names})
     ids = torch.zeros(sum(LENGTHS), dtype=torch.int64, device=META)
     for types in (None, torch.zeros_like(ids)):
-        step = model.context(paged, positions.to(META), starts, types)
+        step = StepContext(paged, positions.to(META), starts=starts, token_types=types)
         assert model.hidden_states(ids, step).device == META
-        assert step.lengths == LENGTHS and step.num_pages == 2 + 1 + 3
-    assert kernels.devices == {"meta"} and kernels.num_attended == 2 * len(stack.stack.layers)
+        assert step.lengths == LENGTHS and step._num_pages == 2 + 1 + 3
+    assert kernels.devices == {"meta"} and kernels.num_attended == 2 * len(network.stack.layers)
 
 
 def test_prompts_lie_in_pages_one_behind_the_other() -> None:

@@ -16,7 +16,7 @@ from pagewire.kernels.cpu.experts import CompiledExperts
 from pagewire.kernels.layer import Activation
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.experts import activation_of, router_of
-from pagewire.workers.model.stack import DecoderStack
+from pagewire.workers.model.network import Network
 from pagewire.workers.model.weights import Weights
 
 from ..architectures import EXPERTS, GROUPED, Architecture
@@ -105,7 +105,7 @@ def test_routers_are_found(normalised: bool, rounded: bool) -> None:
 def test_layers_of_experts_run_in_one_call(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     runner, _ = load_runner(Architecture(name, GROUPED | fields).write(tmp_path))
     base = runner.model.model.base
-    assert isinstance(base, DecoderStack) and base.stack.compiled is not None
+    assert isinstance(base, Network) and base.stack.compiled is not None
     first, second = base.stack.layers
     assert first.mixture is not None and (first.mixture.shared_gate is None) == (name != "qwen2_moe")
     assert (second.mixture is None) == (name == "qwen3_moe")
@@ -115,7 +115,7 @@ def test_layers_of_experts_run_in_one_call(name: str, fields: dict[str, Any], tm
 def test_other_routers_keep_their_modules_and_call_all_experts_at_once(tmp_path: Path) -> None:
     architecture = Architecture("gpt_oss", GROUPED | EXPERTS | {"num_local_experts": 4})
     runner, _ = load_runner(architecture.write(tmp_path, dtype="bfloat16"))
-    experts = runner.model.model.base.layers[1].mlp.experts.grouped
+    experts = runner.model.model.base.module.layers[1].mlp.experts.grouped
     assert experts.is_one_call and experts.experts.activation is Activation.CLAMPED_SWIGLU
     assert runner.model.weight_bytes > experts.num_bytes > 0
 

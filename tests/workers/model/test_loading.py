@@ -19,9 +19,11 @@ from pagewire.workers.device.cpu import bind_threads
 from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks
 from pagewire.workers.device.machine import bound_cpus, default_threads, parse_cpus
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model import loading, modules, stack
+from pagewire.workers.model import loading, modules, structures
+from pagewire.workers.model.module import ModuleBase, ModuleHead
+from pagewire.workers.model.network import Network
 from pagewire.workers.model.proof import prove
-from pagewire.workers.model.stack import OTHER_ARITHMETIC
+from pagewire.workers.model.structure import OTHER_ARITHMETIC
 from pagewire.workers.model.weights import CheckpointWeights
 
 from ..architectures import ARCHITECTURES, GROUPED, VOCAB_SIZE, Architecture
@@ -42,7 +44,7 @@ STACKED = ("llama", "llama with biases", "mistral", "qwen2", "qwen3", "seed_oss"
 @pytest.mark.parametrize("name", STACKED)
 def test_plain_models_run_as_a_stack(name: str, tmp_path: Path) -> None:
     runner, _ = load_runner(architecture_named(name).write(tmp_path))
-    assert type(runner.model.model.base).__name__ == "DecoderStack"
+    assert runner.model.is_stack
 
 
 @pytest.mark.parametrize("name", sorted({*OTHER_ARITHMETIC, "hyperclovax"}))
@@ -54,11 +56,11 @@ def test_models_of_that_structure_with_other_arithmetic_do_not(
     proofs: list[object] = []
     monkeypatch.setattr(loading, "prove", lambda *args: (proofs.append(args), prove(*args))[1])
     if not known:
-        monkeypatch.setattr(stack, "OTHER_ARITHMETIC", ())
+        monkeypatch.setattr(structures, "OTHER_ARITHMETIC", ())
     folder = architecture_named(name).write(tmp_path)
     assert our_tokens(folder, PROMPTS) == transformers_tokens(folder, PROMPTS)
     runner, _ = load_runner(folder)
-    assert type(runner.model.model.base).__name__ != "DecoderStack"
+    assert not runner.model.is_stack
     assert len(proofs) == (2 if known or name not in OTHER_ARITHMETIC else 4)
 
 
@@ -70,7 +72,7 @@ def test_the_output_layer_is_called_alone_where_it_is_all_there_is(
     name: str, alone: bool, tmp_path: Path
 ) -> None:
     runner, _ = load_runner(architecture_named(name).write(tmp_path))
-    assert (runner.model.model.head is not None) == alone
+    assert isinstance(runner.model.model.head, ModuleHead) != alone
 
 
 @pytest.mark.parametrize(
@@ -289,15 +291,20 @@ def test_packed_weights_are_not_kept_beside_their_packed_form(name: str, tmp_pat
     """No dense matrix of the checkpoint is left in the module but its embeddings."""
     runner, _ = load_runner(architecture_named(name).write(tmp_path))
     model = runner.model.model
+    parts = [part for part in (model.base, model.head) if isinstance(part, ModuleBase | ModuleHead)]
+    modules = [part.module for part in parts]
+    tables: list[Any] = [model.base.words] if isinstance(model.base, Network) else []
     kept = [
         name
-        for module in (model.base, model.causal)
+        for module in modules
         for name, tensor in module.named_parameters()
         if tensor.dim() > 1
         and not name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight", "gate.weight"))
     ]
     assert kept == []
-    tensors = [*model.base.parameters(), *model.base.buffers(), *model.causal.buffers()]
+    tensors = [
+        tensor for module in (*modules, *tables) for tensor in (*module.parameters(), *module.buffers())
+    ]
     assert all(tensor.device.type == "cpu" for tensor in tensors)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from pagewire.kernels.linear import Linear
 from pagewire.workers.model import attention
 from pagewire.workers.model.attention import current_step
-from pagewire.workers.model.stack import DecoderStack
+from pagewire.workers.model.network import Network
 from pagewire.workers.model.transforms import LinearModule
 from pagewire.workers.runner import Runner
 
@@ -41,14 +41,14 @@ class Watching:
 
 def watch_stack(runner: Runner, positions: list[Tensor]) -> None:
     base = runner.model.model.base
-    assert isinstance(base, DecoderStack)
+    assert isinstance(base, Network)
     layers = [replace(layer, down=Watching(layer.down, positions)) for layer in base.stack.layers]
     base.stack = type(base.stack)(base.stack.input_norm, layers)
     assert base.stack.compiled is None, "what has a linear layer of another kind runs in Python"
 
 
 def watch_module(runner: Runner, positions: list[Tensor]) -> None:
-    for module in runner.model.model.base.modules():
+    for module in runner.model.model.base.module.modules():
         if isinstance(module, LinearModule):
             module.product = Watching(module.product, positions)
 

@@ -13,8 +13,8 @@ from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.device.cpu import CpuDevice
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.configuration import load_config
 from pagewire.workers.model.lockstep import Lockstep
-from pagewire.workers.model.model import load_config
 from pagewire.workers.model.modules import build_module
 from pagewire.workers.model.weights import CheckpointWeights
 

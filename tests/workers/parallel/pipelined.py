@@ -68,7 +68,7 @@ class Steps:
             for target in range(0 if rank is None else rank.size):
                 if rank is not None and target != rank.rank:
                     rank.send_object(result, target)
-        assert self.runner.model.model.makes_logits or not result.rows
+        assert self.runner.model.model.is_last or not result.rows
 
     def result(self) -> StepResult:
         """The next result."""

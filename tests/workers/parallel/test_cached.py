@@ -61,7 +61,7 @@ def start(model: Path, adapter: Path | None = None) -> list[tuple[list[list[int]
         runner, ready = Runner.start(config, lambda *_: None, ahead, rank, awake.set)
         if runner.adapters is not None:
             assert load(runner.adapters, LoadAdapter(1, str(adapter)), awake).error is None
-        if (thread := keep_in_background(runner.model, ahead)) is not None:
+        if (thread := keep_in_background(runner.model, ahead, runner.collective)) is not None:
             thread.join()
         assert (ahead.packed is None) == (
             PHASE not in ready.startup_seconds
@@ -90,7 +90,7 @@ def test_what_pools_starts_from_packed_weights_too(tmp_path: Path) -> None:
         config = WorkerConfig(str(folder), runner="pooling", parallel=parallel, **fields)
         ahead = WeightsAhead(config)
         runner, ready = Runner.start(config, lambda *_: None, ahead, rank)
-        if (thread := keep_in_background(runner.model, ahead)) is not None:
+        if (thread := keep_in_background(runner.model, ahead, runner.collective)) is not None:
             thread.join()
         vectors = pool(runner, make_prompts(128), PoolingParams(task="embed"))
         return [vector.tolist() for vector in vectors], PHASE in ready.startup_seconds

@@ -88,14 +88,14 @@ def test_a_rank_ends_if_it_fails_while_the_others_load(
 
 def test_what_one_rank_cannot_pack_as_a_stack_none_does(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Driver(load_runner(llama)[0]).generate(PROMPTS, NUM_TOKENS)
-    build_stack = loading.build_stack
+    build_network = loading.build_network
 
-    def build(base: Any, weights: Any, *more: Any) -> Any:
+    def build(base: Any, weights: Any, *more: Any, **others: Any) -> Any:
         if weights.shards.collective.rank == 1:
             raise LoadError("its columns cut a group")
-        return build_stack(base, weights, *more)
+        return build_network(base, weights, *more, **others)
 
-    monkeypatch.setattr(loading, "build_stack", build)
+    monkeypatch.setattr(loading, "build_network", build)
 
     def work(rank: Rank) -> tuple[bool, list[list[int]]]:
         runner, _ = load_runner(llama, collective=rank)

@@ -142,7 +142,7 @@ def test_a_rank_reads_no_file_of_another(tmp_path: Path) -> None:
 
     def work(rank: Rank) -> set[str]:
         from pagewire.ipc.worker_messages import WorkerConfig
-        from pagewire.workers.model.model import load_config
+        from pagewire.workers.model.configuration import load_config
 
         if rank.rank == 0:
             return set()

@@ -19,8 +19,8 @@ from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.fit import sizes_of
 from pagewire.workers.model import stage_cut
+from pagewire.workers.model.network import Network
 from pagewire.workers.model.shares import stage_layers
-from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.runner import Runner
 from pagewire.workers.weight_cache import folder as cache_folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
@@ -138,8 +138,8 @@ def test_a_stage_reads_and_holds_its_own_weights_only(tied: bool, tmp_path: Path
 
     for rank, (outputs, runner) in enumerate(run_ranks(2, work)):
         assert outputs == expected
-        assert [layer.index for layer in runner.model.model.base.stack_layers] == [[0, 1, 2], [3, 4]][rank]
-        assert (runner.model.model.base.embed_tokens is None) == bool(rank)
+        assert [place.layer for place in runner.model.model.base.places] == [[0, 1, 2], [3, 4]][rank]
+        assert (runner.model.model.base.words is None) == bool(rank)
         assert (runner.model.model.head is None) != bool(rank)
         # What was expected by the header alone, where all weights are copies.
         config = WorkerConfig(str(folder), parallel=Parallel(rank, 2, stages=2))
@@ -231,14 +231,14 @@ def test_the_first_stage_lays_embeddings_over(name: str, tmp_path: Path) -> None
 def test_stages_agree_that_a_model_takes_no_embeddings(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which the first stage alone finds out, and goes on with the others."""
     expected, _ = generate(load_runner(llama)[0], PROMPTS[:2])
-    forward = DecoderStack.forward
+    forward = Network.__call__
 
-    def twice(stack: DecoderStack, input_ids: torch.Tensor, *others: Any) -> torch.Tensor:
-        if stack.embed_tokens is not None:
-            stack.embed_tokens(input_ids)
+    def twice(stack: Network, input_ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        if stack.words is not None:
+            stack.words(input_ids)
         return forward(stack, input_ids, *others)
 
-    monkeypatch.setattr(DecoderStack, "forward", twice)
+    monkeypatch.setattr(Network, "__call__", twice)
 
     def work(rank: Rank) -> tuple[list[Output], int]:
         part, ready = load_runner(llama, rank, parallel=place(rank, 2))
@@ -261,7 +261,7 @@ def test_the_second_start_is_from_packed_weights(tmp_path: Path, monkeypatch: py
         config = WorkerConfig(str(folder), **sizes, num_threads=1, weight_cache=True, parallel=place(rank, 2))
         ahead = WeightsAhead(config)
         runner, ready = Runner.start(config, lambda *_: None, ahead, rank)
-        if (thread := keep_in_background(runner.model, ahead)) is not None:
+        if (thread := keep_in_background(runner.model, ahead, runner.collective)) is not None:
             thread.join()
         return generate(runner, PROMPTS, rank)[0], "packed weights" in ready.startup_seconds
 
