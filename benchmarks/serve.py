@@ -34,7 +34,7 @@ from benchmarks.compare import RESULTS
 from benchmarks.daemon import running_core
 from benchmarks.limits import processor
 from pagewire import AsyncLLM, RequestOutputKind, SamplingParams
-from pagewire.cli.load.client import LoadResult, Query, Target, arrivals, connected, drive
+from pagewire.cli.load.client import LoadQuery, LoadResult, Target, arrivals, connected, drive
 from pagewire.cli.load.report import summary
 from pagewire.frontend import async_llm
 
@@ -51,7 +51,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-Send = Callable[[Query], Awaitable[LoadResult]]
+Send = Callable[[LoadQuery], Awaitable[LoadResult]]
 
 
 @dataclass(frozen=True)
@@ -141,14 +141,14 @@ def serving(command: list[str], port: int, **environment: str) -> Iterator[Serve
         server.close()
 
 
-def queries(count: int, num_in: int, num_out: int, seed: int) -> list[Query]:
+def queries(count: int, num_in: int, num_out: int, seed: int) -> list[LoadQuery]:
     """Random token prompts."""
     rng = random.Random(seed)
     ids = range(LOWEST_ID, HIGHEST_ID)
-    return [Query(rng.choices(ids, k=num_in), num_out) for _ in range(count)]
+    return [LoadQuery(rng.choices(ids, k=num_in), num_out) for _ in range(count)]
 
 
-async def through_engine(llm: AsyncLLM, query: Query) -> LoadResult:
+async def through_engine(llm: AsyncLLM, query: LoadQuery) -> LoadResult:
     """One stream of text without HTTP, with the times that a client of a server would take."""
     params = SamplingParams(
         temperature=0.0, max_tokens=query.max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
@@ -167,7 +167,7 @@ async def through_engine(llm: AsyncLLM, query: Query) -> LoadResult:
     return reply
 
 
-async def measure(send: Send, work: list[Query], concurrency: int) -> dict[str, Any]:
+async def measure(send: Send, work: list[LoadQuery], concurrency: int) -> dict[str, Any]:
     """One run. Raises RuntimeError: a request failed, or has not all its tokens."""
     replies, seconds = await drive(send, work, arrivals(len(work), math.inf, 1.0, 0), concurrency)
     for query, reply in zip(work, replies, strict=True):
@@ -176,7 +176,9 @@ async def measure(send: Send, work: list[Query], concurrency: int) -> dict[str, 
     return summary(replies, seconds)
 
 
-async def one_run(name: str, target: Any, model: str, work: list[Query], concurrency: int) -> dict[str, Any]:
+async def one_run(
+    name: str, target: Any, model: str, work: list[LoadQuery], concurrency: int
+) -> dict[str, Any]:
     """Attach or connect, warm up, measure."""
     if name == "AsyncLLM":
         async with AsyncLLM.attach(target) as llm:

@@ -26,7 +26,7 @@ from pagewire.cli.commands import (
     top,
     worker,
 )
-from pagewire.cli.options import Parser, UsageError
+from pagewire.cli.options import CommandParser, UsageError
 from pagewire.cli.terminal import show
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError, RequestError
 from pagewire.ipc.version import __version__
@@ -39,7 +39,7 @@ COMMANDS = (
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the argument parser with every command and its options."""
-    parser = Parser(prog="pagewire", description="LLM inference and serving in separate processes.")
+    parser = CommandParser(prog="pagewire", description="LLM inference and serving in separate processes.")
     parser.add_argument("--version", action="version", version=f"pagewire {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in COMMANDS:

@@ -19,7 +19,7 @@ class UsageError(ValueError):
     """A mistake on the command line; printed without a traceback, exit status 2."""
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """An argument parser that reports a mistake in one line, without usage text, and suggests a similar option."""
 
     def parse_known_args(  # type: ignore[override]

@@ -39,7 +39,7 @@ class Scheme(Protocol):
         """The matrix [N, K] in `dtype`; a view of its only part if that is all it takes."""
 
 
-class Dense:
+class DenseScheme:
     """Plain numbers. The parts are blocks of rows [n, K], one below the other, in any float dtype."""
 
     name = "dense"
@@ -73,7 +73,7 @@ class Dense:
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
-DENSE = Dense()
+DENSE = DenseScheme()
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ _NOTHING: Iterator[int] = iter(())
 SPIN_COUNT = "100"
 
 
-class Connection:
+class CoreConnection:
     """The socket to the core."""
 
     def __init__(self, address: str, identity: str, curve: CurveKeys | None = None) -> None:
@@ -152,7 +152,7 @@ class Connection:
         self._socket.close(LINGER_MS)
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: CoreConnection) -> None:
     """Handle the core's messages until `Shutdown`.
 
     Raises:
@@ -198,7 +198,7 @@ def idle_work(spare_work: Iterator[None]) -> Iterator[int]:
     release_spare_memory()
 
 
-def take_adapters(connection: Connection, adapters: Adapters, message: ToWorker | None) -> None:
+def take_adapters(connection: CoreConnection, adapters: Adapters, message: ToWorker | None) -> None:
     """Report adapters that have been loaded, and load or drop one if a message says so."""
     for loaded in adapters.finished():
         connection.send(loaded)
@@ -211,7 +211,7 @@ def take_adapters(connection: Connection, adapters: Adapters, message: ToWorker 
 class Pipeline:
     """Overlaps the steps of a runner: the next is launched before the running one is finished."""
 
-    def __init__(self, connection: Connection, runner: Runner) -> None:
+    def __init__(self, connection: CoreConnection, runner: Runner) -> None:
         self._connection, self._runner = connection, runner
         self.running: RunningStep | None = None
         self._idle_since = runner.device.record_event()
@@ -237,7 +237,7 @@ class Pipeline:
             self._idle_since = step.end
 
 
-def start(connection: Connection, config: WorkerConfig, listener: socket.socket | None = None) -> Runner:
+def start(connection: CoreConnection, config: WorkerConfig, listener: socket.socket | None = None) -> Runner:
     """Load the model and send `Ready`; then, in the background, keep its packed weights for the next start.
 
     listener: the socket at which other ranks reach this one, if they may be on other machines.
@@ -293,12 +293,12 @@ def expected_sizes(config: WorkerConfig) -> Footprint | None:
     return sizes
 
 
-def progress_signs(connection: Connection) -> ProgressSigns:
+def progress_signs(connection: CoreConnection) -> ProgressSigns:
     """A context in which the core hears every two seconds that the work goes on, as long as it does."""
     return ProgressSigns(lambda: connection.send(Loading()))
 
 
-def reply(connection: Connection, runner: Runner | None, call: WorkerCall) -> None:
+def reply(connection: CoreConnection, runner: Runner | None, call: WorkerCall) -> None:
     """Run a call and send its reply; an error instead of a result that no message can hold."""
     declared = CALLS.get(call.method)
     shows_progress = declared is not None and declared.shows_progress
@@ -356,7 +356,7 @@ def main() -> int:
     take_usual_turns()
     logs.configure()
     key = None if options.key is None else read_key(options.key)
-    connection = Connection(options.connect, options.identity, None if key is None else key.worker)
+    connection = CoreConnection(options.connect, options.identity, None if key is None else key.worker)
     try:
         serve(connection)
     except Exception as error:

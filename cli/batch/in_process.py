@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from pagewire.cli.batch.lines import Post, Response
+from pagewire.cli.batch.lines import BatchResponse, Post
 
 
 def poster(app: ASGIApp, key: str | None = None) -> Post:
@@ -17,13 +17,13 @@ def poster(app: ASGIApp, key: str | None = None) -> Post:
     if key is not None:
         headers.append((b"authorization", b"Bearer " + key.encode()))
 
-    async def post(path: str, body: bytes) -> Response:
+    async def post(path: str, body: bytes) -> BatchResponse:
         return await exchange(app, path, body, headers)
 
     return post
 
 
-async def exchange(app: ASGIApp, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> Response:
+async def exchange(app: ASGIApp, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> BatchResponse:
     """Send one request and return the whole response. The application sees cancellation as a client that left."""
     scope: dict[str, Any] = {
         "type": "http",
@@ -53,7 +53,7 @@ async def exchange(app: ASGIApp, path: str, body: bytes, headers: list[tuple[byt
             content.extend(message.get("body", b""))
 
     await app(scope, incoming.get, send)
-    return Response(status, request_id.decode("latin-1"), as_json(bytes(content)))
+    return BatchResponse(status, request_id.decode("latin-1"), as_json(bytes(content)))
 
 
 def as_json(content: bytes) -> msgspec.Raw:

@@ -24,7 +24,7 @@ RETRY_SECONDS = (
 )
 
 
-class Request(msgspec.Struct):
+class BatchLine(msgspec.Struct):
     """A line of the input file."""
 
     custom_id: str
@@ -45,7 +45,7 @@ class CustomId(msgspec.Struct):
     custom_id: str | None = None
 
 
-class Response(msgspec.Struct):
+class BatchResponse(msgspec.Struct):
     """The HTTP response of the endpoint."""
 
     status_code: int
@@ -65,7 +65,7 @@ class Result(msgspec.Struct):
 
     id: str
     custom_id: str | None
-    response: Response | None = None
+    response: BatchResponse | None = None
     error: Failure | None = None
 
     @property
@@ -83,11 +83,11 @@ class Counts:
     skipped: int = 0
 
 
-Post = Callable[[str, bytes], Awaitable[Response]]
+Post = Callable[[str, bytes], Awaitable[BatchResponse]]
 """Sends a body to the endpoint at a path and returns its response."""
 
 
-class Refused(ValueError):
+class InvalidLineError(ValueError):
     """A line that is not sent. code: machine-readable reason."""
 
     def __init__(self, code: str, message: str) -> None:
@@ -141,7 +141,7 @@ async def answer(line: bytes, post: Post, seen: set[str], answered: frozenset[st
     name = f"batch_req_{uuid.uuid4().hex}"
     try:
         request = checked(line, seen)
-    except Refused as error:
+    except InvalidLineError as error:
         return Result(name, custom_id_of(line), error=Failure(error.code, str(error)))
     if request.custom_id in answered:
         return None
@@ -152,28 +152,30 @@ async def answer(line: bytes, post: Post, seen: set[str], answered: frozenset[st
     return Result(name, request.custom_id, response)
 
 
-def checked(line: bytes, seen: set[str]) -> Request:
+def checked(line: bytes, seen: set[str]) -> BatchLine:
     """Parse and check a line, and add its custom_id to `seen`.
 
     Raises:
-        Refused: the line is malformed, its id has been seen before, or there is no such endpoint.
+        InvalidLineError: the line is malformed, its id has been seen before, or there is no such endpoint.
     """
     try:
-        request = msgspec.json.decode(line, type=Request)
+        request = msgspec.json.decode(line, type=BatchLine)
         stream = msgspec.json.decode(request.body, type=StreamField).stream
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused("invalid_json_line", f"not a valid line: {error}") from None
+        raise InvalidLineError("invalid_json_line", f"not a valid line: {error}") from None
     if request.custom_id in seen:
-        raise Refused(
+        raise InvalidLineError(
             "duplicate_custom_id", f"custom_id {quoted(request.custom_id)} is already used by an earlier line"
         )
     seen.add(request.custom_id)
     if request.method != "POST":
-        raise Refused("invalid_method", f"method must be POST, got {quoted(request.method)}")
+        raise InvalidLineError("invalid_method", f"method must be POST, got {quoted(request.method)}")
     if request.url not in URLS:
-        raise Refused("invalid_url", f"url must be one of {', '.join(URLS)}, got {quoted(request.url)}")
+        raise InvalidLineError(
+            "invalid_url", f"url must be one of {', '.join(URLS)}, got {quoted(request.url)}"
+        )
     if stream:
-        raise Refused("invalid_request", "stream is not supported in a batch")
+        raise InvalidLineError("invalid_request", "stream is not supported in a batch")
     return request
 
 

@@ -15,7 +15,7 @@ from pagewire.cli.options import UsageError, json_object, positive
 from pagewire.cli.terminal import show
 
 if TYPE_CHECKING:
-    from pagewire.cli.load.client import LoadClient, Query, Target
+    from pagewire.cli.load.client import LoadClient, LoadQuery, Target
 
 DESCRIPTION = """Put load on a server with OpenAI's API, and measure it. By default all requests are sent at once;
 --request-rate spreads them over time (open loop), --concurrency keeps that many running (closed loop). Token counts
@@ -169,11 +169,11 @@ def number(text: str) -> float:
 
 
 def span(text: str) -> Any:
-    """Parse a `Span` (an argparse type); imported late to keep `--help` fast."""
-    from pagewire.cli.load.prompts import Span
+    """Parse a `LengthRange` (an argparse type); imported late to keep `--help` fast."""
+    from pagewire.cli.load.prompts import LengthRange
 
     try:
-        return Span.parse(text)
+        return LengthRange.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -267,7 +267,9 @@ def target_of(options: argparse.Namespace) -> Target:
     )
 
 
-async def make_queries(client: LoadClient, options: argparse.Namespace) -> tuple[list[Query], list[Query]]:
+async def make_queries(
+    client: LoadClient, options: argparse.Namespace
+) -> tuple[list[LoadQuery], list[LoadQuery]]:
     """Return the warm-up queries and the measured queries, the same for the same seed.
 
     Raises:
@@ -275,7 +277,7 @@ async def make_queries(client: LoadClient, options: argparse.Namespace) -> tuple
     """
     from pagewire.cli.load.prompts import (
         LOWEST_ID,
-        Codec,
+        PromptTokenizer,
         draw_queries,
         random_tokens,
         read_prompts,
@@ -289,7 +291,7 @@ async def make_queries(client: LoadClient, options: argparse.Namespace) -> tuple
         prompts = read_prompts(options.prompt_file)
         warm, real = (repeat_queries(count, prompts, options.output_len, seed) for count, seed in counts)
         return warm, real
-    codec = Codec(client, options.tokenizer)
+    codec = PromptTokenizer(client, options.tokenizer)
     if options.text_file:
         source = slices(await codec.encode(read_text(options.text_file)))
     else:

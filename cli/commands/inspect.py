@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Report:
+class ModelReport:
     """All that is known about a model before it is loaded: by one worker, or by one of several.
 
     num_workers: over which it is divided. num_local: those that share this machine, its memory and processors.
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if found.fit.problem is None else 1
 
 
-def report(options: argparse.Namespace) -> Report:
+def report(options: argparse.Namespace) -> ModelReport:
     """The report for the options of the command line.
 
     Raises:
@@ -108,7 +108,7 @@ def report(options: argparse.Namespace) -> Report:
     result = fit(sizes, config, *memory, kept_bytes(config, isa))
     num_threads = config.num_threads or default_threads(replace(config.parallel, local_size=num_local))
     rate = read_rate(sizes.read_bytes * num_local, num_threads * num_local) / num_local
-    return Report(
+    return ModelReport(
         model=args.model,
         sizes=sizes,
         fit=result,
@@ -125,7 +125,7 @@ def starts_here(args: EngineArgs) -> bool:
     return not args.uses_ray and args.distributed_executor_backend in (None, "mp")
 
 
-def as_json(found: Report) -> dict[str, Any]:
+def as_json(found: ModelReport) -> dict[str, Any]:
     """The report in plain values; bytes, seconds, and bits."""
     sizes, fit, speed = found.sizes, found.fit, found.speed
     totals = ("parameters", "file_bytes", "weight_bytes", "read_bytes")
@@ -143,7 +143,7 @@ def as_json(found: Report) -> dict[str, Any]:
     }
 
 
-def lines(found: Report) -> Iterator[str]:
+def lines(found: ModelReport) -> Iterator[str]:
     """The report for people."""
     from pagewire.workers.estimate.fit import amount
 

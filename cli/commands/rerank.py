@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pagewire.cli.options import add_attach_options, add_engine_options, positive
-from pagewire.cli.pool.texts import Text, add_text_options, opened_texts, read_texts
+from pagewire.cli.pool.texts import InputText, add_text_options, opened_texts, read_texts
 from pagewire.cli.terminal import show
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def check_documents(documents: Sequence[Text]) -> None:
+def check_documents(documents: Sequence[InputText]) -> None:
     """Check documents before an engine is started.
 
     Raises:
@@ -76,7 +76,7 @@ def check_documents(documents: Sequence[Text]) -> None:
 
 
 def scores_of(
-    engine: AsyncLLM, query: str, documents: Sequence[Text], params: PoolingParams, no_progress: bool
+    engine: AsyncLLM, query: str, documents: Sequence[InputText], params: PoolingParams, no_progress: bool
 ) -> list[float]:
     """The score of each document.
 

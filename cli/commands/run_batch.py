@@ -22,7 +22,7 @@ from pagewire.cli.options import (
 from pagewire.frontend.server.options import ServerOptions
 
 if TYPE_CHECKING:
-    from pagewire.cli.batch.lines import Counts, Post, Response
+    from pagewire.cli.batch.lines import BatchResponse, Counts, Post
     from pagewire.frontend.async_llm import AsyncLLM
 
 DESCRIPTION = """Answer every request of an OpenAI batch file: a JSON object per line with custom_id, method, url
@@ -119,7 +119,7 @@ def poster(engine: AsyncLLM, options: ServerOptions) -> Post:
 
     post = in_process.poster(create_app(engine, options), next(iter(options.keys()), None))
 
-    async def post_while_alive(path: str, body: bytes) -> Response:
+    async def post_while_alive(path: str, body: bytes) -> BatchResponse:
         response = await post(path, body)
         if response.status_code == 503 and engine.dead_error is not None:
             raise EngineDeadError(*engine.dead_error.args)

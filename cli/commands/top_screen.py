@@ -14,7 +14,7 @@ from textual.widgets import DataTable, Footer, Sparkline, Static
 from pagewire.cli.commands.top_snapshot import (
     COLUMNS,
     MAX_REQUESTS,
-    Snapshot,
+    CoreSnapshot,
     call,
     cells,
     printable,
@@ -56,7 +56,7 @@ class Screen(App[None]):
     def __init__(self, client: CoreClient, interval: float) -> None:
         super().__init__()
         self.failure: Exception | None = None
-        self.snapshot: Snapshot | None = None
+        self.snapshot: CoreSnapshot | None = None
         self.order = "age"
         self._client, self._interval = client, interval
         self._speeds: list[float] = []
@@ -91,10 +91,10 @@ class Screen(App[None]):
             EngineDeadError: the core is lost, or did not answer in time.
         """
         status = await self._call("status")
-        self.snapshot = Snapshot.after(self.snapshot, status, await self._call("requests", MAX_REQUESTS))
+        self.snapshot = CoreSnapshot.after(self.snapshot, status, await self._call("requests", MAX_REQUESTS))
         self.show(self.snapshot)
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: CoreSnapshot) -> None:
         """Show a snapshot; the cursor stays on its request."""
         self.query_one("#summary", Static).update("\n".join(summary(snapshot)))
         self._speeds = [*self._speeds[1 - HISTORY :], snapshot.output_rate]

@@ -21,7 +21,7 @@ COLUMNS = ("FRONTEND", "PID", "REQUEST", "PHASE", "PROMPT", "CACHED", "OUTPUT", 
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class CoreSnapshot:
     """The core's answers to `status` and `requests`, and its rates since the previous snapshot.
 
     Attributes:
@@ -40,8 +40,8 @@ class Snapshot:
 
     @classmethod
     def after(
-        cls, before: Snapshot | None, status: dict[str, Any], requests: list[dict[str, Any]]
-    ) -> Snapshot:
+        cls, before: CoreSnapshot | None, status: dict[str, Any], requests: list[dict[str, Any]]
+    ) -> CoreSnapshot:
         """Return a snapshot taken now, with its rates since `before`."""
         now = time.monotonic()
         if before is None:
@@ -97,18 +97,18 @@ def call(client: CoreClient, method: str, *args: Any) -> Any:
         raise EngineDeadError(f"the engine core has not answered for {ANSWER_SECONDS:g} s") from None
 
 
-def take_snapshot(client: CoreClient, seconds: float) -> Snapshot:
+def take_snapshot(client: CoreClient, seconds: float) -> CoreSnapshot:
     """Return a snapshot whose rates are measured over `seconds`.
 
     Raises:
         EngineDeadError: the core is lost, or did not answer in time.
     """
-    first = Snapshot.after(None, call(client, "status"), [])
+    first = CoreSnapshot.after(None, call(client, "status"), [])
     time.sleep(seconds)
-    return Snapshot.after(first, call(client, "status"), call(client, "requests", MAX_REQUESTS))
+    return CoreSnapshot.after(first, call(client, "status"), call(client, "requests", MAX_REQUESTS))
 
 
-def lines(snapshot: Snapshot) -> Iterator[str]:
+def lines(snapshot: CoreSnapshot) -> Iterator[str]:
     """Yield a snapshot as lines of text: the engine, its frontends, its requests."""
     yield from summary(snapshot)
     yield ""
@@ -124,7 +124,7 @@ def lines(snapshot: Snapshot) -> Iterator[str]:
         yield from table(COLUMNS, [cells(request) for request in snapshot.requests])
 
 
-def summary(snapshot: Snapshot) -> Iterator[str]:
+def summary(snapshot: CoreSnapshot) -> Iterator[str]:
     """Yield three lines that describe the engine."""
     status, hits = snapshot.status, "-" if snapshot.hit_rate is None else f"{100 * snapshot.hit_rate:.0f}%"
     used = status["num_blocks"] - status["num_free_blocks"]

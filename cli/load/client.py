@@ -1,6 +1,6 @@
 """Load on an OpenAI server: arrival times, and a client that streams answers and measures them.
 
-    make_queries -> Query -- drive --> stream -> LoadResult
+    make_queries -> LoadQuery -- drive --> stream -> LoadResult
 
 The client often shares a processor with the server it measures, so it decodes only the few fields of a chunk that
 it needs.
@@ -24,7 +24,7 @@ MESSAGE_CHARACTERS = 200  # a server's error message is cut to this length, to f
 
 
 @dataclass(frozen=True)
-class Query:
+class LoadQuery:
     """One request: a prompt (text or token ids) and the number of tokens to generate."""
 
     prompt: str | list[int]
@@ -63,7 +63,7 @@ class LoadResult:
 # ---------------------------------------------------------------- the JSON of a stream's chunk
 
 
-class Delta(msgspec.Struct, gc=False):
+class StreamDelta(msgspec.Struct, gc=False):
     """The text that a chunk of a chat completion adds."""
 
     content: str | None = None
@@ -75,7 +75,7 @@ class Choice(msgspec.Struct, gc=False):
     """One choice of a chunk, from either endpoint."""
 
     text: str | None = None
-    delta: Delta | None = None
+    delta: StreamDelta | None = None
 
     @property
     def empty(self) -> bool:
@@ -86,7 +86,7 @@ class Choice(msgspec.Struct, gc=False):
         return not (delta.content or delta.reasoning_content or delta.tool_calls)
 
 
-class Usage(msgspec.Struct, gc=False):
+class StreamUsage(msgspec.Struct, gc=False):
     """Token counts."""
 
     prompt_tokens: int = 0
@@ -97,7 +97,7 @@ class Chunk(msgspec.Struct, gc=False):
     """One event of a stream."""
 
     choices: list[Choice] = []
-    usage: Usage | None = None
+    usage: StreamUsage | None = None
     error: Any = None
 
 
@@ -122,8 +122,8 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> Iterator[
 
 
 async def drive(
-    send: Callable[[Query], Awaitable[LoadResult]],
-    queries: Sequence[Query],
+    send: Callable[[LoadQuery], Awaitable[LoadResult]],
+    queries: Sequence[LoadQuery],
     due: Iterable[float],
     concurrency: int | None,
     done: Callable[[LoadResult], object] = lambda result: None,
@@ -135,7 +135,7 @@ async def drive(
     places = asyncio.Semaphore(concurrency or len(queries) or 1)
     begin = time.perf_counter()
 
-    async def send_one(query: Query, late: float) -> LoadResult:
+    async def send_one(query: LoadQuery, late: float) -> LoadResult:
         try:
             result = await send(query)
         finally:
@@ -184,7 +184,7 @@ class Target:
         """Path of the endpoint."""
         return "/v1/chat/completions" if self.api == "chat" else "/v1/completions"
 
-    def body(self, query: Query) -> bytes:
+    def body(self, query: LoadQuery) -> bytes:
         """Return the request body of a query as JSON."""
         content: dict[str, Any] = {"prompt": query.prompt}
         if self.api == "chat":
@@ -217,7 +217,7 @@ class LoadClient:
         except (aiohttp.ClientError, asyncio.TimeoutError, msgspec.DecodeError) as error:
             raise OSError(f"{path}: {error or type(error).__name__}") from error
 
-    async def stream(self, query: Query) -> LoadResult:
+    async def stream(self, query: LoadQuery) -> LoadResult:
         """Send a query, read its stream to the end, and return the measurements. A failure is in `error`."""
         result, body = LoadResult(), self.target.body(query)
         begin = time.perf_counter()

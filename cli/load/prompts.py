@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagewire.cli.load.client import LoadClient, Query
+from pagewire.cli.load.client import LoadClient, LoadQuery
 from pagewire.cli.options import UsageError
 from pagewire.frontend.text.tokenizer import load_tokenizer
 
@@ -20,14 +20,14 @@ Source = Callable[[random.Random, int], list[int]]
 
 
 @dataclass(frozen=True)
-class Span:
+class LengthRange:
     """A range of token counts, both ends included, to draw from uniformly."""
 
     low: int
     high: int
 
     @classmethod
-    def parse(cls, text: str) -> Span:
+    def parse(cls, text: str) -> LengthRange:
         """Parse `128` or `64:192`.
 
         Raises:
@@ -47,7 +47,7 @@ class Span:
         return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
 
 
-class Codec:
+class PromptTokenizer:
     """Converts text to tokens and back, with a local tokenizer or with the server's endpoints."""
 
     def __init__(self, client: LoadClient, name: str | None) -> None:
@@ -103,8 +103,13 @@ def slices(tokens: Sequence[int]) -> Source:
 
 
 async def draw_queries(
-    count: int, source: Source, input_len: Span, output_len: Span, seed: int, codec: Codec | None
-) -> list[Query]:
+    count: int,
+    source: Source,
+    input_len: LengthRange,
+    output_len: LengthRange,
+    seed: int,
+    codec: PromptTokenizer | None,
+) -> list[LoadQuery]:
     """Return `count` queries, the same for the same seed.
 
     With a codec, prompts are text; the server may encode that text to slightly more or fewer tokens.
@@ -113,14 +118,14 @@ async def draw_queries(
     for _ in range(count):
         prompt = source(rng, input_len.draw(rng))
         max_tokens = output_len.draw(rng)
-        queries.append(Query(prompt if codec is None else await codec.decode(prompt), max_tokens))
+        queries.append(LoadQuery(prompt if codec is None else await codec.decode(prompt), max_tokens))
     return queries
 
 
-def repeat_queries(count: int, prompts: Sequence[str], output_len: Span, seed: int) -> list[Query]:
+def repeat_queries(count: int, prompts: Sequence[str], output_len: LengthRange, seed: int) -> list[LoadQuery]:
     """Return `count` queries that use these prompts in turn."""
     rng = random.Random(seed)
-    return [Query(prompts[i % len(prompts)], output_len.draw(rng)) for i in range(count)]
+    return [LoadQuery(prompts[i % len(prompts)], output_len.draw(rng)) for i in range(count)]
 
 
 def read_text(path: Path) -> str:

@@ -16,7 +16,7 @@ from pagewire.cli.options import UsageError
 
 
 @dataclass(frozen=True)
-class Text:
+class InputText:
     """A text to pool. line: its number in the input, from 1. prompt: the text, or token ids. id: given with it."""
 
     line: int
@@ -24,14 +24,14 @@ class Text:
     id: str | int | None = None
 
 
-class Entry(msgspec.Struct):
+class JsonText(msgspec.Struct):
     """A JSON object in a line; its other fields are of no concern here."""
 
     text: str | list[int]
     id: str | int | None = None
 
 
-_DECODER = msgspec.json.Decoder(str | list[int] | Entry)
+_DECODER = msgspec.json.Decoder(str | list[int] | JsonText)
 
 
 def add_text_options(parser: argparse.ArgumentParser, what: str) -> None:
@@ -72,7 +72,7 @@ def opened_texts(options: argparse.Namespace) -> Iterator[IO[bytes]]:
     yield sys.stdin.buffer
 
 
-def read_texts(lines: IO[bytes], options: argparse.Namespace) -> Iterator[Text]:
+def read_texts(lines: IO[bytes], options: argparse.Namespace) -> Iterator[InputText]:
     """Yield the text of each line.
 
     Raises:
@@ -81,7 +81,7 @@ def read_texts(lines: IO[bytes], options: argparse.Namespace) -> Iterator[Text]:
     is_json = options.json_lines or (options.file or "").endswith(".jsonl")
     for number, line in enumerate(lines, start=1):
         try:
-            text = read_json(line, number) if is_json else Text(number, line.decode().rstrip("\r\n"))
+            text = read_json(line, number) if is_json else InputText(number, line.decode().rstrip("\r\n"))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"line {number}: {error}") from error
         if not text.prompt:
@@ -89,16 +89,16 @@ def read_texts(lines: IO[bytes], options: argparse.Namespace) -> Iterator[Text]:
         yield text
 
 
-def read_json(line: bytes, number: int) -> Text:
+def read_json(line: bytes, number: int) -> InputText:
     """The text in a line of JSON.
 
     Raises:
         msgspec.DecodeError: it is not JSON, or something else than a text.
     """
     value = _DECODER.decode(line)
-    if isinstance(value, Entry):
-        return Text(number, value.text, value.id)
-    return Text(number, value)
+    if isinstance(value, JsonText):
+        return InputText(number, value.text, value.id)
+    return InputText(number, value)
 
 
 def count_lines(file: IO[bytes]) -> int | None:

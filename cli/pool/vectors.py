@@ -10,7 +10,7 @@ from typing import IO, Protocol
 
 import msgspec
 
-from pagewire.cli.pool.texts import Text
+from pagewire.cli.pool.texts import InputText
 from pagewire.ipc.codec import Tensor
 
 ENCODER = msgspec.json.Encoder()
@@ -19,7 +19,7 @@ ENCODER = msgspec.json.Encoder()
 class VectorWriter(Protocol):
     """Writes embeddings in the order of their texts."""
 
-    def write(self, texts: Sequence[Text], vectors: Sequence[Tensor]) -> None:
+    def write(self, texts: Sequence[InputText], vectors: Sequence[Tensor]) -> None:
         """Write the embedding of each text. Raises OSError: the file cannot be written."""
 
 
@@ -37,21 +37,21 @@ class JsonLines:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 
-    def write(self, texts: Sequence[Text], vectors: Sequence[Tensor]) -> None:
+    def write(self, texts: Sequence[InputText], vectors: Sequence[Tensor]) -> None:
         """See `VectorWriter.write`."""
         for text, vector in zip(texts, vectors, strict=True):
             self._file.write(ENCODER.encode(Line(text.line - 1, vector.tolist(), text.id)) + b"\n")
         self._file.flush()
 
 
-class Matrix:
+class NpyWriter:
     """Writes a float32 array [texts, size] in numpy's format; after each write the file is whole."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._num_rows = 0
 
-    def write(self, texts: Sequence[Text], vectors: Sequence[Tensor]) -> None:
+    def write(self, texts: Sequence[InputText], vectors: Sequence[Tensor]) -> None:
         """See `VectorWriter.write`."""
         if self._num_rows == 0:
             self._write_header(vectors[0].shape[0])
@@ -84,4 +84,4 @@ def opened_vectors(name: str) -> Iterator[VectorWriter]:
         yield JsonLines(sys.stdout.buffer)
         return
     with Path(name).open("wb") as file:
-        yield Matrix(file) if name.endswith(".npy") else JsonLines(file)
+        yield NpyWriter(file) if name.endswith(".npy") else JsonLines(file)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagewire.cli.quantise.integers import GROUPS, CompressedIntegers
 from pagewire.cli.quantise.linears import find_linears
-from pagewire.cli.quantise.shards import Entry, Shard, index, shards
+from pagewire.cli.quantise.shards import PlannedTensor, Shard, index, shards
 from pagewire.ipc.counts import check_counts
 from pagewire.ipc.hub import TOKENIZER_FILES, read_json
 from pagewire.workers.checkpoint.headers import INDEX
@@ -80,11 +80,13 @@ def quantise_checkpoint(
     return written
 
 
-def _entries(checkpoint: Checkpoint, name: str, scheme: CompressedIntegers, chosen: bool) -> list[Entry]:
+def _entries(
+    checkpoint: Checkpoint, name: str, scheme: CompressedIntegers, chosen: bool
+) -> list[PlannedTensor]:
     """The tensors that a tensor of the checkpoint becomes."""
     tensor = checkpoint.on_meta(name)
     if not chosen:
-        return [Entry(name, tensor.dtype, tuple(tensor.shape))]
+        return [PlannedTensor(name, tensor.dtype, tuple(tensor.shape))]
     rows, columns = tensor.shape
     return scheme.entries(name.removesuffix(".weight"), (rows, columns), tensor.dtype)
 
@@ -104,7 +106,7 @@ def _check_group(checkpoint: Checkpoint, chosen: Iterable[str], group: int) -> N
 def _write(
     folder: Path,
     checkpoint: Checkpoint,
-    plan: dict[str, list[Entry]],
+    plan: dict[str, list[PlannedTensor]],
     scheme: CompressedIntegers,
     chosen: frozenset[str],
     progress: Callable[[int], object],

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagewire.cli.quantise.shards import Entry
+from pagewire.cli.quantise.shards import PlannedTensor
 
 GROUPS = (32, 64, 128)
 """Sizes of groups that other engines read, too."""
@@ -72,7 +72,7 @@ class CompressedIntegers:
             "kv_cache_scheme": None,
         }
 
-    def entries(self, module: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Entry]:
+    def entries(self, module: str, shape: tuple[int, int], dtype: torch.dtype) -> list[PlannedTensor]:
         """The tensors of a module's matrix [N, K]. dtype: of the dense matrix, which the scales have, too."""
         rows, columns = shape
         parts: dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -87,7 +87,7 @@ class CompressedIntegers:
             }
             if not self.symmetric:
                 parts["weight_zero_point"] = (torch.int32, (-(-rows * self.bits // WORD), groups))
-        return [Entry(f"{module}.{suffix}", *part) for suffix, part in parts.items()]
+        return [PlannedTensor(f"{module}.{suffix}", *part) for suffix, part in parts.items()]
 
     def quantised(self, dense: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """The tensors of a matrix [N, K] by suffix, without `weight_shape`, and what they stand for, float32.

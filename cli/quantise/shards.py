@@ -31,7 +31,7 @@ ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlannedTensor:
     """A tensor that will be written."""
 
     name: str
@@ -47,7 +47,7 @@ class Entry:
 class Shard:
     """A safetensors file of planned tensors, which may be written in any order."""
 
-    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
+    def __init__(self, path: Path, entries: Sequence[PlannedTensor]) -> None:
         """Create the file with its header.
 
         Raises:
@@ -98,12 +98,14 @@ class Shard:
             raise ValueError(f"{sorted(self._missing)} were planned and not written")
 
 
-def shards(pieces: Iterable[Sequence[Entry]], max_bytes: int = SHARD_BYTES) -> list[tuple[str, list[Entry]]]:
+def shards(
+    pieces: Iterable[Sequence[PlannedTensor]], max_bytes: int = SHARD_BYTES
+) -> list[tuple[str, list[PlannedTensor]]]:
     """The files of a checkpoint by name, with the tensors in each; those of a piece lie in one file.
 
     max_bytes: of tensors in a file, unless a single piece has more.
     """
-    files: list[list[Entry]] = []
+    files: list[list[PlannedTensor]] = []
     room = 0
     for piece in pieces:
         size = sum(entry.num_bytes for entry in piece)
@@ -120,7 +122,7 @@ def shards(pieces: Iterable[Sequence[Entry]], max_bytes: int = SHARD_BYTES) -> l
     ]
 
 
-def index(files: Sequence[tuple[str, Sequence[Entry]]]) -> dict[str, object]:
+def index(files: Sequence[tuple[str, Sequence[PlannedTensor]]]) -> dict[str, object]:
     """The content of `model.safetensors.index.json` for several files."""
     return {
         "metadata": {"total_size": sum(entry.num_bytes for _, entries in files for entry in entries)},

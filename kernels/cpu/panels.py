@@ -14,7 +14,7 @@ ROW_DEPTH = 64  # the same of integers, which is what whole rows with one scale 
 MACROS = (f"-DPAGEWIRE_TILE_DEPTH={TILE_DEPTH}", f"-DPAGEWIRE_ROW_DEPTH={ROW_DEPTH}")
 
 
-class Stored(NamedTuple):
+class NumberFormat(NamedTuple):
     """How the numbers of a matrix are held: floats, or integers with scales."""
 
     bits: int
@@ -55,7 +55,7 @@ class Panels:
         """How many numbers of a dtype ("bfloat16") a packed weight [rows, columns] has, with those of padding."""
         return _up(rows, self.floats) * _up(columns, dict(self.depths).get(dtype, 1))
 
-    def integer_bytes(self, rows: int, columns: int, stored: Stored) -> int:
+    def integer_bytes(self, rows: int, columns: int, stored: NumberFormat) -> int:
         """Bytes of a packed weight [rows, columns] of integers, with its scales and offsets."""
         width = columns if stored.group else _up(columns, ROW_DEPTH)
         groups = -(-columns // stored.group) if stored.group else 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from pagewire.kernels.cpu.integers import SchemeStruct
 from pagewire.kernels.cpu.linear import PACKED_ROWS, as_rows
 from pagewire.kernels.cpu.memory import zeros
-from pagewire.kernels.cpu.panels import Panels, Stored
+from pagewire.kernels.cpu.panels import NumberFormat, Panels
 from pagewire.kernels.cpu.tensors import DTYPES, of_size
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.weight import Weight, check_rows
@@ -37,9 +37,9 @@ class PackedForm:
         return cls(weight.scheme, weight.shape, weight.dtype, scales.dtype, bool(offsets))
 
     @property
-    def stored(self) -> Stored:
+    def stored(self) -> NumberFormat:
         """What its size depends on."""
-        return Stored(self.scheme.bits, self.scheme.group, self.has_offsets, self.scale_dtype.itemsize)
+        return NumberFormat(self.scheme.bits, self.scheme.group, self.has_offsets, self.scale_dtype.itemsize)
 
 
 class QuantisedLinear:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pagewire.kernels.cpu.build import panels_of
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.linear import PackedLinear
-from pagewire.kernels.cpu.panels import Stored
+from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.integers import Integers, quantise
 from pagewire.kernels.weight import dense_weight
@@ -52,12 +52,12 @@ def test_integers(kernels: CpuKernels, scheme: Integers, scale_dtype: torch.dtyp
         weight = quantise(dense_weight(torch.ones(rows, columns)), scheme, scale_dtype)
         packed = kernels.pack(weight)
         assert isinstance(packed, QuantisedLinear)
-        stored = Stored(scheme.bits, scheme.group, has_offsets=False, scale_bytes=scale_dtype.itemsize)
+        stored = NumberFormat(scheme.bits, scheme.group, has_offsets=False, scale_bytes=scale_dtype.itemsize)
         size = kernels.isa.panels.integer_bytes(rows, columns, stored)
         assert size == packed.packed.nbytes
         assert num_written(lambda to: packed._pack(weight, to), size + 1024) == size  # noqa: B023
 
 
 def test_offsets_take_as_much_as_scales() -> None:
-    assert panels_of("amx").integer_bytes(64, 256, Stored(4, 32, True, 4)) == 64 * (128 + 8 * 8)
-    assert panels_of("avx2").integer_bytes(1, 65, Stored(8, None, False)) == 16 * (128 + 2)
+    assert panels_of("amx").integer_bytes(64, 256, NumberFormat(4, 32, True, 4)) == 64 * (128 + 8 * 8)
+    assert panels_of("avx2").integer_bytes(1, 65, NumberFormat(8, None, False)) == 16 * (128 + 2)

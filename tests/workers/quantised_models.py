@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pagewire.kernels.cpu.panels import Stored
+from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.kernels.integers import Integers, integer_weight, quantise
 from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.checkpoint.formats.format import Held, Parts, described
@@ -37,7 +37,7 @@ class PartsFormat:
         rows, num_bytes = tensors[f"codes{bits}"].shape
         num_in, num_groups = num_bytes * 8 // bits, tensors["scales"].shape[1]
         group = None if num_groups == 1 else num_in // num_groups
-        return (rows, num_in), Stored(bits, group, "offsets" in tensors)
+        return (rows, num_in), NumberFormat(bits, group, "offsets" in tensors)
 
     def weight(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
         """See `Format.weight`."""

@@ -217,7 +217,7 @@ def test_a_result_that_no_message_holds_is_an_error_of_its_call(
     monkeypatch.setattr(main, "answer", lambda runner, call: WorkerReply(call.call_id, result))
     context: zmq.Context[Any] = zmq.Context()
     socket = bind_router(context, f"ipc://{tmp_path}/core.sock")
-    connection = main.Connection(f"ipc://{tmp_path}/core.sock", "worker")
+    connection = main.CoreConnection(f"ipc://{tmp_path}/core.sock", "worker")
     try:
         main.reply(connection, None, WorkerCall(3, "odd"))
         assert socket.poll(10_000)
@@ -237,7 +237,7 @@ def test_an_idle_worker_gives_memory_back_after_its_other_work(
 ) -> None:
     context: zmq.Context[Any] = zmq.Context()
     socket = bind_router(context, f"ipc://{tmp_path}/core.sock")
-    connection = main.Connection(f"ipc://{tmp_path}/core.sock", "worker")
+    connection = main.CoreConnection(f"ipc://{tmp_path}/core.sock", "worker")
     done: list[str] = []
 
     def populate() -> Iterator[None]:

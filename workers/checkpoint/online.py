@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pagewire.ipc.quantization import ONLINE
-from pagewire.kernels.cpu.panels import Stored
+from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.workers.checkpoint.formats.format import wider
 from pagewire.workers.errors import LoadError
 
@@ -24,7 +24,7 @@ IN_LAYERS = re.compile(r"\.\d+\.")
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 
 
-def quantised_as(quantization: str, name: str, num_in: int) -> Stored | None:
+def quantised_as(quantization: str, name: str, num_in: int) -> NumberFormat | None:
     """How a matrix of plain numbers will be held; None: as it is. name: of its module. num_in: its columns.
 
     Matrices outside of the layers (embedding and output) have 8 bits in 4-bit schemes too, and so do matrices whose
@@ -34,7 +34,11 @@ def quantised_as(quantization: str, name: str, num_in: int) -> Stored | None:
         return None
     if quantization not in ("int4", "bitsandbytes") or not IN_LAYERS.search(name) or num_in % 32:
         return wider(num_in)
-    return Stored(4, 32, has_offsets=True) if quantization == "int4" else Stored(4, 32 if num_in % 64 else 64)
+    return (
+        NumberFormat(4, 32, has_offsets=True)
+        if quantization == "int4"
+        else NumberFormat(4, 32 if num_in % 64 else 64)
+    )
 
 
 def online(quantization: str) -> Callable[[str, Weight], Weight]:

@@ -3,7 +3,7 @@
     python -m pagewire.workers.collective.probe KIND RANK SIZE RENDEZVOUS HOST:PORT --lifeline FD
 
 KIND: shared memory, gloo or nccl. HOST:PORT: where rank 0 listens; "-" if all ranks are on this machine. Rank 0
-prints a `Report` as JSON. The exit status is 1, with a line on standard error, if something is wrong.
+prints a `ProbeReport` as JSON. The exit status is 1, with a line on standard error, if something is wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS = ("shared", "gloo", "nccl")
 
 
 @dataclass(frozen=True)
-class Report:
+class ProbeReport:
     """What was measured. collective: the class that the ranks use.
 
     latency: seconds of a sum of `SMALL_BYTES` of bfloat16. barrier: seconds of a barrier.
@@ -44,7 +44,7 @@ class Report:
     bandwidth: float
 
 
-def probe(group: Collective, device: torch.device) -> Report:
+def probe(group: Collective, device: torch.device) -> ProbeReport:
     """Check the operations of a group, and measure them.
 
     Raises:
@@ -54,7 +54,7 @@ def probe(group: Collective, device: torch.device) -> Report:
     small = torch.zeros(SMALL_BYTES // 2, dtype=torch.bfloat16, device=device)
     large = torch.zeros(LARGE_BYTES // 2, dtype=torch.bfloat16, device=device)
     latency = seconds_of(lambda: group.all_reduce(small), group)
-    return Report(
+    return ProbeReport(
         type(group).__name__,
         group.size,
         latency,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pagewire.ipc.quantization import ONLINE
 from pagewire.ipc.worker_messages import Parallel
 from pagewire.kernels.cpu.build import panels_of
-from pagewire.kernels.cpu.panels import ITEM_BYTES, Panels, Stored
+from pagewire.kernels.cpu.panels import ITEM_BYTES, NumberFormat, Panels
 from pagewire.workers.checkpoint.headers import DTYPES, Headers
 from pagewire.workers.checkpoint.online import quantised_as
 from pagewire.workers.errors import LoadError
@@ -208,7 +208,7 @@ class _Held(NamedTuple):
     """A matrix, and how the worker will hold it."""
 
     matrix: Matrix
-    stored: Stored
+    stored: NumberFormat
     packed_bytes: int
     is_copy: bool
     """False if it is used where the file is mapped."""
@@ -220,7 +220,7 @@ def _held(matrix: Matrix, dtype: str, quantization: str | None, panels: Panels) 
         stored = quantised_as(quantization, matrix.name.removesuffix(".weight"), columns) or stored
     if not stored.is_float:
         return _Held(matrix, stored, matrix.count * panels.integer_bytes(rows, columns, stored), True)
-    stored = Stored(8 * itemsize)
+    stored = NumberFormat(8 * itemsize)
     if matrix.is_vector or matrix.part is Part.EMBEDDING:
         return _Held(matrix, stored, matrix.num_weights * itemsize, DTYPES.get(matrix.dtype) != dtype)
     return _Held(matrix, stored, matrix.count * panels.float_size(rows, columns, dtype) * itemsize, True)

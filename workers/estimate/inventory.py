@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from pagewire.kernels.cpu.panels import Stored
+from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.workers.checkpoint.formats.format import parts_by_weight
 from pagewire.workers.checkpoint.gguf.names import BLOCKS
 from pagewire.workers.checkpoint.headers import FLOATS, TensorHeader
@@ -71,7 +71,7 @@ class Matrix:
     part: Part
     rows: int
     columns: int
-    stored: Stored
+    stored: NumberFormat
     num_bytes: int
     """In the file, with scales and offsets."""
     dtype: str = ""
@@ -81,7 +81,9 @@ class Matrix:
     """True for numbers that are used as they are, such as the weights of norms."""
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], stored: Stored, num_bytes: int, dtype: str = "") -> Matrix:
+    def of(
+        cls, name: str, shape: tuple[int, ...], stored: NumberFormat, num_bytes: int, dtype: str = ""
+    ) -> Matrix:
         """The matrix of a weight [N, K], those of experts [E, N, K], or other numbers."""
         part, num_weights = part_of(name), math.prod(shape)
         if len(shape) == 2 or (len(shape) == 3 and part is Part.EXPERTS):
@@ -123,9 +125,9 @@ def matrices(tensors: Iterable[TensorHeader], config: Mapping[str, Any]) -> Iter
         yield Matrix.of(tensor.name, tensor.shape, held_as(tensor), tensor.num_bytes, tensor.dtype)
 
 
-def held_as(tensor: TensorHeader) -> Stored:
+def held_as(tensor: TensorHeader) -> NumberFormat:
     """How a tensor is held that is a weight of its own: as floats, or as GGUF's blocks."""
     if tensor.dtype in BLOCKS:
         bits, group, zero = BLOCKS[tensor.dtype]
-        return Stored(bits, group, has_offsets=not zero)
-    return Stored(FLOATS.get(tensor.dtype) or 8 * tensor.num_bytes // max(1, math.prod(tensor.shape)))
+        return NumberFormat(bits, group, has_offsets=not zero)
+    return NumberFormat(FLOATS.get(tensor.dtype) or 8 * tensor.num_bytes // max(1, math.prod(tensor.shape)))

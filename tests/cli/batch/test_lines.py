@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pagewire.cli.batch import in_process
-from pagewire.cli.batch.lines import Counts, Response, Result, keep_answered, run_lines
+from pagewire.cli.batch.lines import BatchResponse, Counts, Result, keep_answered, run_lines
 
 
 def line(custom_id: Any, url: str = "/v1/completions", **more: Any) -> bytes:
@@ -28,7 +28,7 @@ class Endpoints:
         self.calls = self.running = self.most_running = 0
         self.arrival = asyncio.Condition()
 
-    async def post(self, path: str, body: bytes) -> Response:
+    async def post(self, path: str, body: bytes) -> BatchResponse:
         """One answer, once `gather` have come."""
         self.calls += 1
         self.running += 1
@@ -38,7 +38,7 @@ class Endpoints:
             await self.arrival.wait_for(lambda: self.calls >= self.gather)
         self.running -= 1
         waiting = self.statuses.get(json.loads(body).get("prompt", ""), [])
-        return Response(waiting.pop(0) if waiting else 200, "id", msgspec.Raw(body))
+        return BatchResponse(waiting.pop(0) if waiting else 200, "id", msgspec.Raw(body))
 
 
 def run(
@@ -105,7 +105,7 @@ def test_an_error_status_is_an_answer_and_busy_is_retried(monkeypatch: pytest.Mo
 def test_an_unexpected_failure_ends_the_run() -> None:
     endpoints = Endpoints(gather=99)  # the others wait
 
-    async def post(path: str, body: bytes) -> Response:
+    async def post(path: str, body: bytes) -> BatchResponse:
         if endpoints.running == 3:
             raise RuntimeError("the engine is lost")
         return await endpoints.post(path, body)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pagewire.cli.load.client import LoadResult, arrivals
-from pagewire.cli.load.prompts import Span
+from pagewire.cli.load.prompts import LengthRange
 from pagewire.cli.load.report import distribution, percentile, summary
 from pagewire.cli.main import main
 
@@ -189,9 +189,9 @@ def test_figures() -> None:
 
 
 def test_spans() -> None:
-    assert Span.parse("5") == Span(5, 5)
-    assert Span.parse("5:9") == Span(5, 9)
-    assert (str(Span(5, 5)), str(Span(5, 9))) == ("5", "5:9")
+    assert LengthRange.parse("5") == LengthRange(5, 5)
+    assert LengthRange.parse("5:9") == LengthRange(5, 9)
+    assert (str(LengthRange(5, 5)), str(LengthRange(5, 9))) == ("5", "5:9")
     for text in ("0", "-1:4", "9:5", "", ":", "1:2:3"):
         with pytest.raises(ValueError):
-            Span.parse(text)
+            LengthRange.parse(text)

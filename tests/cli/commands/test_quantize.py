@@ -15,7 +15,7 @@ from torch import Tensor
 from pagewire.cli.commands import quantize
 from pagewire.cli.main import main
 from pagewire.cli.quantise import checkpoint, integers, shards
-from pagewire.cli.quantise.shards import Entry, Shard
+from pagewire.cli.quantise.shards import PlannedTensor, Shard
 
 from ...workers.architectures import EXPERTS, GROUPED, Architecture
 
@@ -156,9 +156,9 @@ def test_a_failure_leaves_nothing_behind(
 
 def test_a_shard_holds_what_was_planned(tmp_path: Path) -> None:
     planned = [
-        Entry("bytes", torch.uint8, (3,)),
-        Entry("empty", torch.float32, (0, 2)),
-        Entry("one", torch.int64, ()),
+        PlannedTensor("bytes", torch.uint8, (3,)),
+        PlannedTensor("empty", torch.float32, (0, 2)),
+        PlannedTensor("one", torch.int64, ()),
     ]
     shard = Shard(tmp_path / "a.safetensors", planned)
     with pytest.raises(ValueError, match="planned was"):

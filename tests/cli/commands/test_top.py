@@ -16,7 +16,7 @@ from textual.widgets import DataTable, Static
 from pagewire import AsyncLLM, SamplingParams
 from pagewire.cli.commands.top import attach
 from pagewire.cli.commands.top_screen import Screen
-from pagewire.cli.commands.top_snapshot import Snapshot, lines, printable, span
+from pagewire.cli.commands.top_snapshot import CoreSnapshot, lines, printable, span
 from pagewire.cli.main import build_parser, main
 
 from ..command import pagewire, start_core
@@ -69,11 +69,11 @@ def test_one_snapshot_as_text_and_as_json(address: str) -> None:
 def test_rates_are_between_two_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 12.0, 13.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    first = Snapshot.after(None, status(), [])
+    first = CoreSnapshot.after(None, status(), [])
     grown = {"num_prompt_tokens": 50, "num_output_tokens": 20, "worker_busy_s": 1.0}
-    second = Snapshot.after(first, status(num_prefix_queries=8, num_prefix_hits=2, **grown), [])
+    second = CoreSnapshot.after(first, status(num_prefix_queries=8, num_prefix_hits=2, **grown), [])
     assert (second.prompt_rate, second.output_rate, second.busy, second.hit_rate) == (25, 10, 0.5, 0.25)
-    third = Snapshot.after(second, second.status | {"paused": True}, [])
+    third = CoreSnapshot.after(second, second.status | {"paused": True}, [])
     assert (third.output_rate, third.hit_rate, third.state) == (0, None, "paused")
 
 
@@ -82,7 +82,7 @@ def test_text_is_aligned_and_names_cannot_harm_the_terminal() -> None:
     phases = {"waiting": 0, "prefill": 0, "decode": 1}
     requests = [request("a\x1b]0;evil\x07"), request("b" * 100, index=2, seconds_since_token=None)]
     text = list(
-        lines(Snapshot(0.0, status(model="d\x9bemo", clients=[client | {"phases": phases}]), requests))
+        lines(CoreSnapshot(0.0, status(model="d\x9bemo", clients=[client | {"phases": phases}]), requests))
     )
     assert all(line.isprintable() for line in text)
     heads = text.index(next(line for line in text if "REQUEST" in line))
@@ -174,7 +174,7 @@ def test_the_cursor_stays_on_its_request_whatever_the_order(address: str) -> Non
             old = request("old", age=9.0, num_output_tokens=1, seconds_since_token=5.0)
             new = request("new", age=1.0, num_output_tokens=9, phase="prefill", seconds_since_token=None)
             other = request("other", 2, age=5.0, frontend="another", phase="waiting", seconds_since_token=7.0)
-            screen.show(Snapshot(0.0, status(), [new, other, old]))
+            screen.show(CoreSnapshot(0.0, status(), [new, other, old]))
             assert shown(screen) == ["old", "other", "new"]
             await pilot.press("down")
             orders = {"frontend": ["other", "old", "new"], "phase": ["new", "old", "other"]}
@@ -185,7 +185,7 @@ def test_the_cursor_stays_on_its_request_whatever_the_order(address: str) -> Non
                 assert screen.selected == other
             await pilot.press("s")
             assert screen.order == "age"
-            screen.show(Snapshot(0.0, status(), [new]))
+            screen.show(CoreSnapshot(0.0, status(), [new]))
             assert screen.selected == new
 
     asyncio.run(go())

@@ -169,7 +169,7 @@ def test_large_matrices_are_left_to_the_thread(
 def test_messages_are_taken_between_pieces_and_pieces_between_messages(tmp_path: Path) -> None:
     context: zmq.Context[Any] = zmq.Context()
     socket = bind_router(context, f"ipc://{tmp_path}/core.sock")
-    connection = main.Connection(f"ipc://{tmp_path}/core.sock", "worker")
+    connection = main.CoreConnection(f"ipc://{tmp_path}/core.sock", "worker")
     calls = 0
 
     def advance() -> bool:

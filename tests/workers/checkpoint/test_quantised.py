@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.quantization import FAMILIES
-from pagewire.kernels.cpu.panels import Stored
+from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.kernels.integers import INT8, Integers, integer_weight
 from pagewire.kernels.linear import Linear, pack
 from pagewire.kernels.weight import Weight
@@ -283,9 +283,9 @@ class StacksFormat(PartsFormat):
 
     def stored(self, name: str, tensors: Parts) -> Held:
         if "weight" in tensors:
-            return tensors["weight"].shape, Stored(8)
+            return tensors["weight"].shape, NumberFormat(8)
         experts, rows, columns = tensors["_codes"].shape
-        return (experts, columns, rows), Stored(8)
+        return (experts, columns, rows), NumberFormat(8)
 
     def weight(self, name: str, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
         return integer_weight(INT8, tensors["weight"], tensors["weight.scales"], None, dtype)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.kernels.cpu.panels import Stored
+from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.workers.checkpoint.gguf.blocks import BLOCK_TYPES
 from pagewire.workers.checkpoint.headers import TensorHeader
 from pagewire.workers.estimate.dimensions import Dimensions
@@ -104,7 +104,7 @@ def packed(**weights: Any) -> dict[str, Any]:
             AWQ,
             {"qweight": ("I32", 256, 8), "qzeros": ("I32", 2, 8), "scales": ("F16", 2, 64)},
             (1, 64, 256),
-            Stored(4, 128, True, 4),
+            NumberFormat(4, 128, True, 4),
         ),
         (
             GPTQ,
@@ -115,25 +115,25 @@ def packed(**weights: Any) -> dict[str, Any]:
                 "g_idx": ("I32", 256),
             },
             (1, 64, 256),
-            Stored(8, 32),
+            NumberFormat(8, 32),
         ),
         (
             packed(num_bits=4, group_size=64),
             {"weight_packed": ("I32", 64, 32), "weight_scale": ("BF16", 64, 4), "weight_shape": ("I64", 2)},
             (1, 64, 256),
-            Stored(4, 64),
+            NumberFormat(4, 64),
         ),
         (
             packed(num_bits=8, strategy="channel"),
             {"weight": ("I8", 64, 256), "weight_scale": ("F32", 64, 1)},
             (1, 64, 256),
-            Stored(8, scale_bytes=4),
+            NumberFormat(8, scale_bytes=4),
         ),
         (
             FP8,
             {"weight": ("F8_E4M3", 64, 256), "weight_scale_inv": ("F32", 1, 2)},
             (1, 64, 256),
-            Stored(8, 32),
+            NumberFormat(8, 32),
         ),
         (
             BNB,
@@ -143,19 +143,22 @@ def packed(**weights: Any) -> dict[str, Any]:
                 "weight.quant_state.bitsandbytes__nf4": ("U8", len(STATE)),
             },
             (1, 64, 256),
-            Stored(4, 64),
+            NumberFormat(4, 64),
         ),
         (
             BNB,
             {"weight": ("I8", 64, 256), "SCB": ("F32", 64), "weight_format": ("U8",)},
             (1, 64, 256),
-            Stored(8, scale_bytes=4),
+            NumberFormat(8, scale_bytes=4),
         ),
     ],
     ids=lambda value: value["quant_method"] if isinstance(value, dict) and "quant_method" in value else "",
 )
 def test_quantised_tensors_make_one_matrix(
-    quantization: dict[str, Any], tensors: dict[str, tuple[Any, ...]], shape: tuple[int, ...], stored: Stored
+    quantization: dict[str, Any],
+    tensors: dict[str, tuple[Any, ...]],
+    shape: tuple[int, ...],
+    stored: NumberFormat,
 ) -> None:
     headers = [header(f"{Q}.{suffix}", *described, content=STATE) for suffix, described in tensors.items()]
     (found,) = matrices(headers, {"quantization_config": quantization})
@@ -169,7 +172,7 @@ def test_blocks_of_experts_make_a_stack() -> None:
     headers = [header(f"{name}_blocks", "U8", 4, 96, 2, 16), header(f"{name}_scales", "U8", 4, 96, 2)]
     (found,) = matrices(headers, {"quantization_config": {"quant_method": "mxfp4"}})
     assert (found.part, found.count, found.rows, found.columns) == (Part.EXPERTS, 4, 96, 64)
-    assert found.stored == Stored(4, 32)
+    assert found.stored == NumberFormat(4, 32)
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels import integers
-from pagewire.kernels.cpu.panels import Stored
+from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.weight import Weight
 from pagewire.workers.checkpoint.formats import fp8, reexpress
@@ -84,7 +84,7 @@ def test_the_formats_of_checkpoints() -> None:
     values, scales, dense = quantised(128, 128, torch.float8_e4m3fn)
     deepseek = fp8.of({"quant_method": "fp8", "weight_block_size": [128, 128]})
     tensors = {"weight": values, "weight_scale_inv": scales}
-    assert deepseek.stored("a", described(tensors)) == ((ROWS, COLUMNS), Stored(8, 32))
+    assert deepseek.stored("a", described(tensors)) == ((ROWS, COLUMNS), NumberFormat(8, 32))
     assert error(deepseek.weight("a", tensors, torch.bfloat16), dense) < 0.006
     values, scales, dense = quantised(ROWS, COLUMNS, torch.float8_e4m3fn)
     static = fp8.of({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]})

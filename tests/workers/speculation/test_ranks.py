@@ -18,7 +18,7 @@ from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.device.cpu import CpuEvent
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.fit import sizes_of
-from pagewire.workers.main import Connection, Pipeline
+from pagewire.workers.main import CoreConnection, Pipeline
 from pagewire.workers.runner import Runner
 
 from ...engine_core.schedule.simulation import drafting
@@ -241,7 +241,7 @@ def test_ranks_draft_in_the_same_order(
         if runner.collective.rank:
             monkeypatch.setattr(runner.device, "record_event", lambda: LateEvent(time.monotonic()))
         results = Results([])
-        pipeline = Pipeline(cast(Connection, results), runner)
+        pipeline = Pipeline(cast(CoreConnection, results), runner)
         for number in range(len(prompts)):
             pipeline.launch(plan(number))
         pipeline.finish()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pagewire.kernels.cpu.panels import Stored
+from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.workers.checkpoint.formats.format import (
     Dtype,
     Held,
@@ -43,11 +43,11 @@ class BitsAndBytes:
     def stored(self, name: str, tensors: Parts) -> Held:
         """See `Format.stored`. The shape of a 4-bit matrix is part of its state, which is read."""
         if "SCB" in tensors:
-            return tensors["weight"].shape, Stored(8, scale_bytes=4)
+            return tensors["weight"].shape, NumberFormat(8, scale_bytes=4)
         state = _state(tensors)
         rows, columns = state["shape"]
         group = known_group(int(state["blocksize"]), columns)
-        return (rows, columns), wider(columns) if group is None else Stored(4, group)
+        return (rows, columns), wider(columns) if group is None else NumberFormat(4, group)
 
     def weight(self, name: str, tensors: Tensors, dtype: Dtype) -> Weight:
         """See `Format.weight`."""

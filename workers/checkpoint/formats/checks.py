@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from pagewire.kernels.cpu.panels import Stored
+from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.workers.checkpoint.formats.format import grouped
 from pagewire.workers.checkpoint.headers import DTYPES, TensorHeader
 from pagewire.workers.errors import LoadError
@@ -74,7 +74,7 @@ def check_divides(name: str, what: str, size: int, step: int) -> None:
 
 def marlin_shape(
     name: str, tensors: Mapping[str, TensorHeader], words: str, scales: str, group: int
-) -> tuple[tuple[int, int], Stored]:
+) -> tuple[tuple[int, int], NumberFormat]:
     """The shape [N, K] of a matrix in the marlin layout, and how it is held.
 
     Args:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pagewire.kernels.cpu.panels import Stored
+from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.workers.checkpoint.formats.checks import (
     SCALE_DTYPES,
     check_divides,
@@ -108,7 +108,7 @@ class CompressedTensorsFormat:
             shape = values.shape[0], values.shape[1]
             check_divides(name, "columns", shape[1], 1)
             if values.dtype in SCALE_DTYPES:
-                return shape, Stored(FLOATS[values.dtype])
+                return shape, NumberFormat(FLOATS[values.dtype])
             settings = self._groups.settings(name)
             if (values.dtype in FLOAT8) != (settings.kind == "float"):
                 raise LoadError(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
-from pagewire.kernels.cpu.panels import Stored
+from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.workers.checkpoint.headers import DTYPES, FLOATS, TensorHeader
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
 """The tensors of a quantised matrix by suffix."""
 Parts: TypeAlias = Mapping[str, TensorHeader]
 """What headers say about them."""
-Held: TypeAlias = tuple[tuple[int, ...], Stored]
+Held: TypeAlias = tuple[tuple[int, ...], NumberFormat]
 """The shape of the dense weight, and how it will be held."""
 
 GROUPS = (128, 64, 32, 16)
@@ -111,12 +111,12 @@ def _split(name: str, suffixes: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
-def wider(num_in: int) -> Stored:
+def wider(num_in: int) -> NumberFormat:
     """What holds any numbers: 8 bits in groups of 32, of 16, or rows of `num_in` columns without groups."""
-    return Stored(8, next((group for group in (32, 16) if num_in % group == 0), None))
+    return NumberFormat(8, next((group for group in (32, 16) if num_in % group == 0), None))
 
 
-def grouped(bits: int, num_in: int, group: int, scales: TensorHeader, has_zeros: bool) -> Stored:
+def grouped(bits: int, num_in: int, group: int, scales: TensorHeader, has_zeros: bool) -> NumberFormat:
     """What holds integers with a scale for each group of columns.
 
     bits: from 1 to 8. num_in: columns. group: of the checkpoint; has_zeros: they have zeros that are not symmetric.
@@ -125,7 +125,7 @@ def grouped(bits: int, num_in: int, group: int, scales: TensorHeader, has_zeros:
     if not whole and (known := known_group(group, num_in)) is None:
         return wider(num_in)
     size = 4 if has_zeros or scales.dtype == "F32" else 2
-    return Stored(width(bits, num_in), None if whole else known, has_zeros, size)
+    return NumberFormat(width(bits, num_in), None if whole else known, has_zeros, size)
 
 
 def width(bits: int, num_in: int) -> int:

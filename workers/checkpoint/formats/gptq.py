@@ -37,7 +37,7 @@ SPARSE_PARTS = {"B_24", "B_meta"}
 
 
 @dataclass(frozen=True)
-class Settings:
+class GPTQSettings:
     """How the matrix of a module was quantised."""
 
     bits: int
@@ -47,7 +47,7 @@ class Settings:
     """All zeros are `2 ** (bits - 1)`."""
 
     @staticmethod
-    def of(config: Mapping[str, Any], default: Settings) -> Settings:
+    def of(config: Mapping[str, Any], default: GPTQSettings) -> GPTQSettings:
         """The settings in a config, or in an override of it.
 
         Raises:
@@ -59,7 +59,7 @@ class Settings:
             raise LoadError(f"GPTQ of {bits} bits is not served; {', '.join(map(str, BITS))} bits are")
         if group != -1 and group < 1:
             raise LoadError(f"GPTQ with groups of {group} columns is not served")
-        return Settings(bits, group, switch(config, "sym", default.symmetric))
+        return GPTQSettings(bits, group, switch(config, "sym", default.symmetric))
 
 
 def of(config: Mapping[str, Any]) -> GptqFormat:
@@ -77,19 +77,19 @@ def of(config: Mapping[str, Any]) -> GptqFormat:
     if words != "int32":
         raise LoadError(f"GPTQ with pack_dtype={words!r} is not served; 'int32' is")
     if layout == "marlin":
-        settings = Settings.of(config, Settings(4, 128, True))
+        settings = GPTQSettings.of(config, GPTQSettings(4, 128, True))
         if settings.bits != 4 or not settings.symmetric:
             raise LoadError("GPTQ in the marlin layout is served only with 4 bits and sym=true")
     else:
         # A config that does not say so may be of either kind: then the zeros are read.
-        settings = Settings.of(config, Settings(4, 128, False))
+        settings = GPTQSettings.of(config, GPTQSettings(4, 128, False))
     return GptqFormat(layout, settings, Overrides(config.get("dynamic") or {}, settings))
 
 
 class Overrides:
     """Settings of modules whose names match patterns: the field `dynamic`."""
 
-    def __init__(self, dynamic: Any, settings: Settings) -> None:
+    def __init__(self, dynamic: Any, settings: GPTQSettings) -> None:
         """Compile the patterns. settings: of the other modules.
 
         Raises:
@@ -99,16 +99,16 @@ class Overrides:
             raise LoadError(f"quantization_config: dynamic must be an object, not {dynamic!r}")
         self._settings = settings
         self._dense: list[NamePattern] = []
-        self._others: list[tuple[NamePattern, Settings]] = []
+        self._others: list[tuple[NamePattern, GPTQSettings]] = []
         for text, fields in dynamic.items():
             if text.startswith("-:"):
                 self._dense.append(pattern(text.removeprefix("-:")))
             elif isinstance(fields, Mapping):
-                self._others.append((pattern(text.removeprefix("+:")), Settings.of(fields, settings)))
+                self._others.append((pattern(text.removeprefix("+:")), GPTQSettings.of(fields, settings)))
             else:
                 raise LoadError(f"quantization_config: dynamic[{text!r}] must be an object, not {fields!r}")
 
-    def settings(self, name: str) -> Settings | None:
+    def settings(self, name: str) -> GPTQSettings | None:
         """The settings of a module by its name; None: it is not quantised."""
         if any(dense.match(name) for dense in self._dense):
             return None
@@ -125,7 +125,7 @@ class GptqFormat:
 
     name = "gptq"
 
-    def __init__(self, layout: str, settings: Settings, overrides: Overrides) -> None:
+    def __init__(self, layout: str, settings: GPTQSettings, overrides: Overrides) -> None:
         self._layout, self._settings, self._overrides = layout, settings, overrides
         parts = {"qweight", "qzeros", "scales", "g_idx"}
         self._needed = parts - {"g_idx"}
@@ -184,14 +184,14 @@ class GptqFormat:
         )
         return integers.weight(dtype)
 
-    def _of_module(self, name: str) -> Settings:
+    def _of_module(self, name: str) -> GPTQSettings:
         if (settings := self._overrides.settings(name)) is None:
             raise LoadError(
                 f"{name} is quantised, although quantization_config says in `dynamic` that it is not"
             )
         return settings
 
-    def _zeros(self, name: str, words: Tensor, settings: Settings) -> Tensor | None:
+    def _zeros(self, name: str, words: Tensor, settings: GPTQSettings) -> Tensor | None:
         """The zeros uint8 [N, G] of words int32 [G, N * bits / 32]; None for symmetric integers.
 
         Raises:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pagewire.kernels.cpu.panels import Stored
+from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.workers.checkpoint.formats.format import Dtype, Held, Parts, Tensors, Weight
 
 GROUP = 32
@@ -31,7 +31,7 @@ class Mxfp4:
     def stored(self, name: str, tensors: Parts) -> Held:
         """See `Format.stored`: [E, K, N]."""
         experts, rows, groups, _ = tensors["_blocks"].shape
-        return (experts, groups * GROUP, rows), Stored(4, GROUP)
+        return (experts, groups * GROUP, rows), NumberFormat(4, GROUP)
 
     def weight(self, name: str, tensors: Tensors, dtype: Dtype) -> Weight:
         """See `Format.weight`.

@@ -60,7 +60,7 @@ GPT2 = {
 
 
 @dataclass(frozen=True)
-class Names:
+class GGUFNames:
     """The names of one type of models."""
 
     layer: Mapping[str, str]
@@ -80,23 +80,23 @@ class Names:
     """Matrices within layers are [K, N] in transformers."""
 
 
-MODELS: dict[str, Names] = {
-    "llama": Names(LLAMA, TOP, rotated=True),
-    "mixtral": Names(
+MODELS: dict[str, GGUFNames] = {
+    "llama": GGUFNames(LLAMA, TOP, rotated=True),
+    "mixtral": GGUFNames(
         LLAMA | {"ffn_gate_inp": "block_sparse_moe.gate"},
         TOP,
         experts="block_sparse_moe.experts",
         expert=MIXTRAL_EXPERTS,
         rotated=True,
     ),
-    "qwen2": Names(LLAMA, TOP),
-    "qwen3": Names(LLAMA, TOP),
-    "qwen2_moe": Names(LLAMA | SHARED, TOP, experts="mlp.experts", expert=EXPERTS),
-    "qwen3_moe": Names(LLAMA | SHARED, TOP, experts="mlp.experts", expert=EXPERTS),
-    "gemma": Names(LLAMA, TOP, norms_plus_one=True),
-    "gemma2": Names(LLAMA | FOUR_NORMS, TOP, norms_plus_one=True),
-    "gemma3_text": Names(LLAMA | FOUR_NORMS, TOP, norms_plus_one=True),
-    "phi3": Names(
+    "qwen2": GGUFNames(LLAMA, TOP),
+    "qwen3": GGUFNames(LLAMA, TOP),
+    "qwen2_moe": GGUFNames(LLAMA | SHARED, TOP, experts="mlp.experts", expert=EXPERTS),
+    "qwen3_moe": GGUFNames(LLAMA | SHARED, TOP, experts="mlp.experts", expert=EXPERTS),
+    "gemma": GGUFNames(LLAMA, TOP, norms_plus_one=True),
+    "gemma2": GGUFNames(LLAMA | FOUR_NORMS, TOP, norms_plus_one=True),
+    "gemma3_text": GGUFNames(LLAMA | FOUR_NORMS, TOP, norms_plus_one=True),
+    "phi3": GGUFNames(
         {
             **NORMS,
             "attn_qkv": "self_attn.qkv_proj",
@@ -106,9 +106,9 @@ MODELS: dict[str, Names] = {
         },
         TOP,
     ),
-    "starcoder2": Names(ATTENTION | NORMS | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, TOP),
-    "stablelm": Names(LLAMA, TOP),
-    "gpt2": Names(
+    "starcoder2": GGUFNames(ATTENTION | NORMS | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, TOP),
+    "stablelm": GGUFNames(LLAMA, TOP),
+    "gpt2": GGUFNames(
         GPT2,
         {
             "token_embd": "transformer.wte",
@@ -124,7 +124,7 @@ MODELS: dict[str, Names] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class WeightPlace:
     """A weight of a transformers checkpoint, as a GGUF file holds it."""
 
     tensor: str
@@ -142,7 +142,7 @@ class Place:
 
 def places(
     model_type: str, tensors: Mapping[str, tuple[int, ...]], heads: int, kv_heads: int
-) -> dict[str, Place]:
+) -> dict[str, WeightPlace]:
     """Where the weights of a model are, by transformers' names.
 
     tensors: the shapes of the GGUF file's tensors by name. heads, kv_heads: of the model's attention.
@@ -151,7 +151,7 @@ def places(
         KeyError: a tensor of an unknown name.
     """
     names = MODELS[model_type]
-    found: dict[str, Place] = {}
+    found: dict[str, WeightPlace] = {}
     for tensor, shape in tensors.items():
         if tensor in UNUSED:
             continue
@@ -170,13 +170,15 @@ def places(
     return found
 
 
-def _place(names: Names, tensor: str, stem: str, shape: tuple[int, ...], heads: int) -> Place:
+def _place(names: GGUFNames, tensor: str, stem: str, shape: tuple[int, ...], heads: int) -> WeightPlace:
     plus = 1.0 if names.norms_plus_one and stem.endswith("norm") else 0.0
     transposed = names.transposed and len(shape) == 2 and tensor.startswith("blk.")
-    return Place(tensor, None, heads, plus, transposed, stem == "ffn_gate_inp_shexp" and len(shape) == 1)
+    return WeightPlace(
+        tensor, None, heads, plus, transposed, stem == "ffn_gate_inp_shexp" and len(shape) == 1
+    )
 
 
-def _experts(names: Names, tensor: str, shape: tuple[int, ...]) -> dict[str, Place]:
+def _experts(names: GGUFNames, tensor: str, shape: tuple[int, ...]) -> dict[str, WeightPlace]:
     """The matrices of a stack of experts, or of a single expert, as older files have them."""
     match = LAYER.fullmatch(tensor)
     assert match is not None
@@ -186,7 +188,7 @@ def _experts(names: Names, tensor: str, shape: tuple[int, ...]) -> dict[str, Pla
     leaf = names.expert[stem.removesuffix("_exps")]
     prefix = f"{names.layers}.{number}.{names.experts}"
     if expert is not None:
-        return {f"{prefix}.{expert}.{leaf}.{suffix}": Place(tensor)}
+        return {f"{prefix}.{expert}.{leaf}.{suffix}": WeightPlace(tensor)}
     if shape[0] > MAX_EXPERTS:
         raise KeyError(f"{tensor}: {shape[0]} experts")
-    return {f"{prefix}.{index}.{leaf}.{suffix}": Place(tensor, index) for index in range(shape[0])}
+    return {f"{prefix}.{index}.{leaf}.{suffix}": WeightPlace(tensor, index) for index in range(shape[0])}

@@ -13,7 +13,7 @@ from pagewire.ipc.gguf.file import BLOCKS, GgufError, TensorInfo, read_gguf
 from pagewire.kernels.quantising import dense
 from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.checkpoint.gguf.blocks import BLOCK_TYPES, quantised
-from pagewire.workers.checkpoint.gguf.names import MODELS, Place, places
+from pagewire.workers.checkpoint.gguf.names import MODELS, WeightPlace, places
 from pagewire.workers.checkpoint.source import WeightSource
 from pagewire.workers.errors import LoadError
 
@@ -100,11 +100,11 @@ class GgufCheckpoint(WeightSource):
         weight = quantised(blocks, info.type, dtype)
         return weight.take(_order(weight.shape[0], place.heads)) if place.heads else weight
 
-    def _floats(self, info: TensorInfo, place: Place) -> Tensor:
+    def _floats(self, info: TensorInfo, place: WeightPlace) -> Tensor:
         shape = info.shape if place.expert is None else info.shape[1:]
         return self._bytes(info, place).view(FLOATS[info.type]).view(shape)
 
-    def _bytes(self, info: TensorInfo, place: Place) -> Tensor:
+    def _bytes(self, info: TensorInfo, place: WeightPlace) -> Tensor:
         """The bytes of a tensor, or of one matrix of a stack."""
         start, size = info.offset, info.num_bytes
         if place.expert is not None:
