@@ -112,7 +112,11 @@ def save_sharded_state(runner: Runner, path: str, pattern: str | None, max_size:
     """Write this rank's part of the weights: see `sharded_state.save_sharded_state`."""
     length = runner.model.max_model_len
     sharded_state.save_sharded_state(
-        *(runner.config, runner.device, runner.collective, length, path),
+        runner.config,
+        runner.device,
+        runner.collective,
+        length,
+        path,
         pattern or sharded_state.PATTERN,
         max_size,
         runner.model.model.stage,

@@ -105,7 +105,9 @@ def attention_case(
         def torch_attention(i: int) -> Tensor:
             heads = q[i].view(requests, queries, shape.heads, shape.size).transpose(1, 2)
             return functional.scaled_dot_product_attention(
-                *(heads, k.view(dense)[i], v.view(dense)[i]),
+                heads,
+                k.view(dense)[i],
+                v.view(dense)[i],
                 is_causal=contexts == 0 and not whole,
                 enable_gqa=True,
             )
@@ -136,7 +138,10 @@ def _flashinfer_decode(
         torch.arange(0, requests * pages + 1, pages, dtype=torch.int32, device=q.device),
         table.flatten(),
         torch.full((requests,), (length - 1) % BLOCK_SIZE + 1, dtype=torch.int32, device=q.device),
-        *(shape.heads, shape.kv_heads, shape.size, BLOCK_SIZE),
+        shape.heads,
+        shape.kv_heads,
+        shape.size,
+        BLOCK_SIZE,
         q_data_type=q.dtype,
         kv_data_type=k.dtype,
     )

@@ -68,7 +68,7 @@ class Fortress:
                     f"tcp://127.0.0.1:{free_port()}" if self.keys else f"ipc://{folder}/{role}.sock"
                 )
                 self._start(
-                    *(role, "core", "--listen", self.address, *listen, "--model", MODEL, *ENGINE, *options)
+                    role, "core", "--listen", self.address, *listen, "--model", MODEL, *ENGINE, *options
                 )
                 engine = ["--attach", self.address, *engine]
         self.url = self._start("server", "serve", *engine, *SERVE)

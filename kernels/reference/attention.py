@@ -168,7 +168,9 @@ def attend_at_once(q: Tensor, k: Tensor, v: Tensor, scale: float, terms: LogitTe
     """
     mask = _mask(terms, q, k.shape[1])
     attended = functional.scaled_dot_product_attention(
-        *(q.transpose(0, 1)[None], k[None], v[None]),
+        q.transpose(0, 1)[None],
+        k[None],
+        v[None],
         attn_mask=None if mask is None else mask[None],
         scale=scale,
     )

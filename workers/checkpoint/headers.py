@@ -131,7 +131,10 @@ def safetensors_header(path: Path) -> list[TensorHeader]:
         begin = LENGTH_BYTES + size
         return [
             TensorHeader(
-                *(name, tuple(entry.shape), entry.dtype, entry.num_bytes),
+                name,
+                tuple(entry.shape),
+                entry.dtype,
+                entry.num_bytes,
                 partial(_content, path, begin + entry.data_offsets[0], entry.num_bytes),
             )
             for name, entry in parse_header(header, path.stat().st_size - begin)

@@ -165,7 +165,8 @@ class CudaDevice:
         if vocab_size > MAX_VOCAB_SIZE:
             logger.warning(
                 "sampling on the CPU: the vocabulary has %d tokens, the GPU's kernels support up to %d",
-                *(vocab_size, MAX_VOCAB_SIZE),
+                vocab_size,
+                MAX_VOCAB_SIZE,
             )
             return CpuTokenSampler()
         return CudaTokenSampler(self, max_rows, vocab_size, max_most_likely)

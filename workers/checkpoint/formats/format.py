@@ -143,7 +143,10 @@ def described(tensors: Tensors) -> Parts:
     names = {f"torch.{name}": code for code, name in DTYPES.items()}
     return {
         suffix: TensorHeader(
-            *(suffix, tuple(tensor.shape), names.get(str(tensor.dtype), ""), tensor.nbytes),
+            suffix,
+            tuple(tensor.shape),
+            names.get(str(tensor.dtype), ""),
+            tensor.nbytes,
             content=partial(_bytes, tensor),
         )
         for suffix, tensor in tensors.items()

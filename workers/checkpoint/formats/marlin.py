@@ -42,7 +42,7 @@ def marlin_codes(words: Tensor) -> Tensor:
     """
     num_in, num_out = words.shape[0] * TILE, words.shape[1] // 2
     lane, tile, column, row = torch.meshgrid(
-        *(torch.arange(32), torch.arange(4), torch.tensor([0, 8]), torch.tensor([0, 1, 8, 9])), indexing="ij"
+        torch.arange(32), torch.arange(4), torch.tensor([0, 8]), torch.tensor([0, 1, 8, 9]), indexing="ij"
     )
     rows, columns = 2 * (lane % 4) + row, lane // 4 + column
     order = (256 * tile + TILE * rows + columns).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].flatten()
