@@ -16,7 +16,7 @@ from pagewire.frontend.server.parsing.reasoning import BEGUN
 from pagewire.ipc.bounds import check_int, check_number
 from pagewire.ipc.budget import MAX_HTTP_LOGPROBS, MAX_HTTP_SEQUENCES, MAX_HTTP_TOKENS
 from pagewire.ipc.environment import env_flag
-from pagewire.ipc.options import check_types, option
+from pagewire.ipc.option import check_types, option
 from pagewire.ipc.sockets import is_loopback
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
