@@ -24,9 +24,9 @@ from typing import Any
 
 import msgspec
 
+from pagewire import kernels, workers
 from pagewire.ipc.environment import env_flag
 from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.kernels import cache
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.build import REFERENCE
 
@@ -61,8 +61,8 @@ def key_of(config: WorkerConfig, isa: str | None = None) -> str | None:
         logger.debug("packed weights are not kept: %s", reason)
         return None
     if isa is None:
-        kernels = library.choose()
-        isa = REFERENCE if kernels is None else kernels.isa.name
+        compiled = library.choose()
+        isa = REFERENCE if compiled is None else compiled.isa.name
     if isa == REFERENCE:
         logger.debug("packed weights are not kept: there are no compiled kernels")
         return None
@@ -88,7 +88,7 @@ def reason_against(config: WorkerConfig) -> str | None:
 def code_digest() -> str:
     """A hash of our code that packs, loads and proves: all sources of `kernels` and `workers`."""
     digest = hashlib.sha256()
-    for folder in (Path(cache.__file__).parent, Path(__file__).parents[1]):
+    for folder in (Path(package.__file__).parent for package in (kernels, workers)):
         for path in sorted(folder.rglob("*")):
             if path.suffix in (".py", ".cpp", ".h"):
                 digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
