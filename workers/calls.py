@@ -1,4 +1,4 @@
-"""The worker's side of `pagewire.ipc.calls`. Each function takes the runner, and returns what msgpack can hold."""
+"""The worker's side of `ipc.calls`. Each function takes the runner, and returns what msgpack can hold."""
 
 from __future__ import annotations
 
