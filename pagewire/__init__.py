@@ -112,9 +112,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "frontend.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
-    "frontend.beam_search": ("BeamSearchOutput", "BeamSearchSequence"),
-    "frontend.inputs": (
+    "pagewire.frontend.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
+    "pagewire.frontend.beam_search": ("BeamSearchOutput", "BeamSearchSequence"),
+    "pagewire.frontend.inputs": (
         "ChatTemplateContentFormatOption",
         "DataPrompt",
         "EmbedsPrompt",
@@ -126,11 +126,11 @@ _HOMES = {
         "is_embeds_prompt",
         "is_tokens_prompt",
     ),
-    "frontend.llm": ("LLM",),
-    "frontend.llm_engine": ("LLMEngine",),
-    "frontend.lora": ("LoRARequest",),
-    "frontend.outputs": ("CompletionOutput", "RequestOutput"),
-    "frontend.pooling.outputs": (
+    "pagewire.frontend.llm": ("LLM",),
+    "pagewire.frontend.llm_engine": ("LLMEngine",),
+    "pagewire.frontend.lora": ("LoRARequest",),
+    "pagewire.frontend.outputs": ("CompletionOutput", "RequestOutput"),
+    "pagewire.frontend.pooling.outputs": (
         "ClassificationOutput",
         "ClassificationRequestOutput",
         "EmbeddingOutput",
@@ -140,17 +140,17 @@ _HOMES = {
         "ScoringOutput",
         "ScoringRequestOutput",
     ),
-    "frontend.prompt_adapters": ("PromptAdapterRequest",),
-    "frontend.stat_loggers": ("StatLoggerBase",),
-    "ipc.errors": (
+    "pagewire.frontend.prompt_adapters": ("PromptAdapterRequest",),
+    "pagewire.frontend.stat_loggers": ("StatLoggerBase",),
+    "pagewire.ipc.errors": (
         "EngineBusyError",
         "EngineDeadError",
         "ModelNotFoundError",
         "ProtocolError",
         "RequestError",
     ),
-    "ipc.options": ("AsyncEngineArgs", "EngineArgs"),
-    "ipc.params": (
+    "pagewire.ipc.options": ("AsyncEngineArgs", "EngineArgs"),
+    "pagewire.ipc.params": (
         "BeamSearchParams",
         "GuidedDecodingParams",
         "RequestOutputKind",
@@ -158,9 +158,9 @@ _HOMES = {
         "SamplingType",
         "StructuredOutputsParams",
     ),
-    "ipc.pooling": ("PoolerConfig", "PoolingParams", "PoolingTask"),
-    "ipc.ray_cluster": ("initialize_ray_cluster",),
-    "ipc.version": ("__version__", "__version_tuple__"),
+    "pagewire.ipc.pooling": ("PoolerConfig", "PoolingParams", "PoolingTask"),
+    "pagewire.ipc.ray_cluster": ("initialize_ray_cluster",),
+    "pagewire.ipc.version": ("__version__", "__version_tuple__"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -168,7 +168,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise _missing(name, sys._getframe(1).f_code.co_name == "_handle_fromlist")
-    value = getattr(import_module(f"pagewire.{_HOME_OF[name]}"), name)
+    value = getattr(import_module(_HOME_OF[name]), name)
     globals()[name] = value  # asked for once
     return value
 
