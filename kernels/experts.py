@@ -1,4 +1,4 @@
-"""Experts: feed-forward halves of which each token is sent to a few, and the weighted sum of what they compute."""
+"""Experts: each token is sent to a few feed-forward halves, and their outputs are added, weighted."""
 
 from __future__ import annotations
 

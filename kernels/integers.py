@@ -64,15 +64,15 @@ class Integers:
         Raises:
             ValueError: a group would be cut.
         """
-        codes, *others = parts
+        codes, *scales = parts
         step = self.group or 8 // self.bits
         if start % step or stop % step:
             raise ValueError(f"columns {start} to {stop} cut a group of {step}")
         per_byte = 8 // self.bits
         cut = codes[:, start // per_byte : stop // per_byte]
         if self.group is None:
-            return (cut, *others)
-        return (cut, *(other[:, start // self.group : stop // self.group] for other in others))
+            return (cut, *scales)
+        return (cut, *(part[:, start // self.group : stop // self.group] for part in scales))
 
     def joined(self, parts: Sequence[Parts]) -> Parts:
         """See `Scheme.joined`. A matrix without offsets gets zeros if others have some.
@@ -183,7 +183,7 @@ def quantise(weight: Weight, scheme: Integers, scale_dtype: torch.dtype = torch.
 
 
 def _quantised(weight: Weight, scheme: Integers, scale_dtype: torch.dtype) -> Weight:
-    """See `quantise`; all of it is in memory in float32."""
+    """See `quantise`; the whole matrix is in memory in float32."""
     num_in, most = weight.shape[1], 2**scheme.bits - 1
     dense = replace(weight, dtype=torch.float32).dense().contiguous()
     if not torch.stack(dense.aminmax()).isfinite().all():

@@ -88,13 +88,13 @@ def in_smaller_groups(weight: Weight, group: int) -> Weight:
     """
     scheme = weight.scheme
     assert isinstance(scheme, Integers) and scheme.group is not None
-    codes, *others = weight.parts
+    codes, *rest = weight.parts
     repeats = scheme.group // group
-    scales, *offsets = (part.repeat_interleave(repeats, dim=1) for part in others)
+    scales, *offsets = (part.repeat_interleave(repeats, dim=1) for part in rest)
     smaller = replace(scheme, group=group)
     return integer_weight(smaller, codes, scales, offsets[0] if offsets else None, weight.dtype)
 
 
 def _with_float32_scales(weight: Weight) -> Weight:
-    codes, *others = weight.parts
-    return Weight(weight.scheme, (codes, *(part.float() for part in others)), weight.shape, weight.dtype)
+    codes, *rest = weight.parts
+    return Weight(weight.scheme, (codes, *(part.float() for part in rest)), weight.shape, weight.dtype)

@@ -29,7 +29,7 @@ class NativeSum(Sum, Protocol):
 
 
 class Reduced:
-    """A linear layer of which every rank has some of the inputs: the sum of all ranks' products.
+    """A linear layer whose inputs are divided over ranks: each call returns the sum of all ranks' products.
 
     linear: the product with this rank's columns of the weight. The bias, if there is one, is in rank 0's.
     """

@@ -219,7 +219,7 @@ class Agent:
         logger.info("worker %s started (pid %d)", message.identity, self._worker.pid)
 
     def _end_worker(self, *, kill: bool) -> None:
-        """Kill the worker and forget it; or let it exit by itself, of which its exit will tell."""
+        """Kill the worker and forget it, or let it exit by itself; its exit is reported later."""
         if self._worker is None:
             return
         if not kill:

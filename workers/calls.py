@@ -32,7 +32,7 @@ def memory(runner: Runner) -> dict[str, int]:
 
 
 def model_info(runner: Runner) -> dict[str, Any]:
-    """The loaded model: architecture, dtype, and sizes of it and of its KV cache."""
+    """The loaded model: its architecture and dtype, and the sizes of the model and of its KV cache."""
     loaded = runner.model
     return {
         "architecture": loaded.architecture,

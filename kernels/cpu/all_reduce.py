@@ -30,8 +30,10 @@ class AllReduce:
         self._sum = ranks
         self._error: BaseException | None = None
         self._callback = FUNCTION(self._add_up)
-        own = ctypes.cast(self._callback, ctypes.c_void_p).value or 0, 0
-        self.function, self.ranks = ranks.native_all_reduce if isinstance(ranks, NativeSum) else own
+        through_python = ctypes.cast(self._callback, ctypes.c_void_p).value or 0, 0
+        self.function, self.ranks = (
+            ranks.native_all_reduce if isinstance(ranks, NativeSum) else through_python
+        )
 
     def check(self) -> None:
         """Raise what the ranks' Python code has raised in the last call; the numbers are then wrong."""

@@ -128,8 +128,8 @@ def emulated_tiles() -> InstructionSet:
 
 def panels_of(isa: str) -> Panels:
     """The panels of an instruction set by its name."""
-    known = (*INSTRUCTION_SETS, emulated_tiles())
-    return next((found.panels for found in known if found.name == isa), UNPACKED)
+    instruction_sets = (*INSTRUCTION_SETS, emulated_tiles())
+    return next((known.panels for known in instruction_sets if known.name == isa), UNPACKED)
 
 
 def compiler_command() -> list[str]:

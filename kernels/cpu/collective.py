@@ -25,9 +25,9 @@ def region_bytes(library: ctypes.CDLL, size: int, stages: int = 1) -> int:
 
 
 def part_at(library: ctypes.CDLL, size: int, stages: int, stage: int) -> int:
-    """Where what the ranks of a stage share begins: behind what all of them share."""
-    own = library.pagewire_region_bytes(size // stages, SLOT_BYTES)
-    return int(library.pagewire_region_bytes(size, SLOT_BYTES) + stage * own)
+    """The offset of the memory that the ranks of a stage share: after the memory that all ranks share."""
+    stage_bytes = library.pagewire_region_bytes(size // stages, SLOT_BYTES)
+    return int(library.pagewire_region_bytes(size, SLOT_BYTES) + stage * stage_bytes)
 
 
 def links_at(library: ctypes.CDLL, size: int, stages: int) -> int:

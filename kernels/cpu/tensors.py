@@ -51,20 +51,20 @@ def logit_terms(terms: LogitTerms, num_heads: int) -> tuple[ctypes.Structure, li
     Raises:
         ValueError: what each head has is not there for `num_heads` heads.
     """
-    given = {name: getattr(terms, name) for name in ("sinks", "alibi", "relative_bias")}
-    found = {name: x.to(torch.float32).contiguous() for name, x in given.items() if x is not None}
-    for name, x in found.items():
+    per_head = {name: getattr(terms, name) for name in ("sinks", "alibi", "relative_bias")}
+    tensors = {name: x.to(torch.float32).contiguous() for name, x in per_head.items() if x is not None}
+    for name, x in tensors.items():
         by_distance = name == "relative_bias" and x.dim() == 2 and len(x) == num_heads and x.shape[1] % 2 == 0
         if x.shape != (num_heads,) and not by_distance:
             raise ValueError(f"{name} for each of {num_heads} heads expected, not {tuple(x.shape)}")
     struct = LogitTermsStruct(
-        **{name: x.data_ptr() for name, x in found.items()},
-        bias_radius=found["relative_bias"].shape[1] // 2 if "relative_bias" in found else 0,
+        **{name: x.data_ptr() for name, x in tensors.items()},
+        bias_radius=tensors["relative_bias"].shape[1] // 2 if "relative_bias" in tensors else 0,
         window=terms.window or 0,
         future=terms.future,
         softcap=terms.softcap or 0.0,
     )
-    return struct, list(found.values())
+    return struct, list(tensors.values())
 
 
 def check_cache(library: ctypes.CDLL, cache: Tensor) -> None:

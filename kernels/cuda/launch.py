@@ -22,7 +22,7 @@ DEFAULT_SHARED_BYTES = 48 << 10
 
 
 class KernelLauncher(Protocol):
-    """Launches kernels on one device, and says what the device is. Tests use an emulation of it."""
+    """Launches kernels on one device and describes the device. Tests use an emulation."""
 
     capability: tuple[int, int]
     """The device's compute capability."""

@@ -184,8 +184,8 @@ def write_trials(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) ->
     tolerance = max(TOLERANCE[dtype], TOLERANCE[cache_dtype])
     for method in ("store_kv", "rotate_and_store"):
         name = f"{method} in {short(cache_dtype)}, heads of {head_dim}"
-        own = partial(compute, method == "rotate_and_store")
-        yield Trial(name, method, own, [*inputs, slots], tolerance)
+        kernel = partial(compute, method == "rotate_and_store")
+        yield Trial(name, method, kernel, [*inputs, slots], tolerance)
 
 
 DECODE = ((0, 1), (36, 37), (599, 600))

@@ -124,11 +124,11 @@ def _as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 def store_kv(k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
     """See `Kernels.store_kv`."""
     check_scales(cache)
-    kept = slot_mapping >= 0
-    slots = slot_mapping[kept].long()
+    is_stored = slot_mapping >= 0
+    slots = slot_mapping[is_stored].long()
     blocks, offsets = slots // cache.k.shape[2], slots % cache.k.shape[2]
     for stored, rows, scale in ((cache.k, k, cache.scales.k), (cache.v, v, cache.scales.v)):
-        token_view(stored)[blocks, offsets] = _as_stored(rows[kept], stored.dtype, scale)
+        token_view(stored)[blocks, offsets] = _as_stored(rows[is_stored], stored.dtype, scale)
 
 
 def apply_terms(terms: LogitTerms, logits: Tensor, queries: Tensor, keys: Tensor, seq_len: int) -> Tensor:

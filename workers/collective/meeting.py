@@ -35,7 +35,7 @@ def host(name: str, num_others: int, text: str, descriptor: int | None = None) -
 
 
 def visit(name: str) -> tuple[str, int | None]:
-    """The text and the descriptor that rank 0 hands out under this name; waits for it.
+    """The text and the descriptor that rank 0 hands out under this name; waits until it does.
 
     Raises:
         ConnectionError: another user listens there, or rank 0 has ended.

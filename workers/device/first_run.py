@@ -158,7 +158,7 @@ def device_facts(device: torch.device) -> list[str]:
 
 
 def driver_versions() -> list[str]:
-    """The driver's own version, where the system tells it, and that of CUDA which it serves."""
+    """The versions of the driver (where the system shows it) and of the CUDA that the driver supports."""
     import cupy
 
     file = Path("/proc/driver/nvidia/version")

@@ -173,7 +173,7 @@ def _changes(sizes: Footprint, now: Fit, config: WorkerConfig) -> Iterator[tuple
 
 
 def sizes_of(headers: Headers, config: WorkerConfig, isa: str) -> Footprint:
-    """The footprint of a checkpoint with the options of a worker; of a rank of a group, that of its part.
+    """The footprint of a checkpoint with the options of a worker; for a rank of a group, the footprint of its part.
 
     Raises:
         LoadError: see `footprint`, and `read_headers` for the model that proposes tokens.

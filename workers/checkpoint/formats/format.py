@@ -50,7 +50,7 @@ class Format(Protocol):
         """
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse a checkpoint before anything of it is read. names: of all its tensors.
+        """Refuse a checkpoint before its tensors are read. names: the names of all tensors.
 
         Raises:
             ValueError: it holds what is not served; the text names that.

@@ -48,7 +48,7 @@ class GPTQSettings:
 
     @staticmethod
     def of(config: Mapping[str, Any], default: GPTQSettings) -> GPTQSettings:
-        """The settings in a config, or in an override of it.
+        """The settings in a config, or in one of its overrides.
 
         Raises:
             LoadError: they are not served.

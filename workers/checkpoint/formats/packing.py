@@ -44,7 +44,7 @@ def split_pairs(stream: Tensor) -> Tensor:
 
 
 def pairs_of_rows(stream: Tensor) -> Tensor:
-    """Integers of 4 bits, of which two of a row are in a byte, so that two of a column are in a byte.
+    """Repack integers of 4 bits: each byte holds two of a column, where it held two of a row.
 
     Args:
         stream: uint8 [K, N / 2]; K is even.
