@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from pagewire.ipc.codec import Tensor as PlainTensor
-from pagewire.ipc.items import Media, Task
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.worker_messages import Masks, Ready, Row, SlotInit, StepPlan, StepResult, WorkerConfig
+from pagewire.ipc.worker_messages import Masks, Ready, StepPlan, StepResult, WorkerConfig
 from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.paging import Cache
 from pagewire.workers.batch import AdapterOrder, Batch, build_batch
@@ -35,6 +32,7 @@ from pagewire.workers.sample.typical import TypicalAcceptance
 from pagewire.workers.slots import Slots
 from pagewire.workers.speculation.interface import Drafter, NoDrafter
 from pagewire.workers.step import RunningStep
+from pagewire.workers.trial_steps import GREEDY, TrialSteps, check_room
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import load
 
@@ -281,8 +279,11 @@ class Runner:
 
     def warm_up(self) -> None:
         """Do once what no request shall pay for: run a token, and record graphs. Writes nowhere that matters."""
-        self._run_alone([1], SamplingParams(temperature=0.0))
-        self.embedding_size = self._try_embedding(self._of_first_stage(self.model.model.embedding_size))
+        trials = TrialSteps(self.step, self.config, self.model)
+        trials.run([1], GREEDY)
+        size = self._of_first_stage(self.model.model.embedding_size)
+        # Without it none is taken, and all ranks of a group try together.
+        self.embedding_size = self._of_first_stage(size if size and trials.take_embeddings(size) else 0)
         # No graph can send and receive.
         eager = self.config.enforce_eager or self.config.parallel.stages > 1
         if not eager and self.model.is_stack and self.device.can_record(self.model.dtype):
@@ -342,91 +343,32 @@ class Runner:
         self.graphs = graphs
         logger.info("recorded CUDA graphs for batches of %s requests", ", ".join(map(str, sizes)))
 
-    def _run_alone(self, lengths: Sequence[int], params: SamplingParams, media: Sequence[Media] = ()) -> None:
-        """Run prompts of these lengths in one step, with all their KV in block 0, and free their slots.
-
-        params: of a model that generates; one that pools makes its default results. media: of each prompt.
-        """
-        size, pooler = self.config.block_size, self.model.pooler
-        task: Task = params if pooler is None else PoolingParams(task=pooler.info.tasks[0])
-        inits = [
-            SlotInit(slot, [0] * length, length, [0] * -(-length // size), task, 0)
-            for slot, length in enumerate(lengths)
-        ]
-        pools = isinstance(task, PoolingParams)
-        rows = [
-            Row(
-                *(slot, 0, length),
-                num_samples=int(not pools),
-                pool=pools,
-                num_drafts=1,
-                media=list(media),
-            )
-            for slot, length in enumerate(lengths)
-        ]
-        self.step(StepPlan(-1, rows, inits))
-        self.step(StepPlan(-1, [], [], list(range(len(lengths)))))
-
-    def _try_embedding(self, size: int) -> int:
-        """Run an embedding of this size in the place of a token; returns 0 if the model does not take it.
-
-        All ranks of a group call this together.
-        """
-        data = PlainTensor("float32", (1, size), bytes(4 * size))
-        try:
-            if size:
-                self._run_alone([1], SamplingParams(temperature=0.0), [Media(0, 1, b"", data, True)])
-        except RuntimeError as error:
-            logger.info("prompts of embeddings are not taken: %s", error)
-            self.step(StepPlan(-1, [], [], [0]))
-            size = 0
-        return self._of_first_stage(size)
-
     def _of_first_stage(self, number: int) -> int:
         """A number of rank 0, whose stage has the embedding; all ranks of a group call this together."""
         numbers = torch.tensor([number], device=self.device.torch_device)
         return int(self.collective.broadcast(numbers, 0).item())
 
-    def _run_widest(self) -> None:
-        """Run the largest steps, by tokens and by rows, with all sampling stages, to measure their memory."""
-        config, longest = self.config, self.model.max_model_len
-        self.caches = self._allocate(1)
-        most = config.max_num_batched_tokens
-        if self.model.model.encodes:  # the longest prompt runs in one step in any case
-            most = max(most, longest)
-        num_long, rest = divmod(most, longest)
-        prompts = [*[longest] * num_long, *([rest] if rest else [])][: config.max_num_seqs]
-        params = SamplingParams(top_k=2, top_p=0.5, logprobs=MOST_LIKELY)
-        self._run_alone(prompts, params)
-        self._run_alone([1] * min(config.max_num_seqs, config.max_num_batched_tokens), params)
-        self.caches = []
-
     def span(self, name: str) -> AbstractContextManager[object]:
         """A named part of a step for the profiler, which cannot see into compiled kernels."""
         return nullcontext() if self.profile is None else record_function(f"pagewire.{name}")
 
-    def _check_room(self, loaded: LoadedModel) -> None:
-        """Run the largest steps of an encoder on a GPU: what they take is all that it needs beside its weights.
+    def _size_kv(self, loaded: LoadedModel) -> int:
+        """The number of KV blocks, by what the largest steps leave of the device's memory.
 
         Raises:
-            LoadError: there is not enough memory for them.
+            LoadError: there is not enough memory.
         """
-        try:
-            room = self.device.kv_budget(self.config, loaded.vocab_size, self._run_widest)
-        except torch.OutOfMemoryError:
-            room = 0
-        if room <= 0:
-            raise LoadError(
-                f"steps of {self.config.max_num_batched_tokens} tokens (max_num_batched_tokens) do not fit into "
-                f"the memory of {self.device.name} beside the weights: lower it, or max_model_len, or raise "
-                "gpu_memory_utilization"
-            )
+        config, device = self.config, self.device
+        budget = partial(device.kv_budget, config, loaded.vocab_size, self._run_widest)
+        if not loaded.kv_shapes:  # the model encodes: a block of the core stands for a prompt
+            if device.asynchronous:
+                check_room(config, device, budget)
+            return config.max_num_seqs
+        left = budget() - self.drafter.spare_bytes
+        return num_kv_blocks(config, loaded.max_model_len, self.block_bytes, left)
 
-    def _size_kv(self, loaded: LoadedModel) -> int:
-        if not loaded.kv_shapes:  # an encoder: a block of the core stands for a prompt
-            if self.device.asynchronous:
-                self._check_room(loaded)
-            return self.config.max_num_seqs
-        budget = self.device.kv_budget(self.config, loaded.vocab_size, self._run_widest)
-        budget -= self.drafter.spare_bytes
-        return num_kv_blocks(self.config, loaded.max_model_len, self.block_bytes, budget)
+    def _run_widest(self) -> None:
+        """Run the largest steps, with KV memory for one block."""
+        self.caches = self._allocate(1)
+        TrialSteps(self.step, self.config, self.model).run_widest(MOST_LIKELY)
+        self.caches = []

@@ -19,6 +19,7 @@ from pagewire.ipc.pooling import PoolerConfig, PoolingParams
 from pagewire.workers.runner import Runner
 from pagewire.workers.sample.sampler import SamplingSlot
 from pagewire.workers.slots import history as history_of
+from pagewire.workers.trial_steps import TrialSteps
 
 from .architectures import SERVED, VOCAB_SIZE, Architecture
 from .driver import Driver, load_runner
@@ -276,5 +277,5 @@ def test_a_model_that_never_calls_its_embedding_takes_none(tmp_path: Path) -> No
     tokens = Driver(runner).generate([[1, 2, 3]], 4)
     base: Any = runner.model.model.base
     base.module = Own(base.module)
-    assert runner._try_embedding(64) == 0
+    assert not TrialSteps(runner.step, runner.config, runner.model).take_embeddings(64)
     assert Driver(runner).generate([[1, 2, 3]], 4) == tokens
