@@ -37,11 +37,12 @@ def adapt(x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:
 class Adapted:
     """A linear layer whose rows may have adapters.
 
-    product: its number in the model. current: gives the rows of the running step that have adapters; None: none.
+    number: its own among all of a model that adapters may change.
+    rows: gives the rows of the running step that have adapters; None: none has.
     """
 
-    def __init__(self, linear: Linear, product: int, current: Callable[[], AdapterRows | None]) -> None:
-        self.linear, self.product, self._current = linear, product, current
+    def __init__(self, linear: Linear, number: int, rows: Callable[[], AdapterRows | None]) -> None:
+        self.linear, self.number, self.rows = linear, number, rows
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.dtype, self.num_bytes = linear.dtype, linear.num_bytes
 
@@ -52,8 +53,8 @@ class Adapted:
             ValueError: there are adapters, and x is not the rows of the step.
         """
         out = self.linear(x)
-        if (rows := self._current()) is not None:
-            if extra := rows.num_extra(self.product):
+        if (rows := self.rows()) is not None:
+            if extra := rows.num_extra(self.number):
                 out = functional.pad(out, (0, extra))
-            adapt(x, out, rows, self.product)
+            adapt(x, out, rows, self.number)
         return out

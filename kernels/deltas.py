@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pagewire.kernels.weight import Linear
+
 PANEL = 64
 """Columns of a second matrix that lie together, as adapters.cpp reads them."""
 Shapes = tuple[tuple[int, int], ...]
-"""The outputs and inputs (N, K) of each product of a model, by its number."""
+"""The outputs and inputs (N, K) of each linear layer of a model that adapters may change, by its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +118,13 @@ class AdapterWeights:
         dtype: torch.dtype,
         embedding: EmbeddingDelta | None = None,
         num_extra_tokens: int = 0,
+        output: int | None = None,
     ) -> None:
         """The adapter of a model of `dtype` with products of these shapes.
 
-        num_extra_tokens: behind the model's vocabulary. The last product, that of the output layer, has then as
-        many outputs more than its shape says, if the adapter has a weight for them.
+        output: the number of the output layer; None: the model has none here.
+        num_extra_tokens: behind the model's vocabulary. The output layer has then as many outputs more than its
+        shape says, if the adapter has a weight for them.
 
         Raises:
             ValueError: a change does not fit its product.
@@ -129,7 +133,7 @@ class AdapterWeights:
             raise ValueError(f"changes of {len(products)} products for {len(shapes)}")
         self.num_extra_outputs = 0
         self.products: list[Sequence[Delta]] = [()] * len(shapes)
-        self.shapes, self.dtype = shapes, dtype
+        self.shapes, self.dtype, self.output = shapes, dtype, output
         self.embedding, self.num_extra_tokens = embedding, num_extra_tokens
         self.num_bytes = 0 if embedding is None else sum(tensor.nbytes for tensor in embedding.tensors)
         self.native: Any = None
@@ -146,7 +150,7 @@ class AdapterWeights:
         """
         num_out, num_in = self.shapes[product]
         for delta in deltas:
-            is_wide = product == len(self.shapes) - 1 and delta.num_out == num_out + self.num_extra_tokens
+            is_wide = product == self.output and delta.num_out == num_out + self.num_extra_tokens
             self.num_extra_outputs = self.num_extra_tokens if is_wide else self.num_extra_outputs
             delta.check((num_out + self.num_extra_tokens if is_wide else num_out, num_in), self.dtype)
         self.products[product] = deltas
@@ -233,13 +237,13 @@ class AdapterRows:
 
     def num_extra(self, product: int) -> int:
         """How many outputs a product must have behind those of the model, for tokens that adapters bring."""
-        if product != len(self.adapters[0].shapes) - 1:
+        if product != self.adapters[0].output:
             return 0
         return max(adapter.num_extra_outputs for adapter in self.adapters)
 
     def close(self, logits: Tensor) -> None:
         """Make tokens that a row's own adapter lacks impossible, in place; logits [num_rows, V + extra]."""
-        if not (extra := self.num_extra(len(self.adapters[0].shapes) - 1)):
+        if not (extra := max(adapter.num_extra_outputs for adapter in self.adapters)):
             return
         ends = torch.full((len(logits), 1), logits.shape[1] - extra)
         for adapter, index in self.groups():
@@ -262,6 +266,40 @@ class AdapterRows:
             (adapter, self.rows[start:stop])
             for adapter, start, stop in zip(adapters, starts, starts[1:], strict=False)
         ]
+
+
+@runtime_checkable
+class AdaptedLinear(Linear, Protocol):
+    """A linear layer whose rows may have adapters: see `pagewire.kernels.adapted.Adapted`.
+
+    linear: the layer without adapters. number: its own among all of a model that adapters may change.
+    """
+
+    linear: Linear
+    number: int
+
+    def rows(self) -> AdapterRows | None:
+        """The rows of the running step that have adapters; None: none has."""
+
+
+def plain(linear: Linear) -> Linear:
+    """A linear layer without its adapters."""
+    return linear.linear if isinstance(linear, AdaptedLinear) else linear
+
+
+def first_adapted(linears: Sequence[Linear]) -> AdaptedLinear | None:
+    """The first of linear layers that are called together; None: they have no adapters.
+
+    Raises:
+        ValueError: their numbers do not follow one another.
+    """
+    first = linears[0]
+    if not isinstance(first, AdaptedLinear):
+        return None
+    numbers = [linear.number if isinstance(linear, AdaptedLinear) else -1 for linear in linears]
+    if numbers != [*range(first.number, first.number + len(linears))]:
+        raise ValueError("linear layers that are called together have numbers that follow one another")
+    return first
 
 
 def adapt_with(

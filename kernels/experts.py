@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.adapted import adapt
-from pagewire.kernels.deltas import AdapterRows
+from pagewire.kernels.deltas import first_adapted, plain
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.layer import Experts
 from pagewire.kernels.ops import activate_and_mul
@@ -50,47 +50,47 @@ class GroupedExperts:
         self.is_one_call = self.compiled is not None and experts.activation is not None and after is None
         if experts.activation is not None:
             between = partial(activate_and_mul, activation=experts.activation)
-        self._between = between
-        self._after = after
+        self.between, self.after = between, after
+        if self.compiled is not None:
+            self._products = self._adapted(self.compiled.up, self.compiled.down)
+        else:
+            self._products = self._one_by_one()
 
-    def __call__(
-        self, x: Tensor, ids: Tensor, weights: Tensor, adapters: AdapterRows | None = None, first: int = 0
-    ) -> Tensor:
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum [T, H].
-
-        adapters: the rows of x that have adapters. first: the number of the first expert's `up` among the products
-        that they change; those of the others follow, and then the `down`s.
 
         Raises:
             ValueError: shapes or dtypes do not fit, or an id is of no expert.
         """
-        if self.compiled is None:
-            return self.one_by_one(x, ids, weights, adapters, first)
-        if self.is_one_call:
-            return self.compiled(x, ids, weights, adapters, first)
-        products = adapted_products(self.compiled.up, self.compiled.down, adapters, first)
-        return self._weighted(x, ids, weights, *products)
+        if self.compiled is not None and self.is_one_call:
+            return self.compiled(x, ids, weights)
+        return self._weighted(x, ids, weights, *self._products)
 
-    def one_by_one(
-        self, x: Tensor, ids: Tensor, weights: Tensor, adapters: AdapterRows | None = None, first: int = 0
-    ) -> Tensor:
+    def one_by_one(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The same, to the same bits, by a product for each expert."""
-        up, down = (one_by_one(linears) for linears in (self.experts.up, self.experts.down))
-        return self._weighted(x, ids, weights, *adapted_products(up, down, adapters, first))
+        return self._weighted(x, ids, weights, *self._one_by_one())
+
+    def _one_by_one(self) -> tuple[RoutedProduct, RoutedProduct]:
+        return self._adapted(one_by_one(self.experts.up), one_by_one(self.experts.down))
+
+    def _adapted(self, up: GroupedProduct, down: GroupedProduct) -> tuple[RoutedProduct, RoutedProduct]:
+        """The experts' products, with what the adapters of the rows change in them."""
+        return adapted(up, self.experts.up), adapted(down, self.experts.down)
 
     def _weighted(
         self, x: Tensor, ids: Tensor, weights: Tensor, up: RoutedProduct, down: RoutedProduct
     ) -> Tensor:
         def last(rows: Tensor, counts: Sequence[int], sources: Tensor) -> Tensor:
             rows = down(rows, counts, sources)
-            return rows if self._after is None else self._after(rows)
+            return rows if self.after is None else self.after(rows)
 
-        assert self._between is not None
-        return weighted_experts(x, ids, weights, len(self.experts.up), up, self._between, last)
+        assert self.between is not None
+        return weighted_experts(x, ids, weights, len(self.experts.up), up, self.between, last)
 
 
 def one_by_one(linears: Sequence[Linear]) -> GroupedProduct:
-    """The product of the experts' rows with their linear layers, one after the other."""
+    """The product of the experts' rows with their linear layers without adapters, one after the other."""
+    linears = [plain(linear) for linear in linears]
 
     def product(rows: Tensor, counts: Sequence[int]) -> Tensor:
         parts = zip(linears, torch.split(rows, list(counts)), strict=True)
@@ -100,21 +100,17 @@ def one_by_one(linears: Sequence[Linear]) -> GroupedProduct:
     return product
 
 
-def adapted_products(
-    up: GroupedProduct, down: GroupedProduct, adapters: AdapterRows | None, first: int
-) -> tuple[RoutedProduct, RoutedProduct]:
-    """The experts' products, with what the adapters of the batch's rows change in them."""
+def adapted(product: GroupedProduct, linears: Sequence[Linear]) -> RoutedProduct:
+    """The product of the experts' rows with their linear layers, with what adapters of the rows change in it."""
+    first = first_adapted(linears)
 
-    def adapted(product: GroupedProduct, is_down: bool) -> RoutedProduct:
-        def run(rows: Tensor, counts: Sequence[int], sources: Tensor) -> Tensor:
-            out = product(rows, counts)
-            if adapters is not None and len(rows):
-                adapt(rows, out, adapters.grouped(sources, counts), first + is_down * len(counts))
-            return out
+    def run(rows: Tensor, counts: Sequence[int], sources: Tensor) -> Tensor:
+        out = product(rows, counts)
+        if first is not None and len(rows) and (adapters := first.rows()) is not None:
+            adapt(rows, out, adapters.grouped(sources, counts), first.number)
+        return out
 
-        return run
-
-    return adapted(up, False), adapted(down, True)
+    return run
 
 
 def weighted_experts(

@@ -1,19 +1,14 @@
 """A layer of a decoder or an encoder: its linear layers, its experts, its norms, its shape."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import accumulate
 
 from torch import Tensor
 
-from pagewire.kernels.deltas import Shapes
 from pagewire.kernels.paging import LogitTerms
 from pagewire.kernels.reduced import Sum
 from pagewire.kernels.weight import Linear
-
-PRODUCTS = ("qkv", "out", "up", "down")
-"""The linear layers of a layer that adapters may change, in the order in which they are numbered."""
 
 
 class Activation(Enum):
@@ -144,25 +139,31 @@ class Layer:
         parts = (self.qkv, self.out, self.up, self.down, self.mixture, self.attention_norm, self.output_norm)
         return sum(part.num_bytes for part in parts if part is not None)
 
+    def linears(self) -> dict[str, Linear]:
+        """The linear layers that it has, but for experts, by the names of their fields."""
+        found = {"qkv": self.qkv, "out": self.out, "up": self.up, "down": self.down}
+        if self.mixture is not None:
+            found |= {"router": self.mixture.router.linear, "shared_gate": self.mixture.shared_gate}
+        return {name: linear for name, linear in found.items() if linear is not None}
 
-def mixture_linears(mixture: Mixture) -> list[Linear | None]:
-    """The router, the gate of the shared expert, the first layers of all experts, and then their second ones."""
-    experts = mixture.experts
-    return [mixture.router.linear, mixture.shared_gate, *experts.up, *experts.down]
+    def all_linears(self) -> list[Linear]:
+        """The linear layers that it has, with those of its experts."""
+        experts = () if self.mixture is None else (*self.mixture.experts.up, *self.mixture.experts.down)
+        return [*self.linears().values(), *experts]
 
+    def replaced(self, change: Callable[[str, Linear], Linear]) -> "Layer":
+        """The layer with other linear layers.
 
-def mixture_products(layers: Sequence[Layer]) -> list[int]:
-    """For each layer, the number of the first product of its mixture: they are behind those of all layers."""
-    sizes = [0 if layer.mixture is None else len(mixture_linears(layer.mixture)) for layer in layers]
-    return list(accumulate(sizes, initial=len(PRODUCTS) * len(layers)))[:-1]
-
-
-def product_shapes(layers: Sequence[Layer]) -> Shapes:
-    """The products that adapters may change; (0, 0) for one that a layer does not have.
-
-    First four for each layer, see `PRODUCTS`, and then those of the layers' mixtures, see `mixture_linears`.
-    """
-    linears = [getattr(layer, name) for layer in layers for name in PRODUCTS]
-    for layer in layers:
-        linears += [] if layer.mixture is None else mixture_linears(layer.mixture)
-    return tuple((0, 0) if x is None else (x.out_features, x.in_features) for x in linears)
+        change: makes one, of the name of its field and the one that is there; of experts first all "experts.up",
+        and then all "experts.down".
+        """
+        linears = {name: change(name, linear) for name, linear in self.linears().items()}
+        if (mixture := self.mixture) is not None:
+            experts = replace(
+                mixture.experts,
+                up=[change("experts.up", linear) for linear in mixture.experts.up],
+                down=[change("experts.down", linear) for linear in mixture.experts.down],
+            )
+            router = replace(mixture.router, linear=linears.pop("router"))
+            mixture = Mixture(router, experts, linears.pop("shared_gate", None))
+        return replace(self, **linears, mixture=mixture)

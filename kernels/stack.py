@@ -18,11 +18,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagewire.kernels.adapted import adapt
-from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import GroupedExperts
-from pagewire.kernels.layer import Angles, Layer, LayerNorm, Norm, mixture_products
+from pagewire.kernels.layer import Angles, Layer, LayerNorm, Norm
 from pagewire.kernels.ops import (
     activate_and_mul,
     activate_each,
@@ -35,7 +33,6 @@ from pagewire.kernels.ops import (
     route,
 )
 from pagewire.kernels.paging import AttentionBatch, Cache
-from pagewire.kernels.weight import Linear
 
 
 class Stack:
@@ -59,7 +56,6 @@ class Stack:
             None if layer.mixture is None else GroupedExperts(layer.mixture.experts, weight.device)
             for layer in layers
         ]
-        self._numbers = mixture_products(layers)
 
     def __call__(
         self,
@@ -67,7 +63,6 @@ class Stack:
         batch: AttentionBatch,
         caches: Sequence[Cache],
         angles: Sequence[Angles] = (),
-        adapters: AdapterRows | None = None,
     ) -> Tensor:
         """Run the batch's tokens through all layers.
 
@@ -76,19 +71,17 @@ class Stack:
             batch: see `AttentionBatch`; for layers that attend to later keys, of whole prompts without padding.
             caches: of each layer; they may be the same one where all prompts are whole.
             angles: tables of cosines and sines [T, rot_dim], see `Kernels.rotary`; a layer says which is its own.
-            adapters: the rows that have adapters, whose products have the numbers of `layer.product_shapes`.
 
         Returns:
             [T, H], normed by the last layer's `output_norm`.
         """
         if self.compiled is not None:
-            return self.compiled(states, batch, caches, angles, adapters)
+            return self.compiled(states, batch, caches, angles)
         x = states if self.input_norm is None else _normed(states, self.input_norm)
-        for i, (layer, experts, cache) in enumerate(zip(self.layers, self._experts, caches, strict=True)):
-            products = Products(layer, 4 * i, self._numbers[i], adapters)
-            x = products.out(_attend(layer, products.qkv(x), angles, batch, cache))
+        for layer, experts, cache in zip(self.layers, self._experts, caches, strict=True):
+            x = layer.out(_attend(layer, layer.qkv(x), angles, batch, cache))
             x, states = self._add(layer, x, states, layer.attention_norm)
-            x = products.feed_forward(x) if experts is None else products.mixture(x, experts)
+            x = _feed_forward(layer, x) if experts is None else _mixture(layer, x, experts)
             x, states = self._add(layer, x, states, layer.output_norm)
         return x
 
@@ -110,46 +103,21 @@ class Stack:
         return x, states if self.norm_first else x
 
 
-class Products:
-    """The products of a layer, with what adapters change in them.
+def _feed_forward(layer: Layer, x: Tensor) -> Tensor:
+    """The feed-forward half [T, H] of x [T, H]."""
+    assert layer.up is not None and layer.down is not None
+    activate = activate_and_mul if layer.gated else activate_each
+    return layer.down(activate(layer.up(x), layer.activation))
 
-    first: the number of the layer's first product. of_mixture: of its mixture's first one.
-    """
 
-    def __init__(self, layer: Layer, first: int, of_mixture: int, adapters: AdapterRows | None) -> None:
-        self._layer, self._first, self._of_mixture, self._adapters = layer, first, of_mixture, adapters
-
-    def qkv(self, x: Tensor) -> Tensor:
-        """See `Layer.qkv`."""
-        return self._product(self._layer.qkv, self._first, x)
-
-    def out(self, x: Tensor) -> Tensor:
-        """See `Layer.out`."""
-        return self._product(self._layer.out, self._first + 1, x)
-
-    def feed_forward(self, x: Tensor) -> Tensor:
-        """The feed-forward half [T, H] of x [T, H]."""
-        layer = self._layer
-        assert layer.up is not None and layer.down is not None
-        activate = activate_and_mul if layer.gated else activate_each
-        inner = activate(self._product(layer.up, self._first + 2, x), layer.activation)
-        return self._product(layer.down, self._first + 3, inner)
-
-    def mixture(self, x: Tensor, experts: GroupedExperts) -> Tensor:
-        """The feed-forward half [T, H] of the experts that the layer's router chooses for x [T, H]."""
-        mixture, number = self._layer.mixture, self._of_mixture
-        assert mixture is not None
-        chosen = route(self._product(mixture.router.linear, number, x), mixture.router)
-        out = experts(x, *chosen, self._adapters, number + 2)
-        if mixture.shared_gate is not None:
-            add_gated(out, self.feed_forward(x), self._product(mixture.shared_gate, number + 1, x))
-        return out
-
-    def _product(self, linear: Linear, number: int, x: Tensor) -> Tensor:
-        out = linear(x)
-        if self._adapters is not None:
-            adapt(x, out, self._adapters, number)
-        return out
+def _mixture(layer: Layer, x: Tensor, experts: GroupedExperts) -> Tensor:
+    """The feed-forward half [T, H] of the experts that the layer's router chooses for x [T, H]."""
+    mixture = layer.mixture
+    assert mixture is not None
+    out = experts(x, *route(mixture.router.linear(x), mixture.router))
+    if mixture.shared_gate is not None:
+        add_gated(out, _feed_forward(layer, x), mixture.shared_gate(x))
+    return out
 
 
 def _normed(x: Tensor, norm: Norm | LayerNorm) -> Tensor:

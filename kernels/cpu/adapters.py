@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,8 @@ from pagewire.kernels.cpu.arena import LARGE_PAGE, Region
 from pagewire.kernels.cpu.library import structure
 from pagewire.kernels.cpu.memory import ALIGNMENT
 from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous
-from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta
+from pagewire.kernels.deltas import AdaptedLinear, AdapterRows, AdapterWeights, Delta, Shapes
+from pagewire.kernels.weight import Linear
 
 DeltaStruct, Deltas, RowsStruct, AdaptCall = map(structure, ("Delta", "Deltas", "AdapterRows", "AdaptCall"))
 
@@ -141,6 +142,33 @@ def native_rows(rows: AdapterRows) -> ctypes.Structure:
         rows.native = _Rows(rows)
     struct: ctypes.Structure = rows.native.struct
     return struct
+
+
+class RunningRows:
+    """The rows of the running step that have adapters, for linear layers that are called together."""
+
+    def __init__(self, linears: Iterable[Linear]) -> None:
+        adapted = [linear for linear in linears if isinstance(linear, AdaptedLinear)]
+        self._current: Callable[[], AdapterRows | None] | None = adapted[0].rows if adapted else None
+        self._expected = {linear.number: (linear.out_features, linear.in_features) for linear in adapted}
+        self._fitting: Shapes | None = None  # of adapters whose products are these
+
+    def take(self, num_rows: int, dtype: torch.dtype) -> ctypes.Structure | None:
+        """The rows as the library takes them, valid until the step ends; None: none has an adapter.
+
+        Raises:
+            ValueError: the adapters are of another model, or the step has not `num_rows` rows of this dtype.
+        """
+        if self._current is None or (rows := self._current()) is None:
+            return None
+        first = rows.adapters[0]
+        if first.shapes is not self._fitting:  # thousands with experts
+            shapes = dict(enumerate(first.shapes))
+            if all(shapes.get(number) == shape for number, shape in self._expected.items()):
+                self._fitting = first.shapes
+        if first.shapes is not self._fitting or (rows.num_rows, first.dtype) != (num_rows, dtype):
+            raise ValueError(f"adapters of another model, or of {rows.num_rows} rows for {num_rows}")
+        return native_rows(rows)
 
 
 def adapt(library: ctypes.CDLL, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:

@@ -50,10 +50,8 @@ class ExpertRows {
         std::memcpy(states + place * hidden, x, size_t(hidden) * sizeof(T));
       });
       multiply(experts_.up, states, hidden, between);
-      adapt(0, states, hidden, hidden, between, width);
       pagewire_activate(between, between, rows_, size, width, width, experts_.activation, call_.dtype, call_.num_threads);
       multiply(experts_.down, between, width, states);
-      adapt(experts_.count, between, size, width, states, hidden);
       parallel_for(call_.num_tokens, num_threads, [&](int64_t token) { add(states, hidden, token); });
     });
     return 0;
@@ -92,17 +90,15 @@ class ExpertRows {
     adapted_starts_[0] = 0;
   }
 
-  // What adapters change in the products of all experts, whose first one has the number `product` of the experts'.
-  void adapt(int64_t product, const void* x, int64_t k, int64_t x_stride, void* out, int64_t n) const {
-    if (!call_.adapters) return;
-    const AdapterRows rows{adapted_, adapted_starts_, call_.adapters->tables, call_.adapters->count, experts_.count};
-    const AdaptCall adapt{&rows, x, out, call_.first_product + product, k, n, x_stride, call_.dtype, call_.num_threads};
-    pagewire_adapt(&adapt);
-  }
-
+  // The product with all experts' matrices, with what adapters change in it.
   void multiply(const Matrix* matrices, const void* x, int64_t x_stride, void* out) const {
     const GroupedCall grouped{matrices, starts_, x, out, experts_.count, x_stride, call_.dtype, call_.num_threads};
     pagewire_grouped(&grouped);
+    if (!call_.adapters || matrices->number < 0) return;
+    const AdapterRows rows{adapted_, adapted_starts_, call_.adapters->tables, call_.adapters->count, experts_.count};
+    const AdaptCall adapt{&rows,       x,           out,      matrices->number, matrices->k,
+                          matrices->n, x_stride, call_.dtype, call_.num_threads};
+    pagewire_adapt(&adapt);
   }
 
   template <class T>

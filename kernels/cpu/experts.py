@@ -9,12 +9,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cpu.adapters import native_rows
+from pagewire.kernels.cpu.adapters import RunningRows
 from pagewire.kernels.cpu.library import structure
 from pagewire.kernels.cpu.linear import PackedLinear, as_rows
 from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.deltas import AdapterRows
+from pagewire.kernels.deltas import AdaptedLinear, first_adapted, plain
 from pagewire.kernels.layer import Activation, Experts
 from pagewire.kernels.weight import Linear, check_rows
 
@@ -28,24 +28,32 @@ ACTIVATION_CODES = {
     Activation.GELU: 3,
 }
 """The numbers of activations in layers.cpp."""
-Packed = PackedLinear | QuantisedLinear
 
 
-def matrix(linear: Packed) -> ctypes.Structure:
+def is_packed(linear: Linear) -> bool:
+    """True if linear.cpp or quantised.cpp computes it, but for what adapters change."""
+    return isinstance(plain(linear), PackedLinear | QuantisedLinear)
+
+
+def matrix(linear: Linear) -> ctypes.Structure:
     """A packed linear layer as the library takes it; it must live as long as the struct."""
+    packed = plain(linear)
+    assert isinstance(packed, PackedLinear | QuantisedLinear)
     return Matrix(
-        linear.packed.data_ptr(),
-        None if linear.bias is None else linear.bias.data_ptr(),
-        linear.struct_address if isinstance(linear, QuantisedLinear) else None,
-        linear.out_features,
-        linear.in_features,
+        packed=packed.packed.data_ptr(),
+        bias=None if packed.bias is None else packed.bias.data_ptr(),
+        integers=packed.struct_address if isinstance(packed, QuantisedLinear) else None,
+        n=linear.out_features,
+        k=linear.in_features,
+        number=linear.number if isinstance(linear, AdaptedLinear) else -1,
     )
 
 
 class _Matrices:
     """Linear layers of equal shape, one for each expert."""
 
-    def __init__(self, library: ctypes.CDLL, linears: Sequence[Packed]) -> None:
+    def __init__(self, library: ctypes.CDLL, linears: Sequence[Linear]) -> None:
+        first_adapted(linears)  # refuses numbers that do not follow one another
         self._library, self._owners = library, linears
         self.structs = (Matrix * len(linears))(*map(matrix, linears))
         first = linears[0]
@@ -83,8 +91,8 @@ class CompiledExperts:
         Raises:
             ValueError: they differ in shape or dtype.
         """
-        up, down = _packed(experts.up), _packed(experts.down)
-        if not up or len(up) != len(experts.up) or len(down) != len(experts.down):
+        up, down = experts.up, experts.down
+        if not up or not all(map(is_packed, (*up, *down))):
             return None
         forms = {(linear.out_features, linear.in_features, linear.dtype) for linear in up}
         forms_down = {(linear.out_features, linear.in_features, linear.dtype) for linear in down}
@@ -95,14 +103,14 @@ class CompiledExperts:
     def __init__(
         self,
         library: ctypes.CDLL,
-        up: Sequence[Packed],
-        down: Sequence[Packed],
+        up: Sequence[Linear],
+        down: Sequence[Linear],
         activation: Activation | None,
     ) -> None:
         self._library = library
         self.up, self.down = _Matrices(library, up), _Matrices(library, down)
         self.hidden_size, self.scratch_width = up[0].in_features, up[0].in_features + up[0].out_features
-        self._dtype = up[0].dtype
+        self._dtype, self._rows = up[0].dtype, RunningRows((*up, *down))
         is_gated = up[0].out_features == 2 * down[0].in_features and down[0].out_features == up[0].in_features
         if activation is not None and not (is_gated and activation in ACTIVATION_CODES):
             raise ValueError(f"experts {up[0].out_features} and {down[0].in_features} wide with {activation}")
@@ -113,15 +121,13 @@ class CompiledExperts:
             activation=-1 if activation is None else ACTIVATION_CODES[activation],
         )
 
-    def __call__(
-        self, x: Tensor, ids: Tensor, weights: Tensor, adapters: AdapterRows | None = None, first: int = 0
-    ) -> Tensor:
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], ids int64 [T, C] and weights [T, C] to [T, H].
 
         Raises:
             ValueError: shapes or dtypes do not fit, or an id is of no expert.
         """
-        self._check_adapters(adapters, len(x), first)
+        adapters = self._rows.take(len(x), self._dtype)
         check_rows(x, self.hidden_size, self._dtype)
         if (
             ids.dim() != 2
@@ -145,26 +151,8 @@ class CompiledExperts:
             num_chosen=ids.shape[1],
             dtype=DTYPES[self._dtype],
             num_threads=torch.get_num_threads(),
-            adapters=None if adapters is None else ctypes.addressof(native_rows(adapters)),
-            first_product=first,
+            adapters=None if adapters is None else ctypes.addressof(adapters),
         )
         if self._library.pagewire_experts(ctypes.byref(self.struct), ctypes.byref(call)):
             raise ValueError(f"an id is of none of {self.struct.count} experts")
         return out
-
-    def _check_adapters(self, adapters: AdapterRows | None, num_tokens: int, first: int) -> None:
-        if adapters is None:
-            return
-        expected = [(m.out_features, m.in_features) for m in (self.up, self.down) for _ in m.structs]
-        shapes = adapters.adapters[0].shapes[first : first + len(expected)]
-        if (adapters.num_rows, adapters.adapters[0].dtype, list(shapes)) != (
-            num_tokens,
-            self._dtype,
-            expected,
-        ):
-            raise ValueError(f"adapters of another model, or of {adapters.num_rows} rows for {num_tokens}")
-
-
-def _packed(linears: Sequence[Linear]) -> list[Packed]:
-    """Those that linear.cpp and quantised.cpp compute."""
-    return [linear for linear in linears if isinstance(linear, PackedLinear | QuantisedLinear)]

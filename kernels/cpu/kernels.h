@@ -155,6 +155,7 @@ struct Matrix {
   const void* bias;          // [n] or null
   const Integers* integers;  // null: a dense matrix
   int64_t n, k;
+  int64_t number;  // among those that adapters may change; -1: they may not
 };
 
 // The product of rows with matrices of equal n and k: rows from starts[i] to before starts[i + 1] with matrix i.
@@ -173,7 +174,7 @@ EXPORT void pagewire_quantised_grouped(const GroupedCall* call);
 
 EXPORT void pagewire_grouped(const GroupedCall* call);
 
-// The experts of a layer; kernels/layer.py says what they compute.
+// The experts of a layer; kernels/layer.py says what they compute. The numbers of `up` follow one another, as those of `down` do.
 struct Experts {
   const Matrix* up;    // [count]: of hidden states to gate and up together
   const Matrix* down;  // [count]
@@ -192,7 +193,6 @@ struct ExpertsCall {
   int64_t num_tokens, num_chosen;
   int32_t dtype, num_threads;
   const AdapterRows* adapters;  // null: no token has one
-  int64_t first_product;        // the number of the first expert's `up`; behind those of all experts follow the `down`s
 };
 
 EXPORT int pagewire_experts(const Experts* experts, const ExpertsCall* call);
@@ -258,7 +258,6 @@ struct Mixture {
   Experts experts;
   int64_t num_chosen;
   int32_t normalised, rounded;
-  int64_t first_product;  // the router's number; that of the shared gate follows, and those of the experts
 };
 
 // Cosines and sines of the tokens of a call.
@@ -298,7 +297,7 @@ struct StackCall {
   const int64_t* slots;
   const void* all_reduce;  // adds up the ranks' outputs of `out` and `down`, see `AllReduce`; null: they are whole
   const void* ranks;       // its first argument
-  const AdapterRows* adapters;  // null: no row has one. Products 4 i to 4 i + 3 are the first four of layer i, in order
+  const AdapterRows* adapters;  // null: no row has one
   int64_t num_layers, rotary_half;
   int64_t group_tokens;     // whole prompts run in groups of this many tokens at most; 0: all requests run together
   AttentionCall attention;  // but for what differs between layers

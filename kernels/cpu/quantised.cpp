@@ -261,7 +261,7 @@ EXPORT void pagewire_quantised_pack(const void* codes, const void* scales, const
 EXPORT void pagewire_quantised_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows,
                                       int64_t k, int64_t n, int64_t x_stride, const Integers* form, int32_t dtype,
                                       int32_t num_threads) {
-  const Matrix matrix{packed, bias, form, n, k};
+  const Matrix matrix{packed, bias, form, n, k, -1};
   const int64_t starts[] = {0, rows};
   const GroupedCall call{&matrix, starts, x, out, 1, x_stride, dtype, num_threads};
   pagewire_quantised_grouped(&call);

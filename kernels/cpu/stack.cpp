@@ -68,7 +68,7 @@ class Requests {
   void* result() const { return normed_ ? normed_ : call_.qkv; }
 
   int attend(const Layer& layer, const void* x) {
-    multiply(first_product(layer), layer.qkv, x, layer.qkv.k, call_.qkv);
+    multiply(layer.qkv, x, layer.qkv.k, call_.qkv);
     char* const q = static_cast<char*>(call_.qkv);
     char* const k = q + batch_.num_heads * batch_.head_dim * element_;
     char* const v = k + batch_.num_kv_heads * batch_.head_dim * element_;
@@ -82,7 +82,7 @@ class Requests {
     batch_.terms = layer.terms;
     batch_.scale = layer.scale;
     if (const int failure = pagewire_attention(&batch_)) return failure;
-    multiply(first_product(layer) + 1, layer.out, call_.attended, layer.out.k, result());
+    multiply(layer.out, call_.attended, layer.out.k, result());
     return 0;
   }
 
@@ -93,40 +93,37 @@ class Requests {
   }
 
   void run_feed_forward(const Layer& layer, const void* x, void* out) const {
-    multiply(first_product(layer) + 2, layer.up, x, layer.up.k, call_.up);
+    multiply(layer.up, x, layer.up.k, call_.up);
     if (layer.gated)
       pagewire_activate(call_.up, call_.up, tokens_, layer.down.k, layer.up.n, layer.up.n, layer.activation,
                         batch_.dtype, batch_.num_threads);
     else
       pagewire_activate_each(call_.up, call_.up, tokens_, layer.up.n, layer.activation, batch_.dtype,
                              batch_.num_threads);
-    multiply(first_product(layer) + 3, layer.down, call_.up, layer.up.n, out);
+    multiply(layer.down, call_.up, layer.up.n, out);
   }
 
   int run_mixture(const Layer& layer, const Mixture& mixture, const void* x) const {
     const bool is_shared = mixture.shared_gate.packed;
     if (is_shared) run_feed_forward(layer, x, call_.shared);
-    multiply(mixture.first_product, mixture.router, x, hidden_, call_.logits);
+    multiply(mixture.router, x, hidden_, call_.logits);
     pagewire_route(call_.logits, call_.ids, call_.weights, tokens_, mixture.experts.count, mixture.num_chosen,
                    mixture.normalised, mixture.rounded, batch_.dtype);
-    if (is_shared) multiply(mixture.first_product + 1, mixture.shared_gate, x, hidden_, call_.logits);
+    if (is_shared) multiply(mixture.shared_gate, x, hidden_, call_.logits);
     const ExpertsCall experts{x, call_.ids, call_.weights, result(), call_.of_experts,
                               tokens_, mixture.num_chosen, batch_.dtype, batch_.num_threads,
-                              call_.adapters, mixture.first_product + 2};
+                              call_.adapters};
     const int failure = pagewire_experts(&mixture.experts, &experts);
     if (is_shared)
       pagewire_add_gated(result(), call_.shared, call_.logits, tokens_, hidden_, batch_.dtype, batch_.num_threads);
     return failure;
   }
 
-  // The number of a layer's first product, `qkv`.
-  int64_t first_product(const Layer& layer) const { return 4 * (&layer - call_.layers); }
-
   // A product, with what adapters change in it.
-  void multiply(int64_t product, const Matrix& matrix, const void* x, int64_t x_stride, void* out) const {
+  void multiply(const Matrix& matrix, const void* x, int64_t x_stride, void* out) const {
     ::multiply(matrix, x, x_stride, out, tokens_, batch_.dtype, batch_.num_threads);
-    if (!call_.adapters) return;
-    const AdaptCall adapt{call_.adapters, x, out, product, matrix.k, matrix.n, x_stride, batch_.dtype,
+    if (!call_.adapters || matrix.number < 0) return;
+    const AdaptCall adapt{call_.adapters, x, out, matrix.number, matrix.k, matrix.n, x_stride, batch_.dtype,
                           batch_.num_threads};
     pagewire_adapt(&adapt);
   }

@@ -10,28 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cpu.adapters import native_rows
+from pagewire.kernels.cpu.adapters import RunningRows
 from pagewire.kernels.cpu.all_reduce import AllReduce
-from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts, Packed, matrix
+from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts, is_packed, matrix
 from pagewire.kernels.cpu.library import AttentionCall, structure
-from pagewire.kernels.cpu.linear import PackedLinear
-from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, logit_terms
-from pagewire.kernels.deltas import AdapterRows, Shapes
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.kv_codes import head_size
-from pagewire.kernels.layer import (
-    PRODUCTS,
-    Angles,
-    Layer,
-    LayerNorm,
-    Mixture,
-    Norm,
-    mixture_products,
-    product_shapes,
-)
+from pagewire.kernels.layer import Angles, Layer, LayerNorm, Mixture, Norm
 from pagewire.kernels.paging import AttentionBatch, Cache, check_scales
-from pagewire.kernels.weight import Linear
 
 GROUP_TOKENS = 768
 """Tokens of whole prompts that pass through all layers together, for each thread: two chunks of rows in linear.cpp.
@@ -44,23 +31,6 @@ SCRATCH = ("qkv", "attended", "up", "shared", "logits", "of_experts")
 NormParameters, MixtureParameters, LayerParameters, AnglesParameters, StackCall = map(
     structure, ("Norm", "Mixture", "Layer", "Angles", "StackCall")
 )
-
-
-def _products(layer: Layer) -> dict[str, Linear]:
-    """The layer's linear layers but for its experts, by name."""
-    products = {name: getattr(layer, name) for name in PRODUCTS}
-    if layer.mixture is not None:
-        products |= {"router": layer.mixture.router.linear, "shared_gate": layer.mixture.shared_gate}
-    return {name: product for name, product in products.items() if product is not None}
-
-
-def _linears(layer: Layer) -> dict[str, Packed]:
-    """Those that linear.cpp and quantised.cpp compute."""
-    return {
-        name: product
-        for name, product in _products(layer).items()
-        if isinstance(product, PackedLinear | QuantisedLinear)
-    }
 
 
 def _norm(norm: Norm | LayerNorm, size: int, dtype: torch.dtype) -> ctypes.Structure:
@@ -125,8 +95,8 @@ class CompiledStack:
         forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
         dtypes = set() if input_norm is None else {input_norm.weight.dtype}
         for layer in layers:
-            linears = _linears(layer)
-            if len(linears) < len(_products(layer)) or layer.activation not in ACTIVATION_CODES:
+            linears = layer.linears()
+            if not all(map(is_packed, linears.values())) or layer.activation not in ACTIVATION_CODES:
                 return None
             if layer.mixture is not None:
                 experts = layer.mixture.experts
@@ -168,11 +138,8 @@ class CompiledStack:
         self._tables = (AnglesParameters * num_tables)()
         self._in_groups = any(layer.terms.future > 0 for layer in layers)  # so all prompts are whole
         self._owners: list[Any] = [input_norm, layers]  # the structs point to their memory
-        self._structs = (LayerParameters * len(layers))(
-            *map(self._struct, layers, self._experts, mixture_products(layers))
-        )
-        self.shapes = product_shapes(layers)
-        self._fitting: Shapes | None = None  # shapes of adapters that begin with these
+        self._structs = (LayerParameters * len(layers))(*map(self._struct, layers, self._experts))
+        self._rows = RunningRows(linear for layer in layers for linear in layer.all_linears())
         self._known_caches: list[weakref.ref[Cache]] = []
         self._call = self._form(first, input_norm)
         self._sum = AllReduce.of(first.ranks)
@@ -215,8 +182,8 @@ class CompiledStack:
             max(of_experts, default=0),
         )
 
-    def _struct(self, layer: Layer, experts: CompiledExperts | None, number: int) -> ctypes.Structure:
-        linears, hidden = _linears(layer), self._hidden_size
+    def _struct(self, layer: Layer, experts: CompiledExperts | None) -> ctypes.Structure:
+        linears, hidden = layer.linears(), self._hidden_size
         shapes = {"qkv": (self._qkv_size, hidden), "out": (hidden, self._attended_size)}
         if layer.mixture is None or layer.mixture.shared_gate is not None:
             intermediate = linears["down"].in_features
@@ -231,9 +198,9 @@ class CompiledStack:
         for name, shape in shapes.items():
             if (linears[name].out_features, linears[name].in_features) != shape:
                 raise ValueError(f"{name}: a weight {shape} expected")
-        matrices = {name: matrix(linears[name]) for name in PRODUCTS if name in linears}
+        matrices = {name: matrix(linear) for name, linear in linears.items()}
         if layer.mixture is not None and experts is not None:
-            matrices["mixture"] = self._mixture(layer.mixture, experts, linears, number)
+            matrices["mixture"] = self._mixture(layer.mixture, experts, matrices)
         norms = {"attention_norm": (layer.attention_norm, hidden), "output_norm": (layer.output_norm, hidden)}
         for name, norm in zip(("query_norm", "key_norm"), layer.head_norms or (), strict=False):
             norms[name] = norm, self._head_dim
@@ -250,22 +217,20 @@ class CompiledStack:
         )
 
     def _mixture(
-        self, mixture: Mixture, experts: CompiledExperts, linears: dict[str, Packed], first_product: int
+        self, mixture: Mixture, experts: CompiledExperts, matrices: dict[str, ctypes.Structure]
     ) -> ctypes.Structure:
         router = mixture.router
         if experts.hidden_size != self._hidden_size or not 0 < router.num_chosen <= len(mixture.experts.up):
             raise ValueError(
                 f"{router.num_chosen} experts of states of {experts.hidden_size} cannot be chosen"
             )
-        gates = {"shared_gate": matrix(linears["shared_gate"])} if "shared_gate" in linears else {}
+        gates = {name: matrices.pop(name) for name in ("router", "shared_gate") if name in matrices}
         return MixtureParameters(
-            router=matrix(linears["router"]),
             **gates,
             experts=experts.struct,
             num_chosen=router.num_chosen,
             normalised=router.normalised,
             rounded=router.rounded,
-            first_product=first_product,
         )
 
     def __call__(
@@ -274,7 +239,6 @@ class CompiledStack:
         batch: AttentionBatch,
         caches: Sequence[Cache],
         angles: Sequence[Angles] = (),
-        adapters: AdapterRows | None = None,
     ) -> Tensor:
         """states [T, H], overwritten, to [T, H], normed; where norms come last, it is the same tensor.
 
@@ -288,7 +252,8 @@ class CompiledStack:
         held = self._take_angles(angles, num_tokens)
         self._take_caches(caches)
         call.slots = _set_batch(call.attention, batch, num_tokens)
-        self._take_adapters(adapters, num_tokens)
+        adapters = self._rows.take(num_tokens, self._dtype)
+        call.adapters = None if adapters is None else ctypes.addressof(adapters)
         normed = torch.empty_like(states) if self._norm_first else states
         call.states, call.normed = states.data_ptr(), normed.data_ptr() if self._norm_first else None
         most = num_tokens
@@ -361,16 +326,3 @@ class CompiledStack:
         for name, value in cache_fields(self._library, caches[0]).items():
             setattr(self._call.attention, name, value)
         self._known_caches = [weakref.ref(cache) for cache in caches]
-
-    def _take_adapters(self, adapters: AdapterRows | None, num_tokens: int) -> None:
-        if adapters is None:
-            self._call.adapters = None
-            return
-        shapes, dtype = adapters.adapters[0].shapes, adapters.adapters[0].dtype
-        if (
-            shapes is not self._fitting and shapes[: len(self.shapes)] == self.shapes
-        ):  # thousands with experts
-            self._fitting = shapes
-        if shapes is not self._fitting or (dtype, adapters.num_rows) != (self._dtype, num_tokens):
-            raise ValueError(f"adapters of another model, or of {adapters.num_rows} rows for {num_tokens}")
-        self._call.adapters = ctypes.addressof(native_rows(adapters))

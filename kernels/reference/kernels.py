@@ -39,9 +39,7 @@ ROWS = 16
 class ExpertProducts(Protocol):
     """The products of a layer's experts, packed by an implementation."""
 
-    def __call__(
-        self, x: Tensor, ids: Tensor, weights: Tensor, adapters: AdapterRows | None = None, first: int = 0
-    ) -> Tensor:
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """See `pagewire.kernels.experts.GroupedExperts`; the experts' activation is one that the kernels have."""
 
     def up(self, rows: Tensor, counts: Sequence[int]) -> Tensor:

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagewire.kernels.adapted import Adapted
 from pagewire.kernels.cpu.all_reduce import AllReduce
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.integers import Integers, quantise
-from pagewire.kernels.layer import Activation, Angles, Experts, Layer, Mixture, Norm, Router, product_shapes
+from pagewire.kernels.layer import Activation, Angles, Experts, Layer, Mixture, Norm, Router
 from pagewire.kernels.linear import Linear, dense_weight, pack
 from pagewire.kernels.paging import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.reduced import Sum
@@ -138,31 +139,37 @@ def test_one_call_over_keys_and_values_of_8_bits(dtype: torch.dtype) -> None:
     check_one_call(dtype, torch.int8, {"window": 5})
 
 
-def make_adapters(stack: Stack, dtype: torch.dtype) -> AdapterRows:
-    """Rows of which some have an adapter of every product, and two have another."""
-    shapes = product_shapes(stack.layers)
+def with_adapters(stack: Stack, dtype: torch.dtype) -> Stack:
+    """The stack with an adapter of every linear layer in some rows, and another one in two."""
+    linears: list[Adapted] = []
+
+    def adapted(_: str, linear: Linear) -> Linear:
+        linears.append(Adapted(linear, len(linears), lambda: rows))
+        return linears[-1]
+
+    layers = [layer.replaced(adapted) for layer in stack.layers]
+    shapes = tuple((linear.out_features, linear.in_features) for linear in linears)
     generator = torch.Generator().manual_seed(2)
 
     def delta(rank: int, n: int, k: int) -> Delta:
         a, b = torch.randn(rank, k, generator=generator), torch.randn(n, rank, generator=generator)
         return Delta((a / k**0.5).to(dtype), panels(b.to(dtype)), 0, n, 0.25)
 
-    adapters = [
-        AdapterWeights([[delta(rank, *shape)] if shape[0] else [] for shape in shapes], shapes, dtype)
-        for rank in (3, 8)
-    ]
-    return AdapterRows(torch.tensor([0, 1, 2, 5, 20, 7, 19]), torch.tensor([0, 5, 7]), adapters, 22)
+    adapters = [AdapterWeights([[delta(rank, *shape)] for shape in shapes], shapes, dtype) for rank in (3, 8)]
+    rows = AdapterRows(torch.tensor([0, 1, 2, 5, 20, 7, 19]), torch.tensor([0, 5, 7]), adapters, 22)
+    return Stack(stack.input_norm, layers)
 
 
 def check_one_call(dtype: torch.dtype, cache_dtype: torch.dtype, options: dict[str, object]) -> None:
     stack = make_stack(dtype, **options)  # type: ignore[arg-type]
+    if options.get("experts"):
+        stack = with_adapters(stack, dtype)
     assert stack.compiled is not None
-    adapters = make_adapters(stack, dtype) if options.get("experts") else None
     found, wanted = [], []
     for results in (found, wanted):
         states, angles, batch = make_step(dtype)
         caches = make_caches(cache_dtype)
-        normed = stack(states, batch, caches, [angles], adapters)
+        normed = stack(states, batch, caches, [angles])
         results += [normed, states, *(x for cache in caches for x in (cache.k, cache.v))]
         stack.compiled = None
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

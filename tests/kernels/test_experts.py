@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
+from pagewire.kernels.adapted import Adapted
 from pagewire.kernels.cpu.experts import CompiledExperts
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
@@ -19,7 +20,7 @@ from pagewire.kernels.layer import Activation, Experts, Router
 from pagewire.kernels.linear import dense_weight, pack
 from pagewire.kernels.ops import add_gated, route
 from pagewire.kernels.reference.kernels import reference
-from pagewire.kernels.weight import Weight
+from pagewire.kernels.weight import Linear, Weight
 
 CPU = torch.device("cpu")
 HIDDEN, WIDTH, NUM_EXPERTS = 128, 96, 6
@@ -183,24 +184,45 @@ def adapter_rows(adapters: list[AdapterWeights], of_rows: list[int]) -> AdapterR
     return AdapterRows(rows, starts, [adapters[index] for index in used], len(of_rows))
 
 
+def adapted(
+    experts: GroupedExperts, first: int = FIRST
+) -> tuple[GroupedExperts, Callable[[AdapterRows | None], None]]:
+    """The same experts with numbers from `first` on, and a function that sets the running rows."""
+    running: list[AdapterRows | None] = [None]
+
+    def numbered(linears: Sequence[Linear], number: int) -> list[Linear]:
+        return [Adapted(linear, i, lambda: running[0]) for i, linear in enumerate(linears, number)]
+
+    held = experts.experts
+    up, down = numbered(held.up, first), numbered(held.down, first + NUM_EXPERTS)
+    changed = GroupedExperts(dataclasses.replace(held, up=up, down=down), CPU, experts.between, experts.after)
+    return changed, lambda rows: running.__setitem__(0, rows)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("served_kernels", "threads")
 def test_adapters_on_experts_in_one_call_and_expert_by_expert(dtype: torch.dtype) -> None:
     """To the same bits, which do not depend on the other rows and their adapters."""
-    experts, other = make_experts(dtype), make_experts(dtype, activation=None)
+    (experts, run), (other, run_other) = (
+        adapted(make_experts(dtype)),
+        adapted(make_experts(dtype, activation=None)),
+    )
     adapters, of_rows = make_adapters(dtype), (OF_ROWS * 6)[:40]
     x, ids, weights = make_rows(len(of_rows), dtype, 3)
     rows = adapter_rows(adapters, of_rows)
-    found = experts(x, ids, weights, rows, FIRST)
-    assert torch.equal(found, experts.one_by_one(x, ids, weights, rows, FIRST))
-    assert torch.equal(other(x, ids, weights, rows, FIRST), other.one_by_one(x, ids, weights, rows, FIRST))
     plain = experts(x, ids, weights)
+    run(rows)
+    run_other(rows)
+    found = experts(x, ids, weights)
+    assert torch.equal(found, experts.one_by_one(x, ids, weights))
+    assert torch.equal(other(x, ids, weights), other.one_by_one(x, ids, weights))
     for row, adapter in enumerate(of_rows):
         assert torch.equal(found[row], plain[row]) == (adapter < 0)
     for row in range(7):
         torch.set_num_threads(1 + row % 3)
         alone = (x[row : row + 1], ids[row : row + 1], weights[row : row + 1])
-        assert torch.equal(experts(*alone, adapter_rows(adapters, [of_rows[row]]), FIRST)[0], found[row])
+        run(adapter_rows(adapters, [of_rows[row]]))
+        assert torch.equal(experts(*alone)[0], found[row])
 
 
 @pytest.mark.usefixtures("served_kernels")
@@ -208,7 +230,7 @@ def test_adapted_experts_are_those_with_other_weights() -> None:
     up, down = random_weights(torch.float32, None)
     adapters = make_adapters(torch.float32)
     x, ids, weights = make_rows(6, torch.float32)
-    plain = make_experts(torch.float32)
+    plain, run = adapted(make_experts(torch.float32))
     for index, adapter in enumerate(adapters):
         changed: list[Tensor] = []
         for matrix, deltas in zip([*up, *down], adapter.products[FIRST:], strict=False):
@@ -221,12 +243,17 @@ def test_adapted_experts_are_those_with_other_weights() -> None:
             pack(dense_weight(matrix), biases[number >= NUM_EXPERTS]) for number, matrix in enumerate(changed)
         ]
         merged = GroupedExperts(Experts(linears[:NUM_EXPERTS], linears[NUM_EXPERTS:], Activation.SILU), CPU)
-        found = plain(x, ids, weights, adapter_rows(adapters, [index] * 6), FIRST)
+        run(adapter_rows(adapters, [index] * 6))
+        found = plain(x, ids, weights)
         torch.testing.assert_close(found, merged(x, ids, weights), rtol=1e-4, atol=1e-4)
-    wrong = adapter_rows(adapters, [0] * 5)
-    for rows, first in ((wrong, FIRST), (adapter_rows(adapters, [0] * 6), FIRST + 1)):
+    for num_rows, first in ((5, FIRST), (6, FIRST + 1)):
+        wrong, run = adapted(make_experts(torch.float32), first)
+        run(adapter_rows(adapters, [0] * num_rows))
         with pytest.raises(ValueError, match=r"adapters of another model"):
-            plain(x, ids, weights, rows, first)
+            wrong(x, ids, weights)
+    held = plain.experts
+    with pytest.raises(ValueError, match="follow one another"):
+        GroupedExperts(dataclasses.replace(held, up=held.up[::-1]), CPU)
 
 
 @pytest.mark.usefixtures("served_kernels")

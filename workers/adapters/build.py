@@ -46,8 +46,7 @@ def build(
         yield Piece.LONG if module in long else Piece.SHORT
         builder.add(module, modules.pop(module))
     builder.check_whole()
-    extra, unchanged = builder.num_extra_tokens(), [()] * len(targets.shapes)
-    weights = AdapterWeights(unchanged, targets.shapes, targets.dtype, builder.embedding, extra)
+    weights = targets.weights(builder.embedding, builder.num_extra_tokens())
     memory = AdapterMemory(builder.room) if on_cpu else None
     for product in sorted(builder.deltas):  # nearly the order in which a step reads them
         yield Piece.LONG if long else Piece.SHORT
@@ -190,10 +189,10 @@ class _Builder:
             self._keep(place, delta)
 
     def _keep(self, place: Place, delta: Delta) -> None:
-        if place.is_elsewhere:
+        if place.linear is None:
             return
         self.room += room_of(delta)
-        self.deltas.setdefault(place.product, []).append(delta.to(self.targets.device))
+        self.deltas.setdefault(place.linear.number, []).append(delta.to(self.targets.device))
 
     def _add_linear(self, module: str, name: str, place: Place, parts: Parts) -> None:
         if Kind.WEIGHT in parts:

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from pagewire.ipc.quoting import quoted
-from pagewire.kernels.linear import Linear
+from pagewire.kernels.adapted import Adapted
+from pagewire.kernels.weight import Linear
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.division import part_of
 from pagewire.workers.adapters.names import WRAPPED
@@ -38,14 +39,13 @@ class LinearElsewhere:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlaces:
-    """The products of a layer's experts: E first ones from the number `product` on, and then E second ones.
+    """The linear layers of a layer's E experts.
 
     up_name: the parameter that has the first matrices. is_joined: they are the gate's and then the rest of the
     first layer's outputs; else they are one linear layer, or both in another order.
     up_cut: how a first matrix is divided over the ranks. down_cut: a second one.
     """
 
-    product: int
     up: Sequence[Linear | LinearElsewhere]
     down: Sequence[Linear | LinearElsewhere]
     up_name: str = "gate_up_proj"
@@ -66,10 +66,9 @@ class ExpertPlaces:
         """The place of an expert's matrix in a stacked parameter."""
         is_down = parameter != self.up_name
         linear = (self.down if is_down else self.up)[expert]
-        shape, number = (linear.out_features, linear.in_features), expert + is_down * len(self)
         cut = self.down_cut if is_down else self.up_cut
-        own = None if isinstance(linear, LinearElsewhere) else linear
-        return Place(self.product + number, 0, *shape, own, cut=cut)
+        own = linear if isinstance(linear, Adapted) else None
+        return Place(own, 0, linear.out_features, linear.in_features, cut=cut)
 
     def separate(self, leaf: str, expert: int) -> Place | None:
         """The place of an expert's linear layer of this name; None if it has none."""

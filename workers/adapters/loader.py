@@ -113,9 +113,9 @@ class Adapters:
 
     def recorded_rows(self, num_rows: int) -> RecordedRows:
         """Memory for the rows with adapters of recorded steps of up to `num_rows` rows."""
-        targets = self._attached
-        none = AdapterWeights([()] * len(targets.shapes), targets.shapes, targets.dtype)
-        return RecordedRows(none, num_rows, max_width(self._limits), self._device.torch_device)
+        return RecordedRows(
+            self._attached.weights(), num_rows, max_width(self._limits), self._device.torch_device
+        )
 
     def can_replay(self, indices: NDArray[np.int64]) -> bool:
         """True if a recorded step can have rows of these adapters; 0 stands for none."""

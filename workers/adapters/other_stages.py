@@ -45,7 +45,7 @@ class Experts(msgspec.Struct, array_like=True):
     def elsewhere(self) -> ExpertPlaces:
         """Their places for a rank of another stage."""
         up, down = ([LinearElsewhere(*shape)] * self.number for shape in (self.up_shape, self.down_shape))
-        return ExpertPlaces(-1, up, down, self.up_name, self.is_joined)
+        return ExpertPlaces(up, down, self.up_name, self.is_joined)
 
 
 class StageModules(msgspec.Struct):
@@ -88,7 +88,7 @@ def add_other_stages(targets: Targets, ranks: Collective, parallel: Parallel) ->
         stage = msgspec.msgpack.decode(content, type=StageModules)
         for name, linear in stage.linears.items():
             sizes, optional = (linear.num_out, linear.num_in), linear.is_optional
-            elsewhere = Place(-1, 0, *sizes, None, linear.is_output, is_optional=optional)
+            elsewhere = Place(None, 0, *sizes, linear.is_output, is_optional=optional)
             places.setdefault(name, targets.places.get(name, elsewhere))
         for name, of_layer in stage.experts.items():
             experts.setdefault(name, targets.experts.get(name) or of_layer.elsewhere())

@@ -7,26 +7,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagewire.kernels.linear import Linear
+from pagewire.kernels.adapted import Adapted
 from pagewire.workers.adapters.division import whole_shape
 from pagewire.workers.model.shards import Cut
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a module's outputs are: those from `first` on, `num_out` in number, of a product of the model.
+    """Where a module's outputs are: those from `first` on, `num_out` in number, of a linear layer of the model.
 
+    linear: None for a module of another stage.
     is_output: it is the output layer, which is not one of "all-linear". is_optional: "all-linear" may mean it or
     not, as it is a linear layer in some versions of transformers only.
     cut: how the module is divided over the ranks, of which this one has these outputs and `num_in` inputs.
-    linear: None for a module of another stage, which is in no product of this one.
     """
 
-    product: int
+    linear: Adapted | None
     first: int
     num_out: int
     num_in: int
-    linear: Linear | None
     is_output: bool = False
     cut: Cut | None = None
     is_optional: bool = False
@@ -45,5 +44,5 @@ class Place:
         """The module's own bias on this rank, float32 [num_out]; zeros if it has none. device: of the model."""
         if self.linear is None:
             return torch.zeros(self.num_out)
-        row = self.linear(torch.zeros(1, self.num_in, dtype=self.linear.dtype, device=device))
+        row = self.linear.linear(torch.zeros(1, self.num_in, dtype=self.linear.dtype, device=device))
         return row[0, self.first : self.first + self.num_out].float().cpu()

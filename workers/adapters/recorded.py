@@ -51,9 +51,8 @@ def why_not_recorded(adapter: AdapterWeights, targets: Targets, width: int) -> s
     """
     if adapter.embedding is not None:
         return "it changes the embedding of tokens"
-    outputs = {place.product for place in targets.places.values() if place.is_output}
     table = table_of(adapter, targets.device)
-    if table.others - outputs:
+    if table.others - {targets.output}:
         return "it has weights in the place of the model's (modules_to_save)"
     if table.width > width:
         return f"a product has {table.width} ranks of it, and there is room for {width}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.kernels.adapted import Adapted
-from pagewire.kernels.deltas import Shapes
+from pagewire.kernels.deltas import AdapterWeights, EmbeddingDelta, Shapes
 from pagewire.kernels.experts import GroupedExperts
-from pagewire.kernels.layer import Layer, Mixture, mixture_products, product_shapes
+from pagewire.kernels.layer import Experts, Layer
 from pagewire.kernels.linear import Linear
 from pagewire.kernels.reduced import Reduced
+from pagewire.kernels.stack import Stack
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.division import whole_shape
 from pagewire.workers.adapters.embedding import AdaptedEmbedding
@@ -38,11 +40,12 @@ EMBEDDINGS = (nn.Embedding, QuantisedEmbedding)
 
 @dataclass
 class Targets:
-    """The linear layers and the embedding of a model, and where their products are.
+    """The linear layers and the embedding of a model that adapters may change, and the numbers of the linear layers.
 
     places: of linear layers by name. experts: of mixtures, by the name of the module of all of a layer's.
     embedding: its name, and its rows and their size (V, H); empty if it cannot be adapted.
     vectors: other parameters that adapters may repeat. dtype: of the model.
+    linears: by number. output: the number of the output layer; None: another stage has it.
     cuts: how parameters are divided over the ranks, by name.
     has_embedding: False if another stage has it. Vectors of other stages are on the meta device.
     """
@@ -55,7 +58,8 @@ class Targets:
     embedding: str = ""
     embedding_shape: tuple[int, int] = (0, 0)
     vectors: dict[str, Tensor] = field(default_factory=dict)
-    shapes: Shapes = ()
+    linears: list[Adapted] = field(default_factory=list)
+    output: int | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     has_embedding: bool = True
 
@@ -78,6 +82,16 @@ class Targets:
             targets._add_modules(model.base.module, targets.prefix)
         targets._add_head(loaded)
         return targets
+
+    @functools.cached_property
+    def shapes(self) -> Shapes:
+        """The outputs and inputs of the linear layers on this rank, by number."""
+        return tuple((linear.out_features, linear.in_features) for linear in self.linears)
+
+    def weights(self, embedding: EmbeddingDelta | None = None, num_extra_tokens: int = 0) -> AdapterWeights:
+        """An adapter of the model that changes no linear layer yet."""
+        unchanged = [()] * len(self.shapes)
+        return AdapterWeights(unchanged, self.shapes, self.dtype, embedding, num_extra_tokens, self.output)
 
     def find(self, module: str) -> str:
         """The name under which a module is known here: with or without the prefix of the base model."""
@@ -119,42 +133,51 @@ class Targets:
         return names if later == module else (*names, later, f"{self.prefix}{later}")
 
     def _add_network(self, network: Network) -> None:
-        layers = network.stack.layers
-        self.shapes = product_shapes(layers)
-        of_mixtures = mixture_products(layers)
-        for number, (place, layer) in enumerate(zip(network.places, layers, strict=True)):
-            if layer.mixture is not None:
-                mlp = f"{self.prefix}layers.{place.layer}.mlp"
-                self._add_mixture(mlp, of_mixtures[number], layer.mixture)
-            for name, found in stack_places(4 * number, layer).items():
-                full = f"{self.prefix}layers.{place.layer}.{name}"
-                self.places[full] = replace(found, cut=self.cuts.get(f"{full}.weight"))
+        whole = network.stack
+        layers = [
+            self._adapted_layer(f"{self.prefix}layers.{place.layer}", layer)
+            for place, layer in zip(network.places, whole.layers, strict=True)
+        ]
+        network.stack = Stack(whole.input_norm, layers, norm_first=whole.norm_first)
         if network.embedding is not None:
             network.embedding.words = self._adapted_embedding("embed_tokens", network.words)
 
-    def _add_mixture(self, mlp: str, product: int, mixture: Mixture) -> None:
-        """Add a stack's mixture, whose products have the numbers from `product` on."""
-        gates = {"gate": mixture.router.linear, "shared_expert_gate": mixture.shared_gate}
-        for number, (name, linear) in enumerate(gates.items(), product):
-            if linear is not None:
-                shape = (linear.out_features, linear.in_features)
-                self.places[f"{mlp}.{name}"] = Place(number, 0, *shape, linear, is_optional=True)
-        experts = ExpertPlaces(product + len(gates), mixture.experts.up, mixture.experts.down)
-        self._add_experts(f"{mlp}.experts", experts)
+    def _adapted_layer(self, name: str, layer: Layer) -> Layer:
+        """A stack's layer, of this name in transformers, whose linear layers ask for adapters."""
+        modules = modules_of(layer)
 
-    def _add_experts(self, name: str, places: ExpertPlaces) -> None:
+        def change(field: str, linear: Linear) -> Linear:
+            adapted, first = self._numbered(linear), 0
+            for module, num_out in modules.get(field, {}).items():
+                full = f"{name}.{module}"
+                cut = self.cuts.get(f"{full}.weight")
+                is_optional = field in ("router", "shared_gate")
+                self.places[full] = Place(
+                    adapted, first, num_out, linear.in_features, False, cut, is_optional
+                )
+                first += num_out
+            return adapted
+
+        layer = layer.replaced(change)
+        if layer.mixture is not None:
+            self._add_experts(f"{name}.mlp.experts", layer.mixture.experts)
+        return layer
+
+    def _add_experts(self, name: str, experts: Experts, *form: Any) -> None:
+        """Add experts whose linear layers ask for adapters. form: `ExpertPlaces.up_name` and `is_joined`."""
+        places = ExpertPlaces(experts.up, experts.down, *form)
         up_cut, down_cut = (self.cuts.get(f"{name}.{parameter}") for parameter in places.parameters)
         self.experts[name] = replace(places, up_cut=up_cut, down_cut=down_cut)
 
     def _add_module_of_experts(self, name: str, module: Any) -> None:
         """Add experts of a module of transformers."""
-        experts = module.grouped.experts
-        module.first_product = len(self.shapes)
-        linears = (*experts.up, *experts.down)
-        self.shapes = (*self.shapes, *((linear.out_features, linear.in_features) for linear in linears))
-        is_joined = module.has_gate and module.is_concatenated
-        places = ExpertPlaces(module.first_product, experts.up, experts.down, up_name(module), is_joined)
-        self._add_experts(name, places)
+        experts = replace(
+            module.grouped.experts,
+            up=list(map(self._numbered, module.grouped.experts.up)),
+            down=list(map(self._numbered, module.grouped.experts.down)),
+        )
+        module.grouped = GroupedExperts(experts, self.device, module.grouped.between, module.grouped.after)
+        self._add_experts(name, experts, up_name(module), module.has_gate and module.is_concatenated)
 
     def _add_modules(self, module: nn.Module, prefix: str) -> None:
         """Wrap the linear layers within a module, and its embedding of tokens."""
@@ -187,11 +210,17 @@ class Targets:
         if isinstance(linear, Reduced | GatheredLinear):
             linear.linear = self._adapted(name, linear.linear, is_output)
             return linear
-        product = len(self.shapes)
-        shape = (linear.out_features, linear.in_features)
-        self.shapes = (*self.shapes, shape)
-        self.places[name] = Place(product, 0, *shape, linear, is_output, self.cuts.get(f"{name}.weight"))
-        return Adapted(linear, product, current_adapters)
+        adapted = self._numbered(linear)
+        if is_output:
+            self.output = adapted.number
+        sizes, cut = (linear.out_features, linear.in_features), self.cuts.get(f"{name}.weight")
+        self.places[name] = Place(adapted, 0, *sizes, is_output, cut)
+        return adapted
+
+    def _numbered(self, linear: Linear) -> Adapted:
+        """A linear layer that asks for adapters, with the next number."""
+        self.linears.append(adapted := Adapted(linear, len(self.linears), current_adapters))
+        return adapted
 
     def _adapted_embedding(self, name: str, module: nn.Module) -> nn.Module:
         if isinstance(module, DividedEmbedding):
@@ -205,22 +234,17 @@ class Targets:
         return adapted
 
 
-def stack_places(first: int, layer: Layer) -> dict[str, Place]:
-    """The modules of a stack's layer, whose products have the numbers from `first` on."""
+def modules_of(layer: Layer) -> dict[str, dict[str, int]]:
+    """The names in transformers of the modules in each linear layer of a stack's layer, with their outputs."""
     heads, kv_heads = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    groups = [
-        (layer.qkv, {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads}),
-        (layer.out, {"self_attn.o_proj": layer.out.out_features}),
-    ]
-    if layer.up is not None and layer.down is not None:
-        mlp = "mlp" if layer.mixture is None else "mlp.shared_expert"
-        size = layer.down.in_features
-        groups.append((layer.up, {f"{mlp}.gate_proj": size, f"{mlp}.up_proj": size}))
-        groups.append((layer.down, {f"{mlp}.down_proj": layer.down.out_features}))
-    places = {}
-    for product, (linear, modules) in enumerate(groups, first):
-        start = 0
-        for name, size in modules.items():
-            places[name] = Place(product, start, size, linear.in_features, linear)
-            start += size
-    return places
+    modules = {
+        "qkv": {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads},
+        "out": {"self_attn.o_proj": layer.out.out_features},
+        "router": {"mlp.gate": 0 if layer.mixture is None else layer.mixture.router.linear.out_features},
+        "shared_gate": {"mlp.shared_expert_gate": 1},
+    }
+    if layer.down is not None:
+        mlp, size = "mlp" if layer.mixture is None else "mlp.shared_expert", layer.down.in_features
+        modules["up"] = {f"{mlp}.gate_proj": size, f"{mlp}.up_proj": size}
+        modules["down"] = {f"{mlp}.down_proj": layer.down.out_features}
+    return modules

@@ -17,7 +17,7 @@ from pagewire.kernels.layer import Activation, Experts, Router
 from pagewire.kernels.linear import Linear, dense_weight
 from pagewire.kernels.ops import activate_and_mul, route
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.attention import NAME, current_adapters
+from pagewire.workers.model.attention import NAME
 from pagewire.workers.model.matrices import is_experts
 from pagewire.workers.model.products import packed
 from pagewire.workers.model.transforms import tolerance
@@ -31,7 +31,6 @@ def pack_experts(module: nn.Module, weights: Weights, device: torch.device) -> N
     """Pack the matrices of every expert, and make transformers call `run_experts`."""
     experts: list[Any] = [child for child in module.modules() if is_experts(child)]
     for child in experts:
-        child.first_product = 0  # the number of its first product among those that adapters may change
         child.ranks = None if weights.shards is None else weights.shards.collective
         child.grouped = grouped_experts(child, weights, device)
         for owned in (up_name(child), "down_proj"):
@@ -48,7 +47,7 @@ def pack_experts(module: nn.Module, weights: Weights, device: torch.device) -> N
 def run_experts(module: Any, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum [T, H] of each token's experts; hidden [T, H], expert_ids and weights [T, k]."""
     grouped: GroupedExperts = module.grouped
-    out = grouped(hidden, expert_ids, weights, current_adapters(), module.first_product)
+    out = grouped(hidden, expert_ids, weights)
     if module.ranks is None or module.has_post_expert_norm:
         return out
     return module.ranks.all_reduce(out)  # type: ignore[no-any-return]

@@ -95,5 +95,5 @@ class Network:
             (cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in self.angles
         ]
         caches = [step.cache(place.layer, place.shape, place.window) for place in self.places]
-        normed = self.stack(states, step.batch, caches, angles, step.adapters)
+        normed = self.stack(states, step.batch, caches, angles)
         return normed if self.is_last else states

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.layer import Angles
 from pagewire.kernels.paging import AttentionBatch, Cache
 from pagewire.kernels.stack import Stack
@@ -38,11 +37,8 @@ class TappedStack(Stack):
         batch: AttentionBatch,
         caches: Sequence[Cache],
         angles: Sequence[Angles] = (),
-        adapters: AdapterRows | None = None,
     ) -> Tensor:
-        """See `Stack.__call__`; adapters are of whole stacks, and refused."""
-        if adapters is not None:
-            raise ValueError("a stack in parts takes no adapters")
+        """See `Stack.__call__`."""
         found: dict[int, Tensor] = {}
         out = states
         for start, end, part in self._parts:
