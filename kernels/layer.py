@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from torch import Tensor
 
@@ -166,4 +167,5 @@ class Layer:
             )
             router = replace(mixture.router, linear=linears.pop("router"))
             mixture = Mixture(router, experts, linears.pop("shared_gate", None))
-        return replace(self, **linears, mixture=mixture)
+        fields: dict[str, Any] = {**linears, "mixture": mixture}
+        return replace(self, **fields)

@@ -40,7 +40,7 @@ EMBEDDINGS = (nn.Embedding, QuantisedEmbedding)
 
 @dataclass
 class Targets:
-    """The linear layers and the embedding of a model that adapters may change, and the numbers of the linear layers.
+    """The linear layers and the embedding of a model that adapters may change; it numbers the linear layers.
 
     places: of linear layers by name. experts: of mixtures, by the name of the module of all of a layer's.
     embedding: its name, and its rows and their size (V, H); empty if it cannot be adapted.
