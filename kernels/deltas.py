@@ -24,7 +24,7 @@ class Delta:
 
     With `b`: `out = gain * (out + scale * (x @ a.T) @ b.T) + shift`, Hu et al. 2021 ("LoRA"); the gain is that of
     Liu et al. 2024 ("DoRA"). Without: `out = scale * x @ a.T + shift`, a weight in place of the product's own.
-    All of it is float32, up to the result, which is rounded once.
+    Numbers in between are float32; the result is rounded once.
     """
 
     a: Tensor
@@ -123,8 +123,8 @@ class AdapterWeights:
         """The adapter of a model of `dtype` with products of these shapes.
 
         output: the number of the output layer; None: the model has none here.
-        num_extra_tokens: behind the model's vocabulary. The output layer has then as many outputs more than its
-        shape says, if the adapter has a weight for them.
+        num_extra_tokens: that the adapter adds to the model's vocabulary. If it has a whole weight of the output
+        layer, this has as many outputs more than its shape says.
 
         Raises:
             ValueError: a change does not fit its product.

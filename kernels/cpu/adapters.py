@@ -52,7 +52,7 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-class AdapterMemory:
+class DeltaMemory:
     """One piece of memory for all changes by an adapter, in large pages unless it is small."""
 
     def __init__(self, size: int) -> None:
@@ -90,7 +90,7 @@ def _room(tensor: Tensor) -> int:
 
 
 def room_of(delta: Delta) -> int:
-    """Bytes that a change takes in an `AdapterMemory`."""
+    """Bytes that a change takes in an `DeltaMemory`."""
     return sum(_room(tensor) for tensor in delta.tensors)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.quoting import quoted
-from pagewire.kernels.cpu.adapters import AdapterMemory, add_changes, room_of
+from pagewire.kernels.cpu.adapters import DeltaMemory, add_changes, room_of
 from pagewire.kernels.cuda.lora import table_of
 from pagewire.kernels.deltas import AdapterWeights, Delta, EmbeddingDelta, panels
 from pagewire.workers.adapters.base_weights import BaseWeights
@@ -47,7 +47,7 @@ def build(
         builder.add(module, modules.pop(module))
     builder.check_whole()
     weights = targets.weights(builder.embedding, builder.num_extra_tokens())
-    memory = AdapterMemory(builder.room) if on_cpu else None
+    memory = DeltaMemory(builder.room) if on_cpu else None
     for product in sorted(builder.deltas):  # nearly the order in which a step reads them
         yield Piece.LONG if long else Piece.SHORT
         own = builder.deltas.pop(product)
@@ -246,9 +246,7 @@ class _Builder:
     def _low_rank(self, module: str, name: str, place: Place, parts: Parts) -> Delta:
         if not parts.keys() >= LORA or parts.keys() & EMBEDDING:
             raise ValueError(f"{quoted(module)} has {kinds_of(parts)}: lora_A and lora_B go together")
-        if not self.config.targets(module, place.is_output) and not self.config.targets(
-            name, place.is_output
-        ):
+        if not any(self.config.targets(known, place.is_output) for known in (module, name)):
             raise ValueError(f"{quoted(module)} has low-rank tensors, but target_modules does not name it")
         a, b, scale = parts[Kind.A], parts[Kind.B], self.config.scale(module)
         rank = self._check_rank(module, len(a) if a.dim() == 2 else 0)
@@ -258,21 +256,18 @@ class _Builder:
         shift = torch.zeros(place.num_out)
         if (of_b := parts.get(Kind.B_BIAS)) is not None:
             shift += scale * self._vector(module, of_b, place)
-        gain, own = (
-            None,
-            place.bias(self.targets.device) if Kind.MAGNITUDE in parts or Kind.BIAS in parts else None,
-        )
+        gain, own = None, torch.zeros(place.num_out)
+        if parts.keys() & {Kind.MAGNITUDE, Kind.BIAS}:
+            own = place.bias(self.targets.device)
         if (magnitude := parts.get(Kind.MAGNITUDE)) is not None:
             if of_b is not None:
                 raise ValueError(f"{quoted(module)}: DoRA with lora_bias is not served")
-            assert own is not None
             factors = (name, scale, a.float(), b.float(), place.cut)
             norms = 1.0 if place.is_elsewhere else self.base.norms(*factors)
             gain = self._vector(module, magnitude.reshape(-1), place) / norms
             shift -= gain * own
             shift += own
         if (bias := parts.get(Kind.BIAS)) is not None:
-            assert own is not None
             shift += self._vector(module, bias, place) - own
         return Delta(
             self._held(module, own_columns(a, place.cut)),
@@ -342,7 +337,7 @@ class _Builder:
     def _held(self, module: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor in a dtype, by default that of low-rank matrices, rounded to `lora_dtype`; contiguous.
 
-        Where nothing of it has to change, it is still memory of the file.
+        A tensor that needs no change is still memory of the file.
         """
         if dtype is None:
             tensor, dtype = tensor.to(DTYPES.get(self.limits.lora_dtype, self.targets.dtype)), self._dtype()

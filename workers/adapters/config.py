@@ -6,13 +6,17 @@ refused by its name, and so is a field that is not known here, unless it is off.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from pagewire.ipc.hub import read_configs
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.name_patterns import MatchTime, NamePattern
 
 Number = TypeVar("Number", int, float)
@@ -33,11 +37,28 @@ REFUSED = {
 CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga")
 """Beginnings of `init_lora_weights` with which training starts from another base model."""
 WITHOUT_EFFECT = {
-    *("peft_type", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
-    *("lora_dropout", "init_lora_weights", "megatron_core", "loftq_config", "eva_config", "corda_config"),
-    *("lora_ga_config", "runtime_config", "peft_version", "qalora_group_size", "velora_config"),
+    "peft_type",
+    "task_type",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "lora_dropout",
+    "init_lora_weights",
+    "megatron_core",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "runtime_config",
+    "peft_version",
+    "qalora_group_size",
+    "velora_config",
 }
 """Fields that say nothing of how the adapter is applied, or that are checked elsewhere."""
+
+POSITIONS = ("max_position_embeddings", "n_positions")
+"""Fields of a model's configuration: for how many tokens it has positions."""
 
 
 class _Fields(msgspec.Struct):
@@ -180,6 +201,32 @@ def refuse_unserved(values: Mapping[str, Any]) -> None:
     known = {*_Fields.__struct_fields__, *REFUSED, *WITHOUT_EFFECT}
     if unknown := sorted(name for name, value in values.items() if value and name not in known):
         raise ValueError(f"{NAME}: {quoted(unknown[0])} is not known, and is not off")
+
+
+def check_context_length(context_length: int, config: WorkerConfig) -> None:
+    """Refuse an adapter that was trained with positions scaled for more tokens than its model has positions for.
+
+    Such an adapter has `context_length` in its configuration. Chen et al. 2023 ("LongLoRA") divide positions by the
+    ratio of the two, rounded up, which is `rope_type` "linear".
+
+    Raises:
+        ValueError: the text says with which options it can be served.
+    """
+    values = read_configs(Path(config.model_path))[0] | config.hf_overrides
+    text = {**values, **(values.get("text_config") or {})}
+    limit = next((n for name in POSITIONS if isinstance(n := text.get(name), int) and n > 0), context_length)
+    if context_length > limit:
+        own = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        factor = -(-context_length // limit)
+        scaling = {"rope_type": "linear", "factor": factor * own.get("factor", 1.0)}
+        if "rope_theta" in own:  # where versions of transformers since 5 have it
+            scaling["rope_theta"] = own["rope_theta"]
+        overrides = {"rope_scaling": scaling, "max_position_embeddings": limit * factor}
+        raise ValueError(
+            f"it was trained for {context_length} tokens, and this model has positions for {limit}: all requests "
+            "of an engine have one rotary embedding. Serve it in an engine of its own, with hf_overrides="
+            f"{json.dumps(overrides)}"
+        )
 
 
 def kind_of(given: str | list[str] | None, match_time: MatchTime) -> NamePattern | frozenset[str] | None:

@@ -17,7 +17,7 @@ from pagewire.workers.model.shards import Axis, Cut
 
 
 def whole_shape(own: tuple[int, int], cut: Cut | None) -> tuple[int, int]:
-    """The outputs and inputs of a layer of which this rank has `own`."""
+    """The outputs and inputs of a whole layer. own: those of this rank's part."""
     if cut is None:
         return own
     size = max(span.stop for spans in cut.spans for span in spans)
@@ -25,7 +25,7 @@ def whole_shape(own: tuple[int, int], cut: Cut | None) -> tuple[int, int]:
 
 
 def part_of(cut: Cut | None, first: int, size: int) -> Cut | None:
-    """How the `size` outputs from `first` on are divided, of a layer that is divided so by its outputs."""
+    """How some outputs of a layer are divided over the ranks: `size` from `first` on. cut: of the whole layer."""
     if cut is None or cut.axis is Axis.COLUMNS:
         return cut
     within = range(first, first + size)
@@ -64,9 +64,9 @@ def own_tokens(matrix: Tensor, num_tokens: int, cut: Cut | None) -> Tensor:
 
 
 def own_shift(shift: Tensor, cut: Cut | None) -> Tensor | None:
-    """What this rank adds to a layer's outputs, of which it has these; None for nothing.
+    """This rank's shift of the outputs that it has; None: there is none.
 
-    To a sum over the ranks one of them adds it, which is the one that has the model's own bias.
+    A sum over the ranks is shifted once, by the rank that has the model's own bias.
     """
     is_elsewhere = cut is not None and cut.is_added_elsewhere
     return None if is_elsewhere or not shift.any() else shift

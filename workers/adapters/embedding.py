@@ -13,7 +13,7 @@ from pagewire.workers.model.attention import current_adapters
 class AdaptedEmbedding(nn.Module):
     """Looks tokens up, in the rows [V, H] of a model or in those that an adapter has or changes.
 
-    Ids behind the model's vocabulary are those of an adapter that has rows for them.
+    Ids after the model's vocabulary belong to an adapter with rows of its own for these tokens.
     """
 
     def __init__(self, embedding: Any) -> None:

@@ -119,7 +119,7 @@ class FoundExperts:
         """The stacked parameter that the tensors are of.
 
         Raises:
-            ValueError: the configuration names none for them.
+            ValueError: the configuration names no such parameter.
         """
         named = [name for name in self.places.parameters if config.adapts(f"{self.module}.{name}")]
         if self.depth >= len(named):  # the last one is wrapped last

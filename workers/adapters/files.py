@@ -11,7 +11,7 @@ import hashlib
 import io
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ TENSORS, PICKLE, NEW_ROWS = "adapter_model.safetensors", "adapter_model.bin", "n
 PIECE_BYTES = 1 << 22
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 8 << 20
+MAX_NUMBER_BYTES = 8  # in a file; most numbers have 2 or 4
+ROOM = MAX_HEADER_BYTES + (8 << 20)  # for names, and what a file's form adds
+VECTORS = 3  # for each output: a bias, that of a second matrix, and DoRA's magnitudes
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -47,6 +50,20 @@ class AdapterFiles:
             ValueError: the file is cut off, or is of another form, or has tensors that are no floats.
         """
         return iter(unpickled(self.data).items()) if self.is_pickle else parse_tensors(self.data)
+
+
+def file_bytes(
+    rank: int, adapted: Iterable[tuple[int, int]], whole: Iterable[tuple[int, int]], others: int = 0
+) -> int:
+    """The most bytes that a file of tensors can have, as the configuration and the model say before it is read.
+
+    adapted: outputs and inputs of the linear layers that may have low-rank matrices. A rank over both counts as the
+    larger of them: a product of such matrices can be anything already. whole: of those that may have a weight.
+    others: numbers beside these.
+    """
+    numbers = others + sum(n * k for n, k in whole)
+    numbers += sum(min(rank, max(n, k)) * (n + k) + VECTORS * n for n, k in adapted)
+    return ROOM + MAX_NUMBER_BYTES * numbers
 
 
 def read_config(folder: Path) -> bytes:

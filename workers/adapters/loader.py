@@ -16,8 +16,7 @@ from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.deltas import AdapterRows, AdapterWeights
 from pagewire.workers.adapters.base_weights import BaseWeights
 from pagewire.workers.adapters.build import build
-from pagewire.workers.adapters.config import AdapterConfig
-from pagewire.workers.adapters.context import check_context_length
+from pagewire.workers.adapters.config import AdapterConfig, check_context_length
 from pagewire.workers.adapters.files import read_config, read_files
 from pagewire.workers.adapters.names import Parts, add_tensor, check_any
 from pagewire.workers.adapters.other_stages import add_other_stages

@@ -12,9 +12,8 @@ from torch import Tensor
 from pagewire.ipc.quoting import quoted
 from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.adapters.config import AdapterConfig
-from pagewire.workers.adapters.files import read_config, read_files
+from pagewire.workers.adapters.files import file_bytes, read_config, read_files
 from pagewire.workers.adapters.names import Kind, Parts, by_module, kinds_of
-from pagewire.workers.adapters.size_limit import file_bytes, low_rank_numbers, whole_numbers
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model.matrices import is_linear, is_transposed
 from pagewire.workers.model.weights import Quantise
@@ -67,11 +66,10 @@ class Merge:
         """
         linears = {name: module for name, module in causal.named_modules() if is_linear(module)}
         self._transposed = {name for name, module in linears.items() if is_transposed(module)}
-        shapes = [*(tuple(module.weight.shape) for module in linears.values())]
-        shapes.append(tuple(causal.get_input_embeddings().weight.shape))
-        numbers = low_rank_numbers(self._config.max_rank, shapes) + whole_numbers(shapes)
+        weighted = (*linears.values(), causal.get_input_embeddings())
+        shapes = [tuple(module.weight.shape) for module in weighted]
         try:
-            self._modules = self._read(file_bytes(numbers))
+            self._modules = self._read(file_bytes(self._config.max_rank, shapes, shapes))
         except (ValueError, OSError) as error:
             raise LoadError(f"cannot merge the adapter {quoted(self._path)}: {error}") from error
         served = set(linears)

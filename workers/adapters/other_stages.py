@@ -18,7 +18,7 @@ from pagewire.workers.collective.agreement import from_rank
 from pagewire.workers.collective.interface import Collective
 
 
-class Linear(msgspec.Struct, array_like=True):
+class StageLinear(msgspec.Struct, array_like=True):
     """The outputs and inputs of a linear layer, on all ranks of its stage together."""
 
     num_out: int
@@ -27,7 +27,7 @@ class Linear(msgspec.Struct, array_like=True):
     is_optional: bool
 
 
-class Experts(msgspec.Struct, array_like=True):
+class StageExperts(msgspec.Struct, array_like=True):
     """The experts of a layer, on all ranks of its stage together; see `ExpertPlaces`."""
 
     number: int
@@ -37,7 +37,7 @@ class Experts(msgspec.Struct, array_like=True):
     is_joined: bool
 
     @classmethod
-    def of(cls, places: ExpertPlaces) -> Experts:
+    def of(cls, places: ExpertPlaces) -> StageExperts:
         """Those of this rank's stage."""
         up, down = (places.stacked(parameter, 0).whole for parameter in places.parameters)
         return cls(len(places), up, down, places.up_name, places.is_joined)
@@ -51,8 +51,8 @@ class Experts(msgspec.Struct, array_like=True):
 class StageModules(msgspec.Struct):
     """What adapters may change in a stage, by name: see `Targets`; all sizes are those of whole modules."""
 
-    linears: dict[str, Linear]
-    experts: dict[str, Experts]
+    linears: dict[str, StageLinear]
+    experts: dict[str, StageExperts]
     embedding: str
     embedding_shape: tuple[int, int]
     vectors: dict[str, tuple[int, ...]]
@@ -61,10 +61,10 @@ class StageModules(msgspec.Struct):
     def of(cls, targets: Targets) -> StageModules:
         """Those of this rank's stage."""
         linears = {
-            name: Linear(*place.whole, place.is_output, place.is_optional)
+            name: StageLinear(*place.whole, place.is_output, place.is_optional)
             for name, place in targets.places.items()
         }
-        experts = {name: Experts.of(places) for name, places in targets.experts.items()}
+        experts = {name: StageExperts.of(places) for name, places in targets.experts.items()}
         vectors = {name: whole_vector(name, targets) for name in targets.vectors}
         return cls(linears, experts, targets.embedding, targets.embedding_shape, vectors)
 

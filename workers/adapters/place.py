@@ -19,7 +19,7 @@ class Place:
     linear: None for a module of another stage.
     is_output: it is the output layer, which is not one of "all-linear". is_optional: "all-linear" may mean it or
     not, as it is a linear layer in some versions of transformers only.
-    cut: how the module is divided over the ranks, of which this one has these outputs and `num_in` inputs.
+    cut: how the module is divided over the ranks. This one has `num_out` outputs and `num_in` inputs.
     """
 
     linear: Adapted | None
@@ -32,7 +32,7 @@ class Place:
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if another stage of the pipeline has the module: what an adapter has for it is checked only."""
+        """True if another stage of the pipeline has the module: this one only checks the adapter's tensors."""
         return self.linear is None
 
     @property

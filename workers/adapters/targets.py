@@ -22,8 +22,8 @@ from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.division import whole_shape
 from pagewire.workers.adapters.embedding import AdaptedEmbedding
 from pagewire.workers.adapters.experts import ExpertPlaces, FoundExperts, later_name, split_experts
+from pagewire.workers.adapters.files import file_bytes
 from pagewire.workers.adapters.place import Place
-from pagewire.workers.adapters.size_limit import file_bytes, low_rank_numbers, whole_numbers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import current_adapters
 from pagewire.workers.model.experts import up_name
@@ -119,7 +119,7 @@ class Targets:
         outputs = (place.whole for place in self.places.values() if place.is_output)
         whole += [table, *((num_out + extra, num_in) for num_out, num_in in outputs)]
         vectors = sum(vector.numel() for vector in self.vectors.values())
-        return file_bytes(low_rank_numbers(rank, shapes) + whole_numbers(whole) + vectors)
+        return file_bytes(rank, shapes, whole, vectors)
 
     def _names(self, module: str) -> tuple[str, ...]:
         """The names under which a module may be known here."""
