@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from pagewire.ipc.quoting import quoted
-from pagewire.kernels.adapted import Adapted
-from pagewire.kernels.weight import Linear
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.division import part_of
 from pagewire.workers.adapters.names import WRAPPED
 from pagewire.workers.adapters.place import Place
-from pagewire.workers.model.shards import Cut
 
 SPLIT = re.compile(rf"(.*?)((?:\.\d+\.\w+)|(?:{re.escape(WRAPPED)})*)")
 """A module's name, as that of all experts and what follows it."""
@@ -30,28 +29,17 @@ OLD_BLOCK, BLOCK = ".block_sparse_moe.", ".mlp."
 
 
 @dataclass(frozen=True, slots=True)
-class LinearElsewhere:
-    """A linear layer of another stage of the pipeline: its outputs and inputs, on all ranks of that stage."""
-
-    out_features: int
-    in_features: int
-
-
-@dataclass(frozen=True, slots=True)
 class ExpertPlaces:
-    """The linear layers of a layer's E experts.
+    """Where the matrices of a layer's E experts are.
 
     up_name: the parameter that has the first matrices. is_joined: they are the gate's and then the rest of the
     first layer's outputs; else they are one linear layer, or both in another order.
-    up_cut: how a first matrix is divided over the ranks. down_cut: a second one.
     """
 
-    up: Sequence[Linear | LinearElsewhere]
-    down: Sequence[Linear | LinearElsewhere]
+    up: Sequence[Place]
+    down: Sequence[Place]
     up_name: str = "gate_up_proj"
     is_joined: bool = True
-    up_cut: Cut | None = None
-    down_cut: Cut | None = None
 
     def __len__(self) -> int:
         """The number E of experts."""
@@ -64,30 +52,26 @@ class ExpertPlaces:
 
     def stacked(self, parameter: str, expert: int) -> Place:
         """The place of an expert's matrix in a stacked parameter."""
-        is_down = parameter != self.up_name
-        linear = (self.down if is_down else self.up)[expert]
-        cut = self.down_cut if is_down else self.up_cut
-        own = linear if isinstance(linear, Adapted) else None
-        return Place(own, 0, linear.out_features, linear.in_features, cut=cut)
+        return (self.up if parameter == self.up_name else self.down)[expert]
 
     def separate(self, leaf: str, expert: int) -> Place | None:
         """The place of an expert's linear layer of this name; None if it has none."""
         if expert >= len(self):
             return None
         if leaf in DOWN:
-            return self.stacked(self.parameters[1], expert)
-        whole = self.stacked(self.up_name, expert)
+            return self.down[expert]
+        whole = self.up[expert]
         if self.up_name in UP:
             return whole if leaf in UP else None
         if not self.is_joined or leaf not in GATE | UP:
             return None
         own, size = whole.num_out // 2, whole.whole[0] // 2
-        cut = part_of(self.up_cut, size if leaf in UP else 0, size)
+        cut = part_of(whole.cut, size if leaf in UP else 0, size)
         return replace(whole, first=own if leaf in UP else 0, num_out=own, cut=cut)
 
     def whole_shapes(self) -> list[tuple[int, int]]:
         """The outputs and inputs of every linear layer of every expert, on all ranks."""
-        (num_out, num_in), down = (self.stacked(parameter, 0).whole for parameter in self.parameters)
+        (num_out, num_in), down = self.up[0].whole, self.down[0].whole
         up = [(num_out, num_in)] if self.up_name in UP else [(num_out // 2, num_in)] * 2
         return [*up, down] * len(self)
 

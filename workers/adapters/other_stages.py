@@ -11,47 +11,37 @@ import torch
 
 from pagewire.ipc.worker_messages import Parallel
 from pagewire.workers.adapters.division import whole_shape
-from pagewire.workers.adapters.experts import ExpertPlaces, LinearElsewhere
+from pagewire.workers.adapters.experts import ExpertPlaces
 from pagewire.workers.adapters.place import Place
 from pagewire.workers.adapters.targets import Targets
 from pagewire.workers.collective.agreement import from_rank
 from pagewire.workers.collective.interface import Collective
 
 
-class StageLinear(msgspec.Struct, array_like=True):
-    """The outputs and inputs of a linear layer, on all ranks of its stage together."""
-
-    num_out: int
-    num_in: int
-    is_output: bool
-    is_optional: bool
-
-
 class StageExperts(msgspec.Struct, array_like=True):
-    """The experts of a layer, on all ranks of its stage together; see `ExpertPlaces`."""
+    """The experts of a layer, which all have the same sizes; see `ExpertPlaces`."""
 
     number: int
-    up_shape: tuple[int, int]
-    down_shape: tuple[int, int]
+    up: Place
+    down: Place
     up_name: str
     is_joined: bool
 
     @classmethod
     def of(cls, places: ExpertPlaces) -> StageExperts:
         """Those of this rank's stage."""
-        up, down = (places.stacked(parameter, 0).whole for parameter in places.parameters)
+        up, down = places.up[0].elsewhere(), places.down[0].elsewhere()
         return cls(len(places), up, down, places.up_name, places.is_joined)
 
-    def elsewhere(self) -> ExpertPlaces:
+    def places(self) -> ExpertPlaces:
         """Their places for a rank of another stage."""
-        up, down = ([LinearElsewhere(*shape)] * self.number for shape in (self.up_shape, self.down_shape))
-        return ExpertPlaces(up, down, self.up_name, self.is_joined)
+        return ExpertPlaces([self.up] * self.number, [self.down] * self.number, self.up_name, self.is_joined)
 
 
 class StageModules(msgspec.Struct):
     """What adapters may change in a stage, by name: see `Targets`; all sizes are those of whole modules."""
 
-    linears: dict[str, StageLinear]
+    linears: dict[str, Place]
     experts: dict[str, StageExperts]
     embedding: str
     embedding_shape: tuple[int, int]
@@ -60,10 +50,7 @@ class StageModules(msgspec.Struct):
     @classmethod
     def of(cls, targets: Targets) -> StageModules:
         """Those of this rank's stage."""
-        linears = {
-            name: StageLinear(*place.whole, place.is_output, place.is_optional)
-            for name, place in targets.places.items()
-        }
+        linears = {name: place.elsewhere() for name, place in targets.places.items()}
         experts = {name: StageExperts.of(places) for name, places in targets.experts.items()}
         vectors = {name: whole_vector(name, targets) for name in targets.vectors}
         return cls(linears, experts, targets.embedding, targets.embedding_shape, vectors)
@@ -86,12 +73,10 @@ def add_other_stages(targets: Targets, ranks: Collective, parallel: Parallel) ->
     for first in range(0, parallel.size, parallel.num_shards):
         content = from_rank(first, own, ranks, targets.device)
         stage = msgspec.msgpack.decode(content, type=StageModules)
-        for name, linear in stage.linears.items():
-            sizes, optional = (linear.num_out, linear.num_in), linear.is_optional
-            elsewhere = Place(None, 0, *sizes, linear.is_output, is_optional=optional)
-            places.setdefault(name, targets.places.get(name, elsewhere))
+        for name, place in stage.linears.items():
+            places.setdefault(name, targets.places.get(name, place))
         for name, of_layer in stage.experts.items():
-            experts.setdefault(name, targets.experts.get(name) or of_layer.elsewhere())
+            experts.setdefault(name, targets.experts.get(name) or of_layer.places())
         for name, shape in stage.vectors.items():
             targets.vectors.setdefault(name, torch.empty(shape, device="meta"))
         if stage.embedding and not targets.embedding:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import torch
 from torch import Tensor
 
@@ -12,8 +11,7 @@ from pagewire.workers.adapters.division import whole_shape
 from pagewire.workers.model.shards import Cut
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, array_like=True):
     """Where a module's outputs are: those from `first` on, `num_out` in number, of a linear layer of the model.
 
     linear: None for a module of another stage.
@@ -39,6 +37,11 @@ class Place:
     def whole(self) -> tuple[int, int]:
         """The outputs and inputs of the module on all ranks."""
         return whole_shape((self.num_out, self.num_in), self.cut)
+
+    def elsewhere(self) -> Place:
+        """The place for a rank of another stage, with the sizes of the whole module."""
+        num_out, num_in = self.whole
+        return Place(None, 0, num_out, num_in, self.is_output, is_optional=self.is_optional)
 
     def bias(self, device: torch.device) -> Tensor:
         """The module's own bias on this rank, float32 [num_out]; zeros if it has none. device: of the model."""

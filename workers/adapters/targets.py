@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -163,11 +163,21 @@ class Targets:
             self._add_experts(f"{name}.mlp.experts", layer.mixture.experts)
         return layer
 
-    def _add_experts(self, name: str, experts: Experts, *form: Any) -> None:
-        """Add experts whose linear layers ask for adapters. form: `ExpertPlaces.up_name` and `is_joined`."""
-        places = ExpertPlaces(experts.up, experts.down, *form)
-        up_cut, down_cut = (self.cuts.get(f"{name}.{parameter}") for parameter in places.parameters)
-        self.experts[name] = replace(places, up_cut=up_cut, down_cut=down_cut)
+    def _add_experts(
+        self, name: str, experts: Experts, up_name: str = "gate_up_proj", is_joined: bool = True
+    ) -> None:
+        """Add experts whose linear layers ask for adapters; see `ExpertPlaces`."""
+
+        def places(parameter: str, linears: Sequence[Linear]) -> list[Place]:
+            cut = self.cuts.get(f"{name}.{parameter}")
+            return [
+                Place(linear, 0, linear.out_features, linear.in_features, cut=cut)
+                for linear in linears
+                if isinstance(linear, Adapted)
+            ]
+
+        up, down = places(up_name, experts.up), places("down_proj", experts.down)
+        self.experts[name] = ExpertPlaces(up, down, up_name, is_joined)
 
     def _add_module_of_experts(self, name: str, module: Any) -> None:
         """Add experts of a module of transformers."""
