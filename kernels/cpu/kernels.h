@@ -174,7 +174,8 @@ EXPORT void pagewire_quantised_grouped(const GroupedCall* call);
 
 EXPORT void pagewire_grouped(const GroupedCall* call);
 
-// The experts of a layer; kernels/layer.py says what they compute. The numbers of `up` follow one another, as those of `down` do.
+// The experts of a layer; kernels/layer.py says what they compute. The numbers of `up` follow one another, and so do
+// those of `down`.
 struct Experts {
   const Matrix* up;    // [count]: of hidden states to gate and up together
   const Matrix* down;  // [count]
