@@ -8,7 +8,6 @@ Nothing queues up behind a slow consumer: its request's state grows, and it take
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
 import weakref
 from collections.abc import (
@@ -22,54 +21,37 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, contextmanager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from pagewire.frontend.answer_budget import LogprobBudget
-from pagewire.frontend.calls import AsyncEngineCalls, timed_out
-from pagewire.frontend.configs import (
-    DecodingConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    parallel_config,
-    scheduler_config,
-)
+from pagewire.frontend.async_engine import AsyncEngine
 from pagewire.frontend.inputs import CheckedParams, Prepared, PromptType, is_embeds_prompt
 from pagewire.frontend.loop_mailbox import Listener, LoopMailbox
 from pagewire.frontend.lora import LoRARequest
-from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.off_loop import OFF_LOOP_CHARS, num_chars, tokenizing
 from pagewire.frontend.outputs import RequestOutput, RequestState
-from pagewire.frontend.pooling.batch import complete
+from pagewire.frontend.pooling.inputs import complete
 from pagewire.frontend.pooling.outputs import PoolingRequestOutput
 from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.session import Session, ignore_usage_context
-from pagewire.frontend.stat_loggers import StatLoggerBase, checked, status_line
-from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.calls import CALLS, HealthReport, RemoteCall
-from pagewire.ipc.errors import EngineDeadError
-from pagewire.ipc.lora import LoRAConfig
-from pagewire.ipc.messages import EngineInfo
+from pagewire.frontend.stat_loggers import StatLoggerBase, checked
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.sockets import CurveKeys
 
 T = TypeVar("T")
 # Requests by key: the index of the prompt, the state.
 Places: TypeAlias = dict[int, tuple[int, RequestState]]
 
-logger = logging.getLogger("pagewire.frontend")
-
-HEALTH_SECONDS = 8.0  # longer than the core takes to say whether its worker lives
 PROMPTS_AT_ONCE = 32  # tokenized before others have their turn
 
 
-class AsyncLLM(AsyncEngineCalls):
+class AsyncLLM(AsyncEngine):
     """An engine core, for asyncio programs.
 
     Made by `from_engine_args`, which spawns a core, or `attach`. It is bound to no event loop, and may be used
     from several, one after the other or at once. The calls that act on the engine as a whole (`sleep`,
-    `reset_prefix_cache`, `collective_rpc`, ...) are those of `AsyncEngineCalls`.
+    `reset_prefix_cache`, `collective_rpc`, ...) are those of `AsyncEngine`.
     """
 
     def __init__(self, session: Session) -> None:
@@ -106,42 +88,7 @@ class AsyncLLM(AsyncEngineCalls):
         return cls(Session.spawn(engine_args, restarts, checked(stat_loggers)))
 
     @classmethod
-    def attach(
-        cls,
-        address: str,
-        *,
-        curve: CurveKeys | None = None,
-        tokenizer: str | None = None,
-        timeout: float | None = 10.0,
-        name: str = "attached",
-        otlp_traces_endpoint: str | None = None,
-        reattach_timeout: float = 0.0,
-        peer_uid: int | None = None,
-        trust_remote_code: bool = False,
-    ) -> AsyncLLM:
-        """Attach to a running core. `timeout`: seconds for an answer. `name`: this frontend's, in the core's
-        log and metrics. `otlp_traces_endpoint`: URL of an OpenTelemetry collector that gets a span per request.
-        `reattach_timeout`: seconds to wait for another core of the same model at the address, should this one be
-        lost; open requests go on with it where they were.
-        `peer_uid`: id of the user as whom the core runs, if it is neither this process's user nor root.
-        `trust_remote_code`: run the Python code of the core's tokenizer, if it has any.
-
-        Raises:
-            PermissionError: the core runs as another user, or does not admit this user or key.
-            EngineDeadError: no core answers. ProtocolError: it uses another version. ValueError: a bad address.
-            If the core fails while it starts: as `from_engine_args`.
-        """
-        session = Session.attach(
-            address,
-            curve=curve,
-            tokenizer=tokenizer,
-            timeout=timeout,
-            name=name,
-            traces_endpoint=otlp_traces_endpoint,
-            reattach_timeout=reattach_timeout,
-            peer_uid=peer_uid,
-            trust_remote_code=trust_remote_code,
-        )
+    def _over(cls, session: Session) -> Self:
         return cls(session)
 
     # -------------------------------------------------------------- requests
@@ -306,7 +253,7 @@ class AsyncLLM(AsyncEngineCalls):
         truncate_prompt_tokens: int | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
         """Pool a prompt; gives one output. Leaving the loop before aborts the request. Otherwise as `generate`."""
-        params = complete(pooling_params, self.session, None, truncate_prompt_tokens)
+        params = complete(pooling_params, self.info, None, truncate_prompt_tokens)
         outputs = await self.pool_all(
             [prompt],
             params,
@@ -330,7 +277,7 @@ class AsyncLLM(AsyncEngineCalls):
     ) -> list[PoolingRequestOutput[Any]]:
         """The results of several prompts, which are submitted together or not at all.
 
-        params: checked (`pooling.batch.complete`). `admit` sees the requests before they are submitted, and may
+        params: checked (`pooling.inputs.complete`). `admit` sees the requests before they are submitted, and may
         wait or raise. Cancelling the task aborts the requests. Otherwise as `generate_all`.
         """
         names = request_ids(request_id, len(prompts))
@@ -362,106 +309,6 @@ class AsyncLLM(AsyncEngineCalls):
             for prompt, name in zip(prompts, names, strict=True)
         ]
 
-    # -------------------------------------------------------------- the engine as a whole
-
-    async def reset_mm_cache(self) -> None:
-        """Does nothing: there is no multi-modal cache yet."""
-
-    async def get_metrics(self) -> list[Metric]:
-        """A snapshot of the core's metrics, over all its frontends."""
-        return read_metrics(await asyncio.wrap_future(self.session.call("metrics")))
-
-    async def do_log_stats(self) -> None:
-        """Log the core's state in one line, and call the program's own loggers of statistics."""
-        logger.info("%s", status_line(await asyncio.wrap_future(self.session.call("status"))))
-        await asyncio.to_thread(self.session.stat_loggers.log)
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Add an adapter to the engine; see `LLM.add_lora`."""
-        adding = await asyncio.to_thread(self.session.add_lora, lora_request)
-        return bool(await asyncio.wrap_future(adding))
-
-    async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Tokenizer | None:
-        """The light tokenizer of the frontend, or of an adapter; None with `skip_tokenizer_init`."""
-        return await asyncio.to_thread(self.session.tokenizer_for, lora_request)
-
-    async def get_model_config(self) -> EngineInfo:
-        """The model, its sizes and the options of the core, as the core reported them."""
-        return self.session.info
-
-    async def get_parallel_config(self) -> ParallelConfig:
-        """How the model is split."""
-        return parallel_config(self.session.info)
-
-    async def get_scheduler_config(self) -> SchedulerConfig:
-        """Limits of the scheduler."""
-        return scheduler_config(self.session.info)
-
-    async def get_decoding_config(self) -> DecodingConfig:
-        """How structured output is made."""
-        return DecodingConfig()
-
-    async def get_lora_config(self) -> LoRAConfig | None:
-        """The limits of adapters; None if the engine serves none."""
-        return self.session.info.lora
-
-    @property
-    def info(self) -> EngineInfo:
-        """The model, its sizes and the options of the core, as the core reported them."""
-        return self.session.info
-
-    async def check_health(self) -> None:
-        """Return if the engine is proven to live: every worker took a step or answered a ping within seconds.
-
-        Raises:
-            EngineDeadError: it does not; the message gives the cause.
-        """
-        report = await self.health()
-        if not report["alive"]:
-            raise EngineDeadError(report["reason"])
-
-    async def health(self) -> HealthReport:
-        """The core's answer to `check_health`: "alive" and "ready", truth values, and the "reason" if not both.
-
-        Raises:
-            EngineDeadError: the core is lost, does not answer, or answers with something else.
-        """
-        if self.dead_error is not None:
-            raise EngineDeadError(*self.dead_error.args)
-        answer = asyncio.wrap_future(self.session.call("check_health"))
-        try:
-            report: HealthReport = CALLS["check_health"].answer(
-                await asyncio.wait_for(answer, HEALTH_SECONDS)
-            )
-            return report
-        except asyncio.TimeoutError:
-            text = f"the engine core has not said for {HEALTH_SECONDS:g} s whether it is healthy"
-            raise EngineDeadError(text) from None
-        except EngineDeadError:
-            raise
-        except Exception as error:  # of any type: a core that answers so is not proven to live
-            raise EngineDeadError(f"the engine core does not say whether it is healthy: {error}") from None
-
-    @property
-    def dead_error(self) -> EngineDeadError | None:
-        """The error by which the core was lost; None while it runs."""
-        return self.session.dead
-
-    @property
-    def errored(self) -> bool:
-        """True once the core is lost."""
-        return self.dead_error is not None
-
-    @property
-    def is_running(self) -> bool:
-        """True until the core is lost or `shutdown` is called."""
-        return self.dead_error is None
-
-    @property
-    def is_stopped(self) -> bool:
-        """The contrary of `is_running`."""
-        return not self.is_running
-
     def shutdown(self) -> None:
         """Detach; a core that was spawned here is stopped. Open generators raise `EngineDeadError`.
 
@@ -474,16 +321,6 @@ class AsyncLLM(AsyncEngineCalls):
 
     async def __aexit__(self, *exc_info: object) -> None:
         await asyncio.to_thread(self.shutdown)
-
-    async def _answer(self, call: RemoteCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        timeout = call.local(args, kwargs).get("timeout")
-        answer = asyncio.wrap_future(self.session.call(call.name, *args, **kwargs))
-        try:
-            return await asyncio.wait_for(answer, timeout)
-        except asyncio.TimeoutError:
-            if timeout is None:  # the call itself failed with it
-                raise
-            raise timed_out(call, args, kwargs, timeout) from None
 
 
 AsyncLLMEngine = AsyncLLM

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Self
 
-from pagewire.frontend.batch import complete
-from pagewire.frontend.beam_search import (
-    BeamSearchOutput,
-    add_text,
-    beam_search,
-    end_tokens,
-    tokens_prompt,
-)
+from pagewire.frontend.batch import complete, pool, search_beams
+from pagewire.frontend.beam_search import BeamSearchOutput
 from pagewire.frontend.inputs import (
     PromptType,
     TextPrompt,
@@ -25,9 +19,8 @@ from pagewire.frontend.inputs import (
 from pagewire.frontend.llm_engine import LLMEngine
 from pagewire.frontend.local_engine import LocalEngine
 from pagewire.frontend.lora import LoRARequest, for_each
-from pagewire.frontend.metrics import Metric
 from pagewire.frontend.outputs import BatchError, RequestOutput
-from pagewire.frontend.pooling.batch import params_of, pool
+from pagewire.frontend.pooling.inputs import params_of
 from pagewire.frontend.pooling.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -41,14 +34,10 @@ from pagewire.frontend.pooling.scoring import ScorePlan
 from pagewire.frontend.progress import progress_bar
 from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.session import Session, refuse_unsupported
-from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.calls import RemoteCall
 from pagewire.ipc.compatibility import NAMES, OPTIONS, settle
-from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import BeamSearchParams, SamplingParams
 from pagewire.ipc.pooling import PoolingParams, PoolingTask
-from pagewire.ipc.sockets import CurveKeys
 
 
 class LLM(LocalEngine):
@@ -107,46 +96,15 @@ class LLM(LocalEngine):
         self._use(LLMEngine.from_engine_args(args, restarts=restarts))
 
     @classmethod
-    def attach(
-        cls,
-        address: str,
-        curve: CurveKeys | None = None,
-        tokenizer: str | None = None,
-        timeout: float | None = 10.0,
-        reattach_timeout: float = 0.0,
-        peer_uid: int | None = None,
-        trust_remote_code: bool = False,
-    ) -> LLM:
-        """Use a core that runs already. `timeout`: seconds to wait for an answer at `address`.
-        `reattach_timeout`, `peer_uid`, `trust_remote_code`: see `AsyncLLM.attach`.
-
-        Raises:
-            PermissionError: the core runs as another user, or does not admit this user or key.
-            EngineDeadError: no core answers. ProtocolError: it uses another version. ValueError: a bad address.
-            If the core fails while it starts: as `LLM`.
-        """
+    def _over(cls, session: Session) -> Self:
         llm = cls.__new__(cls)
-        llm._use(
-            LLMEngine.attach(
-                address,
-                curve=curve,
-                tokenizer=tokenizer,
-                timeout=timeout,
-                reattach_timeout=reattach_timeout,
-                peer_uid=peer_uid,
-                trust_remote_code=trust_remote_code,
-            )
-        )
+        llm._use(LLMEngine(session))
         return llm
 
     def _use(self, engine: LLMEngine) -> None:
         self.llm_engine = engine
+        self.session = engine.session
         self._request_ids = itertools.count()
-
-    @property
-    def session(self) -> Session:
-        """The connection to the core."""
-        return self.llm_engine.session
 
     def _next_id(self) -> str:
         return f"{next(self._request_ids)}"
@@ -194,8 +152,7 @@ class LLM(LocalEngine):
         order = priority or [0] * len(prompts)
         with progress_bar(len(prompts), use_tqdm) as tick:
             return complete(
-                *(self.session, prompts, params, order, adapters, self._next_id, tick),
-                prompt_adapter_request,
+                self.session, prompts, params, order, adapters, self._next_id, tick, prompt_adapter_request
             )
 
     def chat(
@@ -256,26 +213,23 @@ class LLM(LocalEngine):
             ValueError: no chat template, a template that refuses the messages, or no tokenizer.
         """
         from pagewire.frontend.text.chat_template import (  # jinja2 is slow to import
-            chat_prompt,
+            chat_prompts,
             conversations_of,
         )
 
         settle("mm_processor_kwargs", mm_processor_kwargs, OPTIONS["mm_processor_kwargs"])
         conversations = conversations_of(messages)
         tokenizers = [self.session.tokenizer_for(r) for r in for_each(lora_request, len(conversations))]
-        return [
-            chat_prompt(
-                needed_for_chat(tokenizer),
-                conversation,
-                chat_template=chat_template,
-                chat_template_content_format=chat_template_content_format,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for conversation, tokenizer in zip(conversations, tokenizers, strict=True)
-        ]
+        return chat_prompts(
+            tokenizers,
+            conversations,
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
     def beam_search(
         self,
@@ -292,49 +246,18 @@ class LLM(LocalEngine):
         Raises:
             ValueError, TypeError: a prompt or parameter is invalid, or the engine's `max_logprobs` is too small.
         """
-        session, given = self.session, prompts_of(prompts)
-        adapters = for_each(lora_request, len(given))
-        batch = [
-            tokens_prompt(prompt, session.tokenize(prompt, lora_request=adapter))
-            for prompt, adapter in zip(given, adapters, strict=True)
-        ]
-        places: dict[LoRARequest | None, list[int]] = {}  # of the prompts of each adapter
-        for place, adapter in enumerate(adapters):
-            places.setdefault(adapter, []).append(place)
-        done: dict[int, BeamSearchOutput] = {}
-        with progress_bar(len(batch), use_tqdm) as tick:
-            for adapter, own in places.items():
-                size = concurrency_limit or len(own)
-                for first in range(0, len(own), size):
-                    part = own[first : first + size]
-                    outputs = self._search([batch[i] for i in part], params, adapter, lambda: tick(None))
-                    done.update(zip(part, outputs, strict=True))
-        return [done[place] for place in range(len(batch))]
 
-    def _search(
-        self,
-        batch: list[TokensPrompt],
-        params: BeamSearchParams,
-        adapter: LoRARequest | None,
-        on_done: Callable[[], None],
-    ) -> list[BeamSearchOutput]:
-        """The beams of some prompts with one adapter, searched side by side."""
+        def generate(
+            prompts: list[TokensPrompt], params: SamplingParams, adapter: LoRARequest | None
+        ) -> list[RequestOutput]:
+            return self.generate(prompts, params, use_tqdm=False, lora_request=adapter)
 
-        def extend(prompts: list[TokensPrompt], params: SamplingParams) -> list[RequestOutput]:
-            return self.generate(list(prompts), params, use_tqdm=False, lora_request=adapter)
-
-        groups = beam_search(
-            batch,
-            params,
-            extend,
-            ends=end_tokens(params, self.session.eos_token_id, self.info.generation_config),
-            max_model_len=self.info.max_model_len,
-            max_logprobs=self.info.max_logprobs,
-            on_done=on_done,
-        )
-        for beam in (beam for group in groups for beam in group):
-            add_text(beam, params, self.session.tokenizer_for(adapter))
-        return list(map(BeamSearchOutput, groups))
+        plain = prompts_of(prompts)
+        adapters = for_each(lora_request, len(plain))
+        with progress_bar(len(plain), use_tqdm) as tick:
+            return search_beams(
+                self.session, plain, params, adapters, generate, concurrency_limit, lambda: tick(None)
+            )
 
     # -------------------------------------------------------------- pooling
 
@@ -434,7 +357,7 @@ class LLM(LocalEngine):
         task: str | None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[PoolingRequestOutput[Any]]:
-        each = params_of(params, len(prompts), self.session, task, truncate_prompt_tokens)
+        each = params_of(params, len(prompts), self.info, task, truncate_prompt_tokens)
         adapters = for_each(lora_request, len(prompts))
         with progress_bar(len(prompts), use_tqdm) as tick:
             outputs, failed = pool(self.session, prompts, each, adapters, self._next_id, tick)
@@ -454,22 +377,9 @@ class LLM(LocalEngine):
 
     # -------------------------------------------------------------- the engine as a whole
 
-    @property
-    def info(self) -> EngineInfo:
-        """The model, its sizes and the options of the core, as the core reported them."""
-        return self.llm_engine.info
-
-    def set_tokenizer(self, tokenizer: Any) -> None:
-        """Use another tokenizer, ours or one of transformers, for requests from now on."""
-        self.llm_engine.set_tokenizer(tokenizer)
-
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters that the model's generation config recommends."""
         return default_sampling_params(self.info)
-
-    def get_metrics(self) -> list[Metric]:
-        """A snapshot of the core's metrics, over all its frontends."""
-        return self.llm_engine.get_metrics()
 
     def reset_mm_cache(self) -> None:
         """Does nothing: there is no multi-modal cache yet."""
@@ -478,21 +388,11 @@ class LLM(LocalEngine):
         """Detach; a core that was spawned here is stopped. May be called twice."""
         self.llm_engine.shutdown()
 
-    def _answer(self, call: RemoteCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return self.llm_engine._answer(call, args, kwargs)
-
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
-
-
-def needed_for_chat(tokenizer: Tokenizer | None) -> Tokenizer:
-    """The tokenizer; raises ValueError if there is none."""
-    if tokenizer is None:
-        raise ValueError("chat needs a tokenizer: the engine runs with skip_tokenizer_init")
-    return tokenizer
 
 
 NOT_OPTIONS = {"self", "kwargs", "restarts", "__class__"}

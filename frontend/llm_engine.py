@@ -6,29 +6,22 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
 
-from pagewire.frontend.calls import timed_out
 from pagewire.frontend.inputs import PromptType
 from pagewire.frontend.local_engine import LocalEngine
 from pagewire.frontend.lora import LoRARequest
 from pagewire.frontend.mailbox import Inbox
-from pagewire.frontend.metrics import Metric
 from pagewire.frontend.outputs import RequestOutput, RequestState
-from pagewire.frontend.pooling.batch import complete
+from pagewire.frontend.pooling.inputs import complete
 from pagewire.frontend.prompt_adapters import PromptAdapterRequest, refuse_adapter
 from pagewire.frontend.session import Session, ignore_usage_context, refuse_unsupported
 from pagewire.frontend.stat_loggers import StatLoggerBase, checked, status_line
-from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.bounds import check_number, meta_of, within
-from pagewire.ipc.calls import RemoteCall
-from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import Age, SamplingParams
 from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.sockets import CurveKeys
 
 logger = logging.getLogger("pagewire.frontend")
 
@@ -43,7 +36,7 @@ class LLMEngine(LocalEngine):
     """
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self.session = session
         self._inbox = Inbox()
         self._unfinished: dict[str, RequestState] = {}
         self._close = weakref.finalize(self, session.close)
@@ -72,46 +65,8 @@ class LLMEngine(LocalEngine):
         return cls(Session.spawn(engine_args, restarts, checked(stat_loggers)))
 
     @classmethod
-    def attach(
-        cls,
-        address: str,
-        *,
-        curve: CurveKeys | None = None,
-        tokenizer: str | None = None,
-        timeout: float | None = 10.0,
-        reattach_timeout: float = 0.0,
-        peer_uid: int | None = None,
-        trust_remote_code: bool = False,
-    ) -> LLMEngine:
-        """Attach to a running core. `timeout`: seconds to wait for an answer.
-        `reattach_timeout`, `peer_uid`, `trust_remote_code`: see `AsyncLLM.attach`.
-
-        Raises:
-            PermissionError: the core runs as another user, or does not admit this user or key.
-            EngineDeadError: no core answers. ProtocolError: it uses another version. ValueError: a bad address.
-            If the core fails while it starts: as `from_engine_args`.
-        """
-        return cls(
-            Session.attach(
-                address,
-                curve=curve,
-                tokenizer=tokenizer,
-                timeout=timeout,
-                reattach_timeout=reattach_timeout,
-                peer_uid=peer_uid,
-                trust_remote_code=trust_remote_code,
-            )
-        )
-
-    @property
-    def session(self) -> Session:
-        """The connection to the core."""
-        return self._session
-
-    @property
-    def info(self) -> EngineInfo:
-        """The model, its sizes and the options of the core, as the core reported them."""
-        return self.session.info
+    def _over(cls, session: Session) -> Self:
+        return cls(session)
 
     # -------------------------------------------------------------- requests
 
@@ -145,7 +100,7 @@ class LLMEngine(LocalEngine):
         place = (request_id, priority, age_of(arrival_time), lora_request)
         if isinstance(params, PoolingParams):
             refuse_adapter(prompt_adapter_request)
-            checked = complete(params, self.session, None, None)
+            checked = complete(params, self.info, None, None)
             prepared = self.session.prepare_pooling(prompt, checked, *place)
         else:
             prepared = self.session.prepare(prompt, params, *place, prompt_adapter_request)
@@ -183,10 +138,6 @@ class LLMEngine(LocalEngine):
 
     # -------------------------------------------------------------- the engine as a whole
 
-    def get_metrics(self) -> list[Metric]:
-        """A snapshot of the core's metrics, over all its frontends."""
-        return self.session.get_metrics(timeout=None)
-
     def do_log_stats(self) -> None:
         """Log the core's state in one line, and call the program's own loggers of statistics."""
         logger.info("%s", status_line(self.session.call("status").result()))
@@ -197,22 +148,9 @@ class LLMEngine(LocalEngine):
         """This engine: programs call `save_sharded_state` there."""
         return self
 
-    def set_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Use another tokenizer for requests from now on."""
-        self.session.set_tokenizer(tokenizer)
-
     def shutdown(self) -> None:
         """Detach; a core that was spawned here is stopped. May be called twice."""
         self._close()
-
-    def _answer(self, call: RemoteCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        timeout = call.local(args, kwargs).get("timeout")
-        try:
-            return self.session.call(call.name, *args, **kwargs).result(timeout)
-        except FutureTimeoutError:
-            if timeout is None:  # the call itself failed with it
-                raise
-            raise timed_out(call, args, kwargs, timeout) from None
 
 
 def age_of(arrival_time: float | None) -> float:

@@ -1,7 +1,12 @@
-"""What `LLM` and `LLMEngine` have in common beside the calls of the core."""
+"""The part of `LLM` and `LLMEngine` that concerns the engine as a whole, not single requests."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+from pagewire.frontend.calls import timed_out
 from pagewire.frontend.configs import (
     DecodingConfig,
     ParallelConfig,
@@ -10,20 +15,36 @@ from pagewire.frontend.configs import (
     scheduler_config,
 )
 from pagewire.frontend.lora import LoRARequest
-from pagewire.frontend.session import Session
+from pagewire.frontend.metrics import Metric
+from pagewire.frontend.session import AttachMethod, Session
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.calls import EngineCalls
+from pagewire.ipc.calls import EngineCalls, RemoteCall
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.messages import EngineInfo
 
 
 class LocalEngine(EngineCalls):
-    """An engine for callers that wait: the calls of `EngineCalls`, adapters and tokenizers."""
+    """The engine as a whole, for callers that wait: the calls of `EngineCalls`, adapters, tokenizers, metrics.
+
+    Attributes:
+        session: the connection to the core, and the open requests on it.
+    """
+
+    session: Session
+    attach = AttachMethod(Session.attach)
 
     @property
-    def session(self) -> Session:
-        """The connection to the core."""
-        raise NotImplementedError
+    def info(self) -> EngineInfo:
+        """The model, its sizes and the options of the core, as the core reported them."""
+        return self.session.info
+
+    def get_metrics(self) -> list[Metric]:
+        """A snapshot of the core's metrics, over all its frontends."""
+        return self.session.get_metrics(timeout=None)
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Use another tokenizer, ours or one of transformers, for requests from now on."""
+        self.session.set_tokenizer(tokenizer)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read an adapter now, and let requests of any frontend of the engine name it without its path.
@@ -66,3 +87,12 @@ class LocalEngine(EngineCalls):
     def get_lora_config(self) -> LoRAConfig | None:
         """The limits of adapters; None if the engine serves none."""
         return self.session.info.lora
+
+    def _answer(self, call: RemoteCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        timeout = call.local(args, kwargs).get("timeout")
+        try:
+            return self.session.call(call.name, *args, **kwargs).result(timeout)
+        except FutureTimeoutError:
+            if timeout is None:  # the call itself failed with it
+                raise
+            raise timed_out(call, args, kwargs, timeout) from None

@@ -17,8 +17,8 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from pagewire.frontend.answer_budget import LogprobBudget
 from pagewire.frontend.connection import Connection, Cores, Owner
@@ -47,6 +47,9 @@ from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.sockets import CurveKeys
 
 logger = logging.getLogger("pagewire.frontend")
+
+P = ParamSpec("P")
+F = TypeVar("F", bound="Face")
 
 METRICS_SECONDS = 5.0  # for the core's answer, after which the loggers of statistics go without
 
@@ -110,32 +113,36 @@ class Session:
     def attach(
         cls,
         address: str,
-        *,
-        curve: CurveKeys | None,
-        tokenizer: str | None,
-        timeout: float | None,
-        name: str = "attached",
-        traces_endpoint: str | None = None,
+        curve: CurveKeys | None = None,
+        tokenizer: str | None = None,
+        timeout: float | None = 10.0,
         reattach_timeout: float = 0.0,
         peer_uid: int | None = None,
         trust_remote_code: bool = False,
+        *,
+        name: str = "attached",
+        otlp_traces_endpoint: str | None = None,
     ) -> Session:
-        """Attach to a running core, and load the tokenizer.
+        """Attach to a core that runs already.
 
-        tokenizer: folder or id; None: the core's, of which no code is run unless `trust_remote_code` is set here.
-        peer_uid: see `CoreClient.connect`. name: of this frontend, for the core's log and metrics.
-        timeout: seconds to wait for a connection. traces_endpoint: URL of an OpenTelemetry collector.
-        reattach_timeout: seconds to wait for another core at the address after this one was lost; open requests
-            continue there.
+        address: where it listens. curve: keys, if it encrypts. timeout: seconds to wait for an answer.
+        tokenizer: folder or id; None: the core's.
+        reattach_timeout: seconds to wait for another core of the same model at the address, should this one be
+            lost; open requests go on with it where they were.
+        peer_uid: id of the user as whom the core runs, if it is neither this process's user nor root.
+        trust_remote_code: run the Python code of the core's tokenizer, if it has any.
+        name: name of this frontend in the core's log and metrics.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span per request.
 
         Raises:
+            PermissionError: the core runs as another user, or does not admit this user or key.
             EngineDeadError: no core answers. ProtocolError: it uses another version. ValueError: a bad address.
             If the core fails while it starts: as `spawn`.
         """
         # Frontends on one core must not draw the same seeds.
         salt = int.from_bytes(os.urandom(7), "little")
         source = RunningCores(address, curve, peer_uid, name, timeout, reattach_timeout)
-        return cls(partial(Connection, source), traces_endpoint).with_tokenizer(
+        return cls(partial(Connection, source), otlp_traces_endpoint).with_tokenizer(
             tokenizer, salt, trust_remote_code=trust_remote_code
         )
 
@@ -353,6 +360,28 @@ class Session:
     @property
     def _spawned(self) -> SpawnedCore | None:
         return self._requests.connection.spawned
+
+
+class Face(Protocol):
+    """What users hold: `LLM`, `LLMEngine` or `AsyncLLM`."""
+
+    @classmethod
+    def _over(cls, session: Session) -> Self:
+        """Make one that uses a session."""
+
+
+class AttachMethod(Generic[P]):
+    """A classmethod that calls `Session.attach`, and returns a `Face` over the session that it makes."""
+
+    def __init__(self, attach: Callable[P, Session]) -> None:
+        self._attach = attach
+
+    def __get__(self, instance: object, face: type[F]) -> Callable[P, F]:
+        @wraps(self._attach)
+        def attach(*args: P.args, **kwargs: P.kwargs) -> F:
+            return face._over(self._attach(*args, **kwargs))
+
+        return attach
 
 
 def tokenizer_ahead(args: EngineArgs, source: dict[str, Any]) -> Future[Tokenizer] | None:

@@ -100,9 +100,9 @@ def embed_lines(
 
     from pagewire.cli.pool.batch import pool_texts
     from pagewire.cli.pool.vectors import opened_vectors
-    from pagewire.frontend.pooling.batch import complete
+    from pagewire.frontend.pooling.inputs import complete
 
-    params = complete(params, engine.session, "embed", None)
+    params = complete(params, engine.info, "embed", None)
     total = count_lines(lines)
     texts = read_texts(lines, options)
     if not (batch := list(islice(texts, options.batch_size))):

@@ -40,8 +40,8 @@ def pool_texts(
         ValueError: a prompt is refused; the message begins with its place. BatchError: the engine ended requests
             with an error. EngineDeadError: the core is lost.
     """
+    from pagewire.frontend.batch import pool
     from pagewire.frontend.outputs import BatchError
-    from pagewire.frontend.pooling.batch import pool
 
     names = iter(places)
     place = ""

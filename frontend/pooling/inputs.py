@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,47 @@ def completed(params: PoolingParams | None, info: EngineInfo, task: str | None =
         )
     pooling.check(params, 1)
     return params
+
+
+def params_of(
+    params: PoolingParams | Sequence[PoolingParams] | None,
+    num_prompts: int,
+    info: EngineInfo,
+    task: str | None,
+    truncate_prompt_tokens: int | None,
+) -> list[PoolingParams]:
+    """Checked parameters for each prompt, given those for all or a list; prompts may share them.
+
+    truncate_prompt_tokens: of parameters that give none.
+
+    Raises:
+        ValueError: a parameter does not fit the model, or the list has another length than the prompts.
+        TypeError: something else than parameters.
+    """
+    if params is None or isinstance(params, PoolingParams):
+        return [complete(params, info, task, truncate_prompt_tokens)] * num_prompts
+    if not isinstance(params, Sequence):
+        raise TypeError(
+            f"pooling_params must be PoolingParams or a list of them, got {type(params).__name__}"
+        )
+    if len(params) != num_prompts:
+        raise ValueError(f"{num_prompts} prompts, but {len(params)} pooling parameters")
+    return [complete(own, info, task, truncate_prompt_tokens) for own in params]
+
+
+def complete(
+    params: PoolingParams | None, info: EngineInfo, task: str | None, truncate_prompt_tokens: int | None
+) -> PoolingParams:
+    """Checked parameters for one prompt or several; see `params_of`."""
+    if truncate_prompt_tokens is not None:
+        params = PoolingParams() if params is None else params
+        if not isinstance(params, PoolingParams):
+            raise TypeError(f"pooling_params must be PoolingParams, got {type(params).__name__}")
+        if params.truncate_prompt_tokens is None:
+            params = params.clone()
+            params.truncate_prompt_tokens = truncate_prompt_tokens
+            params.__post_init__()
+    return completed(params, info, task)
 
 
 def prepare(

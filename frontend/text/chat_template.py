@@ -62,6 +62,22 @@ def chat_prompt(
     return TokensPrompt(prompt_token_ids=ids, prompt=text)
 
 
+def chat_prompts(
+    tokenizers: Sequence[Tokenizer | None], conversations: Sequence[Any], **options: Any
+) -> list[TokensPrompt]:
+    """The prompts of several conversations, each with its own tokenizer. options: of `chat_prompt`.
+
+    Raises:
+        ValueError: there is no tokenizer. And as `chat_prompt`.
+    """
+    prompts = []
+    for tokenizer, conversation in zip(tokenizers, conversations, strict=True):
+        if tokenizer is None:
+            raise ValueError("chat needs a tokenizer: the engine runs with skip_tokenizer_init")
+        prompts.append(chat_prompt(tokenizer, conversation, **options))
+    return prompts
+
+
 def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Message],

@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from pagewire.frontend.inputs import Prepared, prompts_of
-from pagewire.frontend.pooling.batch import complete
-from pagewire.frontend.pooling.inputs import TextPair, pooling_info
+from pagewire.frontend.pooling.inputs import TextPair, complete, pooling_info
 from pagewire.frontend.pooling.outputs import PoolingRequestOutput
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
@@ -76,7 +75,7 @@ def params_in(service: Service, request: PoolingFields, task: str | None, **fiel
     params = PoolingParams(
         truncate_prompt_tokens=request.truncate_prompt_tokens, prompt_name=request.prompt_name, **given
     )
-    return complete(params, service.engine.session, task, None)
+    return complete(params, service.engine.info, task, None)
 
 
 async def pooled(

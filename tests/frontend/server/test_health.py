@@ -105,7 +105,7 @@ def test_check_health_raises_the_reason(engine: AsyncLLM, core: FakeCore) -> Non
 def test_a_core_that_does_not_say_is_not_healthy(
     engine: AsyncLLM, core: FakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagewire.frontend.async_llm.HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr("pagewire.frontend.async_engine.HEALTH_SECONDS", 0.2)
     core.calls["check_health"] = lambda: core._stop.wait(2.0)
     with pytest.raises(EngineDeadError, match="has not said"):
         asyncio.run(engine.check_health())

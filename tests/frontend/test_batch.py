@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.frontend import gradual_batch
-from pagewire.frontend.gradual_batch import GradualBatch, num_tokens
+from pagewire.frontend import batch as batches
+from pagewire.frontend.batch import GradualBatch, num_tokens
 from pagewire.frontend.inputs import Prepared
 from pagewire.frontend.outputs import RequestState
 from pagewire.frontend.pooling.state import PooledState
@@ -48,7 +48,7 @@ class Session:
 def test_the_core_has_few_at_a_time_and_outputs_are_in_order(
     monkeypatch: pytest.MonkeyPatch, task: Any
 ) -> None:
-    monkeypatch.setattr(gradual_batch, "MAX_TOKENS_IN_CORE", MAX_TOKENS)
+    monkeypatch.setattr(batches, "MAX_TOKENS_IN_CORE", MAX_TOKENS)
     session, ticks = Session(), list[int]()
     batch = GradualBatch(session, ticks.append)  # type: ignore[arg-type]
     prepared = [Prepared(Request(key, f"r{key}", Prompt([5] * 5), task, 7), None) for key in range(60)]
