@@ -12,6 +12,7 @@ death, too, and each further trial takes sixteen times as many tokens.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 
 from pagewire.frontend.outputs import RequestState
@@ -70,3 +71,49 @@ class Blame:
     def passed(self, state: RequestState) -> None:
         """Record that a request has passed a trial."""
         self._passed[state.key] = self._passed.get(state.key, 0) + 1
+
+
+class SuspectTrial:
+    """One suspect that runs alone on a core, until it has brought enough tokens or any thread ends the wait.
+
+    Attributes:
+        unsettled: the suspect, until its core has answered a call after the trial: if the core dies before, the
+            suspect may be to blame.
+    """
+
+    def __init__(self) -> None:
+        self.unsettled: RequestState | None = None
+        self._running: tuple[RequestState, int] | None = None  # the suspect, its goal
+        self._over = threading.Event()
+
+    def begin(self, state: RequestState, goal: int) -> None:
+        """Start a trial. goal: the number of output tokens that clears the suspect."""
+        self.unsettled = state
+        self._running = state, goal
+        self._over.clear()
+
+    def end(self) -> None:
+        """The suspect runs alone no longer."""
+        self._running = None
+
+    def check_progress(self) -> None:
+        """End the wait if the suspect has enough tokens."""
+        if self._running is not None and self._running[0].num_output_tokens >= self._running[1]:
+            self._over.set()
+
+    def dropped(self, state: RequestState) -> None:
+        """A request has ended: end the wait if it is the suspect."""
+        if self._running is not None and self._running[0] is state:
+            self._over.set()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until the trial, or what was begun with `wait_anew`, is over."""
+        self._over.wait(seconds)
+
+    def wait_anew(self) -> None:
+        """Let the next `wait` wait until `stop_waiting`."""
+        self._over.clear()
+
+    def stop_waiting(self) -> None:
+        """End the wait."""
+        self._over.set()

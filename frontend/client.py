@@ -1,6 +1,6 @@
 """The connection to the engine core. One thread owns the socket; any thread may use the client.
 
-    submit, abort, call --> Outbox --> [IO thread] --DEALER--> core
+    submit, abort, call --> SendQueue --> [IO thread] --DEALER--> core
     on_deltas, on_dead, futures <----- [IO thread] <---------- core
                                Ping -- [heartbeat]
 
@@ -16,23 +16,19 @@ only time that it spent waiting for messages counts for the core, not time in wh
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import islice
 from typing import Any
 
 from pagewire.frontend.link import PING, Link, attach, core_exit
 from pagewire.frontend.open_calls import OpenCalls
-from pagewire.frontend.outbox import Outbox
-from pagewire.ipc.budget import MAX_BATCH_BYTES
-from pagewire.ipc.codec import MAX_FRAMES, MAX_MESSAGE_BYTES, Buffer, Codec
+from pagewire.frontend.send_queue import SendQueue
 from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import (
     DetachedError,
-    EngineBusyError,
     EngineDeadError,
     EngineStoppedError,
     received_error,
@@ -54,13 +50,10 @@ from pagewire.ipc.messages import (
     Welcome,
 )
 from pagewire.ipc.sockets import CurveKeys
-from pagewire.ipc.tasks import submission
 
 logger = logging.getLogger("pagewire.frontend")
 
 HEARTBEAT_TIMEOUT_S = 30.0
-SUBMIT_BATCH = 64  # requests in one message, so that encoding it takes little memory
-MAX_OUTBOX = 100_000  # messages that wait for a core that reads none, before `submit` refuses more
 READ_AT_ONCE = 256  # messages decoded before their callbacks run, which bounds memory
 WAKE_SECONDS = 0.1  # by which a wait may last longer without the process having been stopped
 FLUSH_SECONDS = 1.0  # how long closing may take to send what is in the outbox
@@ -90,7 +83,6 @@ class CoreClient:
         on_blocks: Callable[[Blocks], None] = lambda blocks: None,
     ) -> None:
         self.info = welcome.info
-        self.dead: EngineDeadError | None = None
         self._link, self._child = link, child
         self._on_deltas, self._on_dead, self._on_refused = on_deltas, on_dead, on_refused
         self._on_blocks = on_blocks
@@ -99,19 +91,19 @@ class CoreClient:
         self._next_ping = 0.0
         self._silence = 0.0  # seconds spent waiting for messages since the last one came
         self._waited = 0.0  # seconds spent waiting for messages in all: the clock of the core's time limits
-        self._encoder: Codec[Any] = Codec(ToFrontend)
         self._calls = OpenCalls(self._silence_seconds)
-        self._outbox = Outbox(self._fence)
-        self._lock = threading.Lock()  # guards what several threads use: outbox, encoder, wake-up pipe, dead
-        self._waking = False  # a byte is in the wake-up pipe
-        self._wake_read_fd, self._wake_write_fd = os.pipe()
-        self._close_by: float | None = None
+        self._queue = SendQueue(self._calls, self.info)
         self._link_lock = threading.Lock()  # held by the IO thread except while callbacks run
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pagewire-client", daemon=True)
         self._heart = threading.Thread(target=self._beat, name="pagewire-heartbeat", daemon=True)
         self._thread.start()
         self._heart.start()
+
+    @property
+    def dead(self) -> EngineDeadError | None:
+        """Why the client takes nothing more: the core is lost, or the client is closed; None while it does."""
+        return self._queue.dead
 
     @classmethod
     def connect(
@@ -167,25 +159,13 @@ class CoreClient:
             EngineDeadError: the core is lost. EngineBusyError: it reads nothing, and too many messages wait.
             OverflowError, TypeError: a value that msgpack cannot represent; nothing is sent.
         """
-        refused: list[tuple[Request, ValueError]] = []
-        with self._lock:
-            messages = [
-                (tenant, frames, keys)
-                for tenant, batch in batches(requests)
-                for frames, keys in self._encode_requests(batch, refused)
-            ]
-            self._check_open()
-            for message in messages:
-                self._outbox.add(*message)
-            self._wake()
-        return refused
+        return self._queue.submit(requests)
 
     def abort(self, keys: Sequence[int] = (), sequences: Sequence[tuple[int, int]] = ()) -> None:
         """Drop requests, or single sequences (key, index) of them. Does nothing once the core is lost."""
-        with self._lock:
-            self._outbox.drop(set(keys))
+        self._queue.drop(set(keys))
         try:
-            self._send_later(Abort(list(keys), list(sequences)), urgent=True)
+            self._queue.add(Abort(list(keys), list(sequences)), urgent=True)
         except EngineDeadError:
             pass
 
@@ -198,7 +178,7 @@ class CoreClient:
         """
         call_id, future = self._calls.open(method)
         try:
-            self._send_later(Call(call_id, method, list(args), kwargs), call_id=call_id)
+            self._queue.add(Call(call_id, method, list(args), kwargs), call_id=call_id)
         except BaseException:
             self._calls.forget(call_id)
             raise
@@ -209,70 +189,11 @@ class CoreClient:
         if threading.current_thread() is self._thread:
             raise RuntimeError("a callback must not close its client")
         try:
-            self._send_later(Goodbye(), urgent=True, closing=True)
+            self._queue.add(Goodbye(), urgent=True, closes_by=time.monotonic() + FLUSH_SECONDS)
         except EngineDeadError:
             pass
         self._thread.join()
         self._heart.join()
-
-    def _send_later(
-        self, message: Any, urgent: bool = False, closing: bool = False, call_id: int | None = None
-    ) -> None:
-        """Put a message into the outbox, even a full one if it is urgent. Raises as `call`."""
-        with self._lock:
-            frames = self._encoder.encode(message)
-            if (error := too_large(frames, "the message", self.info.max_message_bytes)) is not None:
-                raise error
-            self._check_open(urgent)
-            if closing:
-                self._close_by = time.monotonic() + FLUSH_SECONDS
-            self._outbox.add_control(frames, call_id)
-            self._wake()
-
-    def _encode_requests(
-        self, requests: Sequence[Request], refused: list[tuple[Request, ValueError]]
-    ) -> Iterator[tuple[list[Buffer], list[int]]]:
-        """The messages that submit the requests, each with their keys; too large ones are halved.
-
-        What no message can hold is `refused`.
-        """
-        frames = self._encoder.encode(submission(requests))
-        name = f"request {requests[0].request_id[:100]!r}"
-        limit = self.info.max_message_bytes
-        if len(requests) > 1:
-            limit = min(limit, MAX_BATCH_BYTES)
-        if (error := too_large(frames, name, limit)) is None:
-            yield frames, [request.key for request in requests]
-        elif len(requests) == 1:
-            refused.append((requests[0], error))
-        else:
-            half = len(requests) // 2
-            yield from self._encode_requests(requests[:half], refused)
-            yield from self._encode_requests(requests[half:], refused)
-
-    def _check_open(self, urgent: bool = False) -> None:
-        """Raise as `submit` if the outbox takes nothing more. The caller holds the lock, as of those below."""
-        if self.dead is not None:
-            raise EngineDeadError(*self.dead.args)
-        if self._close_by is not None:
-            raise EngineDeadError("the engine was shut down")
-        if len(self._outbox) >= MAX_OUTBOX and not urgent:
-            raise EngineBusyError(f"the engine core reads no messages; {MAX_OUTBOX} are waiting")
-
-    def _wake(self) -> None:
-        if not self._waking:  # one wake-up for all messages until the thread empties the outbox
-            self._waking = True
-            os.write(self._wake_write_fd, b"!")
-
-    def _fence(self) -> tuple[int, list[Buffer]]:
-        """A call behind which the outbox goes on, whatever the answer is."""
-        call_id, future = self._calls.open("fence")
-        future.add_done_callback(lambda _: self._passed(call_id))
-        return call_id, self._encoder.encode(Call(call_id, "fence", []))
-
-    def _passed(self, call_id: int) -> None:
-        with self._lock:
-            self._outbox.passed(call_id)
 
     # -------------------------------------------------------------- the heartbeat thread
 
@@ -323,7 +244,7 @@ class CoreClient:
             with self._link_lock:
                 self._ping(now)
                 self._send()
-            if self._close_by is not None and (not self._outbox or now > self._close_by):
+            if self._queue.is_closed(now):
                 return None
 
     def _wait(self) -> None:
@@ -333,14 +254,11 @@ class CoreClient:
         """
         now = time.monotonic()
         deadlines = [self._next_ping, now + max(0.0, self._silence_seconds - self._silence)]
-        if self._close_by is not None:
-            deadlines.append(self._close_by)
+        if self._queue.closes_by is not None:
+            deadlines.append(self._queue.closes_by)
         seconds = max(0.0, min(deadlines) - now)
-        with self._lock:
-            to_send = self._outbox.next() is not None
-        if self._link.wait(self._wake_read_fd, seconds, to_send=to_send):
-            os.read(self._wake_read_fd, 1)
-            self._waking = False  # before the outbox is read, so that no wake-up is lost
+        if self._link.wait(self._queue.wake_fd, seconds, to_send=self._queue.next() is not None):
+            self._queue.take_wake_up()  # before the queue is read, so that no wake-up is lost
         waited = min(time.monotonic() - now, seconds + WAKE_SECONDS)
         self._silence += waited
         self._waited += waited
@@ -378,49 +296,15 @@ class CoreClient:
 
     def _send(self) -> None:
         """Send what can be sent without waiting. The caller holds the link's lock."""
-        while True:
-            with self._lock:
-                frames = self._outbox.next()
-                if frames is None or not self._link.send(frames):
-                    return
-                if (call_id := self._outbox.sent()) is not None:
-                    self._calls.sent(call_id, self._waited)
+        while self._queue.send(self._link.send, self._waited):
+            pass
 
     def _end(self, cause: EngineDeadError | None) -> None:
         self._ended.set()
-        with self._lock:
-            self.dead = cause or EngineDeadError("the engine was shut down")
-            self._outbox.clear()
-            os.close(self._wake_write_fd)
-            os.close(self._wake_read_fd)
+        dead = cause or EngineDeadError("the engine was shut down")
+        self._queue.close(dead)
         with self._link_lock:
             self._link.close(linger_ms=int(FLUSH_SECONDS * 1000) if cause is None else 0)
-        self._calls.fail_all(self.dead)
+        self._calls.fail_all(dead)
         if cause is not None:
             self._on_dead(cause)
-
-
-def batches(requests: Sequence[Request]) -> Iterator[tuple[str, list[Request]]]:
-    """The requests of each tenant, in order, in parts for one message."""
-    by_tenant: dict[str, list[Request]] = {}
-    for request in requests:
-        by_tenant.setdefault(request.tenant, []).append(request)
-    for tenant, own in by_tenant.items():
-        for at in range(0, len(own), SUBMIT_BATCH):
-            yield tenant, own[at : at + SUBMIT_BATCH]
-
-
-def too_large(frames: Sequence[Buffer], name: str, limit: int) -> ValueError | None:
-    """The error for a message that the core does not take; None if it does. limit: bytes of its first frame."""
-    size, total = len(frames[0]), sum(map(len, frames))
-    if size <= limit and (total > MAX_MESSAGE_BYTES or len(frames) > MAX_FRAMES):
-        return ValueError(
-            f"{name} is too large: {total} bytes in {len(frames)} parts, and a message has at most "
-            f"{MAX_MESSAGE_BYTES} in {MAX_FRAMES}: send fewer embeddings"
-        )
-    if size <= limit:
-        return None
-    return ValueError(
-        f"{name} is too large: {size} bytes, and a message to this engine core has at most {limit}; shorten the "
-        "prompt or the parameters"
-    )

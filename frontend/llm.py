@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
-from pagewire.frontend.batch import complete, pool, search_beams
+from pagewire.frontend.batch import complete, search_beams
 from pagewire.frontend.beam_search import BeamSearchOutput
 from pagewire.frontend.inputs import (
     PromptType,
@@ -17,30 +17,18 @@ from pagewire.frontend.inputs import (
     prompts_of,
 )
 from pagewire.frontend.llm_engine import LLMEngine
-from pagewire.frontend.local_engine import LocalEngine
 from pagewire.frontend.lora import LoRARequest, for_each
-from pagewire.frontend.outputs import BatchError, RequestOutput
-from pagewire.frontend.pooling.inputs import params_of
-from pagewire.frontend.pooling.outputs import (
-    ClassificationRequestOutput,
-    EmbeddingRequestOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    ScoringRequestOutput,
-    classification_output,
-    embedding_output,
-)
-from pagewire.frontend.pooling.scoring import ScorePlan
+from pagewire.frontend.offline_pooling import OfflinePooling
+from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.progress import progress_bar
 from pagewire.frontend.prompt_adapters import PromptAdapterRequest
-from pagewire.frontend.session import Session, refuse_unsupported
+from pagewire.frontend.session import Session
 from pagewire.ipc.compatibility import NAMES, OPTIONS, settle
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import BeamSearchParams, SamplingParams
-from pagewire.ipc.pooling import PoolingParams, PoolingTask
 
 
-class LLM(LocalEngine):
+class LLM(OfflinePooling):
     """A model for offline inference: spawns an engine core, and ends it with `shutdown`, at the end of a
     `with` block, or when collected. The calls that act on the engine as a whole (`sleep`, `reset_prefix_cache`,
     `collective_rpc`, ...) are those of `LocalEngine`. Methods are safe to call from several threads at once.
@@ -105,9 +93,6 @@ class LLM(LocalEngine):
         self.llm_engine = engine
         self.session = engine.session
         self._request_ids = itertools.count()
-
-    def _next_id(self) -> str:
-        return f"{next(self._request_ids)}"
 
     # -------------------------------------------------------------- generation
 
@@ -258,112 +243,6 @@ class LLM(LocalEngine):
             return search_beams(
                 self.session, plain, params, adapters, generate, concurrency_limit, lambda: tick(None)
             )
-
-    # -------------------------------------------------------------- pooling
-
-    def encode(
-        self,
-        prompts: Any,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        pooling_task: PoolingTask | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Pool the hidden states of all prompts; the outputs are in their order.
-
-        prompts: as for `generate`. pooling_params: for all, or one for each; None: the model's defaults.
-        truncate_prompt_tokens: of parameters that give none. use_tqdm: as for `generate`.
-        pooling_task: what to make of each prompt; None: what the parameters say, or else the model's default.
-
-        Raises:
-            ValueError, TypeError: a bad prompt or parameter, or a model that generates; nothing is left running.
-            BatchError: (a `RequestError`) the engine ended requests with an error, as for `generate`.
-        """
-        refuse_unsupported(tokenization_kwargs=tokenization_kwargs)
-        options = (truncate_prompt_tokens, use_tqdm, pooling_task, lora_request)
-        return self._pool(prompts_of(prompts), pooling_params, *options)
-
-    def embed(
-        self,
-        prompts: PromptType | Sequence[PromptType],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """The embedding of each prompt. Arguments and errors as for `encode`."""
-        options = (truncate_prompt_tokens, use_tqdm, "embed", lora_request)
-        outputs = self._pool(prompts_of(prompts), pooling_params, *options)
-        return list(map(embedding_output, outputs))
-
-    def classify(
-        self,
-        prompts: PromptType | Sequence[PromptType],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-    ) -> list[ClassificationRequestOutput]:
-        """The probabilities of the model's classes for each prompt. Arguments and errors as for `encode`."""
-        options = (truncate_prompt_tokens, use_tqdm, "classify", lora_request)
-        outputs = self._pool(prompts_of(prompts), pooling_params, *options)
-        return list(map(classification_output, outputs))
-
-    def reward(
-        self,
-        prompts: PromptType | Sequence[PromptType],
-        /,
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The rewards of each prompt: a classifier's logits, of the prompt or of each token. See `encode`."""
-        options = (truncate_prompt_tokens, use_tqdm, "reward", lora_request)
-        return self._pool(prompts_of(prompts), pooling_params, *options)
-
-    def score(
-        self,
-        data_1: Any,
-        data_2: Any,
-        /,
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        pooling_params: PoolingParams | None = None,
-        lora_request: LoRARequest | None = None,
-    ) -> list[ScoringRequestOutput]:
-        """How well texts fit each other: a score of each pair, of 1 and 1, 1 and n, or n and n texts.
-
-        By a cross-encoder; or else the cosine of two embeddings; or, with embeddings of tokens only (ColBERT), the
-        sum of the largest products (MaxSim). Other arguments and errors as for `encode`.
-        """
-        plan = ScorePlan(self.info, data_1, data_2)
-        options = (truncate_prompt_tokens, use_tqdm, plan.task, lora_request)
-        return plan.scores(self._pool(plan.prompts, pooling_params, *options))
-
-    def _pool(
-        self,
-        prompts: Sequence[Any],
-        params: PoolingParams | Sequence[PoolingParams] | None,
-        truncate_prompt_tokens: int | None,
-        use_tqdm: bool | Callable[..., Any],
-        task: str | None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
-    ) -> list[PoolingRequestOutput[Any]]:
-        each = params_of(params, len(prompts), self.info, task, truncate_prompt_tokens)
-        adapters = for_each(lora_request, len(prompts))
-        with progress_bar(len(prompts), use_tqdm) as tick:
-            outputs, failed = pool(self.session, prompts, each, adapters, self._next_id, tick)
-        if failed is not None:
-            raise BatchError(failed, outputs)
-        return outputs
 
     def apply_model(self, func: Callable[..., Any]) -> list[Any]:
         """Code never crosses a socket: use `collective_rpc` with the name of a worker's method.

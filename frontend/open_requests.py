@@ -20,7 +20,7 @@ from typing import TypeAlias
 import msgspec
 
 from pagewire.frontend.answer_budget import num_logprobs
-from pagewire.frontend.blame import TRIALS, Blame
+from pagewire.frontend.blame import TRIALS, Blame, SuspectTrial
 from pagewire.frontend.connection import Client, Cores, Owner
 from pagewire.frontend.mailbox import Mailbox
 from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
@@ -60,22 +60,14 @@ class OpenRequests:
 
     def __init__(self, connect: Callable[[Owner], Cores], tracer: Tracer | None) -> None:
         self.gone: Future[EngineDeadError] = Future()
-        self._tracer = tracer
         # Guards all below, except the connection and its clients, which are thread-safe.
         self._lock = threading.RLock()
-        self._outputs = Outputs()
-        self._open: dict[str, RequestState] = {}
-        self._mailboxes: dict[int, Mailbox] = {}
+        self._table = RequestTable(tracer)
         self._blame = Blame()
-        self._held: dict[int, RequestState] | None = (
-            None  # what waits for trials to be over; None: there are none
-        )
+        self._trial = SuspectTrial()
+        # Requests that wait for trials to be over; None: there are no trials.
+        self._held: dict[int, RequestState] | None = None
         self._holds_new = True  # while there are: new requests wait too, unless other cores serve
-        self._trial: tuple[RequestState, int] | None = (
-            None  # a suspect, and the number of tokens that clears it
-        )
-        self._trial_over = threading.Event()
-        self._on_trial: RequestState | None = None  # the suspect, until its core has answered after the trial
         self._closing = False
         self._held_seconds = 0.0  # time of the client's thread with the lock since it rested
         self.connection = connect(self)
@@ -103,7 +95,7 @@ class OpenRequests:
             self.connection.check()
             try:
                 for state in states:
-                    self._add(state, mailbox, model, trace_headers)
+                    self._table.add(state, mailbox, model, trace_headers)
                 if self._held is None or not self._holds_new:
                     failed = self._send(self.connection.client, [state.request for state in states])
                 else:  # until the suspects of a core's death have been tried
@@ -128,15 +120,15 @@ class OpenRequests:
     def find(self, request_ids: Iterable[str]) -> list[RequestState]:
         """The open requests with these ids."""
         with self._lock:
-            return [self._open[name] for name in request_ids if name in self._open]
+            return self._table.find(request_ids)
 
     def abort(self, states: Iterable[RequestState]) -> None:
         """End requests with finish reason "abort"; requests that have ended keep their reason."""
         with self._lock:
-            live = [state for state in states if self._open.get(state.request_id) is state]
+            live = [state for state in states if self._table.has(state)]
             for state in live:
                 state.end("abort")
-            mailboxes = [(self._mailboxes[state.key], state) for state in live]
+            mailboxes = [(self._table.mailboxes[state.key], state) for state in live]
             self._drop(live)
             if live:
                 self.connection.client.abort([state.key for state in live])
@@ -147,7 +139,7 @@ class OpenRequests:
         """Detach, stop the core if it was spawned here, and end every open request. Called once."""
         with self._lock:
             self._closing = True
-            self._trial_over.set()
+            self._trial.stop_waiting()
         self.connection.close()
         self.gone.cancel()
         self._end_all(EngineDeadError("the engine was shut down"))
@@ -169,15 +161,14 @@ class OpenRequests:
 
     def _take_portion(self, deltas: list[TokenDelta]) -> None:
         with self._lock:
-            states, to_drop = self._outputs.process(deltas)
+            states, to_drop = self._table.outputs.process(deltas)
             if to_drop.keys or to_drop.sequences:
                 self.connection.client.abort(to_drop.keys, to_drop.sequences)
             ready: dict[Mailbox, list[RequestState]] = {}
             for state in states:
                 if state.has_output:
-                    ready.setdefault(self._mailboxes[state.key], []).append(state)
-            if self._trial is not None and self._trial[0].num_output_tokens >= self._trial[1]:
-                self._trial_over.set()
+                    ready.setdefault(self._table.mailboxes[state.key], []).append(state)
+            self._trial.check_progress()
             self._drop([state for state in states if state.finished])
         for mailbox, new in ready.items():
             mailbox.put(new)
@@ -185,12 +176,13 @@ class OpenRequests:
     def requests_refused(self, keys: list[int], error: Exception) -> None:
         """End requests that the core could not read."""
         with self._lock:
-            states = [self._outputs.states[key] for key in keys if key in self._outputs.states]
+            known = self._table.outputs.states
+            states = [known[key] for key in keys if key in known]
         self._fail([(state, error) for state in states])
 
     def core_failing(self) -> None:
         """End the wait for a suspect: the core is lost."""
-        self._trial_over.set()
+        self._trial.stop_waiting()
 
     # -------------------------------------------------------------- on the thread of the connection
 
@@ -198,15 +190,15 @@ class OpenRequests:
         """Keep what the core had for another core, except the request that is to blame."""
         with self._lock:
             held = self._held or {}
-            sent = [state for state in self._open.values() if state.key not in held]
+            sent = [state for state in self._table if state.key not in held]
             in_flight = sent if keys is None else [state for state in sent if state.key in keys]
             self._held = held | {state.key: state for state in in_flight}
             self._holds_new = keys is None
             guilty = None
             if not isinstance(error, (EngineStoppedError, DetachedError)):
                 lost = {state.key for state in in_flight}
-                others = [state for state in self._open.values() if state.key not in lost]
-                guilty = self._blame.core_died(in_flight, others, self._on_trial)
+                others = [state for state in self._table if state.key not in lost]
+                guilty = self._blame.core_died(in_flight, others, self._trial.unsettled)
         if guilty is not None:
             text = f"the engine died twice with this request, which is not tried again ({error})"
             logger.error("request %.100r ends: %s", guilty.request_id, text)
@@ -256,9 +248,7 @@ class OpenRequests:
             if self._held is None or self._held.pop(state.key, None) is None:
                 return True  # it has been aborted
             goal = state.num_output_tokens + self._blame.tokens_to_bring(state)
-            self._trial = state, goal
-            self._on_trial = state
-            self._trial_over.clear()
+            self._trial.begin(state, goal)
             try:
                 failed = self._resume(client, [state])
             except EngineDeadError:
@@ -266,9 +256,9 @@ class OpenRequests:
                 return False
         self._fail(failed)
         if client.dead is None and not self._closing:
-            self._trial_over.wait(max(0.0, give_up - time.monotonic()))
+            self._trial.wait(max(0.0, give_up - time.monotonic()))
         with self._lock:
-            self._trial = None
+            self._trial.end()
             if state.finished:
                 return True
             client.abort([state.key])
@@ -276,7 +266,7 @@ class OpenRequests:
         with self._lock:
             if client.dead is not None or self._closing:
                 return False  # the request was in flight
-            self._on_trial = None
+            self._trial.unsettled = None
             if not state.finished:
                 self._held[state.key] = state
             if state.num_output_tokens < goal:
@@ -287,43 +277,32 @@ class OpenRequests:
     def _settle(self, client: Client) -> None:
         """Wait for the core's answer to a call, before which it has sent all output of aborted requests."""
         with self._lock:
-            self._trial_over.clear()
+            self._trial.wait_anew()
             try:
                 answer = client.call("status")
             except (EngineDeadError, EngineBusyError):
                 return
-        answer.add_done_callback(lambda _: self._trial_over.set())
+        answer.add_done_callback(lambda _: self._trial.stop_waiting())
         if not self._closing:
-            self._trial_over.wait()
+            self._trial.wait()
 
     def _end_all(self, error: EngineDeadError) -> None:
         with self._lock:
-            states = list(self._open.values())
+            states = list(self._table)
         self._fail([(state, error) for state in states])
 
     def _fail(self, failed: Iterable[tuple[RequestState, Exception]]) -> None:
         """End requests with an error, and notify their mailboxes. Called without the lock."""
         with self._lock:
-            live = [(state, error) for state, error in failed if self._open.get(state.request_id) is state]
+            live = [(state, error) for state, error in failed if self._table.has(state)]
             for state, error in live:
                 state.fail(error)
-            mailboxes = [(self._mailboxes[state.key], state) for state, _ in live]
+            mailboxes = [(self._table.mailboxes[state.key], state) for state, _ in live]
             self._drop([state for state, _ in live])
         for mailbox, state in mailboxes:
             mailbox.put([state])
 
     # -------------------------------------------------------------- under the lock
-
-    def _add(
-        self, state: RequestState, mailbox: Mailbox, model: str, trace_headers: Mapping[str, str] | None
-    ) -> None:
-        if state.request_id in self._open:
-            raise ValueError(f"request id {state.request_id!r} is in use")
-        self._open[state.request_id] = state
-        self._outputs.add(state)
-        self._mailboxes[state.key] = mailbox
-        if self._tracer is not None:
-            self._tracer.begin(state, model, trace_headers)
 
     def _resume(self, client: Client, states: list[RequestState]) -> Failed:
         """Send requests to another core, where they go on. Returns those that it cannot get, with the errors."""
@@ -337,24 +316,67 @@ class OpenRequests:
     def _send(self, client: Client, requests: list[Request]) -> Failed:
         """Send requests to the core. Returns those that are too large, with the errors."""
         refused = client.submit(requests)
-        return [(self._outputs.states[request.key], error) for request, error in refused]
+        return [(self._table.outputs.states[request.key], error) for request, error in refused]
 
     def _drop(self, states: Iterable[RequestState]) -> None:
         for state in states:
-            if self._open.get(state.request_id) is not state:
-                continue
-            del self._open[state.request_id]
-            self._outputs.drop(state.key)
-            del self._mailboxes[state.key]
-            if self._held is not None:
-                self._held.pop(state.key, None)
-            if self._trial is not None and self._trial[0] is state:
-                self._trial_over.set()
-            if self._tracer is not None:
-                try:
-                    self._tracer.end(state)
-                except Exception:  # a span less; the others go on
-                    logger.exception("request %.100r: its span could not be sent", state.request_id)
+            if self._table.has(state):
+                if self._held is not None:
+                    self._held.pop(state.key, None)
+                self._trial.dropped(state)
+                self._table.drop(state)
+
+
+class RequestTable:
+    """Open requests by id and by key, with the mailboxes and trace spans that belong to them. Not thread-safe.
+
+    Attributes:
+        outputs: states by key, to which deltas are applied. mailboxes: by key.
+    """
+
+    def __init__(self, tracer: Tracer | None) -> None:
+        self.outputs = Outputs()
+        self.mailboxes: dict[int, Mailbox] = {}
+        self._by_id: dict[str, RequestState] = {}
+        self._tracer = tracer
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._by_id.values())
+
+    def has(self, state: RequestState) -> bool:
+        """True if the request is open."""
+        return self._by_id.get(state.request_id) is state
+
+    def find(self, request_ids: Iterable[str]) -> list[RequestState]:
+        """The open requests with these ids."""
+        return [self._by_id[name] for name in request_ids if name in self._by_id]
+
+    def add(
+        self, state: RequestState, mailbox: Mailbox, model: str, trace_headers: Mapping[str, str] | None
+    ) -> None:
+        """Add a request, and begin its span.
+
+        Raises:
+            ValueError: its id is in use.
+        """
+        if state.request_id in self._by_id:
+            raise ValueError(f"request id {state.request_id!r} is in use")
+        self._by_id[state.request_id] = state
+        self.outputs.add(state)
+        self.mailboxes[state.key] = mailbox
+        if self._tracer is not None:
+            self._tracer.begin(state, model, trace_headers)
+
+    def drop(self, state: RequestState) -> None:
+        """Remove an open request, and end its span."""
+        del self._by_id[state.request_id]
+        self.outputs.drop(state.key)
+        del self.mailboxes[state.key]
+        if self._tracer is not None:
+            try:
+                self._tracer.end(state)
+            except Exception:  # a span less; the others go on
+                logger.exception("request %.100r: its span could not be sent", state.request_id)
 
 
 def resumed(state: RequestState) -> Request:

@@ -154,16 +154,7 @@ class Session:
         ahead: loads it already (see `tokenizer_ahead`).
         """
         try:
-            tokenizer = None
-            if ahead is not None:
-                tokenizer = ahead.result()
-            elif name is not None or not self.info.skip_tokenizer_init:
-                tokenizer = load_tokenizer(
-                    name or self.info.tokenizer,
-                    self.info.tokenizer_mode,
-                    revision=None if name else self.info.tokenizer_revision,
-                    **source,
-                )
+            tokenizer = tokenizer_of(self.info, name, source) if ahead is None else ahead.result()
             self._intake = Intake(self.info, tokenizer, salt)
             self.adapters = AdapterBook(self.info, source.get("token"), source.get("cache_dir"))
             self.tokenizer = tokenizer
@@ -382,6 +373,17 @@ class AttachMethod(Generic[P]):
             return face._over(self._attach(*args, **kwargs))
 
         return attach
+
+
+def tokenizer_of(info: EngineInfo, name: str | None, source: dict[str, Any]) -> Tokenizer | None:
+    """Load the tokenizer `name`, or the core's; None without a name if the core skips tokenizers.
+
+    source: further options of `load_tokenizer`, which says what it raises.
+    """
+    if name is None and info.skip_tokenizer_init:
+        return None
+    revision = None if name else info.tokenizer_revision
+    return load_tokenizer(name or info.tokenizer, info.tokenizer_mode, revision=revision, **source)
 
 
 def tokenizer_ahead(args: EngineArgs, source: dict[str, Any]) -> Future[Tokenizer] | None:

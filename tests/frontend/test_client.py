@@ -15,7 +15,8 @@ import msgspec
 import pytest
 import zmq
 
-from pagewire.frontend.client import SUBMIT_BATCH, CoreClient, too_large
+from pagewire.frontend.client import CoreClient
+from pagewire.frontend.send_queue import SUBMIT_BATCH, too_large
 from pagewire.ipc.codec import MAX_FRAMES, Codec
 from pagewire.ipc.errors import (
     DetachedError,
@@ -301,7 +302,7 @@ def test_messages_stay_below_the_limit_of_the_cores_socket(
 def test_several_requests_have_less_room_than_one(
     core: Any, attach: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagewire.frontend.client.MAX_BATCH_BYTES", 5_000)
+    monkeypatch.setattr("pagewire.frontend.send_queue.MAX_BATCH_BYTES", 5_000)
     client = attach(core.address).client
     assert client.submit([sized_request(key, 20_000 if key == 5 else 2_000) for key in range(9)]) == []
     submits = [core.expect(Submit)]
@@ -466,7 +467,7 @@ def test_without_keys_nothing_goes_beyond_this_machine() -> None:
 
 def test_messages_of_too_many_bytes_or_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Embeddings are parts of their own; the first part has the limit of this engine."""
-    monkeypatch.setattr("pagewire.frontend.client.MAX_MESSAGE_BYTES", 100)
+    monkeypatch.setattr("pagewire.frontend.send_queue.MAX_MESSAGE_BYTES", 100)
     assert too_large([b"x" * 10, b"y" * 90], "it", 10) is None
     for frames in ([b"x" * 10, b"y" * 91], [b"x", *[b""] * MAX_FRAMES]):
         error = too_large(frames, "it", 10)
