@@ -49,7 +49,10 @@ class Cores(Protocol):
     """A connection to a core, or to several that serve the same model."""
 
     info: EngineInfo
-    dead: EngineDeadError | None
+
+    @property
+    def dead(self) -> EngineDeadError | None:
+        """Why the core is lost; None while it is not."""
 
     @property
     def client(self) -> Client:

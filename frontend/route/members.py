@@ -25,10 +25,12 @@ class Members:
 
     Attributes:
         lock: guards the states of all. info: properties of the first core that was reached.
+        dead: why no core is up; None while one is.
     """
 
     def __init__(self, listener: Listener, on_up: Callable[[Replica], None]) -> None:
         self.lock = threading.RLock()
+        self.dead: EngineDeadError | None = EngineDeadError("no engine core was reached yet")
         self.info: EngineInfo | None = None
         self._listener, self._on_up = listener, on_up
         self._replicas: dict[int, Replica] = {}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from pagewire.frontend.metrics import read_metrics
+from pagewire.frontend.route.dispatcher import Dispatcher
 from pagewire.frontend.route.replica import Replica, State
 from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.messages import EngineInfo
@@ -13,18 +14,8 @@ from pagewire.ipc.messages import EngineInfo
 Row: TypeAlias = dict[str, Any]
 
 
-class Routed(Protocol):
-    """The part of a fleet that metrics are read from."""
-
-    def num_requests(self, replica: Replica) -> int:
-        """How many requests a core has."""
-
-    def num_blocks(self, replica: Replica) -> int:
-        """How many cached blocks a core has reported."""
-
-
 def relabelled(rows: list[Row], number: int) -> list[Row]:
-    """The metrics of a core, of which the label `engine` is its number.
+    """The metrics of a core, with its number as their label `engine`.
 
     Raises:
         ProtocolError: one of them is no metric.
@@ -36,24 +27,24 @@ def relabelled(rows: list[Row], number: int) -> list[Row]:
         raise ProtocolError(f"the answer to metrics is of another type: {error!r:.100}") from None
 
 
-def router_rows(fleet: Routed, info: EngineInfo, replicas: Iterable[Replica]) -> Iterator[Row]:
+def router_rows(dispatcher: Dispatcher, info: EngineInfo, replicas: Iterable[Replica]) -> Iterator[Row]:
     """What the router knows of each core, in the form of the core's own metrics."""
     for replica in replicas:
-        for kind, name, text, value in figures(fleet, replica):
+        for kind, name, text, value in figures(dispatcher, replica):
             labels = {"model_name": info.served_model_names[0], "engine": str(replica.number)}
             yield {"name": name, "type": kind, "documentation": text, "labels": labels, "value": value}
 
 
-def figures(fleet: Routed, replica: Replica) -> Iterator[tuple[str, str, str, float]]:
+def figures(dispatcher: Dispatcher, replica: Replica) -> Iterator[tuple[str, str, str, float]]:
     """Type, name, description and value of each metric of a core."""
     up = replica.state is State.UP
     yield "gauge", "pagewire:route_core_up", "1 while the core gets requests.", int(up)
     text = "Requests that the core has."
-    yield "gauge", "pagewire:route_requests", text, fleet.num_requests(replica)
+    yield "gauge", "pagewire:route_requests", text, dispatcher.num_requests(replica)
     text = "Prompt tokens that were sent to the core and that it has not computed yet."
     yield "gauge", "pagewire:route_waiting_tokens", text, replica.num_waiting
     text = "Cached blocks that the core has reported."
-    yield "gauge", "pagewire:route_blocks", text, fleet.num_blocks(replica)
+    yield "gauge", "pagewire:route_blocks", text, dispatcher.num_blocks(replica)
     text = "Requests that the core was sent, also those that went on there."
     yield "counter", "pagewire:route_requests_total", text, replica.num_placed
     text = "Requests that went on elsewhere: the core died, was drained, or refused them."

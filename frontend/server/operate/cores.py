@@ -109,8 +109,8 @@ def described(fleet: Fleet, replica: Replica) -> Core:
         replica.place.label,
         replica.state.value,
         None if replica.problem is None else str(replica.problem),
-        fleet.num_requests(replica),
+        fleet.dispatcher.num_requests(replica),
         replica.num_waiting,
         replica.num_running,
-        fleet.num_blocks(replica),
+        fleet.dispatcher.num_blocks(replica),
     )

@@ -140,7 +140,7 @@ def test_requests_of_a_drained_core_can_be_moved(cores: Cores) -> None:
         assert isinstance(core, MortalCore)
         core.calls["status"] = dict
     states = submit(session, inbox, *NAMES, length=400)
-    moved = set(cores.fleet._ledger.on(cores.fleet.members.get(0)))
+    moved = set(cores.fleet.dispatcher.ledger.on(cores.fleet.members.get(0)))
     cores.fleet.drain(0, move=True)
     wait_for(inbox, states)
     assert ends(states) == [(None, output(400))] * 6
@@ -239,7 +239,7 @@ class SilentCores:
 
     def core_of(self, state: RequestState) -> int:
         """The number of the core that has a request."""
-        return self.fleet._ledger.placed[state.key].replica.number
+        return self.fleet.dispatcher.ledger.placed[state.key].replica.number
 
 
 @pytest.fixture
@@ -256,14 +256,14 @@ PROMPT = [7] * 100  # six full blocks
 def test_a_request_goes_where_its_prefix_is_reported(silent: SilentCores) -> None:
     names = prompt_names(Prompt(PROMPT), 16)
     silent.cores[1].send(Blocks(0, True, b"".join(names)))
-    wait_until(lambda: silent.fleet.num_blocks(silent.fleet.members.get(1)) == 6)
+    wait_until(lambda: silent.fleet.dispatcher.num_blocks(silent.fleet.members.get(1)) == 6)
     first = submit(silent.session, silent.inbox, "a", prompt=PROMPT)[0]
     assert silent.core_of(first) == 1
     silent.session.abort([first])
     silent.cores[1].send(Blocks(1, False, removed=b"".join(names)))
     silent.cores[0].send(Blocks(0, True, b"".join(names)))
-    wait_until(lambda: silent.fleet.num_blocks(silent.fleet.members.get(1)) == 0)
-    wait_until(lambda: silent.fleet.num_blocks(silent.fleet.members.get(0)) == 6)
+    wait_until(lambda: silent.fleet.dispatcher.num_blocks(silent.fleet.members.get(1)) == 0)
+    wait_until(lambda: silent.fleet.dispatcher.num_blocks(silent.fleet.members.get(0)) == 6)
 
 
 def test_what_requests_will_leave_counts_as_cached_unless_too_much_waits(silent: SilentCores) -> None:
@@ -271,7 +271,7 @@ def test_what_requests_will_leave_counts_as_cached_unless_too_much_waits(silent:
     first, second = (submit(silent.session, silent.inbox, name, prompt=PROMPT)[0] for name in "ab")
     assert silent.core_of(first) != silent.core_of(second)  # the first one's tokens are still to be computed
     silent.cores[silent.core_of(second)].tokens(second.key, [2])
-    wait_until(lambda: silent.fleet._ledger.placed[second.key].started)
+    wait_until(lambda: silent.fleet.dispatcher.ledger.placed[second.key].started)
     third = submit(silent.session, silent.inbox, "c", prompt=[*PROMPT, 8, 8])[0]
     assert silent.core_of(third) == silent.core_of(second)
 
@@ -279,7 +279,7 @@ def test_what_requests_will_leave_counts_as_cached_unless_too_much_waits(silent:
 def test_other_salts_are_other_prefixes(silent: SilentCores) -> None:
     names = prompt_names(Prompt(PROMPT, cache_salt="theirs"), 16)
     silent.cores[1].send(Blocks(0, True, b"".join(names)))
-    wait_until(lambda: silent.fleet.num_blocks(silent.fleet.members.get(1)) == 6)
+    wait_until(lambda: silent.fleet.dispatcher.num_blocks(silent.fleet.members.get(1)) == 6)
     assert silent.core_of(submit(silent.session, silent.inbox, "a", prompt=PROMPT)[0]) == 0
 
 
@@ -299,7 +299,7 @@ def test_after_a_gap_all_names_are_asked_for_again(silent: SilentCores) -> None:
     core.calls["follow_blocks"] = follow
     core.send(Blocks(0, True, b"a" * 32))
     core.send(Blocks(2, False, b"b" * 32))
-    wait_until(lambda: silent.fleet.num_blocks(replica) == 2)
+    wait_until(lambda: silent.fleet.dispatcher.num_blocks(replica) == 2)
     assert (len(calls), replica.num_gaps) == (2, 2)
 
 
@@ -351,7 +351,7 @@ def test_a_sequence_that_ends_twice_leaves_the_others_on_the_core(silent: Silent
     silent.cores[0].tokens(state.key, [4], index=1)
     wait_until(lambda: state.num_output_tokens == 2)
     replica = silent.fleet.members.get(0)
-    assert (silent.fleet.num_requests(replica), replica.num_running) == (1, 1)
+    assert (silent.fleet.dispatcher.num_requests(replica), replica.num_running) == (1, 1)
     silent.cores[0].send(CoreDying("SIGTERM", stopped=True))
     wait_until(lambda: silent.core_of(state) == 1)
     silent.cores[1].tokens(state.key, [6], index=1, finish_reason="length")
