@@ -11,7 +11,7 @@ from pagewire.frontend.calls import AsyncEngineCalls, timed_out
 from pagewire.frontend.configs import (
     DecodingConfig,
     ParallelConfig,
-    SchedulerConfig,
+    SchedulerLimits,
     parallel_config,
     scheduler_config,
 )
@@ -69,7 +69,7 @@ class AsyncEngine(AsyncEngineCalls):
         """How the model is split."""
         return parallel_config(self.session.info)
 
-    async def get_scheduler_config(self) -> SchedulerConfig:
+    async def get_scheduler_config(self) -> SchedulerLimits:
         """Limits of the scheduler."""
         return scheduler_config(self.session.info)
 

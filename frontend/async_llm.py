@@ -26,7 +26,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 from pagewire.frontend.answer_budget import LogprobBudget
 from pagewire.frontend.async_engine import AsyncEngine
 from pagewire.frontend.inputs import CheckedParams, Prepared, PromptType, is_embeds_prompt
-from pagewire.frontend.loop_mailbox import Listener, LoopMailbox
+from pagewire.frontend.loop_mailbox import LoopMailbox, OutputListener
 from pagewire.frontend.lora import LoRARequest
 from pagewire.frontend.off_loop import OFF_LOOP_CHARS, num_chars, tokenizing
 from pagewire.frontend.outputs import RequestOutput, RequestState
@@ -176,7 +176,7 @@ class AsyncLLM(AsyncEngine):
         prepared: Sequence[Prepared],
         trace_headers: Mapping[str, str] | None,
         logprob_budget: LogprobBudget | None = None,
-    ) -> Iterator[tuple[Places, Listener]]:
+    ) -> Iterator[tuple[Places, OutputListener]]:
         """Submit requests; those that have not ended with the block are aborted."""
         keys = [item.request.key for item in prepared]
         mailbox = self._mailbox()

@@ -17,7 +17,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class SchedulerConfig:
+class SchedulerLimits:
     """Limits of the scheduler, in tokens and sequences. policy: "fcfs" or "priority"."""
 
     max_num_batched_tokens: int
@@ -39,8 +39,8 @@ def parallel_config(info: EngineInfo) -> ParallelConfig:
     return ParallelConfig(shards, stages, shards * stages)
 
 
-def scheduler_config(info: EngineInfo) -> SchedulerConfig:
+def scheduler_config(info: EngineInfo) -> SchedulerLimits:
     """Limits of the engine's scheduler."""
-    return SchedulerConfig(
+    return SchedulerLimits(
         info.max_num_batched_tokens, info.max_num_seqs, info.max_model_len, info.scheduling_policy
     )

@@ -28,7 +28,7 @@ from pagewire.ipc.messages import Blocks, EngineInfo, Request, TokenDelta
 logger = logging.getLogger("pagewire.frontend")
 
 
-class Client(Protocol):
+class EngineClient(Protocol):
     """What takes requests: the client of one core, or of several."""
 
     @property
@@ -55,7 +55,7 @@ class Cores(Protocol):
         """Why the core is lost; None while it is not."""
 
     @property
-    def client(self) -> Client:
+    def client(self) -> EngineClient:
         """Takes requests."""
 
     @property
@@ -91,7 +91,7 @@ class Owner(Protocol):
         keys: of the requests that it had; None: all that were sent. With keys, other cores serve meanwhile.
         """
 
-    def core_attached(self, client: Client, others: Client | None = None) -> None:
+    def core_attached(self, client: EngineClient, others: EngineClient | None = None) -> None:
         """Another core took the place of a lost one. Called on the supervisor's thread, which may wait here.
 
         others: where requests go that are free of suspicion, if not to the same core.
@@ -109,7 +109,7 @@ class Loss:
     error: EngineDeadError
 
 
-class Connection:
+class CoreConnection:
     """A client that is replaced when its core is lost, as the source allows.
 
     Attributes:

@@ -10,7 +10,7 @@ from pagewire.frontend.calls import timed_out
 from pagewire.frontend.configs import (
     DecodingConfig,
     ParallelConfig,
-    SchedulerConfig,
+    SchedulerLimits,
     parallel_config,
     scheduler_config,
 )
@@ -76,7 +76,7 @@ class LocalEngine(EngineCalls):
         """How the model is split."""
         return parallel_config(self.session.info)
 
-    def get_scheduler_config(self) -> SchedulerConfig:
+    def get_scheduler_config(self) -> SchedulerLimits:
         """Limits of the scheduler."""
         return scheduler_config(self.session.info)
 

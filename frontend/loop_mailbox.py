@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pagewire.frontend.outputs import RequestState
 
 
-class Listener:
+class OutputListener:
     """Wakes one task when some of its requests have new output. (An `asyncio.Event` serves any number of tasks.)"""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -40,13 +40,13 @@ class LoopMailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._listeners: dict[int, Listener] = {}
+        self._listeners: dict[int, OutputListener] = {}
         self._ready: set[int] = set()
         self._lock = threading.Lock()
 
-    def open(self, keys: Iterable[int]) -> Listener:
+    def open(self, keys: Iterable[int]) -> OutputListener:
         """A listener that waits for new output of the requests `keys`."""
-        listener = Listener(self._loop)
+        listener = OutputListener(self._loop)
         self._listeners.update(dict.fromkeys(keys, listener))
         return listener
 

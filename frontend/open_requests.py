@@ -21,7 +21,7 @@ import msgspec
 
 from pagewire.frontend.answer_budget import num_logprobs
 from pagewire.frontend.blame import TRIALS, Blame, SuspectTrial
-from pagewire.frontend.connection import Client, Cores, Owner
+from pagewire.frontend.connection import Cores, EngineClient, Owner
 from pagewire.frontend.mailbox import Mailbox
 from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
 from pagewire.frontend.tracing import Tracer
@@ -204,7 +204,7 @@ class OpenRequests:
             logger.error("request %.100r ends: %s", guilty.request_id, text)
             self._fail([(guilty, RequestCrashedEngineError(text))])
 
-    def core_attached(self, client: Client, others: Client | None = None) -> None:
+    def core_attached(self, client: EngineClient, others: EngineClient | None = None) -> None:
         """Let what is held go on with another core: suspects one by one first, then all."""
         self._try_suspects(client)
         with self._lock:
@@ -218,7 +218,7 @@ class OpenRequests:
                 return
         self._fail(failed)
 
-    def _try_suspects(self, client: Client) -> None:
+    def _try_suspects(self, client: EngineClient) -> None:
         """Try suspects one by one on a core, also those of another core that is lost meanwhile."""
         give_up = time.monotonic() + TRIAL_SECONDS
         tried: set[int] = set()
@@ -242,7 +242,7 @@ class OpenRequests:
         with suppress(InvalidStateError):  # `close` has cancelled it
             self.gone.set_result(error)
 
-    def _try_alone(self, client: Client, state: RequestState, give_up: float) -> bool:
+    def _try_alone(self, client: EngineClient, state: RequestState, give_up: float) -> bool:
         """Run a request alone until it has brought some tokens, then take it back. False: no other can be tried."""
         with self._lock:
             if self._held is None or self._held.pop(state.key, None) is None:
@@ -274,7 +274,7 @@ class OpenRequests:
             self._blame.passed(state)
         return True
 
-    def _settle(self, client: Client) -> None:
+    def _settle(self, client: EngineClient) -> None:
         """Wait for the core's answer to a call, before which it has sent all output of aborted requests."""
         with self._lock:
             self._trial.wait_anew()
@@ -304,7 +304,7 @@ class OpenRequests:
 
     # -------------------------------------------------------------- under the lock
 
-    def _resume(self, client: Client, states: list[RequestState]) -> Failed:
+    def _resume(self, client: EngineClient, states: list[RequestState]) -> Failed:
         """Send requests to another core, where they go on. Returns those that it cannot get, with the errors."""
         try:
             failed = self._send(client, [resumed(state) for state in states])
@@ -313,7 +313,7 @@ class OpenRequests:
         client.abort(sequences=[place for state in states for place in ended(state)])
         return failed
 
-    def _send(self, client: Client, requests: list[Request]) -> Failed:
+    def _send(self, client: EngineClient, requests: list[Request]) -> Failed:
         """Send requests to the core. Returns those that are too large, with the errors."""
         refused = client.submit(requests)
         return [(self._table.outputs.states[request.key], error) for request, error in refused]

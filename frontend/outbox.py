@@ -19,7 +19,7 @@ from pagewire.ipc.window import Load
 Frames: TypeAlias = list[Buffer]
 
 
-class Message(NamedTuple):
+class OutboxMessage(NamedTuple):
     """An encoded message.
 
     number: counts all messages of the outbox. keys: of its requests; a call has none. call_id: of a call.
@@ -42,13 +42,13 @@ class Message(NamedTuple):
 
 
 @dataclass(slots=True)
-class Tenant:
+class TenantQueue:
     """Requests of one tenant. waiting: not sent yet. open: sent, and no fence behind them is answered.
 
     unfenced: the part of the open ones that no fence is behind.
     """
 
-    waiting: deque[Message] = field(default_factory=deque)
+    waiting: deque[OutboxMessage] = field(default_factory=deque)
     open: Load = field(default_factory=Load)
     unfenced: Load = field(default_factory=Load)
 
@@ -80,8 +80,8 @@ class Outbox:
 
     def __init__(self, fence: Callable[[], tuple[int, Frames]]) -> None:
         self._make_fence = fence
-        self._tenants: dict[str, Tenant] = {}  # the first is next
-        self._controls: deque[Message] = deque()
+        self._tenants: dict[str, TenantQueue] = {}  # the first is next
+        self._controls: deque[OutboxMessage] = deque()
         self._unsent_fence: Fence | None = None
         self._fences: dict[int, Fence] = {}  # that are sent, by call
         self._num_added = 0
@@ -93,13 +93,13 @@ class Outbox:
 
     def add(self, tenant: str, frames: Frames, keys: Sequence[int]) -> None:
         """Put a message with requests of a tenant, which have these keys, behind its earlier ones."""
-        message = Message(frames, self._num_added, keys)
-        self._tenants.setdefault(tenant, Tenant()).waiting.append(message)
+        message = OutboxMessage(frames, self._num_added, keys)
+        self._tenants.setdefault(tenant, TenantQueue()).waiting.append(message)
         self._count()
 
     def add_control(self, frames: Frames, call_id: int | None = None) -> None:
         """Put any other message behind all earlier ones. call_id: if it is a call."""
-        self._controls.append(Message(frames, self._num_added, call_id=call_id))
+        self._controls.append(OutboxMessage(frames, self._num_added, call_id=call_id))
         self._count()
 
     def drop(self, keys: Set[int]) -> None:
@@ -171,7 +171,7 @@ class Outbox:
         )
         return oldest is None or self._controls[0].number < oldest
 
-    def _fence(self, name: str, tenant: Tenant) -> Frames:
+    def _fence(self, name: str, tenant: TenantQueue) -> Frames:
         """Put a fence behind what is sent of a tenant; it is the next message."""
         call_id, frames = self._make_fence()
         self._unsent_fence = Fence(call_id, frames, name, tenant.unfenced)

@@ -21,7 +21,7 @@ from functools import partial, wraps
 from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from pagewire.frontend.answer_budget import LogprobBudget
-from pagewire.frontend.connection import Connection, Cores, Owner
+from pagewire.frontend.connection import CoreConnection, Cores, Owner
 from pagewire.frontend.core_source import RunningCores, SpawnedCores
 from pagewire.frontend.inputs import CheckedParams, Intake, Prepared, PromptType
 from pagewire.frontend.lora import AdapterBook, LoRARequest, UsedAdapter
@@ -98,7 +98,7 @@ class Session:
             EngineDeadError: the core failed while it started; the text is the cause.
         """
         args.check()
-        connect = partial(Connection, SpawnedCores(args, restarts))
+        connect = partial(CoreConnection, SpawnedCores(args, restarts))
         source = {
             "token": args.hf_token,
             "cache_dir": args.download_dir,
@@ -142,7 +142,7 @@ class Session:
         # Frontends on one core must not draw the same seeds.
         salt = int.from_bytes(os.urandom(7), "little")
         source = RunningCores(address, curve, peer_uid, name, timeout, reattach_timeout)
-        return cls(partial(Connection, source), otlp_traces_endpoint).with_tokenizer(
+        return cls(partial(CoreConnection, source), otlp_traces_endpoint).with_tokenizer(
             tokenizer, salt, trust_remote_code=trust_remote_code
         )
 

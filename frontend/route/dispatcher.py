@@ -16,7 +16,7 @@ from pagewire.frontend.route.adapters import RouterAdapters
 from pagewire.frontend.route.ledger import Ledger, Work
 from pagewire.frontend.route.members import Members
 from pagewire.frontend.route.placement import Policy
-from pagewire.frontend.route.replica import Placement, Replica, State
+from pagewire.frontend.route.replica import Placement, Replica, ReplicaState
 from pagewire.ipc.block_names import split_names
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 from pagewire.ipc.messages import Blocks, Request, TokenDelta
@@ -224,7 +224,7 @@ class Dispatcher:
     def drained(self) -> Collection[Replica]:
         """The cores to leave: drained ones without requests."""
         with self._lock:
-            draining = [each for each in self._members if each.state is State.DRAINING]
+            draining = [each for each in self._members if each.state is ReplicaState.DRAINING]
             drained = [replica for replica in draining if not self.ledger.on(replica)]
             for replica in drained:
                 self._members.give_up(replica)
@@ -232,7 +232,7 @@ class Dispatcher:
             return drained
 
     def _check_drained(self, replica: Replica) -> None:
-        if replica.state is State.DRAINING:
+        if replica.state is ReplicaState.DRAINING:
             self._wake.set()
 
 

@@ -11,16 +11,16 @@ from pagewire.frontend.connection import Owner
 from pagewire.frontend.route.fleet import Fleet
 from pagewire.frontend.route.placement import Policy
 from pagewire.frontend.route.places import running
-from pagewire.frontend.route.replica import Place
+from pagewire.frontend.route.replica import CorePlace
 from pagewire.frontend.session import Session
 
 
 def routed(
-    places: Sequence[Place],
+    places: Sequence[CorePlace],
     *,
     patience: float = 30.0,
     policy: Policy = "prefix",
-    place_at: Callable[[str], Place] = running,
+    place_at: Callable[[str], CorePlace] = running,
     traces_endpoint: str | None = None,
     **tokenizer_options: Any,
 ) -> AsyncLLM:

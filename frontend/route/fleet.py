@@ -27,7 +27,7 @@ from pagewire.frontend.route.members import Members
 from pagewire.frontend.route.metrics import router_rows
 from pagewire.frontend.route.placement import Policy
 from pagewire.frontend.route.places import running
-from pagewire.frontend.route.replica import Place, Replica, State
+from pagewire.frontend.route.replica import CorePlace, Replica, ReplicaState
 from pagewire.frontend.spawn import SpawnedCore
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, EngineStoppedError
 from pagewire.ipc.messages import Blocks, EngineInfo, Request, TokenDelta
@@ -50,16 +50,16 @@ class Fleet:
         EngineDeadError: no core answers. ValueError: two serve different models. And as `CoreSource.connect`.
     """
 
-    spawned: SpawnedCore | None = None  # as a `Connection` has it; several are not one
+    spawned: SpawnedCore | None = None  # as a `CoreConnection` has it; several are not one
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[CorePlace],
         owner: Owner,
         *,
         patience: float = 30.0,
         policy: Policy = "prefix",
-        place_at: Callable[[str], Place] = running,
+        place_at: Callable[[str], CorePlace] = running,
     ) -> None:
         self.members = Members(self, self._set_up)
         self._owner, self._patience, self._place_at = owner, patience, place_at
@@ -101,10 +101,10 @@ class Fleet:
         """
         with self._lock:
             replica = self.members.get(number)
-            was_up = replica.state is State.UP
+            was_up = replica.state is ReplicaState.UP
             if was_up and len(self.members.up()) == 1:
                 raise ValueError(f"core {number} is the only one that is up: add another one first")
-            replica.state = State.DRAINING
+            replica.state = ReplicaState.DRAINING
         if move and was_up:
             self._move(replica)
         self._wake.set()
@@ -127,7 +127,7 @@ class Fleet:
 
     def _set_up(self, replica: Replica) -> None:
         """Use a core that was reached. Called with the lock."""
-        replica.state, replica.problem, self.members.dead = State.UP, None, None
+        replica.state, replica.problem, self.members.dead = ReplicaState.UP, None, None
         replica.follow_blocks()
         self.dispatcher.adapters.equip(replica)
         self._wake.set()
@@ -223,8 +223,8 @@ class Fleet:
         logger.error("core %d is lost: %s", replica.number, error)
         with self._lock:
             replica.problem = error
-            if replica.state is State.UP:
-                replica.state = State.LOST
+            if replica.state is ReplicaState.UP:
+                replica.state = ReplicaState.LOST
             keys = self.dispatcher.forget(replica)
             if not self.members.up() and self.dead is None:
                 self.members.dead, self._dead_since = error, time.monotonic()
@@ -243,8 +243,8 @@ class Fleet:
                 check_same(self.info, replica.client.info, replica.place.label)
             except ValueError as error:
                 logger.error("core %d is left: %s", replica.number, error)
-                replica.state, replica.problem = State.DRAINING, error
-            if replica.state is State.LOST:
+                replica.state, replica.problem = ReplicaState.DRAINING, error
+            if replica.state is ReplicaState.LOST:
                 logger.info("core %d is back", replica.number)
                 self._set_up(replica)
         self._wake.set()

@@ -9,7 +9,7 @@ from hashlib import sha256
 
 import msgspec
 
-from pagewire.frontend.route.placement import Candidate, Policy, choose, next_in_turn
+from pagewire.frontend.route.placement import CoreLoad, Policy, choose, next_in_turn
 from pagewire.frontend.route.prefix_index import PrefixIndex
 from pagewire.frontend.route.replica import Placement, Replica
 from pagewire.ipc.block_names import prompt_names
@@ -81,7 +81,7 @@ class Ledger:
         by_number = {replica.number: replica for replica in replicas}
         depths = self.index.depths(work.names, by_number) if work.reads_cache else dict.fromkeys(by_number, 0)
         candidates = [
-            Candidate(
+            CoreLoad(
                 number,
                 work.num_cached(depths[number]),
                 replica.num_waiting,

@@ -6,9 +6,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from pagewire.frontend.connection import Connection
+from pagewire.frontend.connection import CoreConnection
 from pagewire.frontend.route.engines import check_same
-from pagewire.frontend.route.replica import Listener, Place, Replica, State
+from pagewire.frontend.route.replica import CorePlace, Replica, ReplicaListener, ReplicaState
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.messages import EngineInfo
 
@@ -28,7 +28,7 @@ class Members:
         dead: why no core is up; None while one is.
     """
 
-    def __init__(self, listener: Listener, on_up: Callable[[Replica], None]) -> None:
+    def __init__(self, listener: ReplicaListener, on_up: Callable[[Replica], None]) -> None:
         self.lock = threading.RLock()
         self.dead: EngineDeadError | None = EngineDeadError("no engine core was reached yet")
         self.info: EngineInfo | None = None
@@ -53,13 +53,13 @@ class Members:
 
     def up(self) -> list[Replica]:
         """The cores that get requests."""
-        return [replica for replica in self if replica.state is State.UP]
+        return [replica for replica in self if replica.state is ReplicaState.UP]
 
     def attached(self) -> list[Replica]:
         """The cores that answer calls."""
-        return [replica for replica in self if replica.state in (State.UP, State.DRAINING)]
+        return [replica for replica in self if replica.state in (ReplicaState.UP, ReplicaState.DRAINING)]
 
-    def start(self, places: Sequence[Place]) -> EngineInfo:
+    def start(self, places: Sequence[CorePlace]) -> EngineInfo:
         """Attach to all cores at once. Those that do not answer yet are tried again, as long as one does.
 
         Raises:
@@ -76,7 +76,7 @@ class Members:
             raise problems[0][1]
         return self.info
 
-    def add(self, place: Place) -> Replica:
+    def add(self, place: CorePlace) -> Replica:
         """Attach to one more core. Returns it, up or, if that takes longer, joining.
 
         Raises:
@@ -99,7 +99,7 @@ class Members:
     def give_up(self, replica: Replica) -> None:
         """Remove a core from those of the router."""
         with self.lock:
-            replica.state = State.GONE
+            replica.state = ReplicaState.GONE
             self._replicas.pop(replica.number, None)
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Members:
         for thread in threads:
             thread.join()
 
-    def _join(self, place: Place) -> tuple[Replica, threading.Event]:
+    def _join(self, place: CorePlace) -> tuple[Replica, threading.Event]:
         """Attach to a core on a thread of its own. Returns the core, and what is set after the first attempt."""
         with self.lock:
             replica = Replica(self._num_added, place, self._listener)
@@ -124,7 +124,7 @@ class Members:
 
     def _reach(self, replica: Replica, tried: threading.Event) -> None:
         """Attach to a core, if need be again and again."""
-        while not self._closing.is_set() and replica.state is State.JOINING:
+        while not self._closing.is_set() and replica.state is ReplicaState.JOINING:
             try:
                 self._welcome(replica, replica.connect())
             except Exception as error:  # of any kind: `start` and `add` report it
@@ -134,10 +134,10 @@ class Members:
                 if not tried.is_set():
                     logger.warning("core %d was not reached: %s", replica.number, error)
             tried.set()
-            if replica.state is State.JOINING:
+            if replica.state is ReplicaState.JOINING:
                 self._closing.wait(RETRY_SECONDS)
 
-    def _welcome(self, replica: Replica, connection: Connection) -> None:
+    def _welcome(self, replica: Replica, connection: CoreConnection) -> None:
         """Take a core that was reached.
 
         Raises:
@@ -147,10 +147,10 @@ class Members:
             with self.lock:
                 self.info = self.info or connection.info
                 check_same(self.info, connection.info, replica.place.label)
-                if self._closing.is_set() or replica.state is not State.JOINING:
+                if self._closing.is_set() or replica.state is not ReplicaState.JOINING:
                     raise EngineDeadError("the engine was shut down")
                 replica.connection = connection
-                replica.state, replica.problem = State.LOST, connection.dead
+                replica.state, replica.problem = ReplicaState.LOST, connection.dead
                 if connection.dead is None:
                     self._on_up(replica)
         except BaseException:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from pagewire.frontend.metrics import read_metrics
 from pagewire.frontend.route.dispatcher import Dispatcher
-from pagewire.frontend.route.replica import Replica, State
+from pagewire.frontend.route.replica import Replica, ReplicaState
 from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.messages import EngineInfo
 
@@ -37,7 +37,7 @@ def router_rows(dispatcher: Dispatcher, info: EngineInfo, replicas: Iterable[Rep
 
 def figures(dispatcher: Dispatcher, replica: Replica) -> Iterator[tuple[str, str, str, float]]:
     """Type, name, description and value of each metric of a core."""
-    up = replica.state is State.UP
+    up = replica.state is ReplicaState.UP
     yield "gauge", "pagewire:route_core_up", "1 while the core gets requests.", int(up)
     text = "Requests that the core has."
     yield "gauge", "pagewire:route_requests", text, dispatcher.num_requests(replica)

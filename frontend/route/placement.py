@@ -20,7 +20,7 @@ Policy: TypeAlias = Literal["prefix", "round-robin"]
 POLICIES: tuple[Policy, ...] = ("prefix", "round-robin")
 
 
-class Candidate(NamedTuple):
+class CoreLoad(NamedTuple):
     """A core that may get a request.
 
     core: its number. num_cached: tokens of the prompt that it has. num_waiting: prompt tokens that were sent there
@@ -34,13 +34,13 @@ class Candidate(NamedTuple):
     num_placed: int = 0
 
 
-def cost(candidate: Candidate, num_tokens: int) -> int:
+def cost(candidate: CoreLoad, num_tokens: int) -> int:
     """What a prompt of `num_tokens` costs there, in tokens. At least one token is always computed."""
     to_compute = max(1, num_tokens - candidate.num_cached)
     return to_compute + candidate.num_waiting + RUNNING_TOKENS * candidate.num_running
 
 
-def choose(num_tokens: int, candidates: Iterable[Candidate], last: int | None = None) -> int:
+def choose(num_tokens: int, candidates: Iterable[CoreLoad], last: int | None = None) -> int:
     """The core for a prompt of `num_tokens`. last: where the last request with the same beginning went.
 
     Raises:
@@ -55,7 +55,7 @@ def choose(num_tokens: int, candidates: Iterable[Candidate], last: int | None = 
     return min(cheapest, key=lambda candidate: (candidate.num_placed, candidate.core)).core
 
 
-def next_in_turn(candidates: Iterable[Candidate], turn: int) -> int:
+def next_in_turn(candidates: Iterable[CoreLoad], turn: int) -> int:
     """One core after the other: the policy "round-robin", which ignores prefixes. turn: counts requests."""
     cores = sorted(candidate.core for candidate in candidates)
     return cores[turn % len(cores)]

@@ -7,7 +7,7 @@ import math
 import os
 
 from pagewire.frontend.core_source import RunningCores, SpawnedCores, longest_silence
-from pagewire.frontend.route.replica import Place
+from pagewire.frontend.route.replica import CorePlace
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.sockets import CurveKeys, check_address
 
@@ -15,7 +15,7 @@ CONNECT_SECONDS = 3.0  # for a core that runs to accept a connection; it may loa
 RESTARTS = 1 << 30  # of a spawned core: as often as it dies, after growing pauses
 
 
-def running(address: str, curve: CurveKeys | None = None, peer_uid: int | None = None) -> Place:
+def running(address: str, curve: CurveKeys | None = None, peer_uid: int | None = None) -> CorePlace:
     """The place of a core that runs at an address; one that is lost is waited for there for ever.
 
     Raises:
@@ -25,10 +25,10 @@ def running(address: str, curve: CurveKeys | None = None, peer_uid: int | None =
     source = RunningCores(
         address, curve, peer_uid, "route", CONNECT_SECONDS, math.inf, patience=longest_silence()
     )
-    return Place(address, source)
+    return CorePlace(address, source)
 
 
-def spawned(args: EngineArgs, number: int, num_cores: int) -> Place:
+def spawned(args: EngineArgs, number: int, num_cores: int) -> CorePlace:
     """The place of one of several cores that are spawned here.
 
     Unless the options say otherwise, they divide the processors among themselves. With device "cuda", core i gets
@@ -47,4 +47,4 @@ def spawned(args: EngineArgs, number: int, num_cores: int) -> Place:
     if args.device == "cuda":
         args = dataclasses.replace(args, device=f"cuda:{number}")
     label = f"spawned core {number} of {args.model}"
-    return Place(label, SpawnedCores(args, RESTARTS), retries=False)
+    return CorePlace(label, SpawnedCores(args, RESTARTS), retries=False)

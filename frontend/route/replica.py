@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from pagewire.frontend.client import CoreClient
-from pagewire.frontend.connection import Client, Connection
+from pagewire.frontend.connection import CoreConnection, EngineClient
 from pagewire.frontend.core_source import CoreSource
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 from pagewire.ipc.messages import Blocks, Request, TokenDelta
@@ -22,7 +22,7 @@ logger = logging.getLogger("pagewire.route")
 PROOF_SECONDS = 10.0  # for a core that has greeted to answer a call, before it gets requests
 
 
-class State(Enum):
+class ReplicaState(Enum):
     """What a router does with a core; the value is its name in answers and metrics."""
 
     JOINING = "joining"
@@ -38,7 +38,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Place:
+class CorePlace:
     """Where a core is. label: its address, or how it is spawned. retries: try again while no core answers there."""
 
     label: str
@@ -64,7 +64,7 @@ class Placement:
     refused_by: set[int] = field(default_factory=set)
 
 
-class Listener(Protocol):
+class ReplicaListener(Protocol):
     """Receives what happens on the connections of a router, on the threads that `connection.Owner` names."""
 
     def take_deltas(self, replica: Replica, deltas: list[TokenDelta]) -> None:
@@ -93,10 +93,10 @@ class Replica:
     """A core behind a router, and the owner of the connection to it.
 
     Attributes:
-        number: counts the cores of the router; its label in metrics. state: see `State`.
+        number: counts the cores of the router; its label in metrics. state: see `ReplicaState`.
         problem: why it could not be reached, or was lost; None while all is well.
         connection: None until it is reached for the first time.
-        num_waiting, num_running: see `placement.Candidate`. num_placed, num_prompt_tokens, num_cached_tokens: of
+        num_waiting, num_running: see `placement.CoreLoad`. num_placed, num_prompt_tokens, num_cached_tokens: of
             the requests that it was sent, as the router saw it. num_moved: requests that went on elsewhere.
         adapters: those that were registered with it, by name: None, or why it could not load one.
         next_blocks: number of the next message about blocks; None from a call of `follow_blocks` until its
@@ -105,11 +105,11 @@ class Replica:
         probe: the last call that shows whether it still answers.
     """
 
-    def __init__(self, number: int, place: Place, listener: Listener) -> None:
+    def __init__(self, number: int, place: CorePlace, listener: ReplicaListener) -> None:
         self.number, self.place = number, place
-        self.state = State.JOINING
+        self.state = ReplicaState.JOINING
         self.problem: Exception | None = None
-        self.connection: Connection | None = None
+        self.connection: CoreConnection | None = None
         self.num_waiting = self.num_running = self.num_placed = self.num_moved = 0
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.busy_until = 0.0
@@ -131,13 +131,13 @@ class Replica:
             raise EngineDeadError(f"{self.place.label} was not reached yet")
         return self.connection.client
 
-    def connect(self) -> Connection:
+    def connect(self) -> CoreConnection:
         """Attach to the core, and wait until it is ready, and has answered a call.
 
         Raises:
             as `CoreSource.connect`, and `prove`.
         """
-        connection = Connection(self.place.source, self, self._take_blocks)
+        connection = CoreConnection(self.place.source, self, self._take_blocks)
         try:
             self.prove(connection.client)
         except BaseException:
@@ -205,7 +205,7 @@ class Replica:
         """The core is lost; another is looked for next."""
         self._listener.core_lost(self, error)
 
-    def core_attached(self, client: Client, others: Client | None = None) -> None:
+    def core_attached(self, client: EngineClient, others: EngineClient | None = None) -> None:
         """Another core took its place."""
         self._listener.core_attached(self)
 

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from pagewire.frontend.text.steps import REPLACEMENT, EachPiece, ReplaceText, Step, compile_decoder
+from pagewire.frontend.text.steps import REPLACEMENT, DecoderStep, EachPiece, ReplaceText, compile_decoder
 from pagewire.frontend.text.tokenizer import CLEAN_UP, Tokenizer
 
 
@@ -41,14 +41,14 @@ class Pieces:
     steps: the remaining steps of the decoder; each stream copies them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, steps: list[Step]) -> None:
+    def __init__(self, tokenizer: Tokenizer, steps: list[DecoderStep]) -> None:
         self._tokenizer = tokenizer
         self._names: dict[int, str | None] = {}
         self._first: list[EachPiece] = []
         while steps and isinstance(step := steps[0], EachPiece):
             self._first.append(step)
             steps = steps[1:]
-        self.steps = [step for step in steps if type(step) is not Step]
+        self.steps = [step for step in steps if type(step) is not DecoderStep]
 
     def __getitem__(self, token_id: int) -> str | None:
         if token_id not in self._names:

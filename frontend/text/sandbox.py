@@ -225,7 +225,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return checked(super().call(__context, __obj, *args, **kwargs))
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """The tag `{% generation %}`, which marks the assistant's text for training; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012
@@ -241,7 +241,7 @@ class Generation(Extension):
 def environment() -> Sandbox:
     """Return the environment that chat templates expect: transformers' options, filters and functions."""
     sandbox = Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )
     del sandbox.globals["lipsum"]
     sandbox.filters |= {"tojson": to_json, "join": join}

@@ -14,7 +14,7 @@ REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
-class Step:
+class DecoderStep:
     """A step of a decoder, which converts pieces of text. The base class returns them unchanged.
 
     The values of its state are never changed in place, so `copy.copy` takes a snapshot.
@@ -35,7 +35,7 @@ class Step:
 
 
 # ---------------------------------------------------------------- steps on the names of tokens
-class EachPiece(Step):
+class EachPiece(DecoderStep):
     """Applies a function to each piece."""
 
     def __init__(self, function: Callable[[str], str]) -> None:
@@ -45,7 +45,7 @@ class EachPiece(Step):
         return [self.function(piece) for piece in pieces]
 
 
-class FirstDiffers(Step):
+class FirstDiffers(DecoderStep):
     """Applies a function to each piece, and another one to the first."""
 
     def __init__(self, first: Callable[[str], str], rest: Callable[[str], str]) -> None:
@@ -59,7 +59,7 @@ class FirstDiffers(Step):
         return [self.first(pieces[0]), *(self.rest(piece) for piece in pieces[1:])]
 
 
-class LastDiffers(Step):
+class LastDiffers(DecoderStep):
     """Applies a function to each piece, and another one to the last, which is therefore held back."""
 
     def __init__(self, rest: Callable[[str], str], last: Callable[[str], str]) -> None:
@@ -81,7 +81,7 @@ class LastDiffers(Step):
         return self.held is not None
 
 
-class ByteRuns(Step):
+class ByteRuns(DecoderStep):
     """Converts runs of byte tokens ("<0xE4>") to text if the whole run is UTF-8, else to one U+FFFD per byte.
 
     A run is held back until it ends, since its last byte may make it invalid.
@@ -115,7 +115,7 @@ class ByteRuns(Step):
         return bool(self.run)
 
 
-class ByteLevel(Step):
+class ByteLevel(DecoderStep):
     """Converts names of byte-level tokens, whose bytes are UTF-8, to text. Holds back partial characters."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class ByteLevel(Step):
 
 
 # ---------------------------------------------------------------- steps on text, independent of its pieces
-class ReplaceText(Step):
+class ReplaceText(DecoderStep):
     """Applies `str.replace` to the whole text. Holds back an end that may be the start of the pattern."""
 
     def __init__(self, pattern: str, content: str) -> None:
@@ -158,7 +158,7 @@ class ReplaceText(Step):
         return bool(self.held)
 
 
-class StripText(Step):
+class StripText(DecoderStep):
     """Removes up to `left` leading and `right` trailing characters `content` of the whole text."""
 
     def __init__(self, content: str, left: int, right: int) -> None:
@@ -227,10 +227,10 @@ def word_piece(prefix: str, cleanup: bool) -> FirstDiffers:
     return FirstDiffers(tidy, later)
 
 
-def compile_decoder(decoder: dict[str, Any]) -> list[Step] | None:
+def compile_decoder(decoder: dict[str, Any]) -> list[DecoderStep] | None:
     """Return the steps of a decoder of `tokenizer.json`; None if one of them is not supported."""
     described = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    steps: list[Step] = []
+    steps: list[DecoderStep] = []
     fused = False  # an earlier step has joined all pieces
     for description in described:
         step = text_step(description) if fused else piece_step(description)
@@ -241,7 +241,7 @@ def compile_decoder(decoder: dict[str, Any]) -> list[Step] | None:
     return steps
 
 
-def piece_step(decoder: dict[str, Any]) -> Step | None:
+def piece_step(decoder: dict[str, Any]) -> DecoderStep | None:
     """Return the step for a decoder that works on single tokens; None if it is not supported."""
     kind = decoder["type"]
     if kind == "ByteLevel":
@@ -249,7 +249,7 @@ def piece_step(decoder: dict[str, Any]) -> Step | None:
     if kind == "ByteFallback":
         return ByteRuns()
     if kind == "Fuse":
-        return Step()
+        return DecoderStep()
     if kind == "Join":
         return FirstDiffers(str, lambda piece: " " + piece)
     if kind == "WordPiece":
@@ -269,11 +269,11 @@ def piece_step(decoder: dict[str, Any]) -> Step | None:
     return None
 
 
-def text_step(decoder: dict[str, Any]) -> Step | None:
+def text_step(decoder: dict[str, Any]) -> DecoderStep | None:
     """Return the step for a decoder that works on the joined text; None if it is not supported."""
     kind = decoder["type"]
     if kind == "Fuse":
-        return Step()
+        return DecoderStep()
     if kind == "Replace" and (pattern := decoder["pattern"].get("String")):
         return ReplaceText(pattern, decoder["content"])
     if kind == "Strip":

@@ -22,7 +22,7 @@ from pagewire.frontend.server.http.key_file import (
     read_key_file,
     signature_of,
 )
-from pagewire.frontend.server.http.tenants import Tenant, secret_salt
+from pagewire.frontend.server.http.tenants import ApiTenant, secret_salt
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.frontend.server.page import PATHS
 from pagewire.frontend.slow_work import current_tenant
@@ -54,8 +54,8 @@ class ApiKeys:
         several = self._path is not None or len(self._own) > 1
         self._salted = several if options.cache_salt_by_key is None else options.cache_salt_by_key
         self._shows_cached = self._salted or not several
-        self._by_name: dict[str, Tenant] = {}
-        self._by_digest: dict[bytes, Tenant] = {}
+        self._by_name: dict[str, ApiTenant] = {}
+        self._by_digest: dict[bytes, ApiTenant] = {}
         self._signature: tuple[int, ...] = ()
         try:
             if self._path is not None:
@@ -64,7 +64,7 @@ class ApiKeys:
         except OSError as error:
             raise ValueError(f"api_key_file: {error}") from None
 
-    def tenant(self, key: bytes) -> Tenant | None:
+    def tenant(self, key: bytes) -> ApiTenant | None:
         """The tenant that has this key; None if no tenant has it.
 
         Keys are looked up by their digest: the time that this takes reveals nothing about a key.
@@ -99,13 +99,13 @@ class ApiKeys:
             entries += read
             check_entries(entries)
         self._check_priorities(entries)
-        by_name: dict[str, Tenant] = {
+        by_name: dict[str, ApiTenant] = {
             name: tenant for name, tenant in self._by_name.items() if tenant.num_requests
         }
         self._by_digest = {}
         for entry in entries:
             if entry.name not in by_name:
-                by_name[entry.name] = Tenant(entry.name, entry.rights)
+                by_name[entry.name] = ApiTenant(entry.name, entry.rights)
             self._by_digest[entry.digest] = by_name[entry.name]
         for entry in reversed(entries):  # so that the first line of a name gives the salt
             tenant = by_name[entry.name]
@@ -143,7 +143,7 @@ class KeyCheck:
         )
         await error_response(error)(scope, receive, send)
 
-    def _tenant(self, scope: Scope) -> Tenant | None:
+    def _tenant(self, scope: Scope) -> ApiTenant | None:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             return None

@@ -13,7 +13,7 @@ from typing import Protocol
 from pagewire.frontend.server.http.limits import ConnectionLimits, network_of
 
 
-class Peer(Protocol):
+class ConnectionHolder(Protocol):
     """What holds one connection: a TLS handshake, and then the protocol of HTTP."""
 
     def evict(self) -> None:
@@ -23,7 +23,7 @@ class Peer(Protocol):
         """The connection's deadline has passed. now: time of the event loop."""
 
 
-class Connection:
+class HttpConnection:
     """One open connection.
 
     Attributes:
@@ -31,7 +31,7 @@ class Connection:
         peer: what holds it now. deadline: time of the event loop at which `peer.expire` is called.
     """
 
-    def __init__(self, network: str | None, peer: Peer, deadline: float) -> None:
+    def __init__(self, network: str | None, peer: ConnectionHolder, deadline: float) -> None:
         self.network, self.peer, self.deadline = network, peer, deadline
 
 
@@ -40,14 +40,14 @@ class Connections:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
-        self._open: set[Connection] = set()
-        self._idle: dict[Connection, None] = {}  # without a complete request, in order: the oldest first
+        self._open: set[HttpConnection] = set()
+        self._idle: dict[HttpConnection, None] = {}  # without a complete request, in order: the oldest first
         self._per_network: Counter[str | None] = Counter()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def admit(self, host: str | None, peer: Peer, deadline: float) -> Connection | None:
+    def admit(self, host: str | None, peer: ConnectionHolder, deadline: float) -> HttpConnection | None:
         """Return a new connection from a host, which has no request yet; None: there is no place for it.
 
         host: IP address; None: a Unix socket, whose clients have no address and so only the limit of all.
@@ -58,7 +58,7 @@ class Connections:
             return None
         if len(self._open) >= self._limits.most and not self._evict():
             return None
-        connection = Connection(network, peer, deadline)
+        connection = HttpConnection(network, peer, deadline)
         self._open.add(connection)
         self._idle[connection] = None
         self._per_network[network] += 1
@@ -74,18 +74,18 @@ class Connections:
         oldest.peer.evict()
         return True
 
-    def busy(self, connection: Connection) -> None:
+    def busy(self, connection: HttpConnection) -> None:
         """Note that a complete request has come: only its answer ends the connection."""
         self._idle.pop(connection, None)
         connection.deadline = math.inf
 
-    def idle(self, connection: Connection, deadline: float) -> None:
+    def idle(self, connection: HttpConnection, deadline: float) -> None:
         """Note that all requests are answered. deadline: for the next one."""
         if connection in self._open:
             self._idle[connection] = None
         connection.deadline = deadline
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: HttpConnection) -> None:
         """Forget a connection that is closed. Has no effect a second time."""
         if connection not in self._open:
             return

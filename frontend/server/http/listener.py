@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Callable
 from functools import partial
 
-from pagewire.frontend.server.http.connections import Connection, Connections
+from pagewire.frontend.server.http.connections import Connections, HttpConnection
 
 logger = logging.getLogger("pagewire.server")
 
@@ -47,7 +47,7 @@ class Handshake:
         self.evict()
 
 
-class Listener:
+class HttpListener:
     """Accepts connections on one socket; `close` and `wait_closed` are those of `asyncio.Server`.
 
     new_protocol: makes the protocol of a connection. context: for TLS. handshake_seconds: time for its handshake.
@@ -58,7 +58,7 @@ class Listener:
         self,
         listening: socket.socket,
         connections: Connections,
-        new_protocol: Callable[[Connection], asyncio.Protocol],
+        new_protocol: Callable[[HttpConnection], asyncio.Protocol],
         *,
         context: ssl.SSLContext | None,
         handshake_seconds: float,
@@ -122,7 +122,7 @@ class Listener:
             self._handshakes.add(handshake)
             handshake.task.add_done_callback(partial(self._end, handshake))
 
-    async def _connect(self, handshake: Handshake, connection: Connection) -> None:
+    async def _connect(self, handshake: Handshake, connection: HttpConnection) -> None:
         """Make a connection one of HTTP. If that fails, the event loop closes the socket."""
         accepted, handshake.accepted = handshake.accepted, None
         assert accepted is not None

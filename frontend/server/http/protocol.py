@@ -9,7 +9,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from pagewire.frontend.server.http.connections import Connection, Connections
+from pagewire.frontend.server.http.connections import Connections, HttpConnection
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.limits import (
     BODY_GRACE_SECONDS,
@@ -35,7 +35,7 @@ class HttpProtocol(HttpToolsProtocol):
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
-        connection: Connection,
+        connection: HttpConnection,
         connections: Connections,
         options: ServerOptions,
     ) -> None:

@@ -24,7 +24,7 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 RETRY = {"retry-after": str(RETRY_SECONDS)}
 
 
-class Tenant:
+class ApiTenant:
     """The owner of one or several API keys.
 
     Attributes:
@@ -71,12 +71,12 @@ class Tenant:
             raise APIError(403, message, param="priority", code="priority_not_allowed")
 
 
-ANYONE = Tenant("", Rights(admin=True))  # of a server without keys
+ANYONE = ApiTenant("", Rights(admin=True))  # of a server without keys
 
 
-def tenant_of(scope: Mapping[str, Any]) -> Tenant:
+def tenant_of(scope: Mapping[str, Any]) -> ApiTenant:
     """The tenant of an ASGI request whose key was checked."""
-    tenant: Tenant = scope.get("tenant", ANYONE)
+    tenant: ApiTenant = scope.get("tenant", ANYONE)
     return tenant
 
 
@@ -99,7 +99,7 @@ def secret_salt(digest: bytes) -> str:
 class Lease:
     """What one HTTP request has in flight. `end` may be called more than once, and gives back everything."""
 
-    def __init__(self, tenant: Tenant) -> None:
+    def __init__(self, tenant: ApiTenant) -> None:
         self._tenant = tenant
         self._counted = self._kept = False
         self._num_tokens = 0

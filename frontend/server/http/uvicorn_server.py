@@ -14,10 +14,10 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from pagewire.frontend.server.http.connections import Connection, Connections
+from pagewire.frontend.server.http.connections import Connections, HttpConnection
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.limits import KEEP_ALIVE_SECONDS, connection_limits
-from pagewire.frontend.server.http.listener import Listener
+from pagewire.frontend.server.http.listener import HttpListener
 from pagewire.frontend.server.http.protocol import HttpProtocol
 from pagewire.frontend.server.options import ServerOptions
 
@@ -67,8 +67,8 @@ class HTTPServer(uvicorn.Server):
         self.started = True
         self._on_ready()
 
-    def _listener(self, listening: socket.socket) -> Listener:
-        def new_protocol(connection: Connection) -> HttpProtocol:
+    def _listener(self, listening: socket.socket) -> HttpListener:
+        def new_protocol(connection: HttpConnection) -> HttpProtocol:
             return HttpProtocol(
                 self.config,
                 self.server_state,
@@ -78,7 +78,7 @@ class HTTPServer(uvicorn.Server):
                 self._options,
             )
 
-        return Listener(
+        return HttpListener(
             listening,
             self.connections,
             new_protocol,

@@ -15,7 +15,7 @@ from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.http.tenants import Tenant, tenant_of
+from pagewire.frontend.server.http.tenants import ApiTenant, tenant_of
 from pagewire.frontend.server.operate.metrics import CONTENT_TYPE, exposition
 from pagewire.frontend.server.service import Service
 from pagewire.ipc.calls import HealthReport
@@ -124,7 +124,7 @@ def answered(state: Literal["alive", "ready"], reports: Sequence[HealthReport]) 
     return Response()
 
 
-def visible_rows(rows: list[dict[str, Any]], tenant: Tenant) -> list[dict[str, Any]]:
+def visible_rows(rows: list[dict[str, Any]], tenant: ApiTenant) -> list[dict[str, Any]]:
     """The metrics that a tenant may see: of those by tenant its own, unless it has the right `admin`."""
     if tenant.admin:
         return rows

@@ -19,7 +19,7 @@ class Reasoning:
 
 
 @dataclass(frozen=True)
-class Content:
+class ContentDelta:
     """More text for the user."""
 
     text: str
@@ -42,11 +42,11 @@ class Arguments:
     text: str
 
 
-Delta: TypeAlias = Reasoning | Content | CallStart | Arguments
+Delta: TypeAlias = Reasoning | ContentDelta | CallStart | Arguments
 
 
 @dataclass
-class ToolCall:
+class ParsedCall:
     """A whole tool call. arguments: JSON text as the model wrote it, so not necessarily valid."""
 
     id: str
@@ -60,19 +60,19 @@ class ParsedReply:
 
     reasoning: str | None = None
     content: str | None = None
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_calls: list[ParsedCall] = field(default_factory=list)
 
 
 def fold(deltas: Iterable[Delta]) -> ParsedReply:
     """Combine the deltas of a stream into a whole reply."""
     reply = ParsedReply()
     for delta in deltas:
-        if isinstance(delta, Content):
+        if isinstance(delta, ContentDelta):
             reply.content = (reply.content or "") + delta.text
         elif isinstance(delta, Reasoning):
             reply.reasoning = (reply.reasoning or "") + delta.text
         elif isinstance(delta, CallStart):
-            reply.tool_calls.append(ToolCall(delta.id, delta.name))
+            reply.tool_calls.append(ParsedCall(delta.id, delta.name))
         else:
             reply.tool_calls[delta.index].arguments += delta.text
     return reply
@@ -80,8 +80,8 @@ def fold(deltas: Iterable[Delta]) -> ParsedReply:
 
 def merged(last: Delta, delta: Delta) -> Delta | None:
     """Combine two consecutive deltas; None if they are of different kinds or calls."""
-    if isinstance(last, Content) and isinstance(delta, Content):
-        return Content(last.text + delta.text)
+    if isinstance(last, ContentDelta) and isinstance(delta, ContentDelta):
+        return ContentDelta(last.text + delta.text)
     if isinstance(last, Reasoning) and isinstance(delta, Reasoning):
         return Reasoning(last.text + delta.text)
     if isinstance(last, Arguments) and isinstance(delta, Arguments) and last.index == delta.index:

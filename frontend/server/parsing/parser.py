@@ -22,7 +22,7 @@ from typing import ClassVar, TypeAlias, TypeVar
 from pagewire.frontend.server.parsing.deltas import (
     Arguments,
     CallStart,
-    Content,
+    ContentDelta,
     Delta,
     ParsedReply,
     Reasoning,
@@ -57,7 +57,9 @@ class Parser(ABC):
         self._text, self._from, self._at = "", 0, 0
         self._ended = False
         self._in_arguments = False  # emit arguments as soon as they are read
-        self._prose: type[Content] | type[Reasoning] = Content  # kind of delta for text outside of calls
+        self._prose: type[ContentDelta] | type[Reasoning] = (
+            ContentDelta  # kind of delta for text outside of calls
+        )
         self._blank: list[str] = []  # white space that is emitted once other text follows
         self._line_is_blank = True  # the current line has no content yet
         self._num_calls = 0

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from pagewire.frontend.server.parsing.call_formats import Format, optional, sequence, tag
 from pagewire.frontend.server.parsing.choice import ToolUse
-from pagewire.frontend.server.parsing.deltas import CallStart, Content, Delta, Reasoning
+from pagewire.frontend.server.parsing.deltas import CallStart, ContentDelta, Delta, Reasoning
 from pagewire.frontend.server.parsing.parser import Parser, Reading
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -21,7 +21,7 @@ OPEN, CLOSE = "<think>", "</think>"
 BEGUN = {"deepseek_r1": True, "qwen3": False}
 
 
-class Text(Parser):
+class PlainText(Parser):
     """Parser for an answer without calls: all text is content."""
 
     def read(self) -> Reading[None]:
@@ -63,7 +63,7 @@ class Thinking(Parser):
             self._at = self._at if closed else len(self._text)
             if closed or not self.emit_calls():
                 self.emit_content()
-        self._prose, self._blank = Content, []
+        self._prose, self._blank = ContentDelta, []
         yield from self.accept(CLOSE)
         yield from self.space()
         self.drop()
@@ -102,7 +102,7 @@ def parser_for(tools: ToolUse, prompt: str, continued: str | None = None) -> Par
     """
     if tools.reasoning is None:
         return None if tools.new_parser is None else tools.new_parser()
-    answer = Text() if tools.new_parser is None else tools.new_parser()
+    answer = PlainText() if tools.new_parser is None else tools.new_parser()
     return Thinking(answer, begins_within(tools.reasoning, prompt, continued))
 
 

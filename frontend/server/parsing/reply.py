@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 from pagewire.frontend.server.openai.protocol import FunctionCall, ToolCall
-from pagewire.frontend.server.parsing.deltas import CallStart, Content, Delta, Reasoning
+from pagewire.frontend.server.parsing.deltas import CallStart, ContentDelta, Delta, Reasoning
 from pagewire.frontend.server.parsing.parser import Parser
 
 
@@ -83,7 +83,7 @@ def reply_delta(deltas: list[Delta]) -> ReplyDelta:
     """Combine a parser's deltas into one increment of the answer."""
     reply = ReplyDelta()
     for delta in deltas:
-        if isinstance(delta, Content):
+        if isinstance(delta, ContentDelta):
             reply.content += delta.text
         elif isinstance(delta, Reasoning):
             reply.reasoning += delta.text

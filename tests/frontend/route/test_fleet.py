@@ -18,7 +18,7 @@ from pagewire.frontend.route import places
 from pagewire.frontend.route.engine import routed
 from pagewire.frontend.route.fleet import Fleet
 from pagewire.frontend.route.places import running
-from pagewire.frontend.route.replica import Place, State
+from pagewire.frontend.route.replica import CorePlace, ReplicaState
 from pagewire.frontend.session import Session
 from pagewire.ipc.block_names import prompt_names
 from pagewire.ipc.calls import CALLS
@@ -74,7 +74,7 @@ def test_a_request_that_kills_two_cores_is_not_sent_to_a_third(cores: Cores, kil
             assert (error, tokens) == (None, output(60))
     key = NAMES.index(killer)
     assert sum(key in batch for number in range(3) for batch in cores.batches(number)) == 2
-    assert [replica.state for replica in cores.fleet.members].count(State.UP) == 1
+    assert [replica.state for replica in cores.fleet.members].count(ReplicaState.UP) == 1
 
 
 def test_a_core_that_is_killed_by_others_loses_no_token(cores: Cores) -> None:
@@ -149,18 +149,18 @@ def test_requests_of_a_drained_core_can_be_moved(cores: Cores) -> None:
 
 
 @pytest.fixture
-def nowhere(tmp_path: Path) -> Place:
+def nowhere(tmp_path: Path) -> CorePlace:
     """The place of a core that is not there, or not yet; it is given up soon."""
     place = running(f"ipc://{tmp_path}/late.sock")
     place.source._timeout = 0.1  # type: ignore[attr-defined]
     return place
 
 
-def test_a_core_can_join(cores: Cores, nowhere: Place) -> None:
+def test_a_core_can_join(cores: Cores, nowhere: CorePlace) -> None:
     session, inbox = cores.open(cores.new()), Inbox()
     address = cores.new()
     added = cores.fleet.add(address)
-    assert (added.number, added.state) == (1, State.UP)
+    assert (added.number, added.state) == (1, ReplicaState.UP)
     states = submit(session, inbox, *NAMES)
     wait_for(inbox, states)
     assert ends(states) == [(None, output())] * 6
@@ -192,11 +192,11 @@ def test_cores_of_different_models_are_refused(cores: Cores) -> None:
         cores.open(cores.new(), cores.new(model="other"))
 
 
-def test_a_core_that_is_not_there_yet_is_tried_again(cores: Cores, nowhere: Place) -> None:
+def test_a_core_that_is_not_there_yet_is_tried_again(cores: Cores, nowhere: CorePlace) -> None:
     here = cores.new()
     cores.engine = routed([running(here), nowhere])
     session = cores.engine.session
-    assert [replica.state for replica in cores.fleet.members] == [State.UP, State.JOINING]
+    assert [replica.state for replica in cores.fleet.members] == [ReplicaState.UP, ReplicaState.JOINING]
     late = MortalCore(nowhere.label, cores.info, NEVER)
     cores.cores.append(late)
     wait_until(lambda: len(cores.fleet.members.up()) == 2)
@@ -209,7 +209,7 @@ def test_a_core_that_is_not_there_yet_is_tried_again(cores: Cores, nowhere: Plac
 def test_a_core_that_comes_back_as_another_engine_is_left(cores: Cores) -> None:
     session, inbox = cores.open(cores.new(), cores.new()), Inbox()
     cores.cores[0].close()
-    wait_until(lambda: cores.fleet.members.get(0).state is State.LOST)
+    wait_until(lambda: cores.fleet.members.get(0).state is ReplicaState.LOST)
     info = msgspec.structs.replace(cores.info, block_size=32)
     cores.cores.append(MortalCore(f"ipc://{cores.folder}/core0.sock", info, NEVER))
     wait_until(lambda: [replica.number for replica in cores.fleet.members] == [1])
@@ -218,7 +218,7 @@ def test_a_core_that_comes_back_as_another_engine_is_left(cores: Cores) -> None:
     assert ends(states) == [(None, output())] * 6
 
 
-def test_no_core_at_all(nowhere: Place) -> None:
+def test_no_core_at_all(nowhere: CorePlace) -> None:
     with pytest.raises(EngineDeadError, match="no engine core answers"):
         routed([nowhere])
 
@@ -448,10 +448,10 @@ def test_a_core_that_sends_heartbeats_only_loses_its_requests(new_core: Callable
         core.fences = False  # it answers pings, and greets again
         wait_until(lambda: [silent.core_of(state) for state in states] == [1, 1])
         greeted = core.expect(Hello) and core.expect(Hello)
-        assert greeted and replica.state is State.LOST, "it must answer before it gets requests"
+        assert greeted and replica.state is ReplicaState.LOST, "it must answer before it gets requests"
         assert silent.session.call("check_health").result(PATIENCE) == HEALTHY
         core.fences = True
-        wait_until(lambda: replica.state is State.UP)
+        wait_until(lambda: replica.state is ReplicaState.UP)
         silent.cores[1].deltas([TokenDelta(state.key, 0, [4], finish_reason="length") for state in states])
         wait_for(silent.inbox, states)
         assert ends(states) == [(None, [4])] * 2

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.frontend.route.ledger import Work
-from pagewire.frontend.route.placement import RUNNING_TOKENS, Candidate, choose, cost, next_in_turn
+from pagewire.frontend.route.placement import RUNNING_TOKENS, CoreLoad, choose, cost, next_in_turn
 from pagewire.frontend.route.prefix_index import PrefixIndex
 from pagewire.ipc.adapters import AdapterSource
 from pagewire.ipc.block_names import prompt_names
@@ -19,7 +19,7 @@ from pagewire.ipc.params import SamplingParams
 
 candidates = st.lists(
     st.builds(
-        Candidate,
+        CoreLoad,
         core=st.integers(0, 9),
         num_cached=st.integers(0, 60).map(lambda blocks: 16 * blocks),
         num_waiting=st.integers(0, 3000),
@@ -35,7 +35,7 @@ candidates = st.lists(
 @given(candidates, st.integers(1, 1000), st.none() | st.integers(0, 9))
 @settings(deadline=None)
 def test_no_core_is_cheaper_than_the_chosen_one(
-    candidates: list[Candidate], num_tokens: int, last: int | None
+    candidates: list[CoreLoad], num_tokens: int, last: int | None
 ) -> None:
     core = choose(num_tokens, candidates, last)
     costs = {candidate.core: cost(candidate, num_tokens) for candidate in candidates}
@@ -46,19 +46,19 @@ def test_no_core_is_cheaper_than_the_chosen_one(
 
 
 def test_a_prefix_outweighs_a_short_queue_and_a_long_queue_any_prefix() -> None:
-    warm, cold = Candidate(0, num_cached=480), Candidate(1)
+    warm, cold = CoreLoad(0, num_cached=480), CoreLoad(1)
     assert choose(500, [cold, warm]) == 0
-    assert choose(500, [cold, Candidate(0, num_cached=480, num_waiting=400)]) == 0
-    assert choose(500, [cold, Candidate(0, num_cached=480, num_waiting=600)]) == 1
-    assert choose(500, [cold, Candidate(0, num_cached=480, num_running=480 // RUNNING_TOKENS + 1)]) == 1
+    assert choose(500, [cold, CoreLoad(0, num_cached=480, num_waiting=400)]) == 0
+    assert choose(500, [cold, CoreLoad(0, num_cached=480, num_waiting=600)]) == 1
+    assert choose(500, [cold, CoreLoad(0, num_cached=480, num_running=480 // RUNNING_TOKENS + 1)]) == 1
 
 
 def test_equal_cores_are_filled_evenly() -> None:
     placed: Counter[int] = Counter()
     for _ in range(9):
-        placed[choose(5, [Candidate(core, num_placed=placed[core]) for core in range(3)])] += 1
+        placed[choose(5, [CoreLoad(core, num_placed=placed[core]) for core in range(3)])] += 1
     assert set(placed.values()) == {3}
-    assert [next_in_turn([Candidate(7), Candidate(3)], turn) for turn in range(4)] == [3, 7, 3, 7]
+    assert [next_in_turn([CoreLoad(7), CoreLoad(3)], turn) for turn in range(4)] == [3, 7, 3, 7]
 
 
 def test_there_must_be_a_core() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.frontend.text.detokenize import StepStream, WindowStream, text_stream
-from pagewire.frontend.text.steps import ReplaceText, Step, StripText, compile_decoder, overlap
+from pagewire.frontend.text.steps import DecoderStep, ReplaceText, StripText, compile_decoder, overlap
 from pagewire.frontend.text.stop import Detokenizer, StopStrings, shared_stops
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, clean_up
 from pagewire.ipc.params import SamplingParams
@@ -168,7 +168,7 @@ def test_unknown_decoders_have_no_steps() -> None:
     regex = {"type": "Replace", "pattern": {"Regex": "a"}, "content": "b"}
     assert compile_decoder({"type": "Sequence", "decoders": [{"type": "Fuse"}, regex]}) is None
     steps = compile_decoder({"type": "Fuse"})
-    assert steps is not None and type(steps[0]) is Step
+    assert steps is not None and type(steps[0]) is DecoderStep
 
 
 # ---------------------------------------------------------------- where only decode knows

@@ -8,7 +8,7 @@ import resource
 
 import pytest
 
-from pagewire.frontend.server.http.connections import Connection, Connections
+from pagewire.frontend.server.http.connections import Connections, HttpConnection
 from pagewire.frontend.server.http.limits import (
     MOST_CONNECTIONS,
     RESERVED_DESCRIPTORS,
@@ -32,7 +32,7 @@ class FakePeer:
         self.expired.append(now)
 
 
-def admitted(connections: Connections, host: str | None = "10.0.0.1") -> tuple[Connection, FakePeer]:
+def admitted(connections: Connections, host: str | None = "10.0.0.1") -> tuple[HttpConnection, FakePeer]:
     peer = FakePeer()
     connection = connections.admit(host, peer, 30.0)
     assert connection is not None
@@ -92,7 +92,7 @@ def test_deadlines() -> None:
 def test_counts_add_up_under_random_events() -> None:
     rng = random.Random(5)
     connections = Connections(ConnectionLimits(20, 7))
-    alive: dict[Connection, FakePeer] = {}
+    alive: dict[HttpConnection, FakePeer] = {}
     for _ in range(5000):
         event = rng.randrange(4)
         if event == 0:

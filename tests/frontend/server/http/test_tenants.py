@@ -13,7 +13,7 @@ import pytest
 from pagewire.frontend import off_loop
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.http.auth import ApiKeys
-from pagewire.frontend.server.http.tenants import Tenant
+from pagewire.frontend.server.http.tenants import ApiTenant
 from pagewire.frontend.slow_work import SlowWork, current_tenant
 from pagewire.ipc.messages import Abort, EngineInfo, Submit
 
@@ -56,7 +56,7 @@ def keyed(serve: Callable[..., Client], keys: KeyFile, core: FakeCore) -> Callab
     return make
 
 
-def tenant(client: Client, name: str = "alice") -> Tenant:
+def tenant(client: Client, name: str = "alice") -> ApiTenant:
     (api_keys,) = (entry.kwargs["keys"] for entry in client.app.user_middleware if "keys" in entry.kwargs)
     assert isinstance(api_keys, ApiKeys)
     found = api_keys.tenant(f"{name}-secret-key".encode())

@@ -13,10 +13,10 @@ from pagewire.frontend.server.parsing.choice import ToolUse, tool_use
 from pagewire.frontend.server.parsing.deltas import (
     Arguments,
     CallStart,
-    Content,
+    ContentDelta,
+    ParsedCall,
     ParsedReply,
     Reasoning,
-    ToolCall,
     fold,
 )
 from pagewire.frontend.server.parsing.hermes import Hermes
@@ -24,15 +24,21 @@ from pagewire.frontend.server.parsing.llama3_json import Llama3JSON
 from pagewire.frontend.server.parsing.mistral import Mistral
 from pagewire.frontend.server.parsing.parser import Parser
 from pagewire.frontend.server.parsing.pythonic import Pythonic
-from pagewire.frontend.server.parsing.reasoning import Text, Thinking, begins_within, parser_for, thinking
+from pagewire.frontend.server.parsing.reasoning import (
+    PlainText,
+    Thinking,
+    begins_within,
+    parser_for,
+    thinking,
+)
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-CALLS = [ToolCall("0", "f", '{"a": 1}')]
+CALLS = [ParsedCall("0", "f", '{"a": 1}')]
 
 
 def reader(begun: bool, with_tools: bool = True) -> Parser:
     ids = map(str, itertools.count())
-    return Thinking(Hermes(lambda: next(ids)) if with_tools else Text(), begun)
+    return Thinking(Hermes(lambda: next(ids)) if with_tools else PlainText(), begun)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +63,7 @@ def reader(begun: bool, with_tools: bool = True) -> Parser:
         (
             True,
             '<tool_call>{"name": "f", "arguments": {"a',
-            ParsedReply(None, None, [ToolCall("0", "f", '{"a')]),
+            ParsedReply(None, None, [ParsedCall("0", "f", '{"a')]),
         ),
         (True, f"Hm {CALL} or {CALL}</think> Hello", ParsedReply(f"Hm {CALL} or {CALL}", "Hello")),
     ],
@@ -96,7 +102,7 @@ def test_reasoning_is_emitted_at_once() -> None:
     parser = reader(False)
     assert parser.feed("<think>\nHm <") == [Reasoning("Hm")]
     assert parser.feed("b> </") == [Reasoning(" <b>")]
-    assert parser.feed("think>\n\nWell <to") == [Content("Well")]
+    assert parser.feed("think>\n\nWell <to") == [ContentDelta("Well")]
     assert parser.feed('ol_call>{"name": "f", "arguments": {"') == [
         CallStart(0, "0", "f"),
         Arguments(0, '{"'),

@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.frontend.server.parsing.constrained import NamedCall, RequiredCalls
-from pagewire.frontend.server.parsing.deltas import Arguments, CallStart, Content, Delta, ParsedReply, fold
+from pagewire.frontend.server.parsing.deltas import (
+    Arguments,
+    CallStart,
+    ContentDelta,
+    Delta,
+    ParsedReply,
+    fold,
+)
 from pagewire.frontend.server.parsing.hermes import Hermes
 from pagewire.frontend.server.parsing.llama3_json import Llama3JSON
 from pagewire.frontend.server.parsing.mistral import Mistral
@@ -279,7 +286,7 @@ def test_the_reply_does_not_depend_on_how_the_text_is_split(
     assert fold(deltas) == reply
     starts = [delta.index for delta in deltas if isinstance(delta, CallStart)]
     assert starts == list(range(len(reply.tool_calls)))
-    assert all(delta.text for delta in deltas if isinstance(delta, (Content, Arguments)))
+    assert all(delta.text for delta in deltas if isinstance(delta, (ContentDelta, Arguments)))
 
 
 @pytest.mark.parametrize("kind", KINDS[:-1])
@@ -417,8 +424,8 @@ def test_hermes_agrees_with_a_pattern_on_the_whole_text(calls: Any, before: str,
 
 def test_content_comes_at_once_and_arguments_as_they_are_written() -> None:
     parser = new_parser(Hermes)
-    assert parser.feed("Look <") == [Content("Look")]
-    assert parser.feed("b> <tool") == [Content(" <b>")]
+    assert parser.feed("Look <") == [ContentDelta("Look")]
+    assert parser.feed("b> <tool") == [ContentDelta(" <b>")]
     assert parser.feed('_call>\n{"name": "f", "argu') == []
     assert parser.feed('ments": {"a') == [CallStart(0, "0", "f"), Arguments(0, '{"a')]
     assert parser.feed('": 1') == [Arguments(0, '": 1')]
@@ -433,11 +440,11 @@ def test_content_comes_at_once_and_arguments_as_they_are_written() -> None:
 
 def test_calls_of_python_come_one_by_one() -> None:
     parser = new_parser(Pythonic)
-    assert parser.feed("[see]") == [Content("[see]")]
+    assert parser.feed("[see]") == [ContentDelta("[see]")]
     parser = new_parser(Pythonic)
     assert parser.feed("[f(a=1") == []
     assert parser.feed("), g(") == [CallStart(0, "0", "f"), Arguments(0, '{"a": 1}')]
-    assert parser.feed("h)") == [Content(" g(h)")]
+    assert parser.feed("h)") == [ContentDelta(" g(h)")]
 
 
 def test_a_constrained_reply_is_calls_from_the_start() -> None:
