@@ -25,7 +25,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 from pagewire.frontend.answer_budget import LogprobBudget
 from pagewire.frontend.async_engine import AsyncEngine
-from pagewire.frontend.inputs import CheckedParams, Prepared, PromptType, is_embeds_prompt
+from pagewire.frontend.inputs import CheckedParams, Prepared, is_embeds_prompt
 from pagewire.frontend.loop_mailbox import LoopMailbox, OutputListener
 from pagewire.frontend.lora import LoRARequest
 from pagewire.frontend.off_loop import OFF_LOOP_CHARS, num_chars, tokenizing
@@ -35,6 +35,7 @@ from pagewire.frontend.pooling.outputs import PoolingRequestOutput
 from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.session import Session, ignore_usage_context
 from pagewire.frontend.stat_loggers import StatLoggerBase, checked
+from pagewire.frontend.text.prompts import PromptType
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.pooling import PoolingParams

@@ -15,7 +15,7 @@ from pagewire.frontend.beam_search import (
     end_tokens,
     tokens_prompt,
 )
-from pagewire.frontend.inputs import CheckedParams, Prepared, PromptType, TokensPrompt
+from pagewire.frontend.inputs import CheckedParams, Prepared
 from pagewire.frontend.lora import LoRARequest
 from pagewire.frontend.mailbox import Inbox
 from pagewire.frontend.outputs import BatchError, RequestOutput, RequestState
@@ -23,6 +23,7 @@ from pagewire.frontend.pooling.outputs import PoolingRequestOutput
 from pagewire.frontend.progress import Tick
 from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.session import Session
+from pagewire.frontend.text.prompts import PromptType, TokensPrompt
 from pagewire.ipc.messages import Request
 from pagewire.ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from pagewire.ipc.pooling import PoolingParams

@@ -12,8 +12,9 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pagewire.frontend.inputs import PromptType, TokensPrompt, salt_of
+from pagewire.frontend.inputs import salt_of
 from pagewire.frontend.text.logprobs import token_text
+from pagewire.frontend.text.prompts import PromptType, TokensPrompt
 from pagewire.ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:

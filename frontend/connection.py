@@ -230,7 +230,13 @@ class CoreConnection:
 def same_model(first: EngineInfo, second: EngineInfo) -> bool:
     """True if requests prepared for one engine are valid for the other."""
     names = (
-        *("model", "architecture", "dtype", "vocab_size", "max_model_len"),
-        *("tokenizer", "tokenizer_revision", "pooling"),
+        "model",
+        "architecture",
+        "dtype",
+        "vocab_size",
+        "max_model_len",
+        "tokenizer",
+        "tokenizer_revision",
+        "pooling",
     )
     return all(getattr(first, name) == getattr(second, name) for name in names)

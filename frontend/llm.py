@@ -8,14 +8,7 @@ from typing import Any, NoReturn, Self
 
 from pagewire.frontend.batch import complete, search_beams
 from pagewire.frontend.beam_search import BeamSearchOutput
-from pagewire.frontend.inputs import (
-    PromptType,
-    TextPrompt,
-    TokensPrompt,
-    default_sampling_params,
-    params_for,
-    prompts_of,
-)
+from pagewire.frontend.inputs import default_sampling_params, params_for, prompts_of
 from pagewire.frontend.llm_engine import LLMEngine
 from pagewire.frontend.lora import LoRARequest, for_each
 from pagewire.frontend.offline_pooling import OfflinePooling
@@ -23,6 +16,7 @@ from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.progress import progress_bar
 from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.session import Session
+from pagewire.frontend.text.prompts import PromptType, TextPrompt, TokensPrompt
 from pagewire.ipc.compatibility import NAMES, OPTIONS, settle
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import BeamSearchParams, SamplingParams

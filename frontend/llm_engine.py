@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
-from pagewire.frontend.inputs import PromptType
 from pagewire.frontend.local_engine import LocalEngine
 from pagewire.frontend.lora import LoRARequest
 from pagewire.frontend.mailbox import Inbox
@@ -18,6 +17,7 @@ from pagewire.frontend.pooling.inputs import complete
 from pagewire.frontend.prompt_adapters import PromptAdapterRequest, refuse_adapter
 from pagewire.frontend.session import Session, ignore_usage_context, refuse_unsupported
 from pagewire.frontend.stat_loggers import StatLoggerBase, checked, status_line
+from pagewire.frontend.text.prompts import PromptType
 from pagewire.ipc.bounds import check_number, meta_of, within
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import Age, SamplingParams

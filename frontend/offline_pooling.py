@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pagewire.frontend.batch import pool
-from pagewire.frontend.inputs import PromptType, prompts_of
+from pagewire.frontend.inputs import prompts_of
 from pagewire.frontend.local_engine import LocalEngine
 from pagewire.frontend.lora import LoRARequest, for_each
 from pagewire.frontend.outputs import BatchError
@@ -23,6 +23,7 @@ from pagewire.frontend.pooling.outputs import (
 from pagewire.frontend.pooling.scoring import ScorePlan
 from pagewire.frontend.progress import progress_bar
 from pagewire.frontend.session import refuse_unsupported
+from pagewire.frontend.text.prompts import PromptType
 from pagewire.ipc.pooling import PoolingParams, PoolingTask
 
 

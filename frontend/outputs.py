@@ -46,8 +46,13 @@ logger = logging.getLogger("pagewire.frontend")
 REFUSALS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
-        *(ValueError, TypeError, PermissionError),
-        *(EngineBusyError, EngineDeadError, RequestCrashedEngineError, AdapterCrashedWorkerError),
+        ValueError,
+        TypeError,
+        PermissionError,
+        EngineBusyError,
+        EngineDeadError,
+        RequestCrashedEngineError,
+        AdapterCrashedWorkerError,
     )
 }
 

@@ -23,7 +23,7 @@ from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar
 from pagewire.frontend.answer_budget import LogprobBudget
 from pagewire.frontend.connection import CoreConnection, Cores, Owner
 from pagewire.frontend.core_source import RunningCores, SpawnedCores
-from pagewire.frontend.inputs import CheckedParams, Intake, Prepared, PromptType
+from pagewire.frontend.inputs import CheckedParams, Intake, Prepared
 from pagewire.frontend.lora import AdapterBook, LoRARequest, UsedAdapter
 from pagewire.frontend.mailbox import Mailbox
 from pagewire.frontend.metrics import Metric, read_metrics
@@ -34,6 +34,7 @@ from pagewire.frontend.pooling.state import PooledState
 from pagewire.frontend.prompt_adapters import PromptAdapterRequest, PromptAdapters
 from pagewire.frontend.spawn import SpawnedCore
 from pagewire.frontend.stat_loggers import StatLoggerBase, StatLoggers
+from pagewire.frontend.text.prompts import PromptType
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from pagewire.frontend.tracing import Tracer
 from pagewire.ipc.calls import CALLS

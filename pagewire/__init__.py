@@ -12,18 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagewire.frontend.async_llm import AsyncLLM, AsyncLLMEngine
     from pagewire.frontend.beam_search import BeamSearchOutput, BeamSearchSequence
-    from pagewire.frontend.inputs import (
-        ChatTemplateContentFormatOption,
-        DataPrompt,
-        EmbedsPrompt,
-        ExplicitEncoderDecoderPrompt,
-        PromptType,
-        SingletonPrompt,
-        TextPrompt,
-        TokensPrompt,
-        is_embeds_prompt,
-        is_tokens_prompt,
-    )
+    from pagewire.frontend.inputs import is_embeds_prompt, is_tokens_prompt
     from pagewire.frontend.llm import LLM
     from pagewire.frontend.llm_engine import LLMEngine
     from pagewire.frontend.lora import LoRARequest
@@ -40,6 +29,16 @@ if TYPE_CHECKING:
     )
     from pagewire.frontend.prompt_adapters import PromptAdapterRequest
     from pagewire.frontend.stat_loggers import StatLoggerBase
+    from pagewire.frontend.text.prompts import (
+        ChatTemplateContentFormatOption,
+        DataPrompt,
+        EmbedsPrompt,
+        ExplicitEncoderDecoderPrompt,
+        PromptType,
+        SingletonPrompt,
+        TextPrompt,
+        TokensPrompt,
+    )
     from pagewire.ipc.errors import (
         EngineBusyError,
         EngineDeadError,
@@ -115,14 +114,6 @@ _HOMES = {
     "pagewire.frontend.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
     "pagewire.frontend.beam_search": ("BeamSearchOutput", "BeamSearchSequence"),
     "pagewire.frontend.inputs": (
-        "ChatTemplateContentFormatOption",
-        "DataPrompt",
-        "EmbedsPrompt",
-        "ExplicitEncoderDecoderPrompt",
-        "PromptType",
-        "SingletonPrompt",
-        "TextPrompt",
-        "TokensPrompt",
         "is_embeds_prompt",
         "is_tokens_prompt",
     ),
@@ -142,6 +133,16 @@ _HOMES = {
     ),
     "pagewire.frontend.prompt_adapters": ("PromptAdapterRequest",),
     "pagewire.frontend.stat_loggers": ("StatLoggerBase",),
+    "pagewire.frontend.text.prompts": (
+        "ChatTemplateContentFormatOption",
+        "DataPrompt",
+        "EmbedsPrompt",
+        "ExplicitEncoderDecoderPrompt",
+        "PromptType",
+        "SingletonPrompt",
+        "TextPrompt",
+        "TokensPrompt",
+    ),
     "pagewire.ipc.errors": (
         "EngineBusyError",
         "EngineDeadError",

@@ -1,6 +1,6 @@
 """Types of prompts, where programs written for vLLM look for them."""
 
-from pagewire.frontend.inputs import (
+from pagewire.frontend.text.prompts import (
     DataPrompt,
     EmbedsPrompt,
     ExplicitEncoderDecoderPrompt,

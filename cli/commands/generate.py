@@ -18,7 +18,7 @@ from pagewire.cli.terminal import show
 
 if TYPE_CHECKING:
     from pagewire.frontend.async_llm import AsyncLLM
-    from pagewire.frontend.inputs import PromptType
+    from pagewire.frontend.text.prompts import PromptType
     from pagewire.ipc.params import SamplingParams
 
 

@@ -21,9 +21,8 @@ from typing import Any
 
 from pagewire.frontend.connection import Owner
 from pagewire.frontend.route.dispatcher import Dispatcher, OneCore
-from pagewire.frontend.route.engines import check_same
 from pagewire.frontend.route.gathering import Answers, checked, gather, merged
-from pagewire.frontend.route.members import Members
+from pagewire.frontend.route.members import Members, check_same
 from pagewire.frontend.route.metrics import router_rows
 from pagewire.frontend.route.placement import Policy
 from pagewire.frontend.route.places import running

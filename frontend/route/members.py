@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from pagewire.frontend.connection import CoreConnection
-from pagewire.frontend.route.engines import check_same
 from pagewire.frontend.route.replica import CorePlace, Replica, ReplicaListener, ReplicaState
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.messages import EngineInfo
@@ -16,6 +15,29 @@ logger = logging.getLogger("pagewire.route")
 
 RETRY_SECONDS = 1.0  # between two attempts to reach a core for the first time
 ADD_SECONDS = 10.0  # for a core that is added to be reached, before the answer is that it is joining
+
+# What replicas have in common. Sizes of memory may differ.
+EQUAL = (
+    "model",
+    "architecture",
+    "dtype",
+    "figures",
+    "vocab_size",
+    "max_model_len",
+    "block_size",
+    "tokenizer",
+    "tokenizer_revision",
+    "tokenizer_mode",
+    "skip_tokenizer_init",
+    "eos_token_id",
+    "generation_config",
+    "max_logprobs",
+    "scheduling_policy",
+    "served_model_names",
+    "pooling",
+    "lora",
+    "embeddings",
+)
 
 
 class Members:
@@ -157,3 +179,26 @@ class Members:
             connection.close()
             raise
         logger.info("core %d is %s", replica.number, replica.place.label)
+
+
+def differences(first: EngineInfo, second: EngineInfo) -> dict[str, tuple[object, object]]:
+    """The properties in which two engines differ that replicas must share: by name, both values."""
+    kinds = [info.device.partition(":")[0] for info in (first, second)]
+    pairs: dict[str, tuple[object, object]] = {
+        name: (getattr(first, name), getattr(second, name)) for name in EQUAL
+    }
+    pairs["device"] = (kinds[0], kinds[1])
+    return {name: (one, other) for name, (one, other) in pairs.items() if one != other}
+
+
+def check_same(first: EngineInfo, second: EngineInfo, label: str) -> None:
+    """Check that an engine is a replica of the first one: a request prepared for one gives the same tokens on both.
+
+    label: its address, for the error.
+
+    Raises:
+        ValueError: it is not; the text names what differs.
+    """
+    if different := differences(first, second):
+        text = "; ".join(f"{name} is {other!r}, not {one!r}" for name, (one, other) in different.items())
+        raise ValueError(f"the core at {label} is no replica of the others: {text:.2000}")

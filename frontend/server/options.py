@@ -30,102 +30,195 @@ CERTIFICATE = (0, 1, 2)  # client certificates: ssl.CERT_NONE, ssl.CERT_OPTIONAL
 class ServerOptions:
     """Options of the HTTP server. `check` validates them."""
 
-    # fmt: off
     host: str = option("127.0.0.1", "HTTP", "address to listen on; 0.0.0.0: all interfaces")
     port: int = option(8000, "HTTP", "port to listen on; 0: any free port")
     uds: str | None = option(None, "HTTP", "path of a Unix socket to listen on instead of host and port")
     root_path: str = option("", "HTTP", "path prefix under which a proxy exposes this server, such as /llm")
     ssl_keyfile: str | None = option(None, "HTTP", "TLS: file with the private key")
     ssl_certfile: str | None = option(None, "HTTP", "TLS: file with the certificate")
-    ssl_ca_certs: str | None = option(None, "HTTP", "TLS: file with the authorities that sign client"
-        " certificates")
-    ssl_cert_reqs: int = option(0, "HTTP", "TLS: client certificates are 0 not requested,"
-        " 1 optional, 2 required",
-        choices=CERTIFICATE)
+    ssl_ca_certs: str | None = option(
+        None, "HTTP", "TLS: file with the authorities that sign client certificates"
+    )
+    ssl_cert_reqs: int = option(
+        0, "HTTP", "TLS: client certificates are 0 not requested, 1 optional, 2 required", choices=CERTIFICATE
+    )
     allow_credentials: bool = option(False, "HTTP", "CORS: allow cookies and the Authorization header")
-    allowed_hosts: list[str] = option(None, "HTTP", "host names of this server, beside localhost and IP"
+    allowed_hosts: list[str] = option(
+        None,
+        "HTTP",
+        "host names of this server, beside localhost and IP"
         " addresses; *.NAME: all below it; *: any (default: any, but on loopback without an API key none)",
-        make=list)
-    allowed_origins: list[str] = option(None, "HTTP", "web pages of other origins that may use this server, such"
-        " as https://chat.example; *: all pages (default: only the server's own)", make=list)
+        make=list,
+    )
+    allowed_origins: list[str] = option(
+        None,
+        "HTTP",
+        "web pages of other origins that may use this server, such"
+        " as https://chat.example; *: all pages (default: only the server's own)",
+        make=list,
+    )
     allowed_methods: list[str] = option(None, "HTTP", "CORS: methods (default: *)", make=lambda: ["*"])
     allowed_headers: list[str] = option(None, "HTTP", "CORS: headers (default: *)", make=lambda: ["*"])
-    middleware: list[str] = option(None, "HTTP", "import path of an ASGI middleware class, or of a function"
-        " (request, call_next)", make=list)
-    max_request_bytes: int = option(16 << 20, "HTTP", "largest request body in bytes; a larger one gets"
-        " status 413")
-    max_connections: int | None = option(None, "HTTP", "most open connections; over it, one without a request"
-        " is closed, or a new one gets status 503 (default: as many as the limit of open files leaves)")
-    max_connections_per_address: int | None = option(None, "HTTP", "most of them from one IP address (default:"
-        " half)")
-    head_seconds: float = option(30.0, "HTTP", "seconds for a request's line and headers to arrive, and for a"
-        " TLS handshake")
-    body_seconds: float = option(60.0, "HTTP", "seconds for a request's body to arrive; a slower one gets"
-        " status 408")
-    stall_seconds: float = option(120.0, "HTTP", "seconds after which a TCP client that reads nothing is"
-        " disconnected")
-    drain_seconds: float = option(30.0, "HTTP", "seconds for open requests to finish after SIGTERM; a"
-        " second signal ends the server at once")
+    middleware: list[str] = option(
+        None,
+        "HTTP",
+        "import path of an ASGI middleware class, or of a function (request, call_next)",
+        make=list,
+    )
+    max_request_bytes: int = option(
+        16 << 20, "HTTP", "largest request body in bytes; a larger one gets status 413"
+    )
+    max_connections: int | None = option(
+        None,
+        "HTTP",
+        "most open connections; over it, one without a request"
+        " is closed, or a new one gets status 503 (default: as many as the limit of open files leaves)",
+    )
+    max_connections_per_address: int | None = option(
+        None, "HTTP", "most of them from one IP address (default: half)"
+    )
+    head_seconds: float = option(
+        30.0, "HTTP", "seconds for a request's line and headers to arrive, and for a TLS handshake"
+    )
+    body_seconds: float = option(
+        60.0, "HTTP", "seconds for a request's body to arrive; a slower one gets status 408"
+    )
+    stall_seconds: float = option(
+        120.0, "HTTP", "seconds after which a TCP client that reads nothing is disconnected"
+    )
+    drain_seconds: float = option(
+        30.0,
+        "HTTP",
+        "seconds for open requests to finish after SIGTERM; a second signal ends the server at once",
+    )
 
-    api_key: list[str] = option(None, "Access", "API key(s), one of which clients must send, except to"
-        " /health, /ready and the page's files; also read from $PAGEWIRE_API_KEY", make=list)
-    api_key_file: str | None = option(None, "Access", "file with a line NAME KEY [RIGHTS] per API key, for this"
-        " user's eyes only (mode 600); read again when it changes; `pagewire keys --api` adds a line")
-    cache_salt_by_key: bool | None = option(None, "Access", "share cached prefixes only between requests with the"
+    api_key: list[str] = option(
+        None,
+        "Access",
+        "API key(s), one of which clients must send, except to"
+        " /health, /ready and the page's files; also read from $PAGEWIRE_API_KEY",
+        make=list,
+    )
+    api_key_file: str | None = option(
+        None,
+        "Access",
+        "file with a line NAME KEY [RIGHTS] per API key, for this"
+        " user's eyes only (mode 600); read again when it changes; `pagewire keys --api` adds a line",
+    )
+    cache_salt_by_key: bool | None = option(
+        None,
+        "Access",
+        "share cached prefixes only between requests with the"
         " same key's name; if not, clients do not see how much was cached (default: with several keys or a key"
-        " file)")
-    enable_admin: bool = option(False, "Access", "serve /pause, /resume, /sleep, /wake_up, /abort, ...; without an"
-        " API key only on loopback, and to requests with the header X-Pagewire-Admin: 1")
-    lora_root: str | None = option(None, "Access", "with --enable-admin: folder below which /v1/load_lora_adapter"
-        " may load adapters")
+        " file)",
+    )
+    enable_admin: bool = option(
+        False,
+        "Access",
+        "serve /pause, /resume, /sleep, /wake_up, /abort, ...; without an"
+        " API key only on loopback, and to requests with the header X-Pagewire-Admin: 1",
+    )
+    lora_root: str | None = option(
+        None, "Access", "with --enable-admin: folder below which /v1/load_lora_adapter may load adapters"
+    )
 
-    chat_template: str | None = option(None, "Chat", "chat template: the template itself, a file, or the"
-        " name of one of the model's templates")
+    chat_template: str | None = option(
+        None,
+        "Chat",
+        "chat template: the template itself, a file, or the name of one of the model's templates",
+    )
     chat_template_content_format: Literal["auto", "string", "openai"] = option(
-        "auto", "Chat", "form in which the template gets message content", choices=("auto", "string", "openai"))
+        "auto",
+        "Chat",
+        "form in which the template gets message content",
+        choices=("auto", "string", "openai"),
+    )
     trust_request_chat_template: bool = option(False, "Chat", "allow requests to bring a chat template")
     response_role: str = option("assistant", "Chat", "role of generated messages")
-    enable_auto_tool_choice: bool = option(False, "Chat", "let the model decide whether to call tools"
-        " (tool_choice: auto)")
-    reasoning_parser: str | None = option(None, "Chat", "format in which the model marks its reasoning",
-        choices=REASONING_PARSERS)
-    enable_in_reasoning: bool = option(False, "Chat", "constrain structured output from its first token on, so"
-        " that the model cannot reason before it (default: the constraint begins after the reasoning)")
+    enable_auto_tool_choice: bool = option(
+        False, "Chat", "let the model decide whether to call tools (tool_choice: auto)"
+    )
+    reasoning_parser: str | None = option(
+        None, "Chat", "format in which the model marks its reasoning", choices=REASONING_PARSERS
+    )
+    enable_in_reasoning: bool = option(
+        False,
+        "Chat",
+        "constrain structured output from its first token on, so"
+        " that the model cannot reason before it (default: the constraint begins after the reasoning)",
+    )
     prompt_unused_tools: bool = option(False, "Chat", "keep tools in the prompt even with tool_choice: none")
-    tool_call_parser: str | None = option(None, "Chat", "format in which the model writes tool"
-        " calls", choices=TOOL_PARSERS)
+    tool_call_parser: str | None = option(
+        None, "Chat", "format in which the model writes tool calls", choices=TOOL_PARSERS
+    )
 
-    lora_modules: list[str] = option(None, "Models", "adapters (LoRA) that clients address as models:"
-        " name=path, or JSON of name, path and base_model_name", make=list)
-    prompt_adapters: list[str] = option(None, "Models", "NAME=FOLDER of a prompt adapter, which requests name as"
-        " their model; the engine needs --enable-prompt-adapter", make=list)
+    lora_modules: list[str] = option(
+        None,
+        "Models",
+        "adapters (LoRA) that clients address as models:"
+        " name=path, or JSON of name, path and base_model_name",
+        make=list,
+    )
+    prompt_adapters: list[str] = option(
+        None,
+        "Models",
+        "NAME=FOLDER of a prompt adapter, which requests name as"
+        " their model; the engine needs --enable-prompt-adapter",
+        make=list,
+    )
 
-    return_tokens_as_token_ids: bool = option(False, "Answers", "write tokens as 'token_id:ID' in log"
-        " probabilities")
-    response_store_bytes: int = option(64 << 20, "Answers", "bytes of memory for responses of"
+    return_tokens_as_token_ids: bool = option(
+        False, "Answers", "write tokens as 'token_id:ID' in log probabilities"
+    )
+    response_store_bytes: int = option(
+        64 << 20,
+        "Answers",
+        "bytes of memory for responses of"
         " /v1/responses, which can then be continued and retrieved; the least recently used are dropped first;"
-        " 0: keep none")
-    max_request_sequences: int = option(MAX_HTTP_SEQUENCES, "Answers", "most sequences that a request may ask"
-        " for: prompts times n")
-    max_request_tokens: int = option(MAX_HTTP_TOKENS, "Answers", "most tokens that a request for several sequences"
-        " may ask for: prompts times n times max_tokens")
-    max_request_logprobs: int = option(MAX_HTTP_LOGPROBS, "Answers", "most log probabilities (tokens times"
-        " candidates) that are kept for a request; those that a stream has sent no longer count")
+        " 0: keep none",
+    )
+    max_request_sequences: int = option(
+        MAX_HTTP_SEQUENCES, "Answers", "most sequences that a request may ask for: prompts times n"
+    )
+    max_request_tokens: int = option(
+        MAX_HTTP_TOKENS,
+        "Answers",
+        "most tokens that a request for several sequences may ask for: prompts times n times max_tokens",
+    )
+    max_request_logprobs: int = option(
+        MAX_HTTP_LOGPROBS,
+        "Answers",
+        "most log probabilities (tokens times"
+        " candidates) that are kept for a request; those that a stream has sent no longer count",
+    )
     restarts: int = option(0, "Answers", "how often a spawned engine core that dies is replaced")
-    reattach_timeout: float = option(30.0, "Answers", "with --attach: seconds to wait for another core at the"
-        " address after the core has died; open requests continue on it")
-    keep_alive_on_engine_death: bool = option(False, "Answers", "when the engine core is lost for good, go on and"
+    reattach_timeout: float = option(
+        30.0,
+        "Answers",
+        "with --attach: seconds to wait for another core at the"
+        " address after the core has died; open requests continue on it",
+    )
+    keep_alive_on_engine_death: bool = option(
+        False,
+        "Answers",
+        "when the engine core is lost for good, go on and"
         " answer 503 (default: exit with status 1 once open requests have their error); also"
-        " $PAGEWIRE_KEEP_ALIVE_ON_ENGINE_DEATH=1")
+        " $PAGEWIRE_KEEP_ALIVE_ON_ENGINE_DEATH=1",
+    )
 
-    uvicorn_log_level: str = option("warning", "Server log", "log level of the HTTP library"
-        " (uvicorn)", choices=LOG_LEVELS)
+    uvicorn_log_level: str = option(
+        "warning", "Server log", "log level of the HTTP library (uvicorn)", choices=LOG_LEVELS
+    )
     disable_log_requests: bool = option(False, "Server log", "do not log a line per request")
-    max_log_len: int = option(0, "Server log", "characters (or token ids) of the prompt to log with each"
-        " request; -1: all")
-    log_format: Literal["text", "json"] | None = option(None, "Server log", "format of log lines, including"
-        " a spawned engine's (default: text)", choices=("text", "json"))
-    # fmt: on
+    max_log_len: int = option(
+        0, "Server log", "characters (or token ids) of the prompt to log with each request; -1: all"
+    )
+    log_format: Literal["text", "json"] | None = option(
+        None,
+        "Server log",
+        "format of log lines, including a spawned engine's (default: text)",
+        choices=("text", "json"),
+    )
 
     def check(self) -> None:
         """Check all values.

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from pagewire.frontend.inputs import TokensPrompt
 from pagewire.frontend.text.conversation import Conversation, compile_template, render_source
 from pagewire.frontend.text.length import encode_within
+from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.frontend.text.render_process import render_confined
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.compatibility import warn_once

@@ -16,7 +16,7 @@ from pagewire.frontend.beam_search import (
     end_tokens,
     tokens_prompt,
 )
-from pagewire.frontend.inputs import TokensPrompt
+from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.ipc.params import BeamSearchParams, SamplingParams
 
 EOS = 0

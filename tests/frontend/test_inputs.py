@@ -10,11 +10,8 @@ import msgspec
 import pytest
 
 from pagewire.frontend.inputs import (
-    EmbedsPrompt,
     Intake,
     Prepared,
-    TextPrompt,
-    TokensPrompt,
     default_sampling_params,
     is_embeds_prompt,
     is_tokens_prompt,
@@ -22,6 +19,7 @@ from pagewire.frontend.inputs import (
     prompts_of,
 )
 from pagewire.frontend.pooling import inputs as pooling
+from pagewire.frontend.text.prompts import EmbedsPrompt, TextPrompt, TokensPrompt
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.messages import EngineInfo, Submit, ToCore

@@ -20,7 +20,7 @@ from pagewire.frontend.outputs import RequestMetrics, RequestOutput
 from pagewire.frontend.server.http.body import ClientLeftError
 from pagewire.frontend.server.http.errors import NO_RETRY, APIError
 from pagewire.frontend.server.http.tenants import Lease, tenant_of
-from pagewire.frontend.server.openai.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
+from pagewire.frontend.server.http.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from pagewire.ipc.budget import SMALL_POOLED_BYTES
 from pagewire.ipc.quoting import MAX_QUOTED, shortened
 

@@ -14,7 +14,7 @@ from pagewire.frontend.beam_search import (
     end_tokens,
     tokens_prompt,
 )
-from pagewire.frontend.inputs import PromptType, TokensPrompt, truncated
+from pagewire.frontend.inputs import truncated
 from pagewire.frontend.lora import LoRARequest
 from pagewire.frontend.off_loop import num_chars, tokenizing
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
@@ -25,6 +25,7 @@ from pagewire.frontend.server.openai.constraints import demands
 from pagewire.frontend.server.openai.protocol import SamplingFields
 from pagewire.frontend.server.openai.sampling import salted
 from pagewire.frontend.server.service import Service
+from pagewire.frontend.text.prompts import PromptType, TokensPrompt
 from pagewire.ipc.params import BeamSearchParams, SamplingParams
 
 DRAWS = "beam search draws no tokens; sample with best_of instead"

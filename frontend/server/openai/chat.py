@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import UNSET
 
-from pagewire.frontend.inputs import TokensPrompt, check_generates
+from pagewire.frontend.inputs import check_generates
 from pagewire.frontend.off_loop import off_loop, tokenizing
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http import sse
@@ -58,6 +58,7 @@ from pagewire.frontend.server.parsing.reply import (
 from pagewire.frontend.server.service import Service
 from pagewire.frontend.text.chat_template import chat_prompt, check_template, unread_text
 from pagewire.frontend.text.conversation import as_text
+from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.ipc.params import SamplingParams
 
 SERVICE_TIER = "default"  # the only one that there is

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from pagewire.frontend.server.http.usage import Usage
 from pagewire.ipc.budget import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -237,29 +238,6 @@ class ChatRequest(SamplingFields, kw_only=True):
 
 
 # ---------------------------------------------------------------- parts of responses
-
-
-class PromptTokensDetails(msgspec.Struct):
-    """cached_tokens: prompt tokens whose KV was in the prefix cache."""
-
-    cached_tokens: int
-
-
-class CompletionTokensDetails(msgspec.Struct):
-    """Tokens of the output that had been proposed by speculative decoding, and proposed ones that were wrong."""
-
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-
-
-class Usage(msgspec.Struct):
-    """Token counts. completion_tokens_details: only where tokens were proposed."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None = None
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CandidateLogprob(msgspec.Struct, gc=False):

@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from pagewire.frontend.inputs import TokensPrompt
 from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError, api_error
@@ -23,6 +22,7 @@ from pagewire.frontend.server.responses.reader import OutputReader
 from pagewire.frontend.server.responses.store import ResponseStore, StoredResponse
 from pagewire.frontend.server.responses.writer import ResponseWriter
 from pagewire.frontend.server.service import Service
+from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.ipc.params import SamplingParams
 
 logger = logging.getLogger("pagewire.server")

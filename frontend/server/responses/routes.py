@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 from starlette.responses import StreamingResponse
 
-from pagewire.frontend.inputs import TokensPrompt, check_generates
+from pagewire.frontend.inputs import check_generates
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError, api_error
@@ -44,6 +44,7 @@ from pagewire.frontend.server.responses.protocol import (
 from pagewire.frontend.server.responses.store import ResponseStore, StoredItems, StoredResponse
 from pagewire.frontend.server.service import Service
 from pagewire.frontend.text.length import ContextLengthError
+from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.ipc.bounds import MAX_INT
 from pagewire.ipc.params import SamplingParams
 

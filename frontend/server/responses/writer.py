@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagewire.frontend.server.http import sse
-from pagewire.frontend.server.openai.protocol import TokenLogprob, ToolCall, Usage
+from pagewire.frontend.server.http.usage import Usage
+from pagewire.frontend.server.openai.protocol import TokenLogprob, ToolCall
 from pagewire.frontend.server.parsing.reply import ReplyDelta
 from pagewire.frontend.server.responses.items import new_id
 from pagewire.frontend.server.responses.protocol import (

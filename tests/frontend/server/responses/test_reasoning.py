@@ -62,10 +62,21 @@ def test_the_events_of_reasoning(replay: Replay) -> None:
         kinds = [event["type"].removeprefix("response.") for event in events]
         unique = [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before]
         assert unique == [
-            *("created", "in_progress", "output_item.added", "content_part.added", "reasoning_text.delta"),
-            *("reasoning_text.done", "content_part.done", "output_item.done"),
-            *("output_item.added", "content_part.added", "output_text.delta", "output_text.done"),
-            *("content_part.done", "output_item.done", "completed"),
+            "created",
+            "in_progress",
+            "output_item.added",
+            "content_part.added",
+            "reasoning_text.delta",
+            "reasoning_text.done",
+            "content_part.done",
+            "output_item.done",
+            "output_item.added",
+            "content_part.added",
+            "output_text.delta",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+            "completed",
         ]
         assert joined_items(events) == events[-1]["response"]["output"]
         with client.responses.stream(model="fake", input="Köln?") as stream:

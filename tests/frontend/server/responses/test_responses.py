@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.openai.protocol import TokenLogprob, Usage
+from pagewire.frontend.server.http.usage import Usage
+from pagewire.frontend.server.openai.protocol import TokenLogprob
 from pagewire.frontend.server.parsing.deltas import call_id
 from pagewire.frontend.server.parsing.hermes import Hermes
 from pagewire.frontend.server.parsing.reply import ReplyParser, ReplyWithCalls, TextReply, read
