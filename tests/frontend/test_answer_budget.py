@@ -14,8 +14,7 @@ from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import Abort, Request, TokenDelta
 from pagewire.ipc.params import RequestOutputKind, SamplingParams
-
-from .logprob_rows import rows
+from tests.frontend.logprob_rows import rows
 
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 

@@ -27,8 +27,7 @@ from pagewire.ipc.embeddings import EmbeddingsInfo
 from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.messages import EngineInfo, TokenDelta
 from pagewire.ipc.params import SamplingParams
-
-from .conftest import FakeCore
+from tests.frontend.conftest import FakeCore
 
 BOTH = EmbeddingsInfo(size=4, prompts=True, adapters=True, max_adapters=2, max_adapter_tokens=50)
 ROWS = torch.arange(12.0).view(3, 4)

@@ -22,8 +22,7 @@ from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.messages import EngineInfo, Request, Submit
 from pagewire.ipc.params import BeamSearchParams, SamplingParams
-
-from .conftest import FakeCore
+from tests.frontend.conftest import FakeCore
 
 
 @pytest.fixture

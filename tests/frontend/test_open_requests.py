@@ -16,9 +16,8 @@ from pagewire.frontend.session import Session
 from pagewire.ipc.errors import EngineDeadError, RequestCrashedEngineError
 from pagewire.ipc.messages import CoreDying, Detached, EngineInfo, Hello, Request, Submit
 from pagewire.ipc.params import SamplingParams
-
-from .conftest import PATIENCE, FakeCore
-from .mortal_core import LENGTH, Keeper, output
+from tests.frontend.conftest import PATIENCE, FakeCore
+from tests.frontend.mortal_core import LENGTH, Keeper, output
 
 Opened = tuple[Session, Keeper]
 

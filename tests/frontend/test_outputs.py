@@ -25,9 +25,8 @@ from pagewire.ipc.errors import EngineDeadError, RequestError
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import Abort, Request, RequestTiming, TokenDelta
 from pagewire.ipc.params import RequestOutputKind, SamplingParams
-
-from . import trained
-from .text.test_logprobs import rows
+from tests.frontend import trained
+from tests.frontend.text.test_logprobs import rows
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 PROMPT = [5, 6, 7]

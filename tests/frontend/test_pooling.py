@@ -17,9 +17,8 @@ from pagewire.frontend.text.tokenizer import load_tokenizer
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.embeddings import EmbeddingsInfo
 from pagewire.ipc.pooling import PoolerConfig, PoolingInfo, PoolingParams
-
-from ..engine_core.test_pooling import info
-from .word_pieces import write_tokenizer
+from tests.engine_core.test_pooling import info
+from tests.frontend.word_pieces import write_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,7 @@ from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.messages import EngineInfo, Hello, Refused, Request, Submit
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import RequestOutputKind, SamplingParams
-
-from .conftest import FakeCore
+from tests.frontend.conftest import FakeCore
 
 
 @pytest.fixture

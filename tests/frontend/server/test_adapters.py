@@ -17,9 +17,8 @@ from pagewire.frontend.server.adapters import id_of, modules_of
 from pagewire.ipc.embeddings import EmbeddingsInfo
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.messages import EngineInfo, Submit
-
-from ..conftest import FakeCore
-from .client import Answer, Client
+from tests.frontend.conftest import FakeCore
+from tests.frontend.server.client import Answer, Client
 
 ADMIN = {"X-Pagewire-Admin": "1"}
 ENDPOINTS = {

@@ -15,9 +15,8 @@ import pytest
 
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.ipc.pooling import PoolingInfo
-
-from ...serving import serving
-from ..conftest import FakeCore
+from tests.frontend.conftest import FakeCore
+from tests.serving import serving
 
 TEXTS = ["w2 w3", "w9", "w4 w5 w6", "w7 w7 w8"]
 QUERY = "w3 w9"

@@ -12,9 +12,8 @@ import pytest
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.operate import monitoring
 from pagewire.ipc.errors import EngineDeadError
-
-from ..conftest import FakeCore
-from .client import Client
+from tests.frontend.conftest import FakeCore
+from tests.frontend.server.client import Client
 
 
 def says(core: FakeCore, alive: bool, ready: bool, reason: str) -> list[int]:

@@ -23,9 +23,8 @@ from pagewire.ipc.budget import MAX_HTTP_POOLED_BYTES, SMALL_POOLED_BYTES
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import Request, Submit
 from pagewire.ipc.pooling import PoolingInfo
-
-from ..conftest import PATIENCE, FakeCore
-from .client import Client
+from tests.frontend.conftest import PATIENCE, FakeCore
+from tests.frontend.server.client import Client
 
 SIZE = 1000  # of an embedding
 MANY = 128  # tokens of a text whose embeddings of all tokens are a large answer
