@@ -225,12 +225,21 @@ class AsyncLLM(AsyncEngine):
         lora_request: LoRARequest | None,
         prompt_adapter_request: PromptAdapterRequest | None,
     ) -> Prepared:
-        place = (request_id, priority, 0.0, lora_request, prompt_adapter_request)
         size = num_chars(prompt)
         reads_files = prompt_adapter_request is not None or not self.session.adapters.knows(lora_request)
         if reads_files or is_embeds_prompt(prompt):  # embeddings are hashed
             size = max(size, OFF_LOOP_CHARS)
-        return await tokenizing(size, self.session.prepare, prompt, params, *place)
+        return await tokenizing(
+            size,
+            self.session.prepare,
+            prompt,
+            params,
+            request_id,
+            priority,
+            0.0,
+            lora_request,
+            prompt_adapter_request,
+        )
 
     def _mailbox(self) -> LoopMailbox:
         loop = asyncio.get_running_loop()

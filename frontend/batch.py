@@ -112,11 +112,11 @@ def complete(
     try:
         prepared = []
         checked: dict[int, CheckedParams] = {}  # by identity, since many prompts may share parameters
-        for prompt, own, rank, adapter in zip(prompts, params, priority, adapters, strict=True):
-            if id(own) not in checked:
-                checked[id(own)] = session.check(final_only(own))
+        for prompt, sampling, rank, adapter in zip(prompts, params, priority, adapters, strict=True):
+            if id(sampling) not in checked:
+                checked[id(sampling)] = session.check(final_only(sampling))
             prepared.append(
-                session.prepare(prompt, checked[id(own)], next_id(), rank, 0.0, adapter, prompt_adapter)
+                session.prepare(prompt, checked[id(sampling)], next_id(), rank, 0.0, adapter, prompt_adapter)
             )
             if len(prepared) == SUBMIT_CHUNK:
                 batch.submit(prepared)
@@ -160,8 +160,8 @@ def pool(
             chunk = slice(start, start + SUBMIT_CHUNK)
             batch.submit(
                 [
-                    session.prepare_pooling(prompt, own, next_id(), lora_request=adapter)
-                    for prompt, own, adapter in zip(
+                    session.prepare_pooling(prompt, task, next_id(), lora_request=adapter)
+                    for prompt, task, adapter in zip(
                         prompts[chunk], params[chunk], adapters[chunk], strict=True
                     )
                 ]

@@ -34,7 +34,7 @@ class Blame:
         held: Iterable[RequestState],
         on_trial: RequestState | None = None,
     ) -> RequestState | None:
-        """Record that a core died. Returns the request that is to blame for it; None if that is not certain.
+        """Record that a core died. Returns the request that killed it; None if that is not certain.
 
         held: the other open requests, which the core did not have. on_trial: the suspect that was tried just then.
             With it, others may have been in flight that have seen no core die before: they are not to blame.

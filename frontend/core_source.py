@@ -51,7 +51,7 @@ class CoreSource(Protocol):
         """
 
     def replace(self, dial: Dial, error: EngineDeadError, closing: threading.Event) -> Attached:
-        """Another core, after one was lost with `error`; the wait for it ends when `closing` is set.
+        """Another core, after one was lost with `error`; the wait ends when `closing` is set.
 
         Raises:
             EngineDeadError: there is no other one; the text is the cause.

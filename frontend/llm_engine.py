@@ -97,13 +97,15 @@ class LLMEngine(LocalEngine):
         refuse_unsupported(tokenization_kwargs=tokenization_kwargs)
         if request_id in self._unfinished:
             raise ValueError(f"request id {request_id!r} is in use")
-        place = (request_id, priority, age_of(arrival_time), lora_request)
+        age = age_of(arrival_time)
         if isinstance(params, PoolingParams):
             refuse_adapter(prompt_adapter_request)
             checked = complete(params, self.info, None, None)
-            prepared = self.session.prepare_pooling(prompt, checked, *place)
+            prepared = self.session.prepare_pooling(prompt, checked, request_id, priority, age, lora_request)
         else:
-            prepared = self.session.prepare(prompt, params, *place, prompt_adapter_request)
+            prepared = self.session.prepare(
+                prompt, params, request_id, priority, age, lora_request, prompt_adapter_request
+            )
         (self._unfinished[request_id],) = self.session.submit([prepared], self._inbox, trace_headers)
 
     def step(self) -> list[RequestOutput]:

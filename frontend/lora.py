@@ -25,7 +25,7 @@ from pagewire.ipc.quoting import quoted
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a folder without any has no tokenizer
 NOT_TOKENIZERS = {"config.json", "generation_config.json"}
-MAX_FOLDERS = 10_000  # adapters of which a session keeps what it has found
+MAX_FOLDERS = 10_000  # adapters whose folders a session remembers
 MAX_TOKENIZERS = 32  # in memory, the model's included; each may take tens of megabytes
 
 

@@ -57,8 +57,9 @@ class OfflinePooling(LocalEngine):
             BatchError: (a `RequestError`) the engine ended requests with an error, as for `generate`.
         """
         refuse_unsupported(tokenization_kwargs=tokenization_kwargs)
-        options = (truncate_prompt_tokens, use_tqdm, pooling_task, lora_request)
-        return self._pool(prompts_of(prompts), pooling_params, *options)
+        return self._pool(
+            prompts_of(prompts), pooling_params, truncate_prompt_tokens, use_tqdm, pooling_task, lora_request
+        )
 
     def embed(
         self,
@@ -70,8 +71,9 @@ class OfflinePooling(LocalEngine):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of each prompt. Arguments and errors as for `encode`."""
-        options = (truncate_prompt_tokens, use_tqdm, "embed", lora_request)
-        outputs = self._pool(prompts_of(prompts), pooling_params, *options)
+        outputs = self._pool(
+            prompts_of(prompts), pooling_params, truncate_prompt_tokens, use_tqdm, "embed", lora_request
+        )
         return list(map(embedding_output, outputs))
 
     def classify(
@@ -84,8 +86,9 @@ class OfflinePooling(LocalEngine):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of the model's classes for each prompt. Arguments and errors as for `encode`."""
-        options = (truncate_prompt_tokens, use_tqdm, "classify", lora_request)
-        outputs = self._pool(prompts_of(prompts), pooling_params, *options)
+        outputs = self._pool(
+            prompts_of(prompts), pooling_params, truncate_prompt_tokens, use_tqdm, "classify", lora_request
+        )
         return list(map(classification_output, outputs))
 
     def reward(
@@ -99,8 +102,9 @@ class OfflinePooling(LocalEngine):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """The rewards of each prompt: a classifier's logits, of the prompt or of each token. See `encode`."""
-        options = (truncate_prompt_tokens, use_tqdm, "reward", lora_request)
-        return self._pool(prompts_of(prompts), pooling_params, *options)
+        return self._pool(
+            prompts_of(prompts), pooling_params, truncate_prompt_tokens, use_tqdm, "reward", lora_request
+        )
 
     def score(
         self,
@@ -119,8 +123,11 @@ class OfflinePooling(LocalEngine):
         sum of the largest products (MaxSim). Other arguments and errors as for `encode`.
         """
         plan = ScorePlan(self.info, data_1, data_2)
-        options = (truncate_prompt_tokens, use_tqdm, plan.task, lora_request)
-        return plan.scores(self._pool(plan.prompts, pooling_params, *options))
+        return plan.scores(
+            self._pool(
+                plan.prompts, pooling_params, truncate_prompt_tokens, use_tqdm, plan.task, lora_request
+            )
+        )
 
     def _pool(
         self,

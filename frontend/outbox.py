@@ -43,9 +43,9 @@ class OutboxMessage(NamedTuple):
 
 @dataclass(slots=True)
 class TenantQueue:
-    """Requests of one tenant. waiting: not sent yet. open: sent, and no fence behind them is answered.
+    """Requests of one tenant. waiting: not sent yet. open: sent, and no fence after them is answered.
 
-    unfenced: the part of the open ones that no fence is behind.
+    unfenced: the part of the open ones after which no fence was sent.
     """
 
     waiting: deque[OutboxMessage] = field(default_factory=deque)
@@ -92,23 +92,25 @@ class Outbox:
         return self._num_waiting
 
     def add(self, tenant: str, frames: Frames, keys: Sequence[int]) -> None:
-        """Put a message with requests of a tenant, which have these keys, behind its earlier ones."""
+        """Add a message that submits a tenant's requests, after its earlier ones. keys: of the requests."""
         message = OutboxMessage(frames, self._num_added, keys)
         self._tenants.setdefault(tenant, TenantQueue()).waiting.append(message)
         self._count()
 
     def add_control(self, frames: Frames, call_id: int | None = None) -> None:
-        """Put any other message behind all earlier ones. call_id: if it is a call."""
+        """Add any other message, after all earlier ones. call_id: if it is a call."""
         self._controls.append(OutboxMessage(frames, self._num_added, call_id=call_id))
         self._count()
 
     def drop(self, keys: Set[int]) -> None:
         """Drop messages that submit nothing but requests with these keys."""
         for name, tenant in list(self._tenants.items()):
-            kept = deque(one for one in tenant.waiting if not all(key in keys for key in one.keys))
-            self._num_waiting -= len(tenant.waiting) - len(kept)
-            tenant.waiting = kept
-            if not kept and not tenant.open:
+            remaining = deque(
+                message for message in tenant.waiting if not all(key in keys for key in message.keys)
+            )
+            self._num_waiting -= len(tenant.waiting) - len(remaining)
+            tenant.waiting = remaining
+            if not remaining and not tenant.open:
                 del self._tenants[name]
 
     def next(self) -> Frames | None:
@@ -135,7 +137,7 @@ class Outbox:
             return self._controls.popleft().call_id
         name, tenant = next((name, tenant) for name, tenant in self._tenants.items() if tenant.may_send)
         message = tenant.waiting.popleft()
-        self._tenants[name] = self._tenants.pop(name)  # behind the others
+        self._tenants[name] = self._tenants.pop(name)  # after the others
         for load in (tenant.open, tenant.unfenced):
             load.add(message.num_requests, message.num_bytes)
         if tenant.unfenced.wants_fence:
@@ -172,7 +174,7 @@ class Outbox:
         return oldest is None or self._controls[0].number < oldest
 
     def _fence(self, name: str, tenant: TenantQueue) -> Frames:
-        """Put a fence behind what is sent of a tenant; it is the next message."""
+        """Put a fence after what is sent of a tenant; it is the next message."""
         call_id, frames = self._make_fence()
         self._unsent_fence = Fence(call_id, frames, name, tenant.unfenced)
         tenant.unfenced = Load()

@@ -58,7 +58,7 @@ REFUSALS: dict[str, type[Exception]] = {
 
 
 class RequestMetrics(msgspec.Struct):
-    """Times of a request, in seconds since the epoch; None: not reached yet. And what drafts did for it.
+    """Times of a request, in seconds since the epoch; None: not reached yet. And counts of draft tokens.
 
     Attributes:
         arrival_time: the request was submitted to the frontend, or arrived before that at the caller.
@@ -67,7 +67,7 @@ class RequestMetrics(msgspec.Struct):
         first_token_time: its first token was generated. last_token_time: its last token arrived at the frontend.
         finished_time: its end arrived at the frontend.
         time_in_queue: duration in seconds from when the core had it to the first step.
-        num_draft_tokens: proposed tokens that were verified for it (speculative decoding).
+        num_draft_tokens: proposed tokens that were verified (speculative decoding).
         num_accepted_tokens: its tokens that had been proposed.
     """
 
@@ -142,7 +142,7 @@ class RequestOutput:
 
 
 class BatchError(RequestError):
-    """Some requests of a batch ended with an error, the first of which is the message.
+    """Some requests of a batch ended with an error; the message is that of the first.
 
     Attributes:
         outputs: of all requests, in order; those that failed have the finish reason "error", or (of requests to
@@ -241,7 +241,7 @@ class RequestState:
     """State of an unfinished request: `apply` adds deltas, `take` returns outputs.
 
     Attributes:
-        request: the request as sent to the core. key: the frontend's number of it. request_id: the caller's id.
+        request: the request as sent to the core. key: its number in the frontend. request_id: the caller's id.
         error: message of the failure of an output; None if none failed.
         error_type: name of the exception with which the request was refused or ended; else None.
         num_prompt_logprobs: prompt positions, from position 1 on, whose log probabilities have arrived.

@@ -109,7 +109,7 @@ class SendQueue:
         self._waking = False
 
     def is_closed(self, now: float) -> bool:
-        """True if the last message is sent, or it is too late for it."""
+        """True if the last message is sent, or it is too late to send it."""
         return self.closes_by is not None and (not self._outbox or now > self.closes_by)
 
     def close(self, dead: EngineDeadError) -> None:
@@ -173,9 +173,9 @@ def batches(requests: Sequence[Request]) -> Iterator[tuple[str, list[Request]]]:
     by_tenant: dict[str, list[Request]] = {}
     for request in requests:
         by_tenant.setdefault(request.tenant, []).append(request)
-    for tenant, own in by_tenant.items():
-        for at in range(0, len(own), SUBMIT_BATCH):
-            yield tenant, own[at : at + SUBMIT_BATCH]
+    for tenant, queued in by_tenant.items():
+        for at in range(0, len(queued), SUBMIT_BATCH):
+            yield tenant, queued[at : at + SUBMIT_BATCH]
 
 
 def too_large(frames: Sequence[Buffer], name: str, limit: int) -> ValueError | None:

@@ -199,8 +199,9 @@ class Session:
         """
         adapter = self.adapters.use(lora_request)
         virtual = None if prompt_adapter_request is None else self.prompt_adapters.get(prompt_adapter_request)
-        place = (request_id, next(self._keys), priority, age)
-        return self._intake.prepare(prompt, params, *place, adapter, virtual)
+        return self._intake.prepare(
+            prompt, params, request_id, next(self._keys), priority, age, adapter, virtual
+        )
 
     def prepare_pooling(
         self,
@@ -217,8 +218,9 @@ class Session:
             ValueError, TypeError: a bad prompt, or no such adapter.
         """
         adapter = self.adapters.use(lora_request)
-        place = (request_id, next(self._keys), priority, age)
-        return pooling.prepare(self._intake, prompt, params, *place, adapter)
+        return pooling.prepare(
+            self._intake, prompt, params, request_id, next(self._keys), priority, age, adapter
+        )
 
     def tokenize(
         self, prompt: PromptType, truncates: bool = False, lora_request: LoRARequest | None = None

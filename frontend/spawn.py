@@ -46,7 +46,7 @@ class SpawnedCore:
 
 
 def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
-    """Start a core with `args` that listens at `address` (default: a private one), without waiting for it.
+    """Start a core with `args` that listens at `address` (default: a private one), without waiting.
 
     Its log goes to stderr of this process. If it cannot start, a frontend that connects gets the error.
 

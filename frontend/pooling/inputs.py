@@ -120,7 +120,7 @@ def params_of(
         )
     if len(params) != num_prompts:
         raise ValueError(f"{num_prompts} prompts, but {len(params)} pooling parameters")
-    return [complete(own, info, task, truncate_prompt_tokens) for own in params]
+    return [complete(each, info, task, truncate_prompt_tokens) for each in params]
 
 
 def complete(

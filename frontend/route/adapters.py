@@ -111,7 +111,7 @@ class RouterAdapters:
         """Those of the cores that may get a request: all, unless it names an adapter that was registered here.
 
         Raises:
-            EngineBusyError: none of them, of which there are some, could load the adapter.
+            EngineBusyError: there are cores, but none of them could load the adapter.
         """
         name = "" if request.adapter is None else request.adapter.name
         if name not in self._sources or not replicas:

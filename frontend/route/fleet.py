@@ -83,7 +83,7 @@ class Fleet:
         """Attach to one more core. As `Members.add`, and:
 
         Raises:
-            ValueError: a bad address, or one of which a core is here already.
+            ValueError: a bad address, or the router has this core already.
         """
         for replica in self.members:
             if replica.place.label == address:

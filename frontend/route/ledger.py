@@ -17,7 +17,7 @@ from pagewire.ipc.messages import EngineInfo, Request, TokenDelta
 from pagewire.ipc.pooling import PoolingParams
 
 LINGER_SECONDS = 1.0  # for which the blocks of an ended request count as cached: until the core reports them
-MAX_BEGINNINGS = 1 << 13  # beginnings of prompts of which the last core is kept
+MAX_BEGINNINGS = 1 << 13  # beginnings of prompts whose last core is remembered
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Metrics of a router: those of each core under its number, and what the router itself knows of it."""
+"""Metrics of a router: the metrics of each core, labelled with its number, and the router's own counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def relabelled(rows: list[Row], number: int) -> list[Row]:
 
 
 def router_rows(dispatcher: Dispatcher, info: EngineInfo, replicas: Iterable[Replica]) -> Iterator[Row]:
-    """What the router knows of each core, in the form of the core's own metrics."""
+    """The router's own counts for each core, in the form of a core's metrics."""
     for replica in replicas:
         for kind, name, text, value in figures(dispatcher, replica):
             labels = {"model_name": info.served_model_names[0], "engine": str(replica.number)}

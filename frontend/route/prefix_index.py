@@ -50,12 +50,12 @@ class PrefixIndex:
                 self._update(core, name)
 
     def reset(self, core: int) -> None:
-        """Forget what a core has reported, for it begins anew."""
+        """Forget what a core has reported: it begins anew."""
         for name in self._stored.pop(core, set()):
             self._update(core, name)
 
     def forget(self, core: int) -> None:
-        """Forget everything about a core, for it is gone."""
+        """Forget everything about a core: it is gone."""
         expected = self._expected.pop(core, Counter())
         self.reset(core)
         for name in expected:

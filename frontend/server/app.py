@@ -55,7 +55,7 @@ def create_app(
     options = options or ServerOptions()
     options.check()
     service = Service(engine, options, others)
-    priorities = any(own.info.by_priority for own in service.all)
+    priorities = any(served.info.by_priority for served in service.all)
     routes: list[Operation] = [route for module in MODULES for route in module.routes(service)]
     routes.append(openapi.document_route(routes, service.options))
     app = Starlette(

@@ -60,7 +60,7 @@ def processes() -> Confined:
 
 
 def renderer() -> Handler:
-    """The function that renders one conversation, in a process that was forked for it."""
+    """The function that renders one conversation, in a process forked for this."""
 
     def render(job: bytes) -> bytes:
         rendering = msgspec.msgpack.decode(job, type=Rendering)

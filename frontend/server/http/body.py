@@ -225,7 +225,7 @@ async def receive_body(receive: Receive, limit: int, bodies: IncomingBodies, bod
     """Read the whole body into `body`.
 
     Raises:
-        APIError: it has more than `limit` bytes, or there is no room for it, or the client disconnected.
+        APIError: it has more than `limit` bytes, or there is no room left, or the client disconnected.
     """
     more = True
     while more:

@@ -48,7 +48,7 @@ class Connections:
         return len(self._open)
 
     def admit(self, host: str | None, peer: ConnectionHolder, deadline: float) -> HttpConnection | None:
-        """Return a new connection from a host, which has no request yet; None: there is no place for it.
+        """Return a new connection from a host, which has no request yet; None: all places are taken.
 
         host: IP address; None: a Unix socket, whose clients have no address and so only the limit of all.
         """

@@ -53,7 +53,7 @@ class Exchange:
         self.tenant = tenant_of(scope)
         self.lease = Lease(self.tenant)
         self._memory: AnswerMemory = scope["app"].state.answer_memory
-        self._num_kept = 0  # bytes of it
+        self._num_kept = 0  # bytes
         self.headers = Headers(scope=scope)
         self.given_id: str = scope["request_id"]
         self._came = time.time()
@@ -103,7 +103,7 @@ class Exchange:
         return first
 
     async def keep(self, num_bytes: int) -> None:
-        """Take memory for the results of the answer until `end`; wait for it if other answers have too much.
+        """Take memory for the results of the answer until `end`; wait while other answers have too much.
 
         Raises:
             EngineBusyError: too many answers are waiting.

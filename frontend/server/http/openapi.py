@@ -38,7 +38,7 @@ WITH_INPUT = ("400", "404", "408", "413", "415", "422", "429", "499", "500")
 
 
 class Operation(Route):
-    """A route for one HTTP method, with what the OpenAPI document says of it.
+    """A route for one HTTP method, with its entry in the OpenAPI document.
 
     Args:
         endpoint: a function (request) -> response, or an ASGI application.

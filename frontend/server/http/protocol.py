@@ -44,7 +44,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead = (
             0  # bytes received since the last byte of a body, or since the end of the last request
         )
-        self._receiving = False  # a request has begun, and not all of it has come
+        self._receiving = False  # a request has begun to arrive and is not complete
         self._in_head = True  # what comes next belongs to a head
         self._unanswered = 0  # requests whose head has come and whose answer is not complete
         self._refusal: APIError | None = None

@@ -52,7 +52,7 @@ class HttpResponse:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def send_parts(self, parts: Iterator[bytes], headers: dict[str, str]) -> None:
-        """Send a JSON response in parts, each of which is made when the client has read most of those before.
+        """Send a JSON response in parts; each is made when the client has read most of the earlier ones.
 
         A failure cuts the response: the server closes the connection before its end.
 

@@ -71,7 +71,7 @@ def completion_logprobs(
     text_offset: list[int],
     top: int,
 ) -> CompletionLogprobs:
-    """Return the log probabilities of a completion, or a part of it.
+    """Return the log probabilities of a completion, or of a part.
 
     Args:
         positions: by token; None for the first token of a prompt. text_offset: by token.

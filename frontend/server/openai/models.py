@@ -15,7 +15,7 @@ def routes(service: Service) -> list[Operation]:
     """Return the routes of the endpoint."""
 
     async def list_models(request: Request) -> Response:
-        cards = [card(own, name) for own in service.all for name in own.all_names]
+        cards = [card(served, name) for served in service.all for name in served.all_names]
         return json_response(ModelList(cards))
 
     async def show_model(request: Request) -> Response:

@@ -111,7 +111,7 @@ class ResponseFormat(msgspec.Struct):
 class SamplingFields(msgspec.Struct, kw_only=True):
     """Fields that completions and chat completions share; fields not described here are those of `SamplingParams`.
 
-    best_of: number of outputs to generate, of which the n most likely are returned.
+    best_of: number of outputs to generate; the n most likely are returned.
     use_beam_search: return n beams, best first, from a search with n (or best_of) beams.
     length_penalty, early_stopping: those of `BeamSearchParams`; they need `use_beam_search`.
     timeout: seconds that the request may take (also the header X-Request-Timeout); then it ends with status 408.
@@ -288,7 +288,7 @@ PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """A completion; in a stream, an increment of it. stop_reason: the stop string or token id that ended it."""
+    """A completion; in a stream, an increment. stop_reason: the stop string or token id that ended it."""
 
     index: int
     text: str
@@ -315,7 +315,7 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class FunctionCall(msgspec.Struct, omit_defaults=True):
-    """A call of a function; in a stream, an increment of it. arguments: JSON text."""
+    """A call of a function; in a stream, an increment. arguments: JSON text."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET

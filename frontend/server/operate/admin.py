@@ -185,8 +185,8 @@ async def abort(request: Request) -> Response:
 
 async def abort_any(service: Service, name: str) -> bool:
     """End a request of another server on one of the engines; False if there is none."""
-    for own in service.all:
-        if await own.engine.abort_any(name):
+    for served in service.all:
+        if await served.engine.abort_any(name):
             return True
     return False
 

@@ -30,7 +30,7 @@ PATIENCE_SECONDS = 0.25
 
 def routes(service: Service) -> list[Operation]:
     """The endpoints of a server."""
-    monitors = [HealthMonitor(own.engine) for own in service.all]
+    monitors = [HealthMonitor(served.engine) for served in service.all]
 
     async def health(request: Request) -> Response:
         return answered("alive", [await monitor.report() for monitor in monitors])
@@ -45,8 +45,8 @@ def routes(service: Service) -> list[Operation]:
         return json_response({"server_load": len(service.open)})
 
     async def metrics(request: Request) -> Response:
-        found = [await answer_of(own.engine, "metrics") for own in service.all]
-        rows = visible_rows([row for rows in found for row in rows], tenant_of(request.scope))
+        answers = [await answer_of(served.engine, "metrics") for served in service.all]
+        rows = visible_rows([row for rows in answers for row in rows], tenant_of(request.scope))
         return Response(exposition(rows), headers={"content-type": CONTENT_TYPE})
 
     return [

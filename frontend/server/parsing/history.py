@@ -30,7 +30,7 @@ def read_message(message: Any, place: str, names: dict[str, str]) -> Any:
         ValueError: a call is malformed, or the result belongs to no earlier call.
     """
     if not isinstance(message, dict):
-        return message  # `chat_prompt` raises for it
+        return message  # `chat_prompt` raises an error
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, (list, tuple)):
         raise ValueError(f"{place}.tool_calls must be a list")

@@ -131,7 +131,7 @@ class EmbeddingResponse(ListResponse, kw_only=True):
 
 
 class PooledData(msgspec.Struct, kw_only=True):
-    """A result: numbers, a list of them for each token, or base64 of little-endian numbers. shape: of it."""
+    """A result: numbers, a list of them for each token, or base64 of little-endian numbers. shape: dimensions."""
 
     index: int
     data: list[Any] | str

@@ -140,7 +140,7 @@ class Generation:
         """Count what a step has added to the stored response.
 
         Raises:
-            APIError: there is no room for it.
+            APIError: there is no room.
         """
         grown, self._grown = self._grown, 0
         if self.stored.events is not None:

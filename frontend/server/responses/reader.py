@@ -73,7 +73,7 @@ class ThoughtTokens:
         self.num_tokens = 0
 
     def add(self, token_ids: Sequence[int], text: str, delta: ReplyDelta) -> None:
-        """Add tokens and their text, and what the parser made of it."""
+        """Add tokens and their text, and what the parser made of the text."""
         if self._ended:
             return
         searched = max(0, len(self._text) - len(CLOSE))
@@ -123,7 +123,7 @@ class MessageTokens:
         taken = []
         while missing and self._tokens:
             written, logprob = self._tokens.popleft()
-            for spelling in (written, written.lstrip()):  # space before a text is not a part of it
+            for spelling in (written, written.lstrip()):  # space before a text does not belong to the text
                 if spelling and (missing.startswith(spelling) or spelling.startswith(missing)):
                     taken.append(logprob)
                     missing, self._rest = missing[len(spelling) :], spelling[len(missing) :]

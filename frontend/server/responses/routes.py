@@ -197,9 +197,14 @@ async def answer(
     stored = StoredResponse(response, items, events, owner)
     generation = Generation(service, chat, tools, prompt, params, exchange, stored, store)
     if request.background:  # what the engine would refuse later is refused now
-        place = (exchange.id, chat.priority or 0, 0.0)
-        adapters = (service.adapter(request.model), service.prompt_adapter(request.model))
-        service.engine.session.prepare(prompt, params, *place, *adapters)
+        service.engine.session.prepare(
+            prompt,
+            params,
+            exchange.id,
+            chat.priority or 0,
+            lora_request=service.adapter(request.model),
+            prompt_adapter_request=service.prompt_adapter(request.model),
+        )
         generation.start_in_background()
         return stored.follow(-1) if request.stream else sse.ENCODER.encode(response)
     if request.stream:
