@@ -19,7 +19,7 @@ from pagewire.kernels.paging import Cache
 from pagewire.workers.batch import AdapterOrder, Batch, build_batch
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.single import SingleRank
-from pagewire.workers.device.graphs import DecodeGraphs, recorded_sizes
+from pagewire.workers.device.graphs import DecodeGraphs
 from pagewire.workers.device.interface import PendingTokens
 from pagewire.workers.device.kv_size import ledger, num_kv_blocks
 from pagewire.workers.device.open import open_device
@@ -32,7 +32,7 @@ from pagewire.workers.sample.typical import TypicalAcceptance
 from pagewire.workers.slots import Slots
 from pagewire.workers.speculation.interface import Drafter, NoDrafter
 from pagewire.workers.step import RunningStep
-from pagewire.workers.trial_steps import GREEDY, TrialSteps, check_room
+from pagewire.workers.trial_steps import GREEDY, TrialSteps, check_room, of_first_stage
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import load
 
@@ -225,7 +225,7 @@ class Runner:
 
         received: see `Model.received`.
         """
-        size = self._recorded_size(plan)
+        size = None if self.graphs is None else self.graphs.size_for(plan, self.slots, self.adapters)
         batch = build_batch(plan.rows, self.slots, size or 0)
         batch = replace(batch, attention=self.model.model.laid_out(batch.attention, batch.positions))
         if self.device.asynchronous:
@@ -235,17 +235,6 @@ class Runner:
             if size is not None and self.graphs is not None:
                 return batch, self.graphs.replay(batch, adapters)
             return batch, self._forward(batch, adapters, received)
-
-    def _recorded_size(self, plan: StepPlan) -> int | None:
-        """The number of requests of the recorded step that can run a plan; None if none can."""
-        # What is pooled is read when the step finishes; by then the next replay may have overwritten the hidden
-        # states of a graph. A graph looks up tokens only.
-        if self.graphs is None or any(row.num_tokens != 1 or row.pool or row.media for row in plan.rows):
-            return None
-        adapters = self.slots.adapters[[row.slot for row in plan.rows]]
-        if adapters.any() and (self.adapters is None or not self.adapters.can_replay(adapters)):
-            return None
-        return self.graphs.size_for(len(plan.rows))
 
     def _forward(self, batch: Batch, adapters: AdapterRows | None, received: Tensor | None = None) -> Tensor:
         input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
@@ -281,13 +270,15 @@ class Runner:
         """Do once what no request shall pay for: run a token, and record graphs. Writes nowhere that matters."""
         trials = TrialSteps(self.step, self.config, self.model)
         trials.run([1], GREEDY)
-        size = self._of_first_stage(self.model.model.embedding_size)
-        # Without it none is taken, and all ranks of a group try together.
-        self.embedding_size = self._of_first_stage(size if size and trials.take_embeddings(size) else 0)
+        # The first stage has the embedding. All ranks of a group try together whether others are taken.
+        size = of_first_stage(self.model.model.embedding_size, self.collective, self.device)
+        size = size if size and trials.take_embeddings(size) else 0
+        self.embedding_size = of_first_stage(size, self.collective, self.device)
         # No graph can send and receive.
         eager = self.config.enforce_eager or self.config.parallel.stages > 1
         if not eager and self.model.is_stack and self.device.can_record(self.model.dtype):
-            self._record_graphs()
+            length, forward = self.model.max_model_len, self._forward
+            self.graphs = DecodeGraphs.recorded(self.config, self.device, length, forward, self.adapters)
         for cache in self.caches:
             cache.k[0].zero_()
             cache.v[0].zero_()
@@ -328,25 +319,6 @@ class Runner:
             raise LoadError(
                 f"cannot allocate {num_blocks * self.block_bytes} bytes of KV memory: {error}"
             ) from error
-
-    @torch.inference_mode()
-    def _record_graphs(self) -> None:
-        config = self.config
-        max_blocks = -(-self.model.max_model_len // config.block_size)
-        sizes = recorded_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
-        adapted = None if self.adapters is None else self.adapters.recorded_rows(sizes[-1])
-        graphs = DecodeGraphs(self.device, self._forward, sizes, max_blocks, config.block_size, adapted)
-        graphs.record()
-        if not graphs.are_right():
-            logger.warning("steps are launched kernel by kernel: replayed CUDA graphs compute something else")
-            return
-        self.graphs = graphs
-        logger.info("recorded CUDA graphs for batches of %s requests", ", ".join(map(str, sizes)))
-
-    def _of_first_stage(self, number: int) -> int:
-        """A number of rank 0, whose stage has the embedding; all ranks of a group call this together."""
-        numbers = torch.tensor([number], device=self.device.torch_device)
-        return int(self.collective.broadcast(numbers, 0).item())
 
     def span(self, name: str) -> AbstractContextManager[object]:
         """A named part of a step for the profiler, which cannot see into compiled kernels."""

@@ -12,6 +12,7 @@ from pagewire.ipc.items import Media, Task
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan, StepResult, WorkerConfig
+from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.loaded import LoadedModel
@@ -90,3 +91,9 @@ def check_room(config: WorkerConfig, device: Device, budget: Callable[[], int]) 
             f"steps of {config.max_num_batched_tokens} tokens (max_num_batched_tokens) do not fit into the memory "
             f"of {device.name} beside the weights: lower it, or max_model_len, or raise gpu_memory_utilization"
         )
+
+
+def of_first_stage(number: int, collective: Collective, device: Device) -> int:
+    """A number of rank 0, which is on the first stage; all ranks of a group call this together."""
+    numbers = torch.tensor([number], device=device.torch_device)
+    return int(collective.broadcast(numbers, 0).item())

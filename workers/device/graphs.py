@@ -8,19 +8,28 @@ product.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from pagewire.ipc.worker_messages import StepPlan, WorkerConfig
 from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.paging import AttentionBatch
 from pagewire.workers.adapters.recorded import RecordedRows
 from pagewire.workers.batch import Batch
 from pagewire.workers.device.interface import Device
+from pagewire.workers.slots import Slots
+
+if TYPE_CHECKING:
+    from pagewire.workers.adapters.loader import Adapters
+
+logger = logging.getLogger("pagewire.worker")
 
 TOLERANCE = 0.05
 """The largest difference of a replay's states, relative to their size. Products may be summed in another order."""
@@ -62,6 +71,28 @@ class DecodeGraphs:
         self._static = _empty_batch(self.sizes[-1], max_blocks, max_blocks * block_size, device.torch_device)
         self._replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
 
+    @classmethod
+    @torch.inference_mode()
+    def recorded(
+        cls,
+        config: WorkerConfig,
+        device: Device,
+        max_model_len: int,
+        forward: Callable[[Batch, AdapterRows | None], Tensor],
+        adapters: Adapters | None,
+    ) -> DecodeGraphs | None:
+        """Graphs for all batch sizes of a worker; None, with a log line, if they compute something else."""
+        sizes = recorded_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
+        adapted = None if adapters is None else adapters.recorded_rows(sizes[-1])
+        max_blocks = -(-max_model_len // config.block_size)
+        graphs = cls(device, forward, sizes, max_blocks, config.block_size, adapted)
+        graphs.record()
+        if not graphs.are_right():
+            logger.warning("steps are launched kernel by kernel: replayed CUDA graphs compute something else")
+            return None
+        logger.info("recorded CUDA graphs for batches of %s requests", ", ".join(map(str, sizes)))
+        return graphs
+
     def record(self) -> None:
         """Record all sizes, the largest first, so that the others reuse its memory."""
         for size in reversed(self.sizes):
@@ -85,9 +116,16 @@ class DecodeGraphs:
         difference = (self.replay(batch).float() - expected).norm()
         return bool(difference <= TOLERANCE * expected.norm())
 
-    def size_for(self, num_requests: int) -> int | None:
-        """The recorded size to which `num_requests` are padded; None if all are smaller."""
-        place = bisect_left(self.sizes, num_requests)
+    def size_for(self, plan: StepPlan, slots: Slots, adapters: Adapters | None) -> int | None:
+        """The recorded size to which the requests of a plan are padded; None if no recorded step can run it."""
+        # What is pooled is read when the step finishes; by then the next replay may have overwritten the hidden
+        # states of a graph. A graph looks up tokens only.
+        if any(row.num_tokens != 1 or row.pool or row.media for row in plan.rows):
+            return None
+        used = slots.adapters[[row.slot for row in plan.rows]]
+        if used.any() and (adapters is None or not adapters.can_replay(used)):
+            return None
+        place = bisect_left(self.sizes, len(plan.rows))
         return self.sizes[place] if place < len(self.sizes) else None
 
     def replay(self, batch: Batch, adapters: AdapterRows | None = None) -> Tensor:
