@@ -25,7 +25,7 @@ MAX_LOSSES = 4  # of workers while they read an adapter, whatever they did besid
 Command: TypeAlias = LoadAdapter | DropAdapter
 
 
-class AdapterMemory:
+class ResidentAdapters:
     """What the workers have, or are to have as soon as they have taken the messages. Pure: no IO, no clock.
 
     Attributes:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TypeAlias
 
-from pagewire.engine_core.adapter_memory import LOAD_SECONDS, AdapterMemory, Command
+from pagewire.engine_core.adapter_memory import LOAD_SECONDS, Command, ResidentAdapters
 from pagewire.engine_core.adapter_registry import AdapterRegistry
 from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits, Residence
 from pagewire.engine_core.schedule.sequence import Sequence
@@ -33,7 +33,7 @@ PATIENCE_SECONDS = 0.5  # that an adapter waits for room before the active ones 
 Refusal: TypeAlias = tuple[Sequence, Exception]
 
 
-class Adapters:
+class AdapterTable:
     """The adapters that are registered, resident or wanted. Pure, as the scheduler is: no IO, no clock.
 
     Attributes:
@@ -42,7 +42,7 @@ class Adapters:
 
     def __init__(self, limits: AdapterLimits) -> None:
         self.limits = limits
-        self.memory = AdapterMemory(limits)
+        self.memory = ResidentAdapters(limits)
         self.registry = AdapterRegistry()
         self._waiting: dict[Adapter, dict[Sequence, None]] = {}  # in the order in which the adapters came
         self._scheduled: dict[Adapter, set[Sequence]] = {}
@@ -312,7 +312,7 @@ class Adapters:
     def workers_lost(self, now: float, last_message: float) -> list[Refusal]:
         """Forget what was in the memory of workers that are lost; the scheduled sequences must be taken back.
 
-        Returns the sequences whose adapter is to blame. last_message: as of `AdapterMemory.holds_steps`.
+        Returns the sequences whose adapter is to blame. last_message: as of `ResidentAdapters.holds_steps`.
         """
         refused: list[Refusal] = []
         for adapter in self.memory.blame(last_message):

@@ -16,14 +16,14 @@ from contextlib import suppress
 
 import zmq
 
-from pagewire.engine_core.adapters import Adapters
+from pagewire.engine_core.adapters import AdapterTable
 from pagewire.engine_core.clients.block_events import BlockEvents
-from pagewire.engine_core.clients.clients import Client, Clients
+from pagewire.engine_core.clients.clients import AttachedClient, Clients
 from pagewire.engine_core.clients.control import Control
-from pagewire.engine_core.clients.intake import Intake
+from pagewire.engine_core.clients.intake import MessageIntake
 from pagewire.engine_core.clients.kv_events import KVPublisher
 from pagewire.engine_core.clients.metrics import Metrics, summary
-from pagewire.engine_core.clients.outbox import Outbox
+from pagewire.engine_core.clients.outbox import DeltaOutbox
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.grammar.compile import load_tokenizer
 from pagewire.engine_core.grammar.pool import Grammars
@@ -74,12 +74,12 @@ class EngineCore:
 
     scheduler: Scheduler
     metrics: Metrics
-    outbox: Outbox
+    outbox: DeltaOutbox
     block_events: BlockEvents
     grammars: Grammars
     lobby: Lobby
     info: EngineInfo
-    adapters: Adapters | None
+    adapters: AdapterTable | None
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class EngineCore:
         self.worker = worker
         self.clients = clients
         self.control = Control(self)
-        self.intake = Intake(self)
+        self.intake = MessageIntake(self)
         self.started = False
         self.started_at = time.monotonic()
         self.on_ready: Callable[[], None] = lambda: None
@@ -284,10 +284,10 @@ class EngineCore:
             self.grammars = self._open_grammars()
             self.metrics = Metrics(self.info.max_model_len)
             limits = self.config.adapter_limits(ready)
-            self.adapters = None if limits is None else Adapters(limits)
+            self.adapters = None if limits is None else AdapterTable(limits)
             max_waiting, on_compiled = self.config.args.max_waiting, self.metrics.grammar.observe
             self.lobby = Lobby(self.grammars, max_waiting, on_compiled, self.adapters)
-            self.outbox = Outbox(self.clients, self._ended)
+            self.outbox = DeltaOutbox(self.clients, self._ended)
             self.block_events = BlockEvents(self.clients, self.scheduler.kv.pool, self._publisher)
             self._load_first_adapter()
             self.started = True
@@ -461,7 +461,7 @@ class EngineCore:
             self.outbox.add([(sequence, TokenDelta(sequence.key, sequence.index, [], "abort"))])
         return len(live)
 
-    def requests(self) -> Iterator[tuple[Client, Sequence]]:
+    def requests(self) -> Iterator[tuple[AttachedClient, Sequence]]:
         """Every unfinished sequence and the frontend that submitted it."""
         for client in self.clients.attached.values():
             for sequence in client.requests:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Protocol
 
-from pagewire.engine_core.adapters import Adapters
+from pagewire.engine_core.adapters import AdapterTable
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
 from pagewire.engine_core.schedule.scheduler import Outcome
 from pagewire.engine_core.schedule.sequence import Sequence, State
@@ -54,7 +54,7 @@ class Lobby:
         grammars: GrammarCompiler,
         max_waiting: int,
         on_compiled: Callable[[float], None],
-        adapters: Adapters | None = None,
+        adapters: AdapterTable | None = None,
     ) -> None:
         self.held = self.has_work = False
         self._grammars, self._max_waiting, self._on_compiled = grammars, max_waiting, on_compiled
@@ -115,7 +115,7 @@ class Lobby:
         return ready, refusals
 
     def _with_adapters(
-        self, adapters: Adapters, sequences: list[Sequence], now: float
+        self, adapters: AdapterTable, sequences: list[Sequence], now: float
     ) -> tuple[list[Sequence], list[Outcome]]:
         """Those of `sequences` that need no adapter, and all whose adapter is there; the ends of those refused."""
         for sequence in sequences:

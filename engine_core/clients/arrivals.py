@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Container, Sequence
 from typing import NamedTuple, TypeAlias
 
-from pagewire.engine_core.clients.clients import Client
+from pagewire.engine_core.clients.clients import AttachedClient
 from pagewire.ipc.messages import Call, Request
 from pagewire.ipc.window import Load
 
@@ -21,7 +21,7 @@ Owner: TypeAlias = tuple[int, str]
 class Arrival(NamedTuple):
     """A request, whose it is, its part of the bytes of its message, and how many requests came before it."""
 
-    client: Client
+    client: AttachedClient
     request: Request
     num_bytes: int
     number: int
@@ -38,7 +38,7 @@ class Arrivals:
         self._queues: dict[Owner, deque[Arrival]] = {}  # none is empty; the first is next
         self._loads: dict[Owner, Load] = {}  # of those with a queue
         self._calls: list[
-            tuple[Client, Call, int]
+            tuple[AttachedClient, Call, int]
         ] = []  # each with the number of requests that came before it
         self._num_added = 0
         self._num_requests = 0
@@ -57,7 +57,7 @@ class Arrivals:
             or len(self._calls) >= MAX_CALLS
         )
 
-    def admits(self, client: Client, requests: Sequence[Request], num_bytes: int) -> bool:
+    def admits(self, client: AttachedClient, requests: Sequence[Request], num_bytes: int) -> bool:
         """Whether a frontend may have sent a message with these requests now; see `ipc.window`."""
         for tenant, count in Counter(request.tenant for request in requests).items():
             load = self._loads.get((client.number, tenant))
@@ -65,7 +65,7 @@ class Arrivals:
                 return False
         return True
 
-    def add(self, client: Client, requests: Sequence[Request], num_bytes: int) -> None:
+    def add(self, client: AttachedClient, requests: Sequence[Request], num_bytes: int) -> None:
         """Keep the requests of a message of this size."""
         for request in requests:
             arrival = Arrival(client, request, num_bytes // len(requests), self._num_added)
@@ -73,11 +73,11 @@ class Arrivals:
             self._num_added += 1
             self._count(arrival, 1)
 
-    def add_call(self, client: Client, call: Call) -> None:
+    def add_call(self, client: AttachedClient, call: Call) -> None:
         """Keep a call."""
         self._calls.append((client, call, self._num_added))
 
-    def pop(self) -> tuple[Client, Request]:
+    def pop(self) -> tuple[AttachedClient, Request]:
         """The request whose turn it is.
 
         Raises:
@@ -91,7 +91,7 @@ class Arrivals:
         self._count(arrival, -1)
         return arrival.client, arrival.request
 
-    def pop_calls(self) -> list[tuple[Client, Call]]:
+    def pop_calls(self) -> list[tuple[AttachedClient, Call]]:
         """The calls before which no request is left, in order of arrival."""
         if not self._calls:
             return []
@@ -107,7 +107,7 @@ class Arrivals:
         self._calls = waiting
         return due
 
-    def remove(self, client: Client, keys: Container[int]) -> list[Request]:
+    def remove(self, client: AttachedClient, keys: Container[int]) -> list[Request]:
         """Give back those of a frontend's requests that have these keys."""
         removed = []
         for owner in [owner for owner in self._queues if owner[0] == client.number]:

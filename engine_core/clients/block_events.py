@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from pagewire.engine_core.clients.clients import Client, Clients
+from pagewire.engine_core.clients.clients import AttachedClient, Clients
 from pagewire.engine_core.clients.kv_events import KVPublisher
 from pagewire.engine_core.schedule.block_changes import net_effect
 from pagewire.engine_core.schedule.blocks import BlockPool
@@ -24,10 +24,10 @@ NAMES_AT_ONCE = 1 << 15  # of a snapshot, in one message: a megabyte
 
 
 @dataclass(slots=True)
-class Follower:
+class BlockFollower:
     """A frontend that follows blocks. number: of its next message. behind: its last message could not be sent."""
 
-    client: Client
+    client: AttachedClient
     number: int = 0
     behind: bool = False
 
@@ -39,14 +39,14 @@ class BlockEvents:
         self._clients, self._pool, self._publisher = clients, pool, publisher
         if publisher is not None:
             pool.changes = []
-        self._followers: dict[bytes, Follower] = {}
+        self._followers: dict[bytes, BlockFollower] = {}
         self._next = 0.0  # time of the next batch
 
-    def follow(self, client: Client) -> None:
+    def follow(self, client: AttachedClient) -> None:
         """Send a frontend all names, and from now on what comes and goes."""
         if self._pool.changes is None:
             self._pool.changes = []
-        follower = self._followers[client.identity] = Follower(client)
+        follower = self._followers[client.identity] = BlockFollower(client)
         for message in snapshot(self._pool):
             self._send(follower, message)
 
@@ -78,7 +78,7 @@ class BlockEvents:
             if changes or follower.behind:  # an empty batch shows a follower its gap
                 self._send(follower, batch)
 
-    def _send(self, follower: Follower, message: Blocks) -> None:
+    def _send(self, follower: BlockFollower, message: Blocks) -> None:
         message.number = follower.number
         follower.number += 1
         follower.behind = not self._clients.send(follower.client.identity, message)

@@ -57,7 +57,7 @@ MAX_WARNINGS = 50  # lines about frontends' messages that are logged between two
 
 
 @dataclass(slots=True)
-class Client:
+class AttachedClient:
     """One attached frontend.
 
     identity: its ZeroMQ routing id.
@@ -129,13 +129,13 @@ class Clients:
         max_backlog_bytes: int = MAX_BACKLOG_BYTES,
     ) -> None:
         self.socket = socket
-        self.attached: dict[bytes, Client] = {}
+        self.attached: dict[bytes, AttachedClient] = {}
         self._access = access or Access()
         self._peers: dict[bytes, str] = {}  # of those that have sent `Hello` and are not attached yet
         self._silence_seconds, self._max_backlog_bytes = silence_seconds, max_backlog_bytes
         self._num_warnings = 0
         self._codec: Codec[ToCore] = Codec(ToCore, MAX_HELLO_BYTES)
-        self._lost: list[Client] = []
+        self._lost: list[AttachedClient] = []
         self._numbers = count(1)
 
     def __len__(self) -> int:
@@ -146,24 +146,24 @@ class Clients:
         self._codec.max_head_bytes = info.max_message_bytes
         self._codec.reads_tensors = info.embeddings.prompts or info.embeddings.adapters
 
-    def attach(self, identity: bytes, name: str, pid: int, now: float) -> Client:
+    def attach(self, identity: bytes, name: str, pid: int, now: float) -> AttachedClient:
         """Register a frontend."""
         peer = self._peers.pop(identity, "")
         rights = self._access.rights(peer)
         backlog = Backlog(self._codec.encode)
-        client = Client(identity, next(self._numbers), name, pid, now, peer, rights, backlog)
+        client = AttachedClient(identity, next(self._numbers), name, pid, now, peer, rights, backlog)
         self.attached[identity] = client
         logger.info("%s attached%s", client.label, f" as {peer}" if peer else "")
         return client
 
-    def detach(self, client: Client, why: str) -> None:
+    def detach(self, client: AttachedClient, why: str) -> None:
         """Remove a frontend. Its requests are not ended here: the core does that with `lost`."""
         if self.attached.pop(client.identity, None) is not None:
             client.requests.release()
             logger.info("%s detached: %s", client.label, why)
             self._lost.append(client)
 
-    def lost(self) -> list[Client]:
+    def lost(self) -> list[AttachedClient]:
         """The frontends detached since the last call, whose requests are to be ended."""
         lost, self._lost = self._lost, []
         return lost
@@ -241,7 +241,7 @@ class Clients:
         self._peers.pop(identity, None)
         self.refuse(identity, error)
 
-    def deliver(self, client: Client, deltas: list[TokenDelta]) -> None:
+    def deliver(self, client: AttachedClient, deltas: list[TokenDelta]) -> None:
         """Send deltas; if the frontend's queue is full, merge them into its backlog."""
         if client.identity not in self.attached:
             return
@@ -317,11 +317,11 @@ class Clients:
         )
 
 
-def check_message(client: Client | None, head: Buffer) -> None:
+def check_message(client: AttachedClient | None, head: Buffer) -> None:
     """Check a message before it is decoded. client: who sent it; None: it is not attached. head: its first frame.
 
     Raises:
-        PermissionError, ProtocolError: as `check_batch` and `Client.check_message`.
+        PermissionError, ProtocolError: as `check_batch` and `AttachedClient.check_message`.
     """
     check_batch(head)
     if client is not None:

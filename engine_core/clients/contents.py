@@ -8,7 +8,7 @@ from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Prompt
 
 
-class Content(Tensor):
+class HeldContent(Tensor):
     """The content of a medium, which goes when no request has it any more."""
 
     __slots__ = ("__weakref__",)
@@ -18,7 +18,7 @@ class Contents:
     """Contents by name."""
 
     def __init__(self) -> None:
-        self._held: WeakValueDictionary[bytes, Content] = WeakValueDictionary()
+        self._held: WeakValueDictionary[bytes, HeldContent] = WeakValueDictionary()
 
     @property
     def num_bytes(self) -> int:
@@ -33,6 +33,6 @@ class Contents:
         for medium in prompt.media:
             content = self._held.get(medium.name)
             if content is None:
-                content = Content(medium.data.dtype, medium.data.shape, medium.data.data)
+                content = HeldContent(medium.data.dtype, medium.data.shape, medium.data.data)
                 self._held[medium.name] = content
             medium.data = content

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pagewire.engine_core.adapters import Adapters
+from pagewire.engine_core.adapters import AdapterTable
 from pagewire.engine_core.clients import metrics, reports
 from pagewire.engine_core.clients.access import may_name_paths
 from pagewire.engine_core.clients.block_events import BlockEvents
@@ -62,7 +62,7 @@ class ControlledEngine(MeasuredEngine, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class FrontendCall:
     """The frontend that waits for the answer of a call, and its number for the call."""
 
     identity: bytes
@@ -77,8 +77,8 @@ class Deferred:
     """
 
     call: RemoteCall
-    caller: Caller
-    action: Callable[[Caller], None]
+    caller: FrontendCall
+    action: Callable[[FrontendCall], None]
     drain: bool
     since: float = field(default_factory=time.monotonic)
 
@@ -94,7 +94,7 @@ class Control:
         self._core = core
         self._deferred: list[Deferred] = []
         self._worker_calls = PendingCalls(core.worker)
-        self._health: Health[Caller] = Health(core, self._worker_calls, self._answer_health)
+        self._health: Health[FrontendCall] = Health(core, self._worker_calls, self._answer_health)
         self._num_open: Counter[bytes] = Counter()  # unanswered calls, by frontend
         self._num_memory_calls = 0  # `sleep` and `wake_up` calls that the workers have not answered yet
         self.asleep: set[str] = set()
@@ -113,7 +113,7 @@ class Control:
 
     def call(self, identity: bytes, call: Call) -> None:
         """Check a call and run its method, which answers it then or later. An error is answered at once."""
-        caller = Caller(identity, call.call_id)
+        caller = FrontendCall(identity, call.call_id)
         self._core.deliver()  # earlier output of requests goes before the answer
         self._num_open[identity] += 1
         try:
@@ -185,18 +185,18 @@ class Control:
 
     # ------------------------------------------------------------ methods, as `CALLS` declares them
 
-    def reset_prefix_cache(self, caller: Caller, reset_running_requests: bool) -> None:
+    def reset_prefix_cache(self, caller: FrontendCall, reset_running_requests: bool) -> None:
         """Forget cached prefixes; with `reset_running_requests` preempt what uses them. Answers success."""
         if not reset_running_requests:
             return self._reply(caller, self._core.scheduler.reset_prefix_cache())
 
-        def reset(caller: Caller) -> None:
+        def reset(caller: FrontendCall) -> None:
             self._core.scheduler.preempt_all()
             self._reply(caller, self._core.scheduler.reset_prefix_cache())
 
         self._deferred.append(Deferred(CALLS["reset_prefix_cache"], caller, reset, drain=False))
 
-    def pause(self, caller: Caller, wait_for_inflight_requests: bool, clear_cache: bool) -> None:
+    def pause(self, caller: FrontendCall, wait_for_inflight_requests: bool, clear_cache: bool) -> None:
         """Hold new requests back; answers True once all others have ended, by themselves or by an abort.
 
         A `resume` that comes first ends the wait: the answer is False, and nothing is reset.
@@ -206,14 +206,14 @@ class Control:
             core, held = self._core, set(self._core.lobby)
             core.abort(request for _, request in core.requests() if request not in held)
 
-        def paused(caller: Caller) -> None:
+        def paused(caller: FrontendCall) -> None:
             if clear_cache:
                 self._core.scheduler.reset_prefix_cache()
             self._reply(caller, True)
 
         self._deferred.append(Deferred(CALLS["pause"], caller, paused, drain=True))
 
-    def resume(self, caller: Caller) -> None:
+    def resume(self, caller: FrontendCall) -> None:
         """Admit the requests that were held back, and new ones; end the pauses that still wait."""
         self._core.lobby.release()
         for deferred in self._deferred:
@@ -222,15 +222,15 @@ class Control:
         self._deferred = [deferred for deferred in self._deferred if not deferred.drain]
         self._reply(caller, None)
 
-    def fence(self, caller: Caller) -> None:
+    def fence(self, caller: FrontendCall) -> None:
         """Answer: the requests before it are taken, since the call waited for them."""
         self._reply(caller, None)
 
-    def is_paused(self, caller: Caller) -> None:
+    def is_paused(self, caller: FrontendCall) -> None:
         """Answer whether new requests are held back."""
         self._reply(caller, self._core.lobby.held)
 
-    def abort_request(self, caller: Caller, request_id: str, frontend: int | None) -> None:
+    def abort_request(self, caller: FrontendCall, request_id: str, frontend: int | None) -> None:
         """End the requests with this id: those of the frontend with this number, or of any. Answers how many
         sequences that ended.
         """
@@ -241,7 +241,7 @@ class Control:
         ]
         self._reply(caller, self._core.abort(matching))
 
-    def sleep(self, caller: Caller, level: int) -> None:
+    def sleep(self, caller: FrontendCall, level: int) -> None:
         """Let the workers give memory back; if one fails, what it still holds is unknown, and all are replaced.
 
         Raises:
@@ -262,7 +262,7 @@ class Control:
         self._worker_calls.call("sleep", {"level": level}, done)
         self._num_memory_calls += 1
 
-    def wake_up(self, caller: Caller, tags: list[str] | None) -> None:
+    def wake_up(self, caller: FrontendCall, tags: list[str] | None) -> None:
         """Let the workers take memory again; after an error it still counts as asleep.
 
         Raises:
@@ -284,12 +284,12 @@ class Control:
         self._worker_calls.call("wake_up", {"tags": tags}, done)
         self._num_memory_calls += 1
 
-    def is_sleeping(self, caller: Caller) -> None:
+    def is_sleeping(self, caller: FrontendCall) -> None:
         """Answer whether the workers have given memory back, and not taken all of it again."""
         self._reply(caller, bool(self.asleep))
 
     def collective_rpc(
-        self, caller: Caller, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+        self, caller: FrontendCall, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> None:
         """Call a method of every worker; answers the list of results.
 
@@ -300,23 +300,23 @@ class Control:
             raise ValueError(f"collective_rpc: the core takes part in {method}: call {method} itself")
         self._call_workers(caller, method, kwargs or {}, args)
 
-    def check_health(self, caller: Caller) -> None:
+    def check_health(self, caller: FrontendCall) -> None:
         """Answer whether the workers are proven to live, and whether the engine takes requests."""
         self._health.check(caller)
 
-    def metrics(self, caller: Caller) -> None:
+    def metrics(self, caller: FrontendCall) -> None:
         """Answer the value of every metric."""
         self._reply(caller, metrics.snapshot(self._core))
 
-    def status(self, caller: Caller) -> None:
+    def status(self, caller: FrontendCall) -> None:
         """Answer the core's state."""
         self._reply(caller, reports.status(self._core))
 
-    def requests(self, caller: Caller, limit: int) -> None:
+    def requests(self, caller: FrontendCall, limit: int) -> None:
         """Answer a list of at most `limit` unfinished sequences, of all frontends."""
         self._reply(caller, reports.requests(self._core, limit))
 
-    def follow_blocks(self, caller: Caller) -> None:
+    def follow_blocks(self, caller: FrontendCall) -> None:
         """Answer whether the names of cached blocks follow, after a snapshot of them."""
         follows = self._core.config.args.enable_prefix_caching
         if follows:
@@ -325,7 +325,9 @@ class Control:
 
     # ------------------------------------------------------------ adapters
 
-    def register_adapter(self, caller: Caller, name: str, adapter_id: int, path: str, version: str) -> None:
+    def register_adapter(
+        self, caller: FrontendCall, name: str, adapter_id: int, path: str, version: str
+    ) -> None:
         """Read an adapter, and register it under its name; answers True once that is done.
 
         Raises:
@@ -342,28 +344,28 @@ class Control:
         source = AdapterSource(name, adapter_id, path, version)
         self._adapters().register(source, time.monotonic(), self._answer_when_resident(caller))
 
-    def remove_lora(self, caller: Caller, lora_id: int) -> None:
+    def remove_lora(self, caller: FrontendCall, lora_id: int) -> None:
         """Unload an adapter once its requests have ended; answers whether there is one with this id."""
         self._reply(caller, self._adapters().remove(lora_id))
 
-    def pin_lora(self, caller: Caller, lora_id: int) -> None:
+    def pin_lora(self, caller: FrontendCall, lora_id: int) -> None:
         """Keep an adapter in memory; answers True once it is there."""
         self._adapters().pin(lora_id, time.monotonic(), self._answer_when_resident(caller))
 
-    def list_loras(self, caller: Caller) -> None:
+    def list_loras(self, caller: FrontendCall) -> None:
         """Answer the ids of the adapters that are registered or in memory."""
         self._reply(caller, self._adapters().ids())
 
-    def adapters(self, caller: Caller) -> None:
+    def adapters(self, caller: FrontendCall) -> None:
         """Answer the registered adapters."""
         self._reply(caller, reports.adapters(self._adapters()))
 
-    def _adapters(self) -> Adapters:
+    def _adapters(self) -> AdapterTable:
         if self._core.adapters is None:
             raise ValueError("this engine serves no adapters: start it with enable_lora")
         return self._core.adapters
 
-    def _answer_when_resident(self, caller: Caller) -> Callable[[Exception | None], None]:
+    def _answer_when_resident(self, caller: FrontendCall) -> Callable[[Exception | None], None]:
         def done(error: Exception | None) -> None:
             if error is None:
                 self._reply(caller, True)
@@ -375,7 +377,7 @@ class Control:
     # ------------------------------------------------------------ answers
 
     def _call_workers(
-        self, caller: Caller, method: str, kwargs: dict[str, Any], args: Iterable[Any] = ()
+        self, caller: FrontendCall, method: str, kwargs: dict[str, Any], args: Iterable[Any] = ()
     ) -> None:
         """Call a method of every worker; the caller gets the list of their results."""
 
@@ -387,13 +389,13 @@ class Control:
 
         self._worker_calls.call(method, kwargs, done, args)
 
-    def _reply(self, caller: Caller, result: Any) -> None:
+    def _reply(self, caller: FrontendCall, result: Any) -> None:
         self._send(caller, CallAnswer(caller.call_id, result))
 
-    def _refuse(self, caller: Caller, error: Exception) -> None:
+    def _refuse(self, caller: FrontendCall, error: Exception) -> None:
         self._send(caller, CallAnswer(caller.call_id, error=error_text(error), error_type=error_type(error)))
 
-    def _answer_health(self, caller: Caller, problem: str | None) -> None:
+    def _answer_health(self, caller: FrontendCall, problem: str | None) -> None:
         obstacles = {
             "the engine is shutting down": self._core.stopping,
             "the engine sleeps": bool(self.asleep or self._num_memory_calls),
@@ -402,7 +404,7 @@ class Control:
         obstacle = next((text for text, applies in obstacles.items() if applies), None)
         self._reply(caller, report(problem, obstacle))
 
-    def _send(self, caller: Caller, reply: CallAnswer) -> None:
+    def _send(self, caller: FrontendCall, reply: CallAnswer) -> None:
         self._num_open[caller.identity] -= 1
         if not self._num_open[caller.identity]:
             del self._num_open[caller.identity]

@@ -25,7 +25,7 @@ Parts: TypeAlias = tuple[tuple[object, int], ...]  # objects, each with its byte
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
+class RequestFootprint:
     """The memory of one request.
 
     own_bytes: what it shares with no other one. parts: objects that other requests may have, too, such as long
@@ -36,8 +36,8 @@ class Footprint:
     parts: Parts = ()
 
 
-def footprint_of(request: Request, parameters: Parts | None = None) -> Footprint:
-    """The memory that a request takes once its numbers are those that all prompts have (`Intake`).
+def footprint_of(request: Request, parameters: Parts | None = None) -> RequestFootprint:
+    """The memory that a request takes once its numbers are those that all prompts have (`MessageIntake`).
 
     parameters: what `large_parameters` of its task gives; None: it is called here.
     """
@@ -53,7 +53,7 @@ def footprint_of(request: Request, parameters: Parts | None = None) -> Footprint
     sizes: list[tuple[object, int]] = [(medium.data, len(medium.data.data)) for medium in prompt.media]
     sizes += large_parameters(task) if parameters is None else parameters
     parts = {id(part): (part, size) for part, size in sizes}  # a prompt may have a picture twice
-    return Footprint(own_bytes, tuple(parts.values()))
+    return RequestFootprint(own_bytes, tuple(parts.values()))
 
 
 def large_parameters(task: SamplingParams | PoolingParams) -> Parts:

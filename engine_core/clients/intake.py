@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, Protocol
 
-from pagewire.engine_core.adapters import Adapters
+from pagewire.engine_core.adapters import AdapterTable
 from pagewire.engine_core.admission import check_request, vocab_size_of
 from pagewire.engine_core.clients.access import may_name_paths
 from pagewire.engine_core.clients.arrivals import Arrivals
-from pagewire.engine_core.clients.clients import NOT_ATTACHED, Client
+from pagewire.engine_core.clients.clients import NOT_ATTACHED, AttachedClient
 from pagewire.engine_core.clients.contents import Contents
 from pagewire.engine_core.clients.control import Control, ControlledEngine
 from pagewire.engine_core.clients.footprint import Parts, footprint_of, large_parameters
@@ -40,7 +40,7 @@ class ServedEngine(ControlledEngine, Protocol):
 
     control: Control
     started: bool
-    adapters: Adapters | None
+    adapters: AdapterTable | None
 
     @property
     def stopping(self) -> bool:
@@ -53,7 +53,7 @@ class ServedEngine(ControlledEngine, Protocol):
         """End sequences without a delta."""
 
 
-class Intake:
+class MessageIntake:
     """Handles what frontends send. Frontends that attach before the engine is ready wait for `welcome_early`."""
 
     def __init__(self, core: ServedEngine) -> None:
@@ -149,7 +149,7 @@ class Intake:
         elif isinstance(message, messages.Goodbye):
             clients.detach(client, "it disconnected")
 
-    def _arrived(self, client: Client, message: messages.Submit, num_bytes: int) -> None:
+    def _arrived(self, client: AttachedClient, message: messages.Submit, num_bytes: int) -> None:
         clients = self._core.clients
         try:
             requests = submitted(message)
@@ -190,7 +190,7 @@ class Intake:
         welcome = messages.Welcome(info=self._core.info, version=__version__, ping_seconds=PING_SECONDS)
         clients.send(identity, welcome)
 
-    def _submit(self, client: Client, request: Request) -> None:
+    def _submit(self, client: AttachedClient, request: Request) -> None:
         core, now = self._core, time.monotonic()
         try:
             client.check_right(Right.GENERATE, "a request")
@@ -236,7 +236,7 @@ class Intake:
         """The memory of unfinished requests, whose limit follows from the sizes of the engine."""
         return Memory(self._core.info.max_unfinished_bytes)
 
-    def _charge(self, client: Client, request: Request, parameters: Parts) -> Charge:
+    def _charge(self, client: AttachedClient, request: Request, parameters: Parts) -> Charge:
         """Make a request as small as it can be, and charge its memory to the frontend. parameters: large ones.
 
         Raises:
@@ -251,7 +251,7 @@ class Intake:
             client.number, request.tenant, footprint_of(request, parameters), resumed=resumed
         )
 
-    def _sequences(self, client: Client, request: Request, now: float) -> list[Sequence]:
+    def _sequences(self, client: AttachedClient, request: Request, now: float) -> list[Sequence]:
         """The sequences of a request; raises as `_name_adapter`."""
         core = self._core
         group = sequences(
@@ -276,7 +276,7 @@ class Intake:
         for done in request.output_token_ids or ():
             done[:] = [numbers[token_id] for token_id in done]
 
-    def _name_adapter(self, client: Client, group: list[Sequence]) -> None:
+    def _name_adapter(self, client: AttachedClient, group: list[Sequence]) -> None:
         """Give the sequences of a request the adapter that it names, if it names one.
 
         Raises:
@@ -289,7 +289,7 @@ class Intake:
         for sequence in group:
             sequence.adapter = adapter
 
-    def _reject(self, client: Client, request: Request, why: Exception) -> None:
+    def _reject(self, client: AttachedClient, request: Request, why: Exception) -> None:
         error, kind = error_text(why), error_type(why)
         self._core.metrics.num_refused["busy" if isinstance(why, EngineBusyError) else "invalid"] += 1
         self._core.clients.warn("refused request %s of %s: %s", request.request_id, client.label, error)
@@ -305,7 +305,7 @@ class Intake:
         ]
         self._core.clients.deliver(client, deltas)
 
-    def _abort(self, client: Client, abort: messages.Abort) -> None:
+    def _abort(self, client: AttachedClient, abort: messages.Abort) -> None:
         if len(self._arrivals):
             self._arrivals.remove(client, set(abort.keys))
             for request in self._arrivals.remove(client, {key for key, _ in abort.sequences}):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
 
-from pagewire.engine_core.clients.footprint import Footprint
+from pagewire.engine_core.clients.footprint import RequestFootprint
 from pagewire.ipc.errors import EngineBusyError
 
 # Quarters of what the others leave. Requests that go on after a core was lost may take more: the first core had
@@ -35,11 +35,11 @@ class Account:
     num_charges: int = 0
     parts: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def growth(self, footprint: Footprint) -> int:
+    def growth(self, footprint: RequestFootprint) -> int:
         """By how many bytes a request would make it larger."""
         return footprint.own_bytes + sum(size for part, size in footprint.parts if id(part) not in self.parts)
 
-    def add(self, footprint: Footprint) -> None:
+    def add(self, footprint: RequestFootprint) -> None:
         """Charge a request."""
         self.num_bytes += self.growth(footprint)
         self.num_charges += 1
@@ -47,7 +47,7 @@ class Account:
             _, number = self.parts.get(id(part), (size, 0))
             self.parts[id(part)] = size, number + 1
 
-    def remove(self, footprint: Footprint) -> None:
+    def remove(self, footprint: RequestFootprint) -> None:
         """Take a request back that was charged."""
         self.num_charges -= 1
         for part, _ in footprint.parts:
@@ -63,7 +63,7 @@ class Charge:
 
     memory: Memory
     names: tuple[Names, ...]
-    footprint: Footprint
+    footprint: RequestFootprint
 
     def release(self) -> None:
         """Give the memory back."""
@@ -87,7 +87,7 @@ class Memory:
         return len(self._accounts)
 
     def charge(
-        self, frontend: Hashable, tenant: str, footprint: Footprint, *, resumed: bool = False
+        self, frontend: Hashable, tenant: str, footprint: RequestFootprint, *, resumed: bool = False
     ) -> Charge:
         """Charge a request, if there is room for it. resumed: it goes on after another core was lost.
 

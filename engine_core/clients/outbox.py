@@ -10,7 +10,7 @@ from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.messages import TokenDelta
 
 
-class Outbox:
+class DeltaOutbox:
     """Outcomes that the core has yet to send, so that the next step is launched before the last one is sent.
 
     on_end: called with each sequence that a delta ends, its finish reason, and the time.

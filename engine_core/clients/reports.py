@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Protocol
 
-from pagewire.engine_core.adapters import Adapters
-from pagewire.engine_core.clients.clients import Client, Clients
+from pagewire.engine_core.adapters import AdapterTable
+from pagewire.engine_core.clients.clients import AttachedClient, Clients
 from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence, State
@@ -32,7 +32,7 @@ class ReportedEngine(Protocol):
     started_at: float
     worker_busy_us: int
     worker_idle_us: int
-    adapters: Adapters | None
+    adapters: AdapterTable | None
 
     @property
     def control(self) -> Switches:
@@ -42,7 +42,7 @@ class ReportedEngine(Protocol):
     def lobby(self) -> Lobby:
         """The sequences that are not scheduled yet."""
 
-    def requests(self) -> Iterator[tuple[Client, Sequence]]:
+    def requests(self) -> Iterator[tuple[AttachedClient, Sequence]]:
         """Every unfinished sequence, with the frontend that submitted it."""
 
 
@@ -88,7 +88,7 @@ def status(core: ReportedEngine) -> dict[str, Any]:
 
 
 def phases(core: ReportedEngine) -> dict[int, dict[str, int]]:
-    """By `Client.number`, how many sequences are in each phase. Waiting ones are not visited: they may be many."""
+    """The number of sequences in each phase, by `AttachedClient.number`. Waiting ones, which may be many, are not visited."""
     clients = core.clients.attached
     numbers = {
         client.number: {"waiting": client.requests.num_sequences, "prefill": 0, "decode": 0}
@@ -107,7 +107,7 @@ def requests(core: ReportedEngine, limit: int) -> list[dict[str, Any]]:
     return [describe(client, request, now) for client, request in islice(in_order(core), limit)]
 
 
-def adapters(table: Adapters) -> list[dict[str, Any]]:
+def adapters(table: AdapterTable) -> list[dict[str, Any]]:
     """The registered adapters, as plain values."""
     rows = []
     for source in table.registry.named.values():
@@ -126,7 +126,7 @@ def adapters(table: Adapters) -> list[dict[str, Any]]:
     return rows
 
 
-def in_order(core: ReportedEngine) -> Iterator[tuple[Client, Sequence]]:
+def in_order(core: ReportedEngine) -> Iterator[tuple[AttachedClient, Sequence]]:
     """Every unfinished sequence: first those that run, then those that wait, frontend by frontend."""
     for request in core.scheduler.running:
         if (client := core.clients.attached.get(request.client)) is not None:
@@ -136,7 +136,7 @@ def in_order(core: ReportedEngine) -> Iterator[tuple[Client, Sequence]]:
             yield client, request
 
 
-def describe(client: Client, request: Sequence, now: float) -> dict[str, Any]:
+def describe(client: AttachedClient, request: Sequence, now: float) -> dict[str, Any]:
     """One sequence in plain values; times in seconds."""
     token_time = request.last_token_time
     return {

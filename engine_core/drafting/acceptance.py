@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagewire.engine_core.drafting.draft import Draft
+from pagewire.engine_core.drafting.draft import TokenDraft
 
 MEMORY = 0.95  # weight of the past at each further token, so about 20 tokens count
 ENGINE_MEMORY = 0.999
@@ -70,7 +70,7 @@ class Acceptance:
         self._kept.right += RECOVERY * max(0.0, self._kept.expected - self._kept.right)
 
 
-def reaches(draft: Draft, ratio: float, first: int = 0) -> list[float]:
+def reaches(draft: TokenDraft, ratio: float, first: int = 0) -> list[float]:
     """For each token of a draft from `first` on, how likely it and all before it are right, 0 to 1."""
     reach, found = 1.0, []
     for place, chance in enumerate(draft.chances):

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 @dataclass(slots=True)
-class Draft:
+class TokenDraft:
     """Tokens that are proposed to follow a sequence.
 
     chances: for each token, how likely it is right if those before it are, 0 to 1, as its source sees it; what a
@@ -17,10 +17,10 @@ class Draft:
     token_ids: list[int]
     chances: list[float]
 
-    def part(self, begin: int, end: int | None = None) -> Draft | None:
+    def part(self, begin: int, end: int | None = None) -> TokenDraft | None:
         """The tokens from `begin` to `end`, given that those before are right; None if there are none."""
         token_ids = self.token_ids[begin:end]
-        return Draft(token_ids, self.chances[begin:end]) if token_ids else None
+        return TokenDraft(token_ids, self.chances[begin:end]) if token_ids else None
 
 
 class Source(Protocol):
@@ -30,11 +30,11 @@ class Source(Protocol):
     def num_missing(self) -> int:
         """Tokens of the sequence that the next call of `propose` takes in first, or begins to."""
 
-    def propose(self, limit: int) -> Draft | None:
+    def propose(self, limit: int) -> TokenDraft | None:
         """At most `limit` (1 or more) tokens to follow the sequence; None if nothing is known."""
 
 
-class Drafter(Protocol):
+class TextDrafter(Protocol):
     """Makes the sources of all sequences."""
 
     def open(self, token_ids: list[int], *, shared: bool) -> Source:

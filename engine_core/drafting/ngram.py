@@ -6,7 +6,7 @@ copied from there.
 
 from __future__ import annotations
 
-from pagewire.engine_core.drafting.draft import Draft, after_matches
+from pagewire.engine_core.drafting.draft import TokenDraft, after_matches
 from pagewire.engine_core.drafting.token_index import TokenIndex, match_length
 
 MOST_PLACES = 32  # places of an n-gram that are compared
@@ -32,7 +32,7 @@ class NgramSource:
         """Tokens that are not indexed yet."""
         return self._indexes[0].num_missing
 
-    def propose(self, limit: int) -> Draft | None:
+    def propose(self, limit: int) -> TokenDraft | None:
         """Propose the tokens that followed there; behind the end of the sequence, the proposal repeats itself."""
         tokens = self._token_ids
         if not min(index.update() for index in self._indexes):  # of all of them, in any case
@@ -43,7 +43,7 @@ class NgramSource:
         period = len(tokens) - place
         token_ids = tokens[place : place + limit]
         token_ids += [token_ids[i % period] for i in range(len(token_ids), limit)]
-        return Draft(token_ids, [after_matches(length + i) for i in range(limit)])
+        return TokenDraft(token_ids, [after_matches(length + i) for i in range(limit)])
 
     def _find(self) -> tuple[int, int]:
         """The length of the longest match and the position behind it; (0, 0) if there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagewire.engine_core.drafting.acceptance import Acceptance, Ratio, reaches
-from pagewire.engine_core.drafting.draft import Draft, Source
+from pagewire.engine_core.drafting.draft import Source, TokenDraft
 
 
 @dataclass(slots=True)
@@ -23,10 +23,10 @@ class SequenceDrafts:
     source: Source | None
     limit: int
     ratio: Ratio = field(default_factory=Ratio)
-    draft: Draft | None = None
+    draft: TokenDraft | None = None
     num_searched: int = -1
 
-    def current(self, length: int) -> Draft | None:
+    def current(self, length: int) -> TokenDraft | None:
         """The draft behind the known tokens, of which there are `length`; proposed if there is none yet."""
         if self.draft is None and self.source is not None and self.num_searched != length:
             self.draft = self.source.propose(self.limit)
@@ -48,7 +48,7 @@ class SequenceDrafts:
                 return
         self.draft = draft.part(len(token_ids))
 
-    def chances_ahead(self, draft: Draft, num_pending: int, acceptance: Acceptance) -> list[float]:
+    def chances_ahead(self, draft: TokenDraft, num_pending: int, acceptance: Acceptance) -> list[float]:
         """For each token of a draft behind the first `num_pending`: how likely it and all before it are right."""
         trust = acceptance.trust
         return [trust * reach for reach in reaches(draft, acceptance.of(self.ratio), num_pending)]

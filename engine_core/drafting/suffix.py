@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 
-from pagewire.engine_core.drafting.draft import Draft, after_matches
+from pagewire.engine_core.drafting.draft import TokenDraft, after_matches
 from pagewire.engine_core.drafting.token_index import TokenIndex, Tokens, match_length
 
 WIDTHS = (6, 2)  # tokens of the n-grams that are looked up; the second if the first has no place
@@ -21,7 +21,7 @@ HISTORY_TOKENS = 1 << 18  # of each of the two halves of the history; 20 to 44 b
 SEPARATOR = -1  # between outputs
 
 
-class Text:
+class IndexedText:
     """A text and its indexes."""
 
     __slots__ = ("indexes", "text")
@@ -40,13 +40,13 @@ class History:
 
     def __init__(self, num_tokens: int = HISTORY_TOKENS) -> None:
         self._num_tokens = num_tokens
-        self.halves = [Text(array("i"))]
+        self.halves = [IndexedText(array("i"))]
 
     def add(self, token_ids: list[int]) -> None:
         """Take in an output, of which the last tokens count if it is longer than a half."""
         latest = self.halves[0]
         if len(latest.text) and len(latest.text) + len(token_ids) >= self._num_tokens:
-            latest = Text(array("i"))
+            latest = IndexedText(array("i"))
             self.halves = [latest, self.halves[0]]
         latest.text.extend(token_ids[-self._num_tokens :])
         latest.text.append(SEPARATOR)
@@ -63,14 +63,14 @@ class SuffixSource:
     __slots__ = ("_history", "_own")
 
     def __init__(self, token_ids: list[int], history: History | None) -> None:
-        self._own, self._history = Text(token_ids), history
+        self._own, self._history = IndexedText(token_ids), history
 
     @property
     def num_missing(self) -> int:
         """Tokens of the sequence that are not indexed yet."""
         return self._own.indexes[0].num_missing
 
-    def propose(self, limit: int) -> Draft | None:
+    def propose(self, limit: int) -> TokenDraft | None:
         """The winners of the votes, until a whole draft is unlikely to be right."""
         texts = [self._own, *(self._history.halves if self._history else ())]
         if not min(text.update() for text in texts):
@@ -101,7 +101,7 @@ class SuffixSource:
                 for (text, position, weight), token_id in zip(places, follows, strict=True)
                 if token_id == winner
             ]
-        return Draft(token_ids, chances) if token_ids else None
+        return TokenDraft(token_ids, chances) if token_ids else None
 
     def _token(self, text: Tokens, position: int, drafted: list[int]) -> int:
         """The token at a position of a text; behind the sequence itself what is drafted, behind others nothing."""
@@ -109,7 +109,7 @@ class SuffixSource:
             return text[position]
         return drafted[position - len(text)] if text is self._own.text else SEPARATOR
 
-    def _places(self, texts: list[Text]) -> tuple[list[tuple[Tokens, int, int]], int]:
+    def _places(self, texts: list[IndexedText]) -> tuple[list[tuple[Tokens, int, int]], int]:
         """(text, position, weight) of the places that vote, and the length of the longest match."""
         tokens = self._own.text
         assert isinstance(tokens, list), "the text of a sequence is its own list"

@@ -21,51 +21,51 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 
-class Part(msgspec.Struct, forbid_unknown_fields=True):
+class TagPart(msgspec.Struct, forbid_unknown_fields=True):
     """Base of the parts of a structural tag."""
 
 
-class ConstString(Part, tag="const_string"):
+class ConstString(TagPart, tag="const_string"):
     """This text."""
 
     value: str
 
 
-class JsonSchema(Part, tag="json_schema"):
+class JsonFormat(TagPart, tag="json_schema"):
     """JSON that follows a schema."""
 
     json_schema: dict[str, Any] | bool
 
 
-class Regex(Part, tag="regex"):
+class Regex(TagPart, tag="regex"):
     """Text that matches a regular expression."""
 
     pattern: str
 
 
-class GrammarText(Part, tag="grammar"):
+class GrammarText(TagPart, tag="grammar"):
     """Text that follows a grammar, in Lark's notation or GBNF."""
 
     grammar: str
 
 
-class AnyText(Part, tag="any_text"):
+class AnyText(TagPart, tag="any_text"):
     """Any text: up to the end of the tag around it, or the rest of the output."""
 
 
-class Sequence(Part, tag="sequence"):
+class SequenceFormat(TagPart, tag="sequence"):
     """Formats one after the other."""
 
     elements: list[Format]
 
 
-class Or(Part, tag="or"):
+class Or(TagPart, tag="or"):
     """One of several formats."""
 
     elements: list[Format]
 
 
-class Tag(Part, tag="tag"):
+class Tag(TagPart, tag="tag"):
     """A format between two texts. end: a list: one of these."""
 
     begin: str
@@ -78,7 +78,7 @@ class Tag(Part, tag="tag"):
         return [self.end] if isinstance(self.end, str) else self.end
 
 
-class TriggeredTags(Part, tag="triggered_tags"):
+class TriggeredTags(TagPart, tag="triggered_tags"):
     """Free text in which every trigger begins one of the tags.
 
     at_least_one: some tag must occur, before any other text. stop_after_first: the output ends with the first tag.
@@ -90,7 +90,7 @@ class TriggeredTags(Part, tag="triggered_tags"):
     stop_after_first: bool = False
 
 
-class TagsWithSeparator(Part, tag="tags_with_separator"):
+class TagsWithSeparator(TagPart, tag="tags_with_separator"):
     """Tags with a text between each two. at_least_one: there must be one. stop_after_first: and no more."""
 
     tags: list[Tag]
@@ -101,11 +101,11 @@ class TagsWithSeparator(Part, tag="tags_with_separator"):
 
 Format: TypeAlias = (
     ConstString
-    | JsonSchema
+    | JsonFormat
     | Regex
     | GrammarText
     | AnyText
-    | Sequence
+    | SequenceFormat
     | Or
     | Tag
     | TriggeredTags
@@ -113,7 +113,7 @@ Format: TypeAlias = (
 )
 
 
-class Structure(Part):
+class StructureTag(TagPart):
     """A tag of the older form: JSON that follows `schema`, between the strings `begin` and `end`."""
 
     begin: str
@@ -121,12 +121,12 @@ class Structure(Part):
     schema: dict[str, Any] = {}
 
 
-class StructuralTag(Part):
+class StructuralTag(TagPart):
     """A structural tag in either form."""
 
     type: str = "structural_tag"
     format: Format | None = None
-    structures: list[Structure] | None = None
+    structures: list[StructureTag] | None = None
     triggers: list[str] | None = None
 
 
@@ -159,7 +159,7 @@ def format_of(tag: StructuralTag) -> Format:
         raise GrammarError(
             "structural_tag: it needs a format, or triggers and structures, which must not be empty"
         )
-    tags = [Tag(each.begin, JsonSchema(each.schema), each.end) for each in tag.structures]
+    tags = [Tag(each.begin, JsonFormat(each.schema), each.end) for each in tag.structures]
     return TriggeredTags(tag.triggers, tags)
 
 
@@ -188,7 +188,7 @@ class FormatWriter:
         match form:
             case ConstString():
                 return self.text(form.value)
-            case JsonSchema():
+            case JsonFormat():
                 return self.schema(form.json_schema)
             case Regex():
                 return self.embed(lark_grammar="start: " + regex_literal(form.pattern))
@@ -196,7 +196,7 @@ class FormatWriter:
                 return self.user_grammar(form.grammar)
             case AnyText():
                 return "TEXT"
-            case Sequence():
+            case SequenceFormat():
                 return self.sequence(form.elements)
             case Or():
                 return self.rule(self.alternatives(form.elements))

@@ -39,7 +39,7 @@ from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
 from pagewire.engine_core.schedule.step import PlannedStep, SchedulerStats, check_result
 from pagewire.engine_core.schedule.stopping import finish_reason, stop_ids
-from pagewire.engine_core.schedule.tenants import Tenant, Tenants
+from pagewire.engine_core.schedule.tenants import TenantAccount, Tenants
 from pagewire.engine_core.schedule.waiting import WaitingQueue
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import TokenDelta
@@ -88,7 +88,7 @@ class Scheduler:
         self.speculation = speculation or NoSpeculation()
         self.stats = SchedulerStats(speculation=self.speculation.stats)
         self.running: list[Sequence] = []
-        self.tenants = Tenants(Tenant)
+        self.tenants = Tenants(TenantAccount)
         self.waiting = WaitingQueue(self._order, self.tenants)
         self.in_flight: deque[PlannedStep] = deque()
         self._free_slots = list(range(config.max_num_seqs))[::-1]

@@ -10,7 +10,7 @@ from pagewire.engine_core.drafting.state import SequenceDrafts
 from pagewire.engine_core.grammar.matcher import Matcher
 from pagewire.engine_core.schedule.adapter import Adapter
 from pagewire.engine_core.schedule.blocks import Block
-from pagewire.engine_core.schedule.tenants import Tenant
+from pagewire.engine_core.schedule.tenants import TenantAccount
 from pagewire.ipc.block_names import LONG, encoded_keys
 from pagewire.ipc.messages import Request, RequestTiming
 from pagewire.ipc.params import SamplingParams
@@ -71,7 +71,7 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     max_output: int
-    tenant: Tenant
+    tenant: TenantAccount
     turn: int = 0
     namespace: bytes = b""
     whole: bool = False
@@ -257,7 +257,7 @@ def sequences(
     *,
     max_model_len: int,
     share_prefixes: bool,
-    tenant: Tenant | None = None,
+    tenant: TenantAccount | None = None,
     whole: bool = False,
     short_length: int = 0,
 ) -> list[Sequence]:
@@ -267,7 +267,7 @@ def sequences(
     prompt. tenant: whose request it is; None: one without any other request. whole: prompts run in one step.
     short_length: of the engine, see `Ready`.
     """
-    tenant = tenant or Tenant(client)
+    tenant = tenant or TenantAccount(client)
     prompt, task = request.prompt.token_ids, request.task
     namespace = b"" if share_prefixes else b"%b|%d" % (client, arrival)
     limit = max_model_len - len(prompt)

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from pagewire.engine_core.drafting.acceptance import Acceptance, Ratio, reaches
 from pagewire.engine_core.drafting.costs import MeasuredStep
-from pagewire.engine_core.drafting.draft import Draft, Drafter
+from pagewire.engine_core.drafting.draft import TextDrafter, TokenDraft
 from pagewire.engine_core.drafting.ngram import NgramDrafter
 from pagewire.engine_core.drafting.policy import LengthPolicy, MeasuredPolicy
 from pagewire.engine_core.drafting.state import SequenceDrafts
@@ -106,7 +106,7 @@ FEW_TOKENS = 64  # that a source takes in at once in any case
 
 
 @dataclass(frozen=True)
-class Limits:
+class DraftLimits:
     """longest: tokens of a draft. batch_size: no drafts while more sequences than this run or wait.
     num_tokens: no drafts for longer sequences. None: no such limit.
     """
@@ -123,7 +123,12 @@ class Drafting:
     """
 
     def __init__(
-        self, limits: Limits, drafter: Drafter | None, policy: LengthPolicy, *, pipelined: bool = False
+        self,
+        limits: DraftLimits,
+        drafter: TextDrafter | None,
+        policy: LengthPolicy,
+        *,
+        pipelined: bool = False,
     ) -> None:
         self.stats = SpeculationStats()
         self.policy = policy
@@ -202,7 +207,7 @@ class Drafting:
 
     def _ask(self, rows: list[Sequence], room: int) -> None:
         """Decide how many drafts the worker proposes behind each row, and behind those of new sequences."""
-        each = Draft([0] * self._limits.longest, [1.0] * self._limits.longest)
+        each = TokenDraft([0] * self._limits.longest, [1.0] * self._limits.longest)
         found = [self._state(s).chances_ahead(each, 0, self._acceptance) for s in rows]
         lengths = self.policy.lengths(len(rows), found, room) if rows else []
         for sequence, length in zip(rows, lengths, strict=True):
@@ -247,7 +252,7 @@ class Drafting:
             state = sequence.drafts = SequenceDrafts(source, self._limits.longest)
         return state
 
-    def _draft_of(self, sequence: Sequence) -> Draft | None:
+    def _draft_of(self, sequence: Sequence) -> TokenDraft | None:
         """What may follow a sequence all of whose tokens are known, as far as its grammar and its length allow."""
         draft = self._current(sequence)
         if draft is None:
@@ -262,7 +267,7 @@ class Drafting:
         draft = self._current(sequence)
         return [] if draft is None else self._state(sequence).chances_ahead(draft, 1, self._acceptance)
 
-    def _current(self, sequence: Sequence) -> Draft | None:
+    def _current(self, sequence: Sequence) -> TokenDraft | None:
         """The draft behind the known tokens; None, too, for a long prompt while others are taken in."""
         state = self._state(sequence)
         if state.source is not None and (num_missing := state.source.num_missing) > FEW_TOKENS:
@@ -283,7 +288,7 @@ class Drafting:
         if sequence.drafts is not None:
             sequence.drafts.take(result.token_ids[:num_tokens], self._acceptance)
         if result.drafts:
-            self._state(sequence).draft = Draft(result.drafts, [1.0] * len(result.drafts))
+            self._state(sequence).draft = TokenDraft(result.drafts, [1.0] * len(result.drafts))
         return num_accepted
 
     def forget(self, sequence: Sequence) -> None:
@@ -338,10 +343,10 @@ def open_speculation(config: SpeculativeConfig | None, *, pipelined: bool = Fals
     """The drafts of an engine, by its options. pipelined: its workers are a pipeline of several stages."""
     if config is None:
         return NoSpeculation()
-    drafter: Drafter | None = None
+    drafter: TextDrafter | None = None
     if config.method == "ngram":
         drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
     elif config.method == "suffix":
         drafter = SuffixDrafter()
-    limits = Limits(config.num_speculative_tokens, config.disable_by_batch_size, config.max_model_len)
+    limits = DraftLimits(config.num_speculative_tokens, config.disable_by_batch_size, config.max_model_len)
     return Drafting(limits, drafter, MeasuredPolicy(), pipelined=pipelined)

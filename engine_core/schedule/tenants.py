@@ -18,7 +18,7 @@ PASSES = 64  # later sequences that may pass each further sequence of a batch
 
 
 @dataclass(slots=True, eq=False)
-class Tenant(Share):
+class TenantAccount(Share):
     """What the scheduler keeps of one tenant, whose work is sequences in the queue and in slots.
 
     num_requests, num_prompt_tokens, num_output_tokens: counts since the tenant is known; prompt tokens without
@@ -51,4 +51,4 @@ class Tenant(Share):
         self.clock = max(self.clock, turn) + 1
 
 
-Tenants: TypeAlias = Shares[Tenant]
+Tenants: TypeAlias = Shares[TenantAccount]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from pagewire.engine_core.schedule.sequence import Sequence, State
-from pagewire.engine_core.schedule.tenants import Tenant, Tenants
+from pagewire.engine_core.schedule.tenants import TenantAccount, Tenants
 from pagewire.ipc.shares import num_before
 
 # Stale entries that a heap may hold beyond a quarter of the waiting ones, before it is rebuilt: they keep sequences
@@ -29,13 +29,13 @@ class WaitingQueue:
         self.suspects: list[Sequence] = []
         self._order = order
         self._tenants = tenants
-        self._heaps: dict[Tenant, Heap] = {}  # of the tenants with a live entry
+        self._heaps: dict[TenantAccount, Heap] = {}  # of the tenants with a live entry
         self._num_live = 0
 
     def __len__(self) -> int:
         return self._num_live + len(self.suspects)
 
-    def num_before(self, tenant: Tenant) -> int:
+    def num_before(self, tenant: TenantAccount) -> int:
         """How full the queue is for a tenant: if full for others, it still has an equal share of the room."""
         return num_before(tenant.num_waiting, len({*self._heaps, tenant}), len(self))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pagewire.engine_core.adapter_memory import LOAD_SECONDS, MAX_LOSSES, TRIAL_SECONDS
-from pagewire.engine_core.adapters import PATIENCE_SECONDS, Adapters
+from pagewire.engine_core.adapters import PATIENCE_SECONDS, AdapterTable
 from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.adapters import AdapterSource
@@ -32,10 +32,10 @@ def source(number: int, name: str = "", version: str = "v1") -> AdapterSource:
 
 
 class World:
-    """Adapters, and workers that load every adapter they are sent, with the content that the folder has now."""
+    """An adapter table, and workers that load every adapter that it sends, with the folder's present content."""
 
     def __init__(self, limits: AdapterLimits = LIMITS) -> None:
-        self.adapters = Adapters(limits)
+        self.adapters = AdapterTable(limits)
         self.now = 100.0
         self.contents: dict[str, bytes] = {}  # by path, if it is not that of the path
         self.num_bytes = 100

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pagewire.engine_core.adapters import Adapters
+from pagewire.engine_core.adapters import AdapterTable
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
 from pagewire.engine_core.lobby import MAX_REPLAYED, Lobby
 from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits
@@ -121,7 +121,7 @@ def test_a_refused_grammar_ends_all_sequences_of_its_request(error: Exception, k
 
 def test_a_sequence_waits_for_its_grammar_and_then_for_its_adapter() -> None:
     waiting = Waiting()
-    adapters = Adapters(AdapterLimits(max_active=1, max_resident=2, max_bytes=100, vocab_size=10))
+    adapters = AdapterTable(AdapterLimits(max_active=1, max_resident=2, max_bytes=100, vocab_size=10))
     waiting.lobby = Lobby(waiting.compiler, 100, waiting.compiled.append, adapters)
     source = AdapterSource("a", 1, "/a")
     group = waiting.group(SamplingParams(n=2, structured_outputs=StructuredOutputsParams(regex=REGEX)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pagewire.engine_core.workers.launchers.listener import Listener
+from pagewire.engine_core.workers.launchers.listener import WorkerListener
 
 
 class Process(Protocol):
@@ -49,7 +49,7 @@ class Launcher(Protocol):
     listener: the socket that they connect to. It is made with the launcher and closed by `close`.
     """
 
-    listener: Listener
+    listener: WorkerListener
 
     def start(self, rank: int, address: str, identity: str) -> Process:
         """Start the process of a rank: the worker program, which connects to `address` as `identity`.

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import zmq
 
 from pagewire.engine_core.workers.launchers.joined_process import JoinedProcess
-from pagewire.engine_core.workers.launchers.listener import Listener, admit_workers
+from pagewire.engine_core.workers.launchers.listener import WorkerListener, admit_workers
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import ProtocolError
@@ -56,7 +56,7 @@ ANY_HOST = ("0.0.0.0", "::", "*")
 
 
 @dataclass(slots=True)
-class Agent:
+class JoinedAgent:
     """An agent that has joined. name: its ZeroMQ routing id. last_sign: monotonic time of its last message."""
 
     name: bytes
@@ -88,14 +88,14 @@ class JoinLauncher:
                 1  # an agent that connects again may be faster than the end of before
             )
             self.address = reachable(self._socket.last_endpoint.decode())  # type: ignore[union-attr]
-            self.listener = Listener.tcp(self._context, urlsplit(address).hostname or "", key)
+            self.listener = WorkerListener.tcp(self._context, urlsplit(address).hostname or "", key)
         except BaseException:
             self._context.destroy(0)
             raise
         self._port = urlsplit(self.listener.address).port or 0
         self._codec: Codec[FromAgent] = Codec(FromAgent, MAX_HEAD_BYTES)
         self._silence = env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0)
-        self._agents: dict[int, Agent] = {}  # by rank
+        self._agents: dict[int, JoinedAgent] = {}  # by rank
         self._processes: dict[int, JoinedProcess] = {}  # the newest of each rank
         self._orders: deque[tuple[str, JoinedProcess]] = deque()  # of the core's thread
         self._wake_fd, self._wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -216,7 +216,7 @@ class JoinLauncher:
             logger.warning("refused the worker of %s: %s", machine, error)
             self._send(name, JoinRefused(str(error)))
             return
-        self._agents[rank] = Agent(name, machine, time.monotonic())
+        self._agents[rank] = JoinedAgent(name, machine, time.monotonic())
         self._send(name, Joined(rank, self.size))
         logger.info("rank %d has joined from %s: %d of %d", rank, machine, len(self._agents), self.size)
         if (process := self._processes.get(rank)) is not None:

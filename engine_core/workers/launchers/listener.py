@@ -15,7 +15,7 @@ from pagewire.ipc.sockets import bind_router, private_address
 
 
 @dataclass(frozen=True)
-class Listener:
+class WorkerListener:
     """A bound ROUTER socket, and the address under which workers reach it."""
 
     socket: zmq.Socket[bytes]
@@ -24,7 +24,7 @@ class Listener:
     """Shows other processes that an ipc address is in use."""
 
     @classmethod
-    def local(cls, context: zmq.Context[zmq.Socket[bytes]], address: str | None = None) -> Listener:
+    def local(cls, context: zmq.Context[zmq.Socket[bytes]], address: str | None = None) -> WorkerListener:
         """A socket for this user's processes on this machine.
 
         address: where it listens; None: at an address that is made for it.
@@ -37,7 +37,7 @@ class Listener:
         return cls(bind_router(context, address), address, lock)
 
     @classmethod
-    def tcp(cls, context: zmq.Context[zmq.Socket[bytes]], host: str, key: GroupKey) -> Listener:
+    def tcp(cls, context: zmq.Context[zmq.Socket[bytes]], host: str, key: GroupKey) -> WorkerListener:
         """A socket for workers that have the group's key; the context has a gate that admits them.
 
         Its port is the first free one from `PAGEWIRE_PORT` on, or any if that is not set.

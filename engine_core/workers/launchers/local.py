@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import zmq
 
 from pagewire.engine_core.workers.launchers.early import FIRST_IDENTITY, WORKER_COMMAND, EarlyWorker
-from pagewire.engine_core.workers.launchers.listener import Listener
+from pagewire.engine_core.workers.launchers.listener import WorkerListener
 from pagewire.ipc.lifeline import Child, exit_cause
 
 
@@ -76,7 +76,7 @@ class LocalLauncher:
         command: Sequence[str] = WORKER_COMMAND,
         early: EarlyWorker | None = None,
     ) -> None:
-        self.listener = Listener.local(context, None if early is None else early.address)
+        self.listener = WorkerListener.local(context, None if early is None else early.address)
         self._command, self._early = command, early
 
     def start(self, rank: int, address: str, identity: str) -> LocalProcess:

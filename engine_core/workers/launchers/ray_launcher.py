@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from pagewire.engine_core.workers.launchers.joined_process import JoinedProcess
-from pagewire.engine_core.workers.launchers.listener import Listener, admit_workers
+from pagewire.engine_core.workers.launchers.listener import WorkerListener, admit_workers
 from pagewire.engine_core.workers.launchers.ray_host import WorkerHost
 from pagewire.ipc import ray_cluster
 from pagewire.ipc.gate import Gate
@@ -114,7 +114,7 @@ class Actors:
             self._ray.util.remove_placement_group(self._group)
 
 
-class Follower:
+class RayFollower:
     """Follows one worker process from its start to its end, on a thread of its own.
 
     arguments: of `WorkerHost.start`.
@@ -198,19 +198,19 @@ class RayLauncher:
         self._gate = Gate(self._context, admit_workers(key))
         host = os.environ.get("PAGEWIRE_HOST_IP") or self._ray.util.get_node_ip_address()
         try:
-            self.listener = Listener.tcp(self._context, host, key)
+            self.listener = WorkerListener.tcp(self._context, host, key)
         except BaseException:
             self._context.destroy(0)
             raise
         self._gate.start()
         self._key, self._environment = key.text, carried(os.environ)
-        self._followers: list[Follower] = []
+        self._followers: list[RayFollower] = []
         logger.info("workers run in the Ray cluster at %s", self._ray.get_runtime_context().gcs_address)
 
     def start(self, rank: int, address: str, identity: str) -> JoinedProcess:
         """See `Launcher.start`. The process waits until the cluster has room for all workers."""
         arguments = (address, identity, self._key, self._environment)
-        follower = Follower(self._ray, self._actors, rank, identity, *arguments)
+        follower = RayFollower(self._ray, self._actors, rank, identity, *arguments)
         self._followers = [*(other for other in self._followers if other.running), follower]
         return follower.process
 

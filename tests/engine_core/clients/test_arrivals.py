@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from pagewire.engine_core.clients import arrivals
 from pagewire.engine_core.clients.arrivals import Arrivals
 from pagewire.engine_core.clients.backlog import Backlog
-from pagewire.engine_core.clients.clients import Client
+from pagewire.engine_core.clients.clients import AttachedClient
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import Call, Request
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.window import WINDOW_BYTES, WINDOW_REQUESTS
 
 
-def client(number: int) -> Client:
-    return Client(b"%d" % number, number, "", 0, 0.0, "", frozenset(), Backlog(lambda _: []))
+def client(number: int) -> AttachedClient:
+    return AttachedClient(b"%d" % number, number, "", 0, 0.0, "", frozenset(), Backlog(lambda _: []))
 
 
 def request(key: int, tenant: str = "") -> Request:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from pagewire.engine_core import admission
-from pagewire.engine_core.clients.clients import MAX_FAULTS, Client
+from pagewire.engine_core.clients.clients import MAX_FAULTS, AttachedClient
 from pagewire.ipc.budget import MAX_HELLO_BYTES
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import (
@@ -52,7 +52,7 @@ class FullQueue:
 
     def __init__(self, core: RunningCore, frontend: RawFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
         clients, name = core.clients, frontend.name.encode()
-        self.client: Client = clients.attached[name]
+        self.client: AttachedClient = clients.attached[name]
         self.full = True
         real = clients._send_frames
 
@@ -472,7 +472,7 @@ def test_requests_of_a_frontend_that_is_detached_meanwhile_are_dropped(
     intake, clients = core.core.intake, core.clients
     real = intake._submit
 
-    def submit(client: Client, request: Request) -> None:
+    def submit(client: AttachedClient, request: Request) -> None:
         real(client, request)
         clients.detach(client, "it has ended")
 

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.engine_core.clients.footprint import Footprint, footprint_of
-from pagewire.engine_core.clients.intake import Intake
+from pagewire.engine_core.clients.footprint import RequestFootprint, footprint_of
+from pagewire.engine_core.clients.intake import MessageIntake
 from pagewire.engine_core.clients.memory import Charge, Memory
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.ipc import budget
@@ -36,7 +36,7 @@ def fill(memory: Memory, frontend: int, tenant: str, size: int) -> list[Charge]:
     charges = []
     with pytest.raises(EngineBusyError, match="wait until some have ended"):
         while True:
-            charges.append(memory.charge(frontend, tenant, Footprint(size)))
+            charges.append(memory.charge(frontend, tenant, RequestFootprint(size)))
     return charges
 
 
@@ -47,7 +47,7 @@ def test_none_of_many_greedy_frontends_locks_others_out() -> None:
     for taken in charges:
         assert len(taken) * 1000 >= 250_000 * 0.75 ** len(charges) - 1000
     assert memory.num_bytes <= 1_000_000
-    memory.charge("modest", "", Footprint(10_000)).release()
+    memory.charge("modest", "", RequestFootprint(10_000)).release()
     for charge in [charge for taken in charges for charge in taken]:
         charge.release()
     assert memory.num_bytes == len(memory) == 0
@@ -63,22 +63,22 @@ def test_a_greedy_tenant_leaves_room_for_those_of_the_same_frontend() -> None:
     with pytest.raises(
         EngineBusyError, match="unfinished ones of tenant 'greedy' take 250,000 of the 141,000"
     ):
-        memory.charge(1, "greedy", Footprint(1000))
+        memory.charge(1, "greedy", RequestFootprint(1000))
     assert len(fill(memory, 2, "greedy", 1000)) > 100  # of another frontend: names of tenants are not trusted
 
 
 def test_a_request_that_goes_on_has_room_where_a_new_one_has_none() -> None:
     memory = Memory(1_000_000)
     fill(memory, 1, "", 1000)
-    memory.charge(1, "", Footprint(100_000), resumed=True)
+    memory.charge(1, "", RequestFootprint(100_000), resumed=True)
 
 
 def test_a_request_for_which_there_is_never_room_is_refused_for_good() -> None:
     memory = Memory(1_000_000)
     with pytest.raises(ValueError, match="takes 250,001 bytes of memory, and one may take 250,000"):
-        memory.charge(1, "", Footprint(250_001))
+        memory.charge(1, "", RequestFootprint(250_001))
     assert memory.num_bytes == len(memory) == 0
-    memory.charge(1, "", Footprint(250_000)).release()
+    memory.charge(1, "", RequestFootprint(250_000)).release()
 
 
 def test_what_requests_share_counts_once_for_each_account_whatever_ends_first() -> None:
@@ -93,7 +93,9 @@ def test_what_requests_share_counts_once_for_each_account_whatever_ends_first() 
         else:
             frontend, tenant = draw.randrange(3), draw.choice(("", "a", "b"))
             chosen = draw.sample(objects, draw.randrange(4))
-            footprint = Footprint(draw.randrange(1000), tuple((part, sizes[id(part)]) for part in chosen))
+            footprint = RequestFootprint(
+                draw.randrange(1000), tuple((part, sizes[id(part)]) for part in chosen)
+            )
             charges.append((frontend, tenant, memory.charge(frontend, tenant, footprint)))
         footprints = [charge.footprint for _, _, charge in charges]
         shared = {id(part): size for footprint in footprints for part, size in footprint.parts}
@@ -150,7 +152,7 @@ NUM_REQUESTS = 10
 
 
 class Numbers:
-    """An engine's sizes, of which `Intake` makes the numbers that all prompts have."""
+    """An engine's sizes, of which `MessageIntake` makes the numbers that all prompts have."""
 
     def __init__(self) -> None:
         self.info = SimpleNamespace(vocab_size=10_000, lora=None)
@@ -159,7 +161,7 @@ class Numbers:
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_the_estimate_is_near_the_memory_that_python_takes(kind: str) -> None:
     codec: Codec[Any] = Codec(ToCore)
-    intake = Intake(Numbers())  # type: ignore[arg-type]
+    intake = MessageIntake(Numbers())  # type: ignore[arg-type]
     frames = [codec.encode(Submit([REQUESTS[kind](key)])) for key in range(NUM_REQUESTS)]
     kept: list[tuple[Request, list[Sequence]]] = []
 

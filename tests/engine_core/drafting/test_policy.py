@@ -8,7 +8,7 @@ import pytest
 
 from pagewire.engine_core.drafting.acceptance import FIRST_RATIO, Acceptance, Ratio, reaches
 from pagewire.engine_core.drafting.costs import FIRST_FEW, MeasuredStep, StepCosts, WaitCost, size_class
-from pagewire.engine_core.drafting.draft import Draft
+from pagewire.engine_core.drafting.draft import TokenDraft
 from pagewire.engine_core.drafting.policy import NUM_TRIALS, PROBE_INTERVAL, MeasuredPolicy
 from pagewire.engine_core.drafting.state import SequenceDrafts
 
@@ -261,17 +261,17 @@ def test_a_request_starts_from_what_others_have_shown() -> None:
 
 def test_a_draft_is_compared_with_tokens_that_come_one_by_one() -> None:
     acceptance, state = Acceptance(), SequenceDrafts(None, 9)
-    state.draft = Draft([1, 2, 3, 4], [0.9] * 4)
+    state.draft = TokenDraft([1, 2, 3, 4], [0.9] * 4)
     state.take([1], acceptance)
-    assert state.draft == Draft([2, 3, 4], [0.9] * 3)
+    assert state.draft == TokenDraft([2, 3, 4], [0.9] * 3)
     state.take([2, 3, 9, 5], acceptance)
     assert state.draft is None and state.ratio.right == pytest.approx(3 * 0.95**1, rel=0.1)
-    state.draft = Draft([7], [0.5])
+    state.draft = TokenDraft([7], [0.5])
     state.take([7, 8], acceptance)
     assert state.draft is None
 
 
 def test_reaches_are_of_a_token_and_all_before_it() -> None:
-    draft = Draft([1, 2, 3], [0.5, 0.5, 0.9])
+    draft = TokenDraft([1, 2, 3], [0.5, 0.5, 0.9])
     assert reaches(draft, 1.0) == pytest.approx([0.5, 0.25, 0.225])
     assert reaches(draft, 2.0, 1) == pytest.approx([0.98**2, 0.98**3])

@@ -24,7 +24,7 @@ from zlib import crc32
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from pagewire.engine_core.drafting.draft import Drafter
+from pagewire.engine_core.drafting.draft import TextDrafter
 from pagewire.engine_core.drafting.ngram import NgramDrafter
 from pagewire.engine_core.drafting.suffix import History, SuffixDrafter
 from pagewire.engine_core.grammar.compile import compile_grammar
@@ -42,8 +42,8 @@ from pagewire.engine_core.schedule.sequence import (
     State,
     sequences,
 )
-from pagewire.engine_core.schedule.speculation import Drafting, Limits, NoSpeculation, Speculation
-from pagewire.engine_core.schedule.tenants import Tenant
+from pagewire.engine_core.schedule.speculation import Drafting, DraftLimits, NoSpeculation, Speculation
+from pagewire.engine_core.schedule.tenants import TenantAccount
 from pagewire.engine_core.schedule.waiting import Order
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import LogprobRows, Media, Prompt, Task
@@ -420,10 +420,10 @@ def drafting(kind: str, seed: int, longest: int = 5, *, pipelined: bool = False)
     """
     if kind == "random":
         return RandomDrafter(seed, longest)
-    drafter: Drafter | None = None
+    drafter: TextDrafter | None = None
     if kind != "worker":
         drafter = NgramDrafter(1, 3) if kind == "ngram" else SuffixDrafter(History(40))
-    return Drafting(Limits(longest), drafter, RandomPolicy(seed), pipelined=pipelined)
+    return Drafting(DraftLimits(longest), drafter, RandomPolicy(seed), pipelined=pipelined)
 
 
 class RandomDrafter(Forced):
@@ -700,9 +700,9 @@ class Simulation:
 
     def _check_tenants(self) -> None:
         """What is counted of each tenant is what its sequences are and have. Suspects do not count as waiting."""
-        waiting: Counter[Tenant] = Counter()
-        running: Counter[Tenant] = Counter()
-        num_output: Counter[Tenant] = Counter()
+        waiting: Counter[TenantAccount] = Counter()
+        running: Counter[TenantAccount] = Counter()
+        num_output: Counter[TenantAccount] = Counter()
         for sequence in self.streams:
             waiting[sequence.tenant] += sequence.state is State.WAITING
             running[sequence.tenant] += sequence.state is State.RUNNING
@@ -778,8 +778,8 @@ class Snapshot:
     in_flight: set[Sequence]
     sampling: set[Sequence]
     new: set[Sequence]
-    served: dict[Tenant, int]
-    queues: dict[Tenant, list[Sequence]]
+    served: dict[TenantAccount, int]
+    queues: dict[TenantAccount, list[Sequence]]
     turn: dict[Sequence, int]
     suspects: bool
     handover: float
@@ -787,7 +787,7 @@ class Snapshot:
     @classmethod
     def of(cls, scheduler: Scheduler, live: list[Sequence]) -> Snapshot:
         running, order = list(scheduler.running), scheduler._order
-        queues: dict[Tenant, list[Sequence]] = {}
+        queues: dict[TenantAccount, list[Sequence]] = {}
         for sequence in sorted(live, key=lambda s: (order(s)[0], s.turn, s.arrival)):
             if sequence.state is State.WAITING and sequence not in scheduler.waiting.suspects:
                 queues.setdefault(sequence.tenant, []).append(sequence)
@@ -874,7 +874,7 @@ class Snapshot:
                 givers.append(sequence)
         return givers
 
-    def _next(self, without: Collection[Tenant] = ()) -> Sequence | None:
+    def _next(self, without: Collection[TenantAccount] = ()) -> Sequence | None:
         """The head of the queue of the least served tenant that is not in `without`."""
         heads = [queue[0] for tenant, queue in self.queues.items() if queue and tenant not in without]
 

@@ -8,7 +8,7 @@ import pytest
 
 from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS
 from pagewire.engine_core.schedule.sequence import Sequence, State
-from pagewire.engine_core.schedule.tenants import PASSES, Tenant, Tenants
+from pagewire.engine_core.schedule.tenants import PASSES, TenantAccount, Tenants
 from pagewire.ipc.shares import MAX_IDLE
 
 from .simulation import Simulation
@@ -222,7 +222,7 @@ def test_a_full_queue_has_room_for_a_tenant_that_has_nothing_in_it() -> None:
 
 
 def test_tenants_that_are_gone_are_forgotten() -> None:
-    tenants = Tenants(Tenant)
+    tenants = Tenants(TenantAccount)
     live = [tenants.get(f"live{i}") for i in range(10)]
     for tenant in live:
         tenant.num_running = 1

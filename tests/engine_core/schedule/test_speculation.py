@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from pagewire.engine_core.drafting.draft import Draft
+from pagewire.engine_core.drafting.draft import TokenDraft
 from pagewire.engine_core.drafting.ngram import NgramDrafter
 from pagewire.engine_core.drafting.policy import MeasuredPolicy
 from pagewire.engine_core.drafting.suffix import SuffixDrafter
 from pagewire.engine_core.schedule import speculation
 from pagewire.engine_core.schedule.sequence import Sequence
-from pagewire.engine_core.schedule.speculation import Drafting, Limits, NoSpeculation, open_speculation
+from pagewire.engine_core.schedule.speculation import Drafting, DraftLimits, NoSpeculation, open_speculation
 from pagewire.ipc.speculative import SpeculativeConfig, speculative_config
 from pagewire.ipc.worker_messages import Masks, RowResult, StepPlan, StepResult
 
@@ -94,11 +94,11 @@ class TimedSimulation(Simulation):
 
 
 def ngrams(*, pipelined: bool = False, **limits: int) -> Drafting:
-    return Drafting(Limits(8, **limits), NgramDrafter(2, 5), MeasuredPolicy(), pipelined=pipelined)
+    return Drafting(DraftLimits(8, **limits), NgramDrafter(2, 5), MeasuredPolicy(), pipelined=pipelined)
 
 
 def worker_drafts() -> Drafting:
-    return Drafting(Limits(4), None, MeasuredPolicy())
+    return Drafting(DraftLimits(4), None, MeasuredPolicy())
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -165,7 +165,7 @@ def test_where_each_token_costs_as_much_as_a_row_there_are_almost_no_drafts(dept
 def test_nothing_changes_where_there_is_nothing_to_propose() -> None:
     """The same plans as without a drafter, one step ahead of what is known."""
     plans = []
-    for drafter in (None, Drafting(Limits(8), NgramDrafter(64, 64), MeasuredPolicy())):
+    for drafter in (None, Drafting(DraftLimits(8), NgramDrafter(64, 64), MeasuredPolicy())):
         simulation = TimedSimulation(FLAT, depth=2, drafter=drafter)
         for seed in range(4):
             simulation.submit([2, 3, 4 + seed], max_tokens=40, seed=seed)
@@ -263,12 +263,12 @@ class Fixed:
     num_missing = 0
 
     def __init__(self, token_ids: list[int]) -> None:
-        self._draft = Draft(token_ids, [0.9] * len(token_ids))
+        self._draft = TokenDraft(token_ids, [0.9] * len(token_ids))
 
     def open(self, token_ids: list[int], *, shared: bool) -> Fixed:
         return self
 
-    def propose(self, limit: int) -> Draft:
+    def propose(self, limit: int) -> TokenDraft:
         return self._draft
 
     def learn(self, token_ids: list[int]) -> None:
@@ -297,12 +297,12 @@ def test_drafts_end_where_the_grammar_forbids_them() -> None:
         def hopeless(self, num_rows: int, room: int) -> bool:
             return False
 
-    simulation = Simulation(depth=1, drafter=Drafting(Limits(8), Fixed([2, 3, 9, 3]), All(0)))
+    simulation = Simulation(depth=1, drafter=Drafting(DraftLimits(8), Fixed([2, 3, 9, 3]), All(0)))
     simulation.submit([2], max_tokens=8, structured_outputs={"regex": "c{8}"}, ignore_eos=True)
     simulation.step()
     plan = simulation.step()
     assert plan is not None and plan.rows[0].drafts == []  # "b" is not "c"
-    simulation = Simulation(depth=1, drafter=Drafting(Limits(8), Fixed([3, 1, 9, 3]), All(0)))
+    simulation = Simulation(depth=1, drafter=Drafting(DraftLimits(8), Fixed([3, 1, 9, 3]), All(0)))
     (sequence,) = simulation.submit(
         [2], max_tokens=8, structured_outputs={"regex": "[ac]{8}"}, ignore_eos=True
     )
@@ -336,7 +336,7 @@ def test_more_drafts_than_were_asked_for_are_an_error_of_the_worker() -> None:
 
 def test_only_outputs_of_sequences_that_share_prefixes_are_learnt() -> None:
     drafter = SuffixDrafter()
-    simulation = TimedSimulation(FLAT, drafter=Drafting(Limits(8), drafter, MeasuredPolicy()))
+    simulation = TimedSimulation(FLAT, drafter=Drafting(DraftLimits(8), drafter, MeasuredPolicy()))
     simulation.submit([2, 3], max_tokens=9, salt="a tenant's")
     simulation.drain()
     assert drafter.history.num_tokens == 0
