@@ -266,7 +266,7 @@ def summary(core: MeasuredEngine) -> tuple[str, dict[str, Any]]:
         "generation_tokens_per_s": rates.output,
         "running": num_running,
         "waiting": num_waiting,
-        "kv_cache_usage": scheduler.kv_usage,
+        "kv_cache_usage": scheduler.kv.usage,
         "prefix_cache_hit_rate": hit_rate(scheduler.stats),
         "preemptions": scheduler.stats.num_preemptions,
     }
@@ -299,7 +299,7 @@ def snapshot(core: MeasuredEngine) -> list[Row]:
 def states(core: MeasuredEngine) -> Iterator[Row]:
     """Gauges: the current state."""
     scheduler, rates = core.scheduler, core.metrics.rates
-    usage, hits = scheduler.kv_usage, hit_rate(scheduler.stats)
+    usage, hits = scheduler.kv.usage, hit_rate(scheduler.stats)
     num_running, num_waiting = num_requests(core)
     yield gauge("vllm:num_requests_running", "Requests of which a sequence is running.", num_running)
     yield gauge("vllm:num_requests_waiting", "Requests of which no sequence is running.", num_waiting)

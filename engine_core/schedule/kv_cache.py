@@ -17,6 +17,11 @@ class KVCache:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
 
+    @property
+    def usage(self) -> float:
+        """Fraction of the blocks in use, 0 to 1."""
+        return 1.0 - self.pool.num_free / len(self.pool)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold `num_tokens` tokens, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)

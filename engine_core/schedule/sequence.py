@@ -220,6 +220,16 @@ class Sequence:
                 return medium.start
         return end
 
+    def chunk(self, limit: int) -> int:
+        """Number of tokens that one step runs of this sequence, at most `limit`."""
+        start, returned = self.computed, self.num_prompt_logprobs
+        if start >= self.num_prompt_tokens:
+            return limit
+        if start < returned < self.num_prompt_tokens - 1:
+            # These prompt log probabilities were returned before a preemption: recompute in a chunk without them.
+            limit = min(limit, returned - start)
+        return self.boundary(start + limit) - start
+
     def block_keys(self, index: int, block_size: int) -> bytes:
         """Everything that names of blocks must depend on, beside tokens and the block before; empty for nothing."""
         keys = self.request.prompt.block_keys(index, block_size)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagewire.engine_core.drafting.stats import SpeculationStats
+from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.schedule.sequence import Sequence
-from pagewire.ipc.worker_messages import Row, RowResult, SlotInit
+from pagewire.engine_core.schedule.stopping import stop_ids
+from pagewire.ipc.codec import Tensor
+from pagewire.ipc.worker_messages import Masks, Row, RowResult, SlotInit, StepResult
 
 
 @dataclass(slots=True)
@@ -28,6 +31,49 @@ class PlannedStep:
     late: bool = False
     num_drafts: int = 0
     num_asked: int = 0
+
+    def add(self, sequence: Sequence, row: Row) -> None:
+        """Add a row of a sequence."""
+        self.sequences.append(sequence)
+        self.rows.append(row)
+        self.budget -= row.num_tokens
+        self.num_drafts += len(row.drafts)
+        self.num_asked += row.num_drafts
+        if row.start < sequence.num_prompt_tokens:
+            self.num_prompt_tokens += min(row.num_tokens, sequence.num_prompt_tokens - row.start)
+        if row.num_samples and sequence.matcher is not None:
+            self.masked = True
+
+    def masks(self) -> tuple[Masks, list[tuple[Sequence, GrammarError]]]:
+        """The grammar masks of its rows, and the sequences whose grammar allows no next token: these have none."""
+        samples: list[int] = []
+        bits: list[bytes] = []
+        failures: list[tuple[Sequence, GrammarError]] = []
+        num_samples = 0
+        for sequence, row in zip(self.sequences, self.rows, strict=True):
+            first, num_samples = num_samples, num_samples + row.num_samples
+            if not row.num_samples or sequence.matcher is None or sequence.finished:
+                continue
+            try:
+                masks = sequence.matcher.masks(row.drafts)
+            except GrammarError as error:
+                failures.append((sequence, error))
+            else:
+                bits += masks
+                samples += range(first, first + len(masks))
+        width = len(bits[0]) // 4 if bits else 0
+        return Masks(self.step_id, samples, Tensor("int32", (len(bits), width), b"".join(bits))), failures
+
+    def check(self, result: StepResult) -> None:
+        """Check that a worker's result fits the rows.
+
+        Raises:
+            ValueError: it does not.
+        """
+        if len(result.rows) != len(self.rows):
+            raise ValueError(f"step {self.step_id} of {len(self.rows)} rows returned {len(result.rows)}")
+        for sequence, row, row_result in zip(self.sequences, self.rows, result.rows, strict=True):
+            check_result(row, row_result, row.start + row.num_tokens == sequence.num_prompt_tokens)
 
 
 @dataclass
@@ -65,3 +111,18 @@ def check_result(row: Row, result: RowResult, ends_prompt: bool) -> None:
         raise ValueError(f"a row returned {result.token_ids}, but its drafts are {row.drafts}")
     if (result.pooled is not None) != (row.pool and ends_prompt):
         raise ValueError("a row returned a pooled result without need, or none where there must be one")
+
+
+def slot_init(sequence: Sequence) -> SlotInit:
+    """The state that the workers give the slot of a sequence which starts, or starts again."""
+    return SlotInit(
+        slot=sequence.slot,
+        token_ids=sequence.send_tokens(0),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        block_ids=[block.block_id for block in sequence.blocks],
+        task=sequence.request.task,
+        seed=sequence.seed,
+        stop_ids=[] if sequence.pools else stop_ids(sequence),
+        media=sequence.request.prompt.places(),
+        adapter=0 if sequence.adapter is None else sequence.adapter.index,
+    )

@@ -23,14 +23,37 @@ def stop_ids(sequence: Sequence) -> list[int]:
 
 def finish_reason(sequence: Sequence) -> tuple[str | None, int | None]:
     """("stop" or "length", the stop token if one of `stop_token_ids` ended it), or (None, None) if it goes on."""
-    last, params = sequence.token_ids[-1], sequence.params
-    if sequence.num_output_tokens >= params.min_tokens:
+    last, params, num_tokens = sequence.token_ids[-1], sequence.params, sequence.num_output_tokens
+    if num_tokens >= params.min_tokens:
         if last == sequence.request.eos_token_id and not params.ignore_eos:
             return "stop", None
         if params.stop_token_ids and last in params.stop_token_ids:
             return "stop", last
     if sequence.matcher is not None and sequence.matcher.complete:
         return "stop", None
-    if sequence.num_output_tokens >= sequence.max_output:
+    if num_tokens >= sequence.max_output:
         return "length", None
     return None, None
+
+
+def append(sequence: Sequence, token_ids: list[int], now: float) -> tuple[int, str | None, int | None]:
+    """Append tokens up to one that ends the sequence; returns how many, and as `finish_reason`.
+
+    Raises:
+        GrammarError: a token does not fit the grammar.
+    """
+    num_tokens, reason, stop_token = 0, None, None
+    for token_id in token_ids:
+        if sequence.matcher is not None:
+            sequence.matcher.accept(token_id)
+        sequence.token_ids.append(token_id)
+        num_tokens += 1
+        reason, stop_token = finish_reason(sequence)
+        if reason is not None:
+            break
+    if sequence.first_token_time == 0.0:
+        sequence.first_token_time = now
+    else:
+        sequence.token_gap = (now - sequence.last_token_time) / num_tokens
+    sequence.last_token_time = now
+    return num_tokens, reason, stop_token

@@ -107,4 +107,4 @@ def test_whole_prompts_are_never_cut() -> None:
         done = scheduler.commit(StepResult(plan.step_id, [RowResult(pooled=pooled) for _ in plan.rows]), 1.0)
         assert all(delta.finish_reason == "stop" and delta.pooled == pooled for _, delta in done)
     assert ran == [[20], [13, 12], [32], [1]]
-    assert scheduler.num_unfinished == 0 and scheduler.kv_usage == 0.0
+    assert scheduler.num_unfinished == 0 and scheduler.kv.usage == 0.0

@@ -786,7 +786,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, scheduler: Scheduler, live: list[Sequence]) -> Snapshot:
-        running, order = list(scheduler.running), scheduler._order
+        running, order = list(scheduler.running), scheduler.sequences.order
         queues: dict[TenantAccount, list[Sequence]] = {}
         for sequence in sorted(live, key=lambda s: (order(s)[0], s.turn, s.arrival)):
             if sequence.state is State.WAITING and sequence not in scheduler.waiting.suspects:
@@ -802,7 +802,7 @@ class Snapshot:
             queues,
             {sequence: sequence.turn for sequence in live},
             bool(scheduler.waiting.suspects),
-            scheduler._next_handover,
+            scheduler.sequences.next_handover,
         )
 
     def check(self, scheduler: Scheduler, plan: StepPlan, now: float) -> None:

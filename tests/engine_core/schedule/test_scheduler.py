@@ -131,7 +131,7 @@ def test_usage_and_counts() -> None:
     scheduler = simulation.scheduler
     simulation.submit([2] * 8, n=2, max_tokens=1)
     simulation.plan()
-    assert (scheduler.num_waiting, scheduler.num_unfinished, scheduler.kv_usage) == (1, 2, 2 / 16)
+    assert (scheduler.num_waiting, scheduler.num_unfinished, scheduler.kv.usage) == (1, 2, 2 / 16)
     simulation.commit()
     simulation.drain()
     stats = scheduler.stats

@@ -1,0 +1,149 @@
+"""The unfinished sequences by their state, and what a running one holds: a slot on the workers, and KV blocks.
+
+wait() -> WAITING -- start() --> RUNNING -- finish() --> FINISHED
+             ^--- preempt(), requeue() ---+
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from pagewire.engine_core.schedule.fairness import change_of_room, gives_way
+from pagewire.engine_core.schedule.kv_cache import KVCache
+from pagewire.engine_core.schedule.sequence import Sequence, State
+from pagewire.engine_core.schedule.speculation import Speculation
+from pagewire.engine_core.schedule.step import SchedulerStats
+from pagewire.engine_core.schedule.tenants import TenantAccount, Tenants
+from pagewire.engine_core.schedule.waiting import Order, WaitingQueue
+
+
+class SequenceTable:
+    """The waiting and running sequences of a scheduler; each method moves one to another state.
+
+    kv: the blocks of running sequences. num_slots: the most that may run. order: in which they run and wait.
+    speculation: forgets drafts of sequences that stop running. stats: gets the counts.
+
+    Attributes:
+        running: in order. waiting: without a slot, new or preempted. tenants: those that the sequences belong to.
+        next_handover: time from which room may change hands.
+    """
+
+    def __init__(
+        self, kv: KVCache, num_slots: int, order: Order, speculation: Speculation, stats: SchedulerStats
+    ) -> None:
+        self.order = order
+        self.running: list[Sequence] = []
+        self.tenants = Tenants(TenantAccount)
+        self.waiting = WaitingQueue(order, self.tenants)
+        self._kv, self._speculation, self._stats = kv, speculation, stats
+        self._free_slots = list(range(num_slots))[::-1]
+        self._freed_slots: list[int] = []  # since the last plan
+        self.next_handover = 0.0
+
+    def __len__(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Number of sequences that may start."""
+        return len(self._free_slots)
+
+    def take_freed_slots(self) -> list[int]:
+        """The slots that were freed since the last call. Some of them may be in use again."""
+        freed, self._freed_slots = self._freed_slots, []
+        return freed
+
+    def wait(self, sequence: Sequence) -> None:
+        """Queue a sequence that has neither slot nor blocks."""
+        sequence.choose_angles()
+        self.waiting.add(sequence, alone=sequence.suspect)
+
+    def start(self, sequence: Sequence, now: float) -> None:
+        """Give a waiting sequence, which has its blocks, a free slot."""
+        self.waiting.remove(sequence)
+        sequence.state, sequence.slot = State.RUNNING, self._free_slots.pop()
+        insort(self.running, sequence, key=self.order)
+        self.tenants.selected(sequence.tenant)
+        num_charged = 0
+        if sequence.num_cached_tokens is None:
+            num_charged = len(sequence.token_ids) - sequence.computed
+            sequence.num_cached_tokens = sequence.computed
+            sequence.scheduled_time = now
+            self._stats.num_prefix_queries += len(sequence.token_ids)
+            self._stats.num_prefix_hits += sequence.computed
+        sequence.tenant.admit(sequence.turn, num_charged)
+
+    def make_room(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Free blocks for a running sequence by preempting others.
+
+        Returns False if it must wait for a step in flight, or was preempted itself.
+        """
+        while self._kv.pool.num_free < num_blocks:
+            victim = gives_way(sequence, self.running, self.order)
+            if victim.in_flight:
+                return False
+            self._stats.num_cache_preemptions += 1
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def hand_over(self, now: float) -> tuple[Sequence | None, Sequence | None]:
+        """Preempt a sequence that makes room for another tenant or request which has none.
+
+        Returns the sequence that gets the room, or else the one that gives it once its step in flight is over.
+        """
+        if now < self.next_handover:
+            return None, None
+        change = change_of_room(self.waiting, self.running, self.order, now)
+        if change is None:
+            return None, None
+        newcomer, leaving = change
+        if self._free_slots and self._kv.fits(newcomer, 0):
+            return newcomer, None
+        if leaving.in_flight:
+            return None, leaving
+        self.preempt(leaving)
+        return newcomer, None
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Queue a running sequence again, because others need its room."""
+        self._stats.num_preemptions += 1
+        if sequence.request.rank:  # the later part of a batch queues behind what waits already
+            sequence.turn = max(sequence.turn, sequence.tenant.clock + 1)
+        self.requeue(sequence)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Queue a running sequence again; its tokens will be recomputed."""
+        self._stop(sequence)
+        self.wait(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """End a sequence. Its full blocks stay in the prefix cache."""
+        if sequence.state is State.RUNNING:
+            self._kv.register(sequence)
+            self._stop(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.state = State.FINISHED
+        self._speculation.end(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Free blocks and slot of a running sequence; safe with steps in flight, as workers run plans in order."""
+        self.running.remove(sequence)
+        sequence.tenant.num_running -= 1
+        self._kv.free(sequence)
+        self._free_slots.append(sequence.slot)
+        self._freed_slots.append(sequence.slot)
+        self._speculation.forget(sequence)
+        sequence.slot = -1
+
+
+def by_arrival(sequence: Sequence) -> tuple[int, int]:
+    """The order of the policy "fcfs"."""
+    return 0, sequence.arrival
+
+
+def by_priority(sequence: Sequence) -> tuple[int, int]:
+    """The order of the policy "priority": the least first, among equal ones that of arrival."""
+    return sequence.request.priority, sequence.arrival
