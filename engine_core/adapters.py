@@ -6,21 +6,17 @@ An adapter is read when a request wants it, and stays in memory until room is ne
 first. One whose sequences are scheduled is never dropped, so whatever the scheduler plans is resident. The workers
 read beside their steps; only the sequences that want the adapter wait for it.
 
-Sequences of at most `max_active` adapters are scheduled at a time (`max_loras`). Of others, the adapter that has
-waited longest comes next: for each one that has waited for `PATIENCE_SECONDS` with nothing but room missing, an
-active one, the longest active first, gets no new sequences until it has ended its last.
-
 An adapter's bytes are known once it has been read. So no further one is loaded while those in memory take
 `max_bytes`, and what is idle goes as soon as they take more; by so much, an adapter or two may exceed the limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable
 from typing import TypeAlias
 
 from pagewire.engine_core.adapter_memory import LOAD_SECONDS, Command, ResidentAdapters
+from pagewire.engine_core.adapter_queue import AdapterQueue, name_of
 from pagewire.engine_core.adapter_registry import AdapterRegistry
 from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits, Residence
 from pagewire.engine_core.schedule.sequence import Sequence
@@ -28,45 +24,25 @@ from pagewire.ipc.adapters import AdapterSource
 from pagewire.ipc.errors import AdapterCrashedWorkerError
 from pagewire.ipc.lora import AdapterLoaded
 
-PATIENCE_SECONDS = 0.5  # that an adapter waits for room before the active ones get no new sequences
-
 Refusal: TypeAlias = tuple[Sequence, Exception]
 
 
 class AdapterTable:
     """The adapters that are registered, resident or wanted. Pure, as the scheduler is: no IO, no clock.
 
+    Whenever something that may need an adapter is over, `_settle` decides by the adapter's state alone whether it
+    stays: in the queue, in the workers' memory, and known.
+
     Attributes:
-        memory: what the workers have, and read. registry: what is known by name or path.
+        queue: the sequences, and whose turn it is. memory: what the workers have, and read. registry: what is known
+            by name or path.
     """
 
     def __init__(self, limits: AdapterLimits) -> None:
         self.limits = limits
         self.memory = ResidentAdapters(limits)
         self.registry = AdapterRegistry()
-        self._waiting: dict[Adapter, dict[Sequence, None]] = {}  # in the order in which the adapters came
-        self._scheduled: dict[Adapter, set[Sequence]] = {}
-
-    # ------------------------------------------------------------ what there is
-
-    @property
-    def waiting(self) -> Iterator[Sequence]:
-        """The sequences that wait for their adapter."""
-        for sequences in self._waiting.values():
-            yield from sequences
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of sequences that wait for their adapter."""
-        return sum(map(len, self._waiting.values()))
-
-    def names_waiting(self) -> list[str]:
-        """Names of the adapters for which sequences wait."""
-        return names(self.waiting)
-
-    def names_running(self) -> list[str]:
-        """Names of the adapters of scheduled sequences."""
-        return names(sequence for sequences in self._scheduled.values() for sequence in sequences)
+        self.queue = AdapterQueue(limits.max_active)
 
     def ids(self) -> list[int]:
         """The ids of the adapters that are registered or resident."""
@@ -155,7 +131,7 @@ class AdapterTable:
             answered(AdapterCrashedWorkerError(adapter.refusal))
         else:
             adapter.callers.append(answered)
-            self._want(adapter, now)
+            self.queue.want(adapter, now)
 
     def _name(self, source: AdapterSource, adapter: Adapter) -> None:
         adapter.retired = False
@@ -174,7 +150,7 @@ class AdapterTable:
 
     def _retire(self, adapter: Adapter) -> None:
         adapter.retired, adapter.pinned = True, False
-        self._tidy(adapter)
+        self._settle(adapter)
 
     # ------------------------------------------------------------ sequences
 
@@ -184,93 +160,40 @@ class AdapterTable:
         adapter = sequence.adapter = self.registry.know(sequence.adapter)
         if sequence.request.adapter is not None and sequence.request.adapter.path:
             adapter.retired = False  # it is used again
-        self._want(adapter, now)
-        self._waiting[adapter][sequence] = None
+        self.queue.add(sequence, adapter, now)
 
     def drop(self, sequence: Sequence) -> bool:
         """Take a sequence out of those that wait; False if it is none of them."""
-        if sequence.adapter is None or sequence not in self._waiting.get(sequence.adapter, ()):
+        if sequence.adapter is None or not self.queue.remove(sequence):
             return False
-        del self._waiting[sequence.adapter][sequence]
-        self._leave_queue(sequence.adapter)
+        self._settle(sequence.adapter)
         return True
 
     def admit(self, now: float) -> tuple[list[Sequence], list[Refusal]]:
         """The sequences that may be scheduled from now on, in order; and those that cannot run, with the reason."""
-        leaving: list[Sequence] = []
+        admitted: list[Sequence] = []
         refused: list[Refusal] = []
-        overdue = self._overdue(now) if self._waiting else set()
-        closed = set(islice(self._scheduled, len(overdue)))
-        for adapter in list(self._waiting):
+        turns = self.queue.turns(now, self.memory.may_read)
+        for adapter in list(self.queue.waiting):
             if adapter.refusal:
                 refused += self._refuse(adapter, AdapterCrashedWorkerError(adapter.refusal))
             if not adapter.resident:
                 continue
-            if self._waiting[adapter] and self._may_run(adapter, overdue, closed):
-                for sequence in self._waiting[adapter]:
-                    if (problem := self._bind(sequence, adapter)) is not None:
+            if self.queue.waiting[adapter] and self.queue.may_run(adapter, turns):
+                for sequence in self.queue.take(adapter):
+                    if (problem := bind(sequence, adapter, self.limits)) is not None:
                         refused.append((sequence, problem))
                     else:
-                        leaving.append(sequence)
-                        self._scheduled.setdefault(adapter, set()).add(sequence)
-                self._waiting[adapter] = {}
+                        admitted.append(sequence)
+                        self.queue.schedule(sequence, adapter)
                 self.memory.touch(adapter)
-            self._leave_queue(adapter)
-        return leaving, refused
+            self._settle(adapter)
+        return admitted, refused
 
     def ended(self, sequence: Sequence) -> None:
         """Record that a sequence has ended, whether it was scheduled or not."""
-        adapter = sequence.adapter
-        if adapter is not None and sequence in (scheduled := self._scheduled.get(adapter, set())):
-            scheduled.discard(sequence)
-            if not scheduled:
-                del self._scheduled[adapter]
-                self._tidy(adapter)
-
-    def take_back(self, sequences: Iterable[Sequence], now: float) -> None:
-        """Let scheduled sequences wait again, before those that wait already."""
-        returned: dict[Adapter, dict[Sequence, None]] = {}
-        for sequence in sequences:
-            assert sequence.adapter is not None
-            self._scheduled[sequence.adapter].discard(sequence)
-            returned.setdefault(sequence.adapter, {})[sequence] = None
-        for adapter, group in returned.items():
-            if not self._scheduled[adapter]:
-                del self._scheduled[adapter]
-            group |= self._waiting.pop(adapter, {})
-            adapter.since = now
-        self._waiting = returned | self._waiting
-
-    def _bind(self, sequence: Sequence, adapter: Adapter) -> Exception | None:
-        """Name the content of its adapter in the prompt, on which its blocks depend. Returns why it cannot run."""
-        prompt, limit = sequence.request.prompt, self.limits.vocab_size + adapter.num_extra_tokens
-        if prompt.adapter and prompt.adapter != adapter.content:
-            return ValueError(
-                f"the files of the adapter {name_of(sequence)!r} were replaced while the request ran"
-            )
-        if max(sequence.token_ids) >= limit:
-            return ValueError(
-                f"the prompt has token id {max(sequence.token_ids)}, outside the vocabulary of {limit} with the "
-                f"adapter {name_of(sequence)!r}"
-            )
-        prompt.adapter = adapter.content
-        return None
-
-    def _may_run(self, adapter: Adapter, overdue: set[Adapter], closed: set[Adapter]) -> bool:
-        if adapter in self._scheduled:
-            return adapter not in closed
-        return (not overdue or adapter in overdue) and len(self._scheduled) < self.limits.max_active
-
-    def _overdue(self, now: float) -> set[Adapter]:
-        """The adapters for which active ones make room: those that have waited long for nothing but that."""
-        overdue = set()
-        for adapter in self._waiting:
-            if now - adapter.since < PATIENCE_SECONDS:
-                continue
-            is_stuck = adapter.residence is Residence.ABSENT and self.memory.may_read(adapter)
-            if (adapter.resident or is_stuck) and adapter not in self._scheduled:
-                overdue.add(adapter)
-        return overdue
+        if sequence.adapter is not None and self.queue.ended(sequence, sequence.adapter):
+            self._settle(sequence.adapter)
 
     # ------------------------------------------------------------ the workers' memory
 
@@ -278,7 +201,7 @@ class AdapterTable:
         """The messages that are due for the workers, which must be ready. idle: no step is in flight."""
         wanted = (
             adapter
-            for adapter in self._waiting
+            for adapter in self.queue.waiting
             if adapter.residence is Residence.ABSENT and not adapter.refusal
         )
         return self.memory.commands(wanted, self._make_room, now, idle=idle)
@@ -297,16 +220,13 @@ class AdapterTable:
         if adapter is None:
             return []  # it was dropped meanwhile
         adapter.num_losses = 0
-        if (error := self._problem(adapter, message)) is not None:
+        if (error := problem_of(adapter, message, self.limits)) is not None:
             return self._fail(adapter, error)
         self.memory.keep(adapter, message)
         adapter.answer(None)
         while self.memory.is_over and (victim := self._victim(None)) is not None:
             self._drop(victim)
-        if adapter in self._waiting:
-            self._leave_queue(adapter)
-        else:
-            self._tidy(adapter)  # those that waited have given up, and it may be retired
+        self._settle(adapter)  # those that waited may have given up, and it may be retired
         return []
 
     def workers_lost(self, now: float, last_message: float) -> list[Refusal]:
@@ -320,25 +240,10 @@ class AdapterTable:
         self.memory.clear()
         for adapter in self.registry:
             if adapter.pinned:
-                self._want(adapter, now)
+                self.queue.want(adapter, now)
             else:
-                self._tidy(adapter)
+                self._settle(adapter)
         return refused
-
-    def _problem(self, adapter: Adapter, message: AdapterLoaded) -> Exception | None:
-        """Why an adapter that was read cannot be used."""
-        name = adapter.source.name
-        if message.error is not None:
-            kind = MemoryError if message.error_type == "MemoryError" else ValueError
-            return kind(f"adapter {name!r}: {message.error}")
-        if adapter.content and adapter.content != message.content:
-            return ValueError(f"adapter {name!r}: its files were replaced; add it again to use the new ones")
-        if message.num_bytes > self.limits.max_bytes:
-            return ValueError(
-                f"adapter {name!r} takes {message.num_bytes:,} bytes, more than all adapters together may take "
-                f"(max_lora_bytes={self.limits.max_bytes:,})"
-            )
-        return None
 
     def _fail(self, adapter: Adapter, error: Exception) -> list[Refusal]:
         self.memory.drop(adapter)
@@ -347,9 +252,9 @@ class AdapterTable:
 
     def _refuse(self, adapter: Adapter, error: Exception) -> list[Refusal]:
         """End the wait of all sequences and callers for an adapter."""
-        refused = [(sequence, error) for sequence in self._waiting.pop(adapter, ())]
+        refused = [(sequence, error) for sequence in self.queue.waiting.pop(adapter, ())]
         adapter.answer(error)
-        self._tidy(adapter)
+        self._settle(adapter)
         return refused
 
     def _make_room(self, adapter: Adapter) -> bool:
@@ -363,35 +268,35 @@ class AdapterTable:
     def _victim(self, adapter: Adapter | None) -> Adapter | None:
         """The adapter to drop for another one (None: for any): one that is idle, or waited for behind it."""
         for other in self.memory.resident:
-            if not other.pinned and not (other in self._scheduled or other in self._waiting):
+            if not other.pinned and not self.queue.uses(other):
                 return other
         if adapter is None:
             return None
-        for other in reversed(self._waiting):
+        for other in reversed(self.queue.waiting):
             if other is adapter:
                 return None
-            if other.resident and not other.pinned and other not in self._scheduled:
+            if other.resident and not other.pinned and other not in self.queue.scheduled:
                 return other
         return None
 
     def _drop(self, adapter: Adapter) -> None:
         self.memory.drop(adapter)
-        self._tidy(adapter)
+        self._settle(adapter)
 
-    def _want(self, adapter: Adapter, now: float) -> None:
-        if adapter not in self._waiting:
-            self._waiting[adapter] = {}
-            adapter.since = now
+    def _settle(self, adapter: Adapter) -> None:
+        """Let an adapter leave each place where nothing needs it any more.
 
-    def _leave_queue(self, adapter: Adapter) -> None:
-        """Take an adapter from those that are waited for, if nothing waits for it any more."""
-        if not (self._waiting[adapter] or adapter.callers or (adapter.pinned and not adapter.resident)):
-            del self._waiting[adapter]
-            self._tidy(adapter)
-
-    def _tidy(self, adapter: Adapter) -> None:
-        """Drop an adapter that is retired, and forget one that is nowhere, if it is not in use."""
-        if adapter in self._waiting or adapter in self._scheduled:
+        | it leaves | unless |
+        |---|---|
+        | the queue | a sequence or a call waits for it, or it is pinned and has to be read again |
+        | memory | it is not retired, or in the queue, or has scheduled sequences |
+        | the registry | it is in memory or about to be, or has a name, or its losses of workers still count |
+        """
+        queue = self.queue
+        has_to_be_read = bool(adapter.callers) or (adapter.pinned and not adapter.resident)
+        if not (queue.waiting.get(adapter) or has_to_be_read):
+            queue.waiting.pop(adapter, None)
+        if queue.uses(adapter):
             return
         is_suspect = adapter.suspect and not adapter.retired  # whose losses count when it is used again
         if adapter.retired and adapter.resident:
@@ -400,12 +305,33 @@ class AdapterTable:
             self.registry.forget(adapter)
 
 
-def name_of(sequence: Sequence) -> str:
-    """The name under which a sequence's request names its adapter."""
-    source = sequence.request.adapter
-    return "" if source is None else source.name
+def bind(sequence: Sequence, adapter: Adapter, limits: AdapterLimits) -> Exception | None:
+    """Name the content of its adapter in the prompt, on which its blocks depend. Returns why it cannot run."""
+    prompt, limit = sequence.request.prompt, limits.vocab_size + adapter.num_extra_tokens
+    if prompt.adapter and prompt.adapter != adapter.content:
+        return ValueError(
+            f"the files of the adapter {name_of(sequence)!r} were replaced while the request ran"
+        )
+    if max(sequence.token_ids) >= limit:
+        return ValueError(
+            f"the prompt has token id {max(sequence.token_ids)}, outside the vocabulary of {limit} with the "
+            f"adapter {name_of(sequence)!r}"
+        )
+    prompt.adapter = adapter.content
+    return None
 
 
-def names(sequences: Iterable[Sequence]) -> list[str]:
-    """The names under which requests name their adapters, each once."""
-    return sorted({name_of(sequence) for sequence in sequences})
+def problem_of(adapter: Adapter, message: AdapterLoaded, limits: AdapterLimits) -> Exception | None:
+    """Why an adapter that was read cannot be used."""
+    name = adapter.source.name
+    if message.error is not None:
+        kind = MemoryError if message.error_type == "MemoryError" else ValueError
+        return kind(f"adapter {name!r}: {message.error}")
+    if adapter.content and adapter.content != message.content:
+        return ValueError(f"adapter {name!r}: its files were replaced; add it again to use the new ones")
+    if message.num_bytes > limits.max_bytes:
+        return ValueError(
+            f"adapter {name!r} takes {message.num_bytes:,} bytes, more than all adapters together may take "
+            f"(max_lora_bytes={limits.max_bytes:,})"
+        )
+    return None

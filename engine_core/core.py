@@ -337,7 +337,7 @@ class EngineCore:
         if self.adapters is not None:
             refused = self.adapters.workers_lost(now, self.worker.last_message)
             self._refuse([ended(*refusal) for refusal in refused])
-            self.adapters.take_back(self.scheduler.waiting.withdraw(has_adapter), now)
+            self.adapters.queue.take_back(self.scheduler.waiting.withdraw(has_adapter), now)
 
     def _start_worker(self) -> None:
         """Start the worker. What the machine lacks for that now, it may have a moment later."""

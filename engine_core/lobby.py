@@ -70,7 +70,7 @@ class Lobby:
         yield from self._grammar_of
         yield from self._ready
         if self._adapters is not None:
-            yield from self._adapters.waiting
+            yield from self._adapters.queue
 
     @property
     def num_compiling(self) -> int:
@@ -80,7 +80,7 @@ class Lobby:
     @property
     def num_loading(self) -> int:
         """Number of sequences that wait for their adapter."""
-        return 0 if self._adapters is None else self._adapters.num_waiting
+        return 0 if self._adapters is None else len(self._adapters.queue)
 
     def add(self, group: Iterable[Sequence], num_queued: int, now: float) -> None:
         """Take in the sequences of a request. num_queued: those that wait in the scheduler.

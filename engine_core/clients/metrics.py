@@ -447,8 +447,8 @@ def adapters(core: MeasuredEngine) -> Iterator[Row]:
         return
     text = "Time of this report; the labels name the adapters of running and of waiting requests."
     labels = {
-        "running_lora_adapters": ",".join(table.names_running()[:MAX_ADAPTER_NAMES]),
-        "waiting_lora_adapters": ",".join(table.names_waiting()[:MAX_ADAPTER_NAMES]),
+        "running_lora_adapters": ",".join(table.queue.names_running()[:MAX_ADAPTER_NAMES]),
+        "waiting_lora_adapters": ",".join(table.queue.names_waiting()[:MAX_ADAPTER_NAMES]),
         "max_lora": str(table.limits.max_active),
     }
     yield gauge("vllm:lora_requests_info", text, time.time(), labels)

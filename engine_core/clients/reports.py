@@ -88,7 +88,7 @@ def status(core: ReportedEngine) -> dict[str, Any]:
 
 
 def phases(core: ReportedEngine) -> dict[int, dict[str, int]]:
-    """Numbers of sequences by phase, of each `AttachedClient.number`. Waiting ones are not visited: they may be many."""
+    """Sequences in each phase, by `AttachedClient.number`. Waiting ones are not visited: they may be many."""
     clients = core.clients.attached
     numbers = {
         client.number: {"waiting": client.requests.num_sequences, "prefill": 0, "decode": 0}

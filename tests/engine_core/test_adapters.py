@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pagewire.engine_core.adapter_memory import LOAD_SECONDS, MAX_LOSSES, TRIAL_SECONDS
-from pagewire.engine_core.adapters import PATIENCE_SECONDS, AdapterTable
+from pagewire.engine_core.adapter_queue import PATIENCE_SECONDS
+from pagewire.engine_core.adapters import AdapterTable
 from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.adapters import AdapterSource
@@ -121,7 +122,7 @@ class World:
         self.memory, self.loading = {}, {}
         self.steps_in_flight = False
         self.refuse(self.adapters.workers_lost(self.now, self.last_message))
-        self.adapters.take_back(self.scheduled, self.now)
+        self.adapters.queue.take_back(self.scheduled, self.now)
         self.waiting = self.scheduled | self.waiting
         self.scheduled = {}
 
@@ -230,8 +231,12 @@ class AnyOrder(RuleBasedStateMachine):
         assert len(world.memory) + len(world.loading) <= adapters.limits.max_resident + len(
             adapters.memory._commands
         )
-        assert set(adapters.waiting) == set(world.waiting)
+        assert set(adapters.queue) == set(world.waiting)
         assert all(adapter.index for adapter in adapters.memory.resident)
+        for adapter in adapters.registry:  # each is settled: nothing is left that no event would take away
+            place = adapters.queue.uses(adapter), adapter.residence
+            adapters._settle(adapter)
+            assert (adapters.queue.uses(adapter), adapter.residence) == place and adapter in adapters.registry
 
     def teardown(self) -> None:
         """Whatever happened: if the others end, every sequence runs, or ends with an error."""
