@@ -1,10 +1,10 @@
 """The calls that a frontend makes by name: their arguments, what they do, and which process runs them.
 
-    LLM.sleep(1) --Call("sleep", [1])--> core: Control.sleep --WorkerCall--> worker: calls.sleep
+    LLM.sleep(1) --Call("sleep", [1])--> core: WorkerSleep.sleep --WorkerCall--> worker: calls.sleep
 
-`CALLS` has them all. To add a call, declare it in a class below, and implement it under its name in
-`engine_core/clients/control.py`, in `workers/calls.py`, or in both. What `EngineCalls` declares is also a
-method of `LLM` and `LLMEngine`; `AsyncLLM` gets it by one line in `frontend/calls.py`.
+`CALLS` has them all. To add a call, declare it in a class below, and implement it under its name in `Control`
+(`engine_core/clients/control.py`) or a class that it lists, in `workers/calls.py`, or in both. What `EngineCalls`
+declares is also a method of `LLM` and `LLMEngine`; `AsyncLLM` gets it by one line in `frontend/calls.py`.
 
 A frontend checks arguments before it sends them, and the core and the worker check what comes, by the same table.
 """

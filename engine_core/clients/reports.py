@@ -17,9 +17,11 @@ from pagewire.ipc.messages import EngineInfo
 
 
 class Switches(Protocol):
-    """asleep: what the workers have given back ("weights", "kv_cache")."""
+    """The part of `Control` that reports read."""
 
-    asleep: set[str]
+    @property
+    def asleep(self) -> set[str]:
+        """What the workers have given back ("weights", "kv_cache")."""
 
 
 class ReportedEngine(Protocol):

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from pagewire.engine_core.clients.adapter_control import AdapterControl
 from pagewire.engine_core.clients.control import Control
+from pagewire.engine_core.clients.worker_sleep import WorkerSleep
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.calls import AsyncEngineCalls
 from pagewire.frontend.llm import LLM
@@ -36,7 +38,10 @@ def test_signatures_are_those_of_ordinary_methods() -> None:
 def test_the_core_has_the_calls_it_runs_with_the_arguments_that_are_sent() -> None:
     for call in CALLS.values():
         if call.runs_in is not RunsIn.WORKER:
-            parameters = inspect.signature(getattr(Control, call.name)).parameters
+            owner = next(
+                owner for owner in (Control, WorkerSleep, AdapterControl) if hasattr(owner, call.name)
+            )
+            parameters = inspect.signature(getattr(owner, call.name)).parameters
             assert list(parameters)[2:] == list(call.sent.parameters), call.name
 
 
