@@ -20,11 +20,11 @@ from pagewire.engine_core.clients.calls import PendingCalls
 from pagewire.engine_core.clients.frontend_call import FrontendCall
 from pagewire.engine_core.clients.health import Health, report
 from pagewire.engine_core.clients.metrics import MeasuredEngine
+from pagewire.engine_core.clients.requests import EngineRequests
 from pagewire.engine_core.clients.worker_sleep import WorkerSleep
 from pagewire.engine_core.lobby import Lobby
-from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.workers.group import GroupReply
-from pagewire.engine_core.workers.stopwatch import Stopwatch
+from pagewire.engine_core.workers.supervisor import WorkerSupervisor
 from pagewire.ipc.calls import CALLS, RemoteCall, RunsIn
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.messages import Call, CallAnswer
@@ -38,22 +38,20 @@ MAX_OPEN_CALLS = 1000  # of one frontend, that are not answered yet
 class ControlledEngine(MeasuredEngine, Protocol):
     """The part of the core that `Control` acts on."""
 
-    def deliver(self) -> None:
-        """Send each frontend the new tokens and ends of its requests."""
-
     @property
     def lobby(self) -> Lobby:
         """The sequences that are not scheduled yet."""
 
-    stopwatch: Stopwatch
+    supervisor: WorkerSupervisor
     block_events: BlockEvents
+
+    @property
+    def requests(self) -> EngineRequests:
+        """The unfinished requests of all frontends."""
 
     @property
     def stopping(self) -> bool:
         """True once the core accepts no new requests."""
-
-    def abort(self, requests: Iterable[Sequence]) -> int:
-        """End requests of any frontend. Returns how many."""
 
 
 @dataclass(slots=True)
@@ -102,7 +100,7 @@ class Control:
     def call(self, identity: bytes, call: Call) -> None:
         """Check a call and run its method, which answers it then or later. An error is answered at once."""
         caller = FrontendCall(identity, call.call_id, self._send)
-        self._core.deliver()  # earlier output of requests goes before the answer
+        self._core.requests.deliver()  # earlier output of requests goes before the answer
         self._num_open[identity] += 1
         try:
             if self._num_open[identity] > MAX_OPEN_CALLS:
@@ -122,7 +120,7 @@ class Control:
         """Run the deferred actions whose wait is over."""
         if self._core.scheduler.in_flight or not self._deferred:
             return
-        self._core.deliver()  # the last output of requests goes before the answer to the call that ended them
+        self._core.requests.deliver()  # the last output of requests goes before the answer to what ended them
         pending, self._deferred = self._deferred, []
         for deferred in pending:
             if deferred.drain and self._core.scheduler.num_unfinished:
@@ -135,7 +133,7 @@ class Control:
 
     def check_timers(self, now: float) -> None:
         """Answer the calls whose time limit has passed; workers that have not answered are hung, and are killed."""
-        step_limit = self._core.stopwatch.limit
+        step_limit = self._core.supervisor.stopwatch.limit
         for deferred in list(self._deferred):
             seconds = deferred.call.seconds or step_limit
             if now - deferred.since > seconds:
@@ -186,7 +184,7 @@ class Control:
         self._core.lobby.hold()
         if not wait_for_inflight_requests:
             core, held = self._core, set(self._core.lobby)
-            core.abort(request for _, request in core.requests() if request not in held)
+            core.requests.abort(request for _, request in core.requests if request not in held)
 
         def paused(caller: FrontendCall) -> None:
             if clear_cache:
@@ -218,10 +216,10 @@ class Control:
         """
         matching = [
             request
-            for client, request in self._core.requests()
+            for client, request in self._core.requests
             if request.request_id == request_id and frontend in (None, client.number)
         ]
-        caller.reply(self._core.abort(matching))
+        caller.reply(self._core.requests.abort(matching))
 
     def collective_rpc(
         self, caller: FrontendCall, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from pagewire.engine_core.clients.calls import PendingCalls
 from pagewire.engine_core.workers.group import Outcome, WorkerGroup
-from pagewire.engine_core.workers.stopwatch import Stopwatch
+from pagewire.engine_core.workers.supervisor import WorkerSupervisor
 from pagewire.ipc.calls import HealthReport
 from pagewire.ipc.environment import env_float
 
@@ -22,7 +22,7 @@ class ExaminedEngine(Protocol):
     """The part of the core whose health is examined."""
 
     worker: WorkerGroup
-    stopwatch: Stopwatch
+    supervisor: WorkerSupervisor
 
 
 class Health(Generic[C]):
@@ -64,7 +64,11 @@ class Health(Generic[C]):
         Not those that run a step or a call, which have a time limit anyway.
         """
         worker = self._core.worker
-        is_idle = worker.accepting and self._core.stopwatch.elapsed is None and self._calls.oldest is None
+        is_idle = (
+            worker.accepting
+            and self._core.supervisor.stopwatch.elapsed is None
+            and self._calls.oldest is None
+        )
         if is_idle and now - worker.last_message > FRESH_SECONDS:
             self._calls.call("ping", {}, ignore)
 
@@ -73,7 +77,7 @@ class Health(Generic[C]):
         worker = self._core.worker
         if worker.ready is None:
             return True, f"the worker is starting (start number {worker.num_starts})"
-        if (elapsed := self._core.stopwatch.elapsed) is not None:
+        if (elapsed := self._core.supervisor.stopwatch.elapsed) is not None:
             limit = max(self._seconds, LONG_STEPS * worker.longest_step)
             late = elapsed > limit
             return True, f"a step has been running for {elapsed:.0f} s (limit: {limit:.0f})" if late else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -48,9 +48,6 @@ class ServedEngine(ControlledEngine, Protocol):
 
     def admit(self) -> None:
         """Schedule the sequences that need wait no longer."""
-
-    def drop(self, sequences: Iterable[Sequence], reason: str = "abort") -> None:
-        """End sequences without a delta."""
 
 
 class MessageIntake:
@@ -311,8 +308,8 @@ class MessageIntake:
             for request in self._arrivals.remove(client, {key for key, _ in abort.sequences}):
                 self._guarded(client.identity, self._submit, client, request)
         for key in abort.keys:
-            self._core.drop(client.requests.end_all(key))
+            self._core.requests.drop(client.requests.end_all(key))
             client.backlog.forget(key)
         for key, index in abort.sequences:
             if (sequence := client.requests.end(key, index)) is not None:
-                self._core.drop([sequence], reason="stop")
+                self._core.requests.drop([sequence], reason="stop")

@@ -429,9 +429,9 @@ def own(core: MeasuredEngine) -> Iterator[Row]:
     text = "1 while the workers take steps; 0 while one of them starts."
     yield gauge("pagewire:workers_ready", text, int(core.worker.ready is not None))
     text = "Time the worker spent on computing steps."
-    yield counter("pagewire:worker_busy_seconds_total", text, core.worker_busy_us / 1e6)
+    yield counter("pagewire:worker_busy_seconds_total", text, core.steps.busy_us / 1e6)
     text = "Time the worker waited for its next step while requests were unfinished."
-    yield counter("pagewire:worker_idle_seconds_total", text, core.worker_idle_us / 1e6)
+    yield counter("pagewire:worker_idle_seconds_total", text, core.steps.idle_us / 1e6)
     text = "Duration of each step in the worker."
     yield histogram("pagewire:worker_step_seconds", text, metrics.step_seconds)
     text = (

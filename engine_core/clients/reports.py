@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, Protocol
 
@@ -24,6 +24,13 @@ class Switches(Protocol):
         """What the workers have given back ("weights", "kv_cache")."""
 
 
+class StepTimes(Protocol):
+    """The part of `StepDriver` that reports read."""
+
+    busy_us: int
+    idle_us: int
+
+
 class ReportedEngine(Protocol):
     """The part of the core that reports read."""
 
@@ -32,9 +39,11 @@ class ReportedEngine(Protocol):
     worker: WorkerGroup
     clients: Clients
     started_at: float
-    worker_busy_us: int
-    worker_idle_us: int
     adapters: AdapterTable | None
+
+    @property
+    def steps(self) -> StepTimes:
+        """How long the workers have run steps, and waited for some."""
 
     @property
     def control(self) -> Switches:
@@ -44,7 +53,8 @@ class ReportedEngine(Protocol):
     def lobby(self) -> Lobby:
         """The sequences that are not scheduled yet."""
 
-    def requests(self) -> Iterator[tuple[AttachedClient, Sequence]]:
+    @property
+    def requests(self) -> Iterable[tuple[AttachedClient, Sequence]]:
         """Every unfinished sequence, with the frontend that submitted it."""
 
 
@@ -70,8 +80,8 @@ def status(core: ReportedEngine) -> dict[str, Any]:
         "num_accepted_tokens": stats.speculation.num_accepted,
         "worker_pid": next(iter(core.worker.pids), None),
         "worker_starts": core.worker.num_starts,
-        "worker_busy_s": core.worker_busy_us / 1e6,
-        "worker_idle_s": core.worker_idle_us / 1e6,  # while requests were unfinished
+        "worker_busy_s": core.steps.busy_us / 1e6,
+        "worker_idle_s": core.steps.idle_us / 1e6,  # while requests were unfinished
         "worker_ready": core.worker.ready is not None,
         "paused": core.lobby.held,
         "sleeping": bool(core.control.asleep),
@@ -133,7 +143,7 @@ def in_order(core: ReportedEngine) -> Iterator[tuple[AttachedClient, Sequence]]:
     for request in core.scheduler.running:
         if (client := core.clients.attached.get(request.client)) is not None:
             yield client, request
-    for client, request in core.requests():
+    for client, request in core.requests:
         if request.state is State.WAITING:
             yield client, request
 

@@ -22,8 +22,7 @@ from pagewire.ipc.messages import Request
 from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
 from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.shares import Name
-
-from .schedule.simulation import grammar
+from tests.engine_core.schedule.simulation import grammar
 
 REGEX = "[a-e]*"
 

@@ -24,9 +24,8 @@ from pagewire.ipc.group_key import GroupKey
 from pagewire.ipc.join_messages import Dismissed, Ended, FromAgent, Join, Started, StartWorker
 from pagewire.ipc.sockets import bind_router, receive, send
 from pagewire.workers.agent import Agent
-
-from ..conftest import RawFrontend, RunningCore
-from ..test_core import roll_out
+from tests.engine_core.conftest import RawFrontend, RunningCore
+from tests.engine_core.test_core import roll_out
 
 PROGRAM = str(Path(__file__).with_name("agent_program.py"))
 START_SECONDS = 30

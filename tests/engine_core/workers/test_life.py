@@ -59,7 +59,7 @@ def hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def limit_start(core: RunningCore, seconds: float) -> None:
     """Set the silence of a starting worker that counts as a hang. On a busy machine a start may take long."""
-    core.core._start_limit = seconds
+    core.core.supervisor.start_limit = seconds
 
 
 def let_start(core: RunningCore, hang: Path) -> None:
@@ -214,11 +214,11 @@ def test_a_worker_that_hangs_in_a_call_is_replaced_as_in_a_step(
     frontend = attached(core)
     if method == "wake_up":
         assert frontend.call("sleep").error is None
-    core.core.stopwatch.limit = 0.3
+    core.core.supervisor.stopwatch.limit = 0.3
     os.kill(core.workers.pids[0], signal.SIGSTOP)
     answer = frontend.call(method)
     assert (answer.error, answer.error_type) == (text, "TimeoutError")
-    core.core.stopwatch.limit = 60.0
+    core.core.supervisor.stopwatch.limit = 60.0
     assert frontend.call("wake_up").error is None
     assert_runs(frontend, 1)
     assert core.workers.num_starts == 2
@@ -227,7 +227,7 @@ def test_a_worker_that_hangs_in_a_call_is_replaced_as_in_a_step(
 def test_a_method_that_never_returns_is_ended(start_core: StartCore, monkeypatch: pytest.MonkeyPatch) -> None:
     core = start_core()
     frontend = attached(core)
-    core.core.stopwatch.limit = 0.3
+    core.core.supervisor.stopwatch.limit = 0.3
     answer = frontend.call("collective_rpc", "hang")
     assert (answer.error, answer.error_type) == ("hang has not returned within 0.3 s", "TimeoutError")
     assert_runs(frontend, 1)

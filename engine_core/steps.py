@@ -1,0 +1,79 @@
+"""Steps between scheduler and workers: plans and grammar masks are sent, results are committed."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from pagewire.engine_core.clients.metrics import Metrics
+from pagewire.engine_core.clients.outbox import DeltaOutbox
+from pagewire.engine_core.schedule.scheduler import Scheduler
+from pagewire.engine_core.workers.group import WorkerGroup
+from pagewire.engine_core.workers.stopwatch import Stopwatch
+from pagewire.ipc.tasks import name_tasks_once
+from pagewire.ipc.worker_messages import StepResult
+
+logger = logging.getLogger("pagewire.core")
+
+
+class StepDriver:
+    """Keeps the workers busy with the scheduler's plans.
+
+    stopwatch: restarted for each step that becomes the oldest in flight. outbox: gets the deltas.
+
+    Attributes:
+        busy_us: microseconds in which the workers ran steps. idle_us: those between, while there were requests.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: WorkerGroup,
+        stopwatch: Stopwatch,
+        outbox: DeltaOutbox,
+        metrics: Metrics,
+    ) -> None:
+        self._scheduler, self._worker, self._stopwatch = scheduler, worker, stopwatch
+        self._outbox, self._metrics = outbox, metrics
+        self._was_busy = False
+        self.busy_us = self.idle_us = 0
+
+    def launch(self) -> None:
+        """Send plans until as many steps are in flight as may be, or there is nothing to run."""
+        scheduler = self._scheduler
+        while (
+            self._worker.accepting
+            and len(scheduler.in_flight) < scheduler.config.depth
+            and (plan := scheduler.plan(time.monotonic())) is not None
+        ):
+            if len(scheduler.in_flight) == 1:
+                self._stopwatch.restart(True)
+            name_tasks_once(plan.inits)
+            self._worker.send(plan)
+            if len(scheduler.in_flight) == 1:
+                self._send_masks(time.monotonic())
+
+    def commit(self, result: StepResult) -> None:
+        """Take the result of the oldest step in flight. Workers whose result is of another step are killed."""
+        now, scheduler = time.monotonic(), self._scheduler
+        num_prompt = scheduler.in_flight[0].num_prompt_tokens if scheduler.in_flight else 0
+        try:
+            outcomes = scheduler.commit(result, now)
+        except ValueError as error:
+            logger.error("unexpected step result from the worker, killing it: %s", error)
+            self._worker.kill()
+            return
+        self._outbox.add(outcomes)
+        self._send_masks(now)
+        self._stopwatch.restart(bool(scheduler.in_flight))
+        self.busy_us += result.busy_us
+        self.idle_us += result.idle_us if self._was_busy else 0
+        self._was_busy = scheduler.num_unfinished > 0
+        self._metrics.step(outcomes, num_prompt, result.busy_us, now)
+
+    def _send_masks(self, now: float) -> None:
+        """Send the grammar masks of the oldest step in flight, if it needs any; all earlier tokens are known."""
+        masks, outcomes = self._scheduler.masks(now)
+        self._outbox.add(outcomes)
+        if masks is not None:
+            self._worker.send(masks)

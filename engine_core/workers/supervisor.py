@@ -1,0 +1,80 @@
+"""Keeps workers running: starts them, kills those that hang, and starts others when they are lost."""
+
+from __future__ import annotations
+
+import logging
+
+from pagewire.engine_core.workers.group import WorkerGroup
+from pagewire.engine_core.workers.restarts import Restarts
+from pagewire.engine_core.workers.stopwatch import Stopwatch
+from pagewire.ipc.environment import env_float
+from pagewire.ipc.errors import EngineDeadError, error_text
+
+logger = logging.getLogger("pagewire.core")
+
+
+class CoreError(EngineDeadError):
+    """A failure that ends the core. Its text is the cause that frontends and the log report."""
+
+
+class WorkerSupervisor:
+    """Supervises a group of workers. Time is monotonic, in seconds.
+
+    Attributes:
+        stopwatch: of the oldest step in flight. start_limit: seconds that a start may make no progress.
+    """
+
+    def __init__(self, worker: WorkerGroup) -> None:
+        self.stopwatch = Stopwatch(env_float("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", 300.0))
+        self.start_limit = env_float("PAGEWIRE_WORKER_START_TIMEOUT_S", 300.0)
+        self._worker, self._restarts = worker, Restarts()
+
+    @property
+    def next_start(self) -> float | None:
+        """Time of the next start; None if the workers run."""
+        return self._restarts.due
+
+    def start(self, now: float) -> str | None:
+        """Start the workers. Returns why that failed: what the machine lacks now, it may have a moment later.
+
+        Raises:
+            CoreError: too many starts in a row have failed.
+        """
+        self._restarts.due = None
+        try:
+            self._worker.start()
+        except (OSError, MemoryError) as error:
+            why = error_text(error)
+            self.plan_restart(f"the worker cannot be started ({why})", why, now)
+            return why
+        return None
+
+    def plan_restart(self, text: str, why: str, now: float) -> None:
+        """Date the next start, after a loss or a failed start. text: for the log. why: the cause alone.
+
+        Raises:
+            CoreError: too many starts in a row have failed.
+        """
+        pause = self._restarts.lost(now)
+        if self._restarts.hopeless:
+            raise CoreError(f"the worker did not start: {why}")
+        logger.error("%s; starting another%s", text, f" in {pause:g} s" if pause else "")
+
+    def ready(self, now: float) -> None:
+        """Record that the workers are ready."""
+        self._restarts.ready(now)
+
+    def check(self, now: float) -> None:
+        """Kill workers that hang in a step or in their start."""
+        if self.stopwatch.expired:
+            logger.error(
+                "no result of a step from the worker for over %.0f s; killing it", self.stopwatch.limit
+            )
+            self.stopwatch.restart(False)
+            self._worker.kill()
+        if self._worker.silence(now) > self.start_limit:
+            text = f"the start of the worker has made no progress for {self.start_limit:g} s"
+            if obstacles := self._worker.obstacles:
+                text += f": {obstacles}"
+            logger.error("%s; killing it (PAGEWIRE_WORKER_START_TIMEOUT_S)", text)
+            self._worker.kill(text)
