@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.engine_core import config
 from pagewire.engine_core.config import EngineConfig, first_adapter
 from pagewire.ipc.embeddings import EmbeddingsInfo
 from pagewire.ipc.errors import ModelNotFoundError
@@ -39,7 +38,7 @@ def test_the_tokenizer_and_its_revision(
         calls.append((name, revision))
         return Path("/downloaded")
 
-    monkeypatch.setattr(config, "model_folder", download)
+    monkeypatch.setattr("pagewire.engine_core.config.model_folder", download)
     resolved = EngineConfig(EngineArgs(model="org/model", **options), MODEL, {}, None)
     assert resolved.tokenizer_folder() == Path("/downloaded")
     assert calls == [(name, revision)]

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pagewire.engine_core import admission
+from pagewire.engine_core.admission import check_params
 from pagewire.engine_core.clients.clients import MAX_FAULTS, AttachedClient
 from pagewire.ipc.budget import MAX_HELLO_BYTES
 from pagewire.ipc.items import Prompt
@@ -354,8 +354,11 @@ def test_a_task_is_checked_and_measured_once_for_all_its_prompts(
     """A request may have a thousand prompts, and parameters with thousands of entries."""
     core = start_core()
     seen: list[SamplingParams] = []
-    real = admission.check_params
-    monkeypatch.setattr(admission, "check_params", lambda task, info: (seen.append(task), real(task, info)))
+    real = check_params
+    monkeypatch.setattr(
+        "pagewire.engine_core.admission.check_params",
+        lambda task, info: (seen.append(task), real(task, info)),
+    )
     frontend = attached(core, "many")
     large = SamplingParams(max_tokens=2, logit_bias=dict.fromkeys(range(500), 1.0))
     wrong = SamplingParams(max_tokens=2, logit_bias={10**6: 1.0})
