@@ -132,7 +132,7 @@ def run(
 def prepare(
     args: EngineArgs, clients: Clients, context: zmq.Context[zmq.Socket[bytes]], early: EarlyWorker | None
 ) -> tuple[EngineConfig, WorkerGroup, KVPublisher | None]:
-    """The configuration, the workers, of which an early one is started at most, and the publisher of KV events.
+    """The configuration, the workers (only an early one is started yet), and the publisher of KV events.
 
     An error, as of `EngineConfig.resolve` and `open_launcher`, is also sent to the frontends that wait to attach.
     """

@@ -292,7 +292,7 @@ def num_requests(core: MeasuredEngine) -> tuple[int, int]:
 def snapshot(core: MeasuredEngine) -> list[Row]:
     """Every metric as a dict: name, type, documentation, labels, and value or (histograms) buckets, sum, count."""
     labels = {"model_name": core.info.served_model_names[0], "engine": core.metrics.engine_id}
-    rows = [*states(core), *counts(core), *distributions(core.metrics), *own(core), *tenants(core)]
+    rows = [*states(core), *counts(core), *distributions(core.metrics), *internals(core), *tenants(core)]
     return [row | {"labels": labels | row.get("labels", {})} for row in rows]
 
 
@@ -390,7 +390,7 @@ def distributions(metrics: Metrics) -> Iterator[Row]:
     yield histogram("vllm:iteration_tokens_total", text, metrics.step_tokens)
 
 
-def own(core: MeasuredEngine) -> Iterator[Row]:
+def internals(core: MeasuredEngine) -> Iterator[Row]:
     """Metrics that only this engine has."""
     metrics, clients = core.metrics, core.clients.attached.values()
     yield gauge("pagewire:frontends", "Number of attached frontends.", len(clients))

@@ -32,8 +32,8 @@ class Ratio:
 class Acceptance:
     """The ratio of all requests together, which a request starts from.
 
-    And what verified drafts have kept of what was expected of them: those that are verified are those of which most
-    was expected, in some cases by mistake.
+    It also compares the result of verified drafts with what was expected: drafts are verified because most was
+    expected of them, in some cases by mistake.
     """
 
     def __init__(self) -> None:
@@ -50,19 +50,19 @@ class Acceptance:
         self._kept.right = self._kept.right * MEMORY_KEPT + num_accepted
         self._kept.expected = self._kept.expected * MEMORY_KEPT + num_expected
 
-    def add(self, own: Ratio, chance: float, right: bool) -> None:
+    def add(self, of_request: Ratio, chance: float, right: bool) -> None:
         """Count a token, also in the ratio of its request."""
-        own.add(chance, right, MEMORY)
+        of_request.add(chance, right, MEMORY)
         self._ratio.add(chance, right, ENGINE_MEMORY)
 
-    def of(self, own: Ratio) -> float:
+    def of(self, of_request: Ratio) -> float:
         """The ratio of a request: what it has shown itself, and before that what others have."""
         every = self._ratio.right / self._ratio.expected
-        return (own.right + PRIOR_TOKENS * every) / (own.expected + PRIOR_TOKENS)
+        return (of_request.right + PRIOR_TOKENS * every) / (of_request.expected + PRIOR_TOKENS)
 
-    def recover(self, own: Ratio) -> None:
-        """Let a ratio that no draft can change, for there are none, come back slowly."""
-        for ratio in (own, self._ratio):
+    def recover(self, of_request: Ratio) -> None:
+        """Move the ratios slowly towards `FIRST_RATIO` while no drafts are tried, so that they are tried again."""
+        for ratio in (of_request, self._ratio):
             ratio.right += RECOVERY * max(0.0, FIRST_RATIO * ratio.expected - ratio.right)
 
     def regain_trust(self) -> None:

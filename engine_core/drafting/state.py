@@ -1,4 +1,4 @@
-"""What one sequence has to do with drafts: those proposed for it, and what they have been worth."""
+"""The drafts that are proposed for one sequence, and how often they were right."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SequenceDrafts:
     num_searched: int = -1
 
     def current(self, length: int) -> TokenDraft | None:
-        """The draft behind the known tokens, of which there are `length`; proposed if there is none yet."""
+        """The draft after the `length` known tokens; proposed if there is none yet."""
         if self.draft is None and self.source is not None and self.num_searched != length:
             self.draft = self.source.propose(self.limit)
             self.num_searched = length

@@ -28,7 +28,7 @@ class SpeculationStats:
     seconds_without: float = 0.0
 
     def verified(self, num_drafts: int, num_accepted: int, num_tokens: int) -> None:
-        """Count a row that gave `num_tokens` tokens, of which the first `num_accepted` were drafts."""
+        """Count a row that gave `num_tokens` tokens; the first `num_accepted` were drafts."""
         while len(self.drafted_at) < num_drafts:
             self.drafted_at.append(0)
             self.accepted_at.append(0)

@@ -31,7 +31,7 @@ class IndexedText:
         self.indexes = [TokenIndex(text, width) for width in WIDTHS]
 
     def update(self) -> bool:
-        """Take in what the text has got; False if some of it is still missing."""
+        """Index tokens that were appended; False if some are still missing."""
         return min(index.update() for index in self.indexes)  # of all of them, in any case
 
 
@@ -43,7 +43,7 @@ class History:
         self.halves = [IndexedText(array("i"))]
 
     def add(self, token_ids: list[int]) -> None:
-        """Take in an output, of which the last tokens count if it is longer than a half."""
+        """Add an output; if it is longer than a half, its last tokens alone."""
         latest = self.halves[0]
         if len(latest.text) and len(latest.text) + len(token_ids) >= self._num_tokens:
             latest = IndexedText(array("i"))

@@ -38,7 +38,7 @@ class TokenIndex:
 
     @property
     def num_missing(self) -> int:
-        """Tokens of the text that are not in it yet; all of them if it has to be made anew."""
+        """Number of tokens of the text that are not indexed yet; all of them if the table must grow."""
         fits = len(self.text) <= len(self._latest)
         return len(self.text) - (len(self._previous) if fits else 0)
 

@@ -149,7 +149,7 @@ class Sequence:
 
     @property
     def verifying(self) -> bool:
-        """True while a step in flight samples several tokens, of which not all need count."""
+        """True while a step in flight samples several tokens; not all of them need count."""
         return bool(self.in_flight) and self.in_flight[-1] > 1
 
     @property

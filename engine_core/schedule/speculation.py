@@ -52,7 +52,7 @@ class Speculation(Protocol):
         """How many drafts the worker is asked for, to follow the next row of a sequence."""
 
     def take(self, sequence: Sequence, row: Row, result: RowResult, num_tokens: int) -> int:
-        """Take in a row's tokens, of which the sequence has got the first `num_tokens`; how many were drafts."""
+        """Learn from a row's tokens; the sequence took the first `num_tokens`. Returns how many were drafts."""
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what a sequence's worker has proposed: the sequence was preempted, or the worker is lost."""

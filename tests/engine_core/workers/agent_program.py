@@ -9,7 +9,8 @@ from pagewire.ipc import logs
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.workers import agent
 
-FAKE_WORKER = (sys.executable, str(Path(__file__).parents[1] / "fake_worker.py"))
+FOLDER = next(folder for folder in Path(__file__).parents if folder.name == "engine_core")
+FAKE_WORKER = (sys.executable, str(FOLDER / "fake_worker.py"))
 
 
 def main() -> int:
