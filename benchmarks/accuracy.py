@@ -35,18 +35,18 @@ from torch.nn import functional
 from benchmarks.limits import processor
 from pagewire.ipc.gguf.file import read_gguf
 from pagewire.ipc.gguf.tokenizer import tokenizer_json
-from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.kernels.paging import AttentionBatch
-from pagewire.workers.collective.single import SingleRank
+from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.workers.device.cpu import CpuDevice
-from pagewire.workers.model.attention import DryRunRecorder
-from pagewire.workers.model.configuration import load_config
-from pagewire.workers.model.loaded import Phases
-from pagewire.workers.model.loading import load_model
-from pagewire.workers.model.model import Model
-from pagewire.workers.model.modules import build_module
-from pagewire.workers.model.transforms import tabulate_rotary
-from tests.workers.formats.checkpoints import QUANTISED, RECIPES, write_quantised
+from pagewire.workers.module.attention import DryRunRecorder
+from pagewire.workers.module.configuration import load_config
+from pagewire.workers.module.transforms import tabulate_rotary
+from pagewire.workers.network.build_module import build_module
+from pagewire.workers.network.loaded import Phases
+from pagewire.workers.network.loading import load_model
+from pagewire.workers.network.model import Model
+from pagewire.workers.ranks.single import SingleRank
+from tests.workers.checkpoint.formats.checkpoints import QUANTISED, RECIPES, write_quantised
 
 TEXTS = ("compound", "execmodel")
 CONTEXT = 1024

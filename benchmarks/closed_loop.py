@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pagewire.frontend.session import Session
+    from pagewire.frontend.core.session import Session
 
 
 def run_requests(
@@ -15,8 +15,8 @@ def run_requests(
 
     prompt_tokens, output_tokens: of each request, which goes on past an end of sequence.
     """
-    from pagewire.frontend.mailbox import Inbox
-    from pagewire.ipc.params import RequestOutputKind, SamplingParams
+    from pagewire.frontend.core.mailbox import Inbox
+    from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams
 
     params = SamplingParams(
         max_tokens=output_tokens, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA

@@ -20,11 +20,11 @@ from tokenizers import Tokenizer
 
 from benchmarks.limits import processor
 from benchmarks.target_text import NUM_PROMPT_TOKENS, texts
-from pagewire.ipc.hub import read_configs
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.files.hub import read_configs
 from pagewire.ipc.speculative import SpeculativeConfig, method_of
-from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.workers.runner import Runner
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.workers.run.runner import Runner
 from tests.workers.speculation.speculating import Speculated, SpeculativeDriver
 
 MAX_MODEL_LEN = 512

@@ -27,9 +27,9 @@ class Worker:
     """A runner whose requests decode tokens."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        from pagewire.engine_core.config import EngineConfig
-        from pagewire.ipc.options import EngineArgs
-        from pagewire.workers.runner import Runner
+        from pagewire.engine_core.config.config import EngineConfig
+        from pagewire.ipc.options.engine_args import EngineArgs
+        from pagewire.workers.run.runner import Runner
 
         args = EngineArgs(**arguments, max_num_seqs=MANY, max_num_batched_tokens=2048, max_model_len=1024)
         self.config = EngineConfig.resolve(args).worker_config()
@@ -37,8 +37,8 @@ class Worker:
 
     def prefill(self, num_requests: int, length: int) -> float:
         """Seconds that prompts of `length` tokens take, one for each request; a step takes all that fit."""
-        from pagewire.ipc.params import SamplingParams
-        from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
+        from pagewire.ipc.wire.params import SamplingParams
+        from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
 
         begin = time.perf_counter()
         per_request = 512 // self.config.block_size
@@ -56,7 +56,7 @@ class Worker:
 
     def decode(self, num_requests: int) -> float:
         """Seconds of the fastest of a few steps in which each of them makes a token."""
-        from pagewire.ipc.worker_messages import Row, StepPlan
+        from pagewire.ipc.wire.worker_messages import Row, StepPlan
 
         times = []
         for step in range(STEPS[num_requests]):

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from benchmarks.limits import processor
-from pagewire.kernels.cache import cache_folder
+from pagewire.kernels.native.cache import cache_folder
 
 KV_BYTES = 256 << 20
 NUM_IN, NUM_OUT = 8, 48

@@ -10,11 +10,11 @@ import os
 
 import zmq
 
-from pagewire.ipc.codec import Codec
-from pagewire.ipc.lifeline import die_with_parent
-from pagewire.ipc.messages import PROTOCOL
-from pagewire.ipc.sockets import connect_dealer, receive, send
-from pagewire.ipc.worker_messages import (
+from pagewire.ipc.host.lifeline import die_with_parent
+from pagewire.ipc.wire.codec import Codec
+from pagewire.ipc.wire.messages import PROTOCOL
+from pagewire.ipc.wire.sockets import connect_dealer, receive, send
+from pagewire.ipc.wire.worker_messages import (
     Ready,
     RowResult,
     Shutdown,

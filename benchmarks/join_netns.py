@@ -78,7 +78,7 @@ def worker_in(namespace: str) -> int:
     workers = [
         int(pid)
         for pid in pids.stdout.split()
-        if "pagewire.workers.main" in psutil.Process(int(pid)).cmdline()
+        if "pagewire.workers.process.main" in psutil.Process(int(pid)).cmdline()
     ]
     return workers[0]
 
@@ -97,7 +97,7 @@ def main() -> None:
         return
     alone = measure(options.model, None)
     with tempfile.TemporaryDirectory() as folder:
-        from pagewire.ipc.group_key import GroupKey
+        from pagewire.ipc.wire.group_key import GroupKey
 
         key = Path(folder) / "key"
         GroupKey.read_or_make(key)

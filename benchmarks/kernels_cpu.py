@@ -21,11 +21,11 @@ from torch.nn import functional
 
 from benchmarks.limits import Limits, measure_limits, processor
 from pagewire.kernels import linear
-from pagewire.kernels.integers import INT8, Integers, quantise
-from pagewire.kernels.kv_codes import row_width
+from pagewire.kernels.data.integers import INT8, Integers, quantise
+from pagewire.kernels.data.kv_codes import row_width
+from pagewire.kernels.data.paging import AttentionBatch, Cache
+from pagewire.kernels.data.weight import Weight
 from pagewire.kernels.ops import paged_attention, store_kv
-from pagewire.kernels.paging import AttentionBatch, Cache
-from pagewire.kernels.weight import Weight
 
 BLOCK_SIZE = 16
 ROWS = (1, 2, 8, 32, 128, 512, 2048)

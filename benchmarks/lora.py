@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from pagewire.engine_core.config import EngineConfig
-from pagewire.ipc.lora import LoadAdapter, LoRAConfig
-from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan, WorkerConfig
-from pagewire.workers.runner import Runner
+from pagewire.engine_core.config.config import EngineConfig
+from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.wire.lora import LoadAdapter, LoRAConfig
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, WorkerConfig
+from pagewire.workers.run.runner import Runner
 
 LENGTH = 128  # tokens of a prompt, and of its output
 PROMPTS_AT_ONCE = 4

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tests.workers.formats.checkpoints import RECIPES, write_quantised
+from tests.workers.checkpoint.formats.checkpoints import RECIPES, write_quantised
 
 
 def main() -> None:

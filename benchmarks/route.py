@@ -37,7 +37,7 @@ FAKE_CORE = """
 import sys, threading
 from pathlib import Path
 from tests.engine_core.conftest import RunningCore
-from pagewire.ipc.options import EngineArgs
+from pagewire.ipc.options.engine_args import EngineArgs
 folder = Path(sys.argv[2])
 args = EngineArgs(model=str(folder), max_model_len=4096, max_num_seqs=256, skip_tokenizer_init=True)
 core = RunningCore(sys.argv[1], args, ["--num-blocks", "8192"], 60.0, folder, None, 1 << 27)
@@ -336,9 +336,9 @@ def overhead(options: argparse.Namespace) -> bool:
 
 def forward(options: argparse.Namespace) -> bool:
     """Tokens and requests per second that pass through a session on fake cores, without HTTP."""
+    from pagewire.frontend.core.session import Session
     from pagewire.frontend.route.engine import routed as routed_engine
     from pagewire.frontend.route.places import running
-    from pagewire.frontend.session import Session
 
     def run(session: Session, length: int) -> tuple[float, float, float]:
         total, sizes = options.requests, {"prompt_tokens": 200, "output_tokens": length}

@@ -31,8 +31,8 @@ STACKS = ("llama", "qwen3", "qwen3_moe", "mistral", "gemma3_text", "gpt2")
 PROGRAM = """
 import hashlib, json, logging, random, sys
 from pathlib import Path
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.pooling import PoolingParams
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.pooling import PoolingParams
 from tests.workers.driver import Driver, load_runner
 from tests.workers.pooled import pool
 

@@ -27,18 +27,28 @@ from typing import Any
 import zmq
 
 from pagewire.engine_core.clients.clients import RECEIVE_QUEUE, SEND_QUEUE, Clients
-from pagewire.engine_core.config import EngineConfig
+from pagewire.engine_core.config.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
-from pagewire.ipc.codec import Codec
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.lifeline import Child, die_with_parent
-from pagewire.ipc.messages import PROTOCOL, Deltas, Hello, Ping, Pong, Request, Submit, ToFrontend, Welcome
-from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.sockets import bind_router, connect_dealer, receive, send
-from pagewire.ipc.worker_messages import Parallel, Row, RowResult, StepPlan, StepResult
+from pagewire.ipc.host.lifeline import Child, die_with_parent
+from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.wire.codec import Codec
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import (
+    PROTOCOL,
+    Deltas,
+    Hello,
+    Ping,
+    Pong,
+    Request,
+    Submit,
+    ToFrontend,
+    Welcome,
+)
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.sockets import bind_router, connect_dealer, receive, send
+from pagewire.ipc.wire.worker_messages import Parallel, Row, RowResult, StepPlan, StepResult
 
 RESULTS = Path(__file__).with_name("results")
 INSTANT_WORKER = Path(__file__).with_name("instant_worker.py")
@@ -293,8 +303,8 @@ def run_rank(rank: int, size: int, rendezvous: str) -> None:
     """Time sums of several sizes over the ranks of this machine; rank 0 prints the seconds of each as JSON."""
     import torch
 
-    from pagewire.workers.collective.open import open_collective
-    from pagewire.workers.collective.probe import check, seconds_of
+    from pagewire.workers.ranks.open import open_collective
+    from pagewire.workers.ranks.probe import check, seconds_of
 
     torch.set_num_threads(1)
     device = torch.device("cpu")

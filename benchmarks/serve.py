@@ -36,7 +36,7 @@ from benchmarks.limits import processor
 from pagewire import AsyncLLM, RequestOutputKind, SamplingParams
 from pagewire.cli.load.client import LoadQuery, LoadResult, Target, arrivals, connected, drive
 from pagewire.cli.load.report import summary
-from pagewire.frontend import async_llm
+from pagewire.frontend.api import async_llm
 
 LOWEST_ID, HIGHEST_ID = 10, 31_000
 WARM_UP = 32  # requests

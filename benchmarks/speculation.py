@@ -25,9 +25,9 @@ from typing import Any
 
 import psutil
 
-from pagewire.frontend.llm import LLM
-from pagewire.frontend.outputs import RequestOutput
-from pagewire.ipc.params import SamplingParams
+from pagewire.frontend.api.llm import LLM
+from pagewire.frontend.requests.outputs import RequestOutput
+from pagewire.ipc.wire.params import SamplingParams
 
 CODE = '''class Account:
     """A bank account."""

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pagewire.kernels.cache import cache_folder
+from pagewire.kernels.native.cache import cache_folder
 
 PROGRAM = """
 import time; begin = time.perf_counter()
@@ -32,7 +32,7 @@ import psutil
 from pagewire import LLM, RequestOutputKind, SamplingParams
 
 def worker():
-    found = [p for p in psutil.Process().children(recursive=True) if "pagewire.workers.main" in p.cmdline()]
+    found = [p for p in psutil.Process().children(recursive=True) if "pagewire.workers.process.main" in p.cmdline()]
     return found[0]
 
 def processor_seconds():

@@ -18,17 +18,17 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from pagewire.engine_core.config import EngineConfig
-from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
+from pagewire.engine_core.config.config import EngineConfig
+from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
 from pagewire.kernels.cpu.experts import CompiledExperts
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.quantised import QuantisedLinear
-from pagewire.workers import runner as worker
 from pagewire.workers.device.cpu import CpuTokenSampler
-from pagewire.workers.model.network import Network
+from pagewire.workers.network.network import Network
+from pagewire.workers.run import runner as worker
 
 KINDS = {
     (PackedLinear, "__call__"): "products",

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.train_demo import read_corpus
-from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.workers.runner import Runner
+from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.workers.run.runner import Runner
 from tests.workers.driver import GREEDY, Driver
 
 HELD_OUT = 20  # of this many documents one is kept for the measurement

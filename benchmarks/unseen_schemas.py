@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from pagewire import AsyncLLM, EngineArgs, SamplingParams
-from pagewire.ipc.params import StructuredOutputsParams
+from pagewire.ipc.wire.params import StructuredOutputsParams
 
 
 def schema(number: int) -> dict[str, Any]:

@@ -26,14 +26,29 @@ from pagewire.cli.commands import (
     top,
     worker,
 )
-from pagewire.cli.options import CommandParser, UsageError
-from pagewire.cli.terminal import show
+from pagewire.cli.console.options import CommandParser, UsageError
+from pagewire.cli.console.terminal import show
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError, RequestError
 from pagewire.ipc.version import __version__
 
 COMMANDS = (
-    *(generate, chat, embed, rerank, serve, core, route, top, run_batch, bench, inspect, quantize),
-    *(worker, keys, kernels, doctor, collect_env),
+    generate,
+    chat,
+    embed,
+    rerank,
+    serve,
+    core,
+    route,
+    top,
+    run_batch,
+    bench,
+    inspect,
+    quantize,
+    worker,
+    keys,
+    kernels,
+    doctor,
+    collect_env,
 )
 
 

@@ -11,7 +11,7 @@ import signal
 import sys
 
 from pagewire.engine_core.workers.launchers.early import EarlyWorker
-from pagewire.ipc.descriptors import raise_descriptor_limit
+from pagewire.ipc.host.descriptors import raise_descriptor_limit
 
 
 def main() -> int:
@@ -28,7 +28,7 @@ def main() -> int:
 
     from pagewire.engine_core.daemon import Listen, serve  # while the worker starts
     from pagewire.ipc import logs
-    from pagewire.ipc.options import EngineArgs
+    from pagewire.ipc.options.engine_args import EngineArgs
 
     try:
         logs.configure()

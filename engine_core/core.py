@@ -16,7 +16,8 @@ from contextlib import suppress
 
 import zmq
 
-from pagewire.engine_core.adapters import AdapterTable
+from pagewire.engine_core.adapters.table import AdapterTable
+from pagewire.engine_core.admission.lobby import Lobby, ended
 from pagewire.engine_core.clients.block_events import BlockEvents
 from pagewire.engine_core.clients.clients import Clients
 from pagewire.engine_core.clients.control import Control
@@ -24,24 +25,23 @@ from pagewire.engine_core.clients.intake import MessageIntake
 from pagewire.engine_core.clients.kv_events import KVPublisher
 from pagewire.engine_core.clients.metrics import Metrics, summary
 from pagewire.engine_core.clients.requests import EngineRequests
-from pagewire.engine_core.config import EngineConfig
+from pagewire.engine_core.config.config import EngineConfig
 from pagewire.engine_core.grammar.compile import load_tokenizer
 from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.grammar.prover import ConfinedProver
-from pagewire.engine_core.lobby import Lobby, ended
 from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.speculation import open_speculation
 from pagewire.engine_core.steps import StepDriver
 from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
 from pagewire.engine_core.workers.supervisor import CoreError, WorkerSupervisor
-from pagewire.ipc import messages
 from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import EngineStoppedError, error_text, received_error
-from pagewire.ipc.heap import freeze_heap, release_spare_memory
-from pagewire.ipc.lora import AdapterLoaded
-from pagewire.ipc.messages import EngineInfo
-from pagewire.ipc.worker_messages import Ready, StepResult, WorkerFailed
+from pagewire.ipc.host.heap import freeze_heap, release_spare_memory
+from pagewire.ipc.wire import messages
+from pagewire.ipc.wire.lora import AdapterLoaded
+from pagewire.ipc.wire.messages import EngineInfo
+from pagewire.ipc.wire.worker_messages import Ready, StepResult, WorkerFailed
 
 logger = logging.getLogger("pagewire.core")
 

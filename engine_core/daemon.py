@@ -17,19 +17,19 @@ import zmq
 from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.clients import RECEIVE_QUEUE, SEND_QUEUE, Clients
 from pagewire.engine_core.clients.kv_events import KVPublisher
-from pagewire.engine_core.config import EngineConfig
+from pagewire.engine_core.config.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.launchers.choose import open_launcher
 from pagewire.engine_core.workers.launchers.early import EarlyWorker
-from pagewire.ipc.address_lock import AddressLock, sweep
-from pagewire.ipc.descriptors import raise_descriptor_limit
 from pagewire.ipc.environment import env_float
-from pagewire.ipc.gate import Gate
-from pagewire.ipc.heap import return_freed_memory
-from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.priority import take_short_turns
-from pagewire.ipc.sockets import CurveKeys, bind_router, runtime_dir
+from pagewire.ipc.host.address_lock import AddressLock, sweep
+from pagewire.ipc.host.descriptors import raise_descriptor_limit
+from pagewire.ipc.host.gate import Gate
+from pagewire.ipc.host.heap import return_freed_memory
+from pagewire.ipc.host.priority import take_short_turns
+from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.wire.sockets import CurveKeys, bind_router, runtime_dir
 
 logger = logging.getLogger("pagewire.core")
 

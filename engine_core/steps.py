@@ -10,8 +10,8 @@ from pagewire.engine_core.clients.outbox import DeltaOutbox
 from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.stopwatch import Stopwatch
-from pagewire.ipc.tasks import name_tasks_once
-from pagewire.ipc.worker_messages import StepResult
+from pagewire.ipc.wire.tasks import name_tasks_once
+from pagewire.ipc.wire.worker_messages import StepResult
 
 logger = logging.getLogger("pagewire.core")
 

@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 
 from pagewire import AsyncLLM, EngineArgs
 from pagewire.frontend.server.app import create_app
-from pagewire.frontend.server.options import ServerOptions
+from pagewire.frontend.server.http.options import ServerOptions
 
 
 class Replica:

@@ -20,7 +20,9 @@ _QUOTED_ITEMS = 8  # items of a list or a dict that a message repeats
 _CONTROLS = (
     *range(0x20),
     *range(0x7F, 0xA0),
-    *(0x061C, 0x200E, 0x200F),
+    0x061C,
+    0x200E,
+    0x200F,
     *range(0x2028, 0x202F),
     *range(0x2066, 0x206A),
     *range(0xD800, 0xE000),

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire.kernels.deltas import AdapterRows
+from pagewire.kernels.data.deltas import AdapterRows
+from pagewire.kernels.data.weight import Linear
 from pagewire.kernels.dispatch import implementation_for
-from pagewire.kernels.weight import Linear
 
 
 def adapt(x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.kv_codes import DTYPE as KV_CODES
-from pagewire.kernels.paging import Cache
+from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
+from pagewire.kernels.data.paging import Cache
 from pagewire.kernels.reference.kernels import Kernels, reference
 
 Arguments = ParamSpec("Arguments")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.adapted import adapt
-from pagewire.kernels.deltas import first_adapted, plain
+from pagewire.kernels.data.deltas import first_adapted, plain
+from pagewire.kernels.data.layer import Experts
+from pagewire.kernels.data.weight import Linear
 from pagewire.kernels.dispatch import implementation_for
-from pagewire.kernels.layer import Experts
 from pagewire.kernels.ops import activate_and_mul
-from pagewire.kernels.weight import Linear
 
 Between = Callable[[Tensor], Tensor]
 """A function of rows [R, N] to rows [R, I], each computed on its own."""

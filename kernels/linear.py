@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from pagewire.kernels.data.weight import Linear, Weight, dense_weight
 from pagewire.kernels.dispatch import implementation_for
-from pagewire.kernels.weight import Linear, Weight, dense_weight
 
 __all__ = ["Linear", "Weight", "dense_weight", "pack"]
 

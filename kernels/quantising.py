@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pagewire.kernels.data.integers import Integers, check_quantisable
+from pagewire.kernels.data.weight import Weight
 from pagewire.kernels.dispatch import implementation_for
-from pagewire.kernels.integers import Integers, check_quantisable
-from pagewire.kernels.weight import Weight
 
 
 def quantise(weight: Weight, scheme: Integers, scale_dtype: torch.dtype = torch.float16) -> Weight:

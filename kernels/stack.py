@@ -18,9 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pagewire.kernels.data.layer import Angles, Layer, LayerNorm, Norm
+from pagewire.kernels.data.paging import AttentionBatch, Cache
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import GroupedExperts
-from pagewire.kernels.layer import Angles, Layer, LayerNorm, Norm
 from pagewire.kernels.ops import (
     activate_and_mul,
     activate_each,
@@ -32,7 +33,6 @@ from pagewire.kernels.ops import (
     rotate_and_store,
     route,
 )
-from pagewire.kernels.paging import AttentionBatch, Cache
 
 
 class Stack:

@@ -10,14 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pagewire.frontend.async_llm import AsyncLLM, AsyncLLMEngine
-    from pagewire.frontend.beam_search import BeamSearchOutput, BeamSearchSequence
-    from pagewire.frontend.inputs import is_embeds_prompt, is_tokens_prompt
-    from pagewire.frontend.llm import LLM
-    from pagewire.frontend.llm_engine import LLMEngine
-    from pagewire.frontend.lora import LoRARequest
-    from pagewire.frontend.outputs import CompletionOutput, RequestOutput
-    from pagewire.frontend.pooling.outputs import (
+    from pagewire.frontend.api.async_llm import AsyncLLM, AsyncLLMEngine
+    from pagewire.frontend.api.llm import LLM
+    from pagewire.frontend.api.llm_engine import LLMEngine
+    from pagewire.frontend.core.stat_loggers import StatLoggerBase
+    from pagewire.frontend.requests.beam_search import BeamSearchOutput, BeamSearchSequence
+    from pagewire.frontend.requests.inputs import is_embeds_prompt, is_tokens_prompt
+    from pagewire.frontend.requests.lora import LoRARequest
+    from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
+    from pagewire.frontend.requests.pooling.outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
         EmbeddingOutput,
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from pagewire.frontend.prompt_adapters import PromptAdapterRequest
-    from pagewire.frontend.stat_loggers import StatLoggerBase
+    from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
     from pagewire.frontend.text.prompts import (
         ChatTemplateContentFormatOption,
         DataPrompt,
@@ -46,8 +46,10 @@ if TYPE_CHECKING:
         ProtocolError,
         RequestError,
     )
-    from pagewire.ipc.options import AsyncEngineArgs, EngineArgs
-    from pagewire.ipc.params import (
+    from pagewire.ipc.options.engine_args import AsyncEngineArgs, EngineArgs
+    from pagewire.ipc.options.ray_cluster import initialize_ray_cluster
+    from pagewire.ipc.version import __version__, __version_tuple__
+    from pagewire.ipc.wire.params import (
         BeamSearchParams,
         GuidedDecodingParams,
         RequestOutputKind,
@@ -55,9 +57,7 @@ if TYPE_CHECKING:
         SamplingType,
         StructuredOutputsParams,
     )
-    from pagewire.ipc.pooling import PoolerConfig, PoolingParams, PoolingTask
-    from pagewire.ipc.ray_cluster import initialize_ray_cluster
-    from pagewire.ipc.version import __version__, __version_tuple__
+    from pagewire.ipc.wire.pooling import PoolerConfig, PoolingParams, PoolingTask
 
 __all__ = [
     "LLM",
@@ -111,17 +111,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "pagewire.frontend.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
-    "pagewire.frontend.beam_search": ("BeamSearchOutput", "BeamSearchSequence"),
-    "pagewire.frontend.inputs": (
+    "pagewire.frontend.api.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
+    "pagewire.frontend.requests.beam_search": ("BeamSearchOutput", "BeamSearchSequence"),
+    "pagewire.frontend.requests.inputs": (
         "is_embeds_prompt",
         "is_tokens_prompt",
     ),
-    "pagewire.frontend.llm": ("LLM",),
-    "pagewire.frontend.llm_engine": ("LLMEngine",),
-    "pagewire.frontend.lora": ("LoRARequest",),
-    "pagewire.frontend.outputs": ("CompletionOutput", "RequestOutput"),
-    "pagewire.frontend.pooling.outputs": (
+    "pagewire.frontend.api.llm": ("LLM",),
+    "pagewire.frontend.api.llm_engine": ("LLMEngine",),
+    "pagewire.frontend.requests.lora": ("LoRARequest",),
+    "pagewire.frontend.requests.outputs": ("CompletionOutput", "RequestOutput"),
+    "pagewire.frontend.requests.pooling.outputs": (
         "ClassificationOutput",
         "ClassificationRequestOutput",
         "EmbeddingOutput",
@@ -131,8 +131,8 @@ _HOMES = {
         "ScoringOutput",
         "ScoringRequestOutput",
     ),
-    "pagewire.frontend.prompt_adapters": ("PromptAdapterRequest",),
-    "pagewire.frontend.stat_loggers": ("StatLoggerBase",),
+    "pagewire.frontend.requests.prompt_adapters": ("PromptAdapterRequest",),
+    "pagewire.frontend.core.stat_loggers": ("StatLoggerBase",),
     "pagewire.frontend.text.prompts": (
         "ChatTemplateContentFormatOption",
         "DataPrompt",
@@ -150,8 +150,8 @@ _HOMES = {
         "ProtocolError",
         "RequestError",
     ),
-    "pagewire.ipc.options": ("AsyncEngineArgs", "EngineArgs"),
-    "pagewire.ipc.params": (
+    "pagewire.ipc.options.engine_args": ("AsyncEngineArgs", "EngineArgs"),
+    "pagewire.ipc.wire.params": (
         "BeamSearchParams",
         "GuidedDecodingParams",
         "RequestOutputKind",
@@ -159,8 +159,8 @@ _HOMES = {
         "SamplingType",
         "StructuredOutputsParams",
     ),
-    "pagewire.ipc.pooling": ("PoolerConfig", "PoolingParams", "PoolingTask"),
-    "pagewire.ipc.ray_cluster": ("initialize_ray_cluster",),
+    "pagewire.ipc.wire.pooling": ("PoolerConfig", "PoolingParams", "PoolingTask"),
+    "pagewire.ipc.options.ray_cluster": ("initialize_ray_cluster",),
     "pagewire.ipc.version": ("__version__", "__version_tuple__"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

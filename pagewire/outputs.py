@@ -1,7 +1,7 @@
 """Outputs of requests, where programs written for vLLM look for them."""
 
-from pagewire.frontend.outputs import CompletionOutput, RequestOutput
-from pagewire.frontend.pooling.outputs import (
+from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
+from pagewire.frontend.requests.pooling.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,

@@ -1,6 +1,6 @@
 """Sampling parameters, where programs written for vLLM look for them."""
 
-from pagewire.ipc.params import (
+from pagewire.ipc.wire.params import (
     BeamSearchParams,
     GuidedDecodingParams,
     RequestOutputKind,

@@ -17,7 +17,7 @@ MAX_FILES = 24  # in one folder
 # Folders that import each other, and why that stays; at most six.
 MUTUAL = {
     frozenset(
-        {"workers/adapters", "workers/model"}
+        {"workers/adapters", "workers/network"}
     ): "an adapter can be merged into weights as they are loaded",
 }
 

@@ -222,7 +222,7 @@ def graphs(is_gpu: bool) -> dict[str, Any]:
     import torch
 
     from benchmarks.gpu.place import Gpu, Rehearsal
-    from pagewire.kernels.layer import Activation
+    from pagewire.kernels.data.layer import Activation
 
     place = Gpu() if is_gpu else Rehearsal()
     kernels, taken = place.kernels(), []
@@ -285,9 +285,9 @@ def nccl(is_gpu: bool) -> dict[str, Any]:
     """NCCL starts, and its exchanges give what was sent; in a group of one rank, as there is one GPU."""
     import torch
 
-    from pagewire.ipc.worker_messages import Parallel
-    from pagewire.workers.collective.check import check
-    from pagewire.workers.collective.distributed import DistributedGroup
+    from pagewire.ipc.wire.worker_messages import Parallel
+    from pagewire.workers.ranks.check import check
+    from pagewire.workers.ranks.distributed import DistributedGroup
 
     device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
     parallel = Parallel(rank=0, size=1, local_rank=0, local_size=1, rendezvous=f"pagewire-{os.getpid()}")

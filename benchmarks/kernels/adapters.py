@@ -8,7 +8,7 @@ import torch
 
 from pagewire.kernels.cuda import lora
 from pagewire.kernels.cuda.launch import KernelLauncher
-from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
+from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
 
 from .case import Case, Extent, distance, num_copies
 

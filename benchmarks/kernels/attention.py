@@ -13,7 +13,7 @@ from torch.nn import functional
 from pagewire.kernels.cuda import attention
 from pagewire.kernels.cuda.launch import KernelLauncher
 from pagewire.kernels.cuda.layout import exchange_chunks
-from pagewire.kernels.paging import WHOLE, AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.data.paging import WHOLE, AttentionBatch, Cache, LogitTerms
 
 from .case import Case, Extent, Run, distance, num_copies
 

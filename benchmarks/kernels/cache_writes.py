@@ -9,8 +9,8 @@ import torch
 from pagewire.kernels.cuda import kv
 from pagewire.kernels.cuda.launch import KernelLauncher
 from pagewire.kernels.cuda.layout import exchange_chunks
-from pagewire.kernels.layer import Norm
-from pagewire.kernels.paging import Cache, token_view
+from pagewire.kernels.data.layer import Norm
+from pagewire.kernels.data.paging import Cache, token_view
 from pagewire.kernels.reference.kernels import reference
 
 from .attention import BLOCK_SIZE, LLAMA, SMALL, Shape

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagewire.kernels.cuda import gates, norms
 from pagewire.kernels.cuda.launch import KernelLauncher
-from pagewire.kernels.layer import Activation
+from pagewire.kernels.data.layer import Activation
 from pagewire.kernels.reference.kernels import reference
 
 from .case import Case, Extent, distance, num_copies

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import aiohttp
 
-from pagewire.ipc.lifeline import Child
+from pagewire.ipc.host.lifeline import Child
 
 from .attack import Target
 from .attackers import chosen

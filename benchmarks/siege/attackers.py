@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterable, Iterator
 from itertools import count
 
-from pagewire.ipc.lifeline import die_with_parent
-from pagewire.ipc.priority import go_behind
+from pagewire.ipc.host.lifeline import die_with_parent
+from pagewire.ipc.host.priority import go_behind
 
 from . import bodies, combined, frames, grammars, greedy, raw_http, responses, slow, templates
 from .attack import UNANSWERED, Attacker, Target

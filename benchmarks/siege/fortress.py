@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import zmq.auth
 
-from pagewire.ipc.lifeline import OWN_GROUP
+from pagewire.ipc.host.lifeline import OWN_GROUP
 
 MODEL, EMBEDDER = "demo", "embedder"  # the models' names
 GOOD_KEY, EVIL_KEY = "key-of-the-good", "key-of-the-others"
@@ -40,7 +40,7 @@ ROLES = {
     "pagewire.cli.main serve": "server",
     "pagewire.cli.main core": "core",
     "pagewire.engine_core": "core",
-    "pagewire.workers.main": "worker",
+    "pagewire.workers.process.main": "worker",
 }
 JOB = "job"  # a process that server and core may end and start again at any time
 

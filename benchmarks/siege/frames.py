@@ -14,10 +14,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from pagewire.ipc.calls import CALLS
-from pagewire.ipc.messages import PROTOCOL, Abort, Call, Goodbye, Hello, Ping, Submit
-from pagewire.ipc.sockets import CurveKeys
 from pagewire.ipc.version import __version__
+from pagewire.ipc.wire.calls import CALLS
+from pagewire.ipc.wire.messages import PROTOCOL, Abort, Call, Goodbye, Hello, Ping, Submit
+from pagewire.ipc.wire.sockets import CurveKeys
 
 from .attack import Target, log_uniform
 from .values import Values, struct_type

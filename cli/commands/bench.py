@@ -14,10 +14,16 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from pagewire.cli.commands import bench_serve
-from pagewire.cli.options import UsageError, add_attach_options, add_engine_options, engine_args, positive
+from pagewire.cli.console.options import (
+    UsageError,
+    add_attach_options,
+    add_engine_options,
+    engine_args,
+    positive,
+)
 
 if TYPE_CHECKING:
-    from pagewire.frontend.async_llm import AsyncLLM
+    from pagewire.frontend.api.async_llm import AsyncLLM
 
 DESCRIPTION = "Prompts are random tokens; sampling is greedy and does not stop at the end of sequence."
 WARM_UP_TOKENS = 8  # output length of the warm-up requests, which only have to compile and allocate
@@ -72,8 +78,8 @@ def without_speculation(options: argparse.Namespace) -> argparse.Namespace:
 
 def medians(options: argparse.Namespace) -> dict[str, float]:
     """Open an engine, warm up, measure, and return the median of each figure."""
-    from pagewire.cli.engine import opened
-    from pagewire.frontend import async_llm
+    from pagewire.cli.console.engine import opened
+    from pagewire.frontend.api import async_llm
 
     begin = time.perf_counter()
     with opened(options) as engine:
@@ -104,7 +110,7 @@ async def batch(
     """
     import asyncio
 
-    from pagewire.ipc.params import RequestOutputKind, SamplingParams
+    from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams
 
     params = SamplingParams(
         temperature=0.0,

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagewire.cli.options import UsageError, json_object, positive
-from pagewire.cli.terminal import show
+from pagewire.cli.console.options import UsageError, json_object, positive
+from pagewire.cli.console.terminal import show
 
 if TYPE_CHECKING:
     from pagewire.cli.load.client import LoadClient, LoadQuery, Target
@@ -181,7 +181,7 @@ def span(text: str) -> Any:
 def run(options: argparse.Namespace) -> int:
     """Measure, then print and write the figures. Returns 1 if no request succeeded."""
     from pagewire.cli.load.report import details, summary, table
-    from pagewire.frontend import async_llm
+    from pagewire.frontend.api import async_llm
 
     if options.text_file and options.prompt_file:
         raise UsageError("give --text-file or --prompt-file, not both")

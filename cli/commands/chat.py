@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pagewire.cli.options import (
+from pagewire.cli.console.options import (
     UsageError,
     add_attach_options,
     add_engine_options,
     add_sampling_options,
     sampling_fields,
 )
-from pagewire.cli.terminal import show
+from pagewire.cli.console.terminal import show
 
 COMMANDS = "/reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer"
 
@@ -30,8 +30,8 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def run(options: argparse.Namespace) -> int:
     """Read messages and print answers until the user quits."""
     from pagewire.cli.commands.generate import sampling_params, stream
-    from pagewire.cli.engine import opened
-    from pagewire.frontend import async_llm
+    from pagewire.cli.console.engine import opened
+    from pagewire.frontend.api import async_llm
     from pagewire.frontend.text.chat_template import chat_prompt
 
     fields = sampling_fields(options)

@@ -14,8 +14,19 @@ from pathlib import Path
 from pagewire.ipc.environment import READ
 
 PACKAGES = (
-    *("pagewire", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy"),
-    *("pyzmq", "msgspec", "uvloop", "psutil", "cupy-cuda12x", "cupy-cuda13x"),
+    "pagewire",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface-hub",
+    "numpy",
+    "pyzmq",
+    "msgspec",
+    "uvloop",
+    "psutil",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pagewire.cli.options import UsageError, add_engine_options, engine_args, seconds
+from pagewire.cli.console.options import UsageError, add_engine_options, engine_args, seconds
 from pagewire.ipc.logs import FORMATS
 
 DEFAULT_NAME = "core"
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     from pagewire.engine_core.daemon import Listen, serve
     from pagewire.ipc import logs
     from pagewire.ipc.environment import check_environment
-    from pagewire.ipc.sockets import private_address
+    from pagewire.ipc.wire.sockets import private_address
 
     logs.configure(options.log_format)
     args = engine_args(options)

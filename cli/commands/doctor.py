@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagewire.cli.commands import doctor_distributed
-from pagewire.cli.options import UsageError
+from pagewire.cli.console.options import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,9 +210,9 @@ def check_compile() -> Iterator[Finding]:
     """Compile a kernel for every kind of GPU of this machine, or for sm_90 if there is none; ignores the cache."""
     import torch
 
-    from pagewire.kernels.cache import cache_folder, opened_folder
     from pagewire.kernels.cuda import compile
     from pagewire.kernels.cuda.gates import variants
+    from pagewire.kernels.native.cache import cache_folder, opened_folder
 
     try:
         compile.nvrtc()
@@ -247,7 +247,7 @@ def check_launch() -> Iterator[Finding]:
         yield Finding(None, "not tried: no device")
         return
     from pagewire.kernels.cuda.compile import CompileError
-    from pagewire.kernels.layer import Activation
+    from pagewire.kernels.data.layer import Activation
     from pagewire.kernels.reference.kernels import reference
 
     x = torch.randn(64, 2048).bfloat16()
@@ -308,7 +308,7 @@ def silu_and_mul_on(index: int, x: Tensor) -> Tensor:
 
     from pagewire.kernels.cuda.gates import activate_and_mul
     from pagewire.kernels.cuda.launch import CudaLauncher
-    from pagewire.kernels.layer import Activation
+    from pagewire.kernels.data.layer import Activation
 
     with torch.cuda.device(index):
         return activate_and_mul(CudaLauncher.at(index), x.to(f"cuda:{index}"), Activation.SILU).cpu()

@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Iterator
 
-from pagewire.cli.options import UsageError
-from pagewire.ipc.lifeline import Child
+from pagewire.cli.console.options import UsageError
+from pagewire.ipc.host.lifeline import Child
 
-PROBE = (sys.executable, "-m", "pagewire.workers.collective.probe")
+PROBE = (sys.executable, "-m", "pagewire.workers.ranks.probe")
 MARKS = {True: "ok", False: "FAIL", None: "-"}
 LIMIT_SECONDS = 120.0  # for the processes to start, meet and measure; one that hangs is killed
 POLL_SECONDS = 0.02

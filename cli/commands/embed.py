@@ -8,12 +8,12 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from pagewire.cli.options import UsageError, add_attach_options, add_engine_options, positive
+from pagewire.cli.console.options import UsageError, add_attach_options, add_engine_options, positive
 from pagewire.cli.pool.texts import add_text_options, count_lines, opened_texts, read_texts
 
 if TYPE_CHECKING:
-    from pagewire.frontend.async_llm import AsyncLLM
-    from pagewire.ipc.pooling import PoolingParams
+    from pagewire.frontend.api.async_llm import AsyncLLM
+    from pagewire.ipc.wire.pooling import PoolingParams
 
 DESCRIPTION = """Embed each line of a file or of standard input with a model of embeddings, such as --model
 sentence-transformers/all-MiniLM-L6-v2. The embeddings are written batch by batch, as JSON lines or as a matrix
@@ -56,7 +56,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def run(options: argparse.Namespace) -> int:
     """Write the embedding of each line."""
-    from pagewire.cli.engine import opened
+    from pagewire.cli.console.engine import opened
     from pagewire.cli.pool.batch import pooling_params
 
     params = pooling_params(
@@ -100,7 +100,7 @@ def embed_lines(
 
     from pagewire.cli.pool.batch import pool_texts
     from pagewire.cli.pool.vectors import opened_vectors
-    from pagewire.frontend.pooling.inputs import complete
+    from pagewire.frontend.requests.pooling.inputs import complete
 
     params = complete(params, engine.info, "embed", None)
     total = count_lines(lines)

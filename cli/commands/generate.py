@@ -7,19 +7,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagewire.cli.options import (
+from pagewire.cli.console.options import (
     UsageError,
     add_attach_options,
     add_engine_options,
     add_sampling_options,
     sampling_fields,
 )
-from pagewire.cli.terminal import show
+from pagewire.cli.console.terminal import show
 
 if TYPE_CHECKING:
-    from pagewire.frontend.async_llm import AsyncLLM
+    from pagewire.frontend.api.async_llm import AsyncLLM
     from pagewire.frontend.text.prompts import PromptType
-    from pagewire.ipc.params import SamplingParams
+    from pagewire.ipc.wire.params import SamplingParams
 
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,8 +40,8 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def run(options: argparse.Namespace) -> int:
     """Print the completion of the prompt."""
-    from pagewire.cli.engine import opened
-    from pagewire.frontend import async_llm
+    from pagewire.cli.console.engine import opened
+    from pagewire.frontend.api import async_llm
 
     fields = sampling_fields(options)
     prompt = read_prompt(options)
@@ -80,8 +80,8 @@ def sampling_params(engine: AsyncLLM, fields: dict[str, Any]) -> SamplingParams:
     """
     import msgspec
 
-    from pagewire.frontend.inputs import default_sampling_params
-    from pagewire.ipc.params import RequestOutputKind
+    from pagewire.frontend.requests.inputs import default_sampling_params
+    from pagewire.ipc.wire.params import RequestOutputKind
 
     try:
         return msgspec.structs.replace(

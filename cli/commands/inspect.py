@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from pagewire.cli.options import UsageError, add_engine_options, engine_args
+from pagewire.cli.console.options import UsageError, add_engine_options, engine_args
 
 if TYPE_CHECKING:
-    from pagewire.ipc.options import EngineArgs
+    from pagewire.ipc.options.engine_args import EngineArgs
     from pagewire.workers.estimate.figures import Footprint, Speed
     from pagewire.workers.estimate.fit import Fit, Remedy
 
@@ -71,7 +71,7 @@ def report(options: argparse.Namespace) -> ModelReport:
     """
     from msgspec.structs import replace
 
-    from pagewire.engine_core.config import EngineConfig
+    from pagewire.engine_core.config.config import EngineConfig
     from pagewire.kernels.cpu.library import expected_isa
     from pagewire.workers.checkpoint.headers import WITHOUT_HEADERS, read_headers
     from pagewire.workers.device.machine import default_threads, machine_memory, read_rate, runs_on_cpu

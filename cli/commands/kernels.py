@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 
-from pagewire.cli.options import UsageError
+from pagewire.cli.console.options import UsageError
 
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,8 +37,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UsageError: an invalid architecture, or none is given and the machine has no GPU.
     """
-    from pagewire.kernels.cache import cache_folder
     from pagewire.kernels.cuda import compile
+    from pagewire.kernels.native.cache import cache_folder
 
     if options.jobs is not None and options.jobs < 1:
         raise UsageError(f"--jobs must be at least 1, got {options.jobs}")

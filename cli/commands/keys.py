@@ -7,9 +7,9 @@ import os
 import secrets
 from pathlib import Path
 
-from pagewire.cli.options import UsageError
+from pagewire.cli.console.options import UsageError
 from pagewire.frontend.server.http.key_file import digest_of, parse, read_key_file
-from pagewire.ipc.tenants import check_tenant
+from pagewire.ipc.wire.tenants import check_tenant
 
 RIGHTS = {
     "priority": "of requests that give none (default: 0; lower runs earlier)",
@@ -94,7 +94,7 @@ def make_certificate(folder: Path, name: str) -> int:
     """
     import zmq.auth
 
-    from pagewire.ipc.owned import check_folder
+    from pagewire.ipc.host.owned import check_folder
 
     if not name or Path(name).name != name:
         raise UsageError(f"the name must not be a path, got {name!r}")

@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from pagewire.cli.options import UsageError
-from pagewire.cli.terminal import show
+from pagewire.cli.console.options import UsageError
+from pagewire.cli.console.terminal import show
 
 GROUPS = (32, 64, 128)
 
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
     from pagewire.cli.quantise.checkpoint import quantise_checkpoint
     from pagewire.cli.quantise.integers import CompressedIntegers
-    from pagewire.ipc.hub import model_folder
+    from pagewire.ipc.files.hub import model_folder
 
     bits = 8 if options.scheme == "int8" else 4
     scheme = CompressedIntegers(bits, options.group or (32 if bits == 4 else None))

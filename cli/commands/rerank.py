@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pagewire.cli.options import add_attach_options, add_engine_options, positive
+from pagewire.cli.console.options import add_attach_options, add_engine_options, positive
+from pagewire.cli.console.terminal import show
 from pagewire.cli.pool.texts import InputText, add_text_options, opened_texts, read_texts
-from pagewire.cli.terminal import show
 
 if TYPE_CHECKING:
-    from pagewire.frontend.async_llm import AsyncLLM
-    from pagewire.ipc.pooling import PoolingParams
+    from pagewire.frontend.api.async_llm import AsyncLLM
+    from pagewire.ipc.wire.pooling import PoolingParams
 
 DESCRIPTION = """Sort documents by how well they fit a query, the best first: by a cross-encoder, the cosine of
 embeddings, or (ColBERT) the embeddings of tokens, as the model does. Printed are the score, the document's line in
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the documents, the best first."""
     import msgspec
 
-    from pagewire.cli.engine import opened
+    from pagewire.cli.console.engine import opened
     from pagewire.cli.pool.batch import pooling_params
 
     params = pooling_params(truncate_prompt_tokens=options.truncate_prompt_tokens)
@@ -86,8 +86,8 @@ def scores_of(
     from tqdm import tqdm
 
     from pagewire.cli.pool.batch import pool_texts
-    from pagewire.frontend.pooling.inputs import complete
-    from pagewire.frontend.pooling.scoring import ScorePlan
+    from pagewire.frontend.requests.pooling.inputs import complete
+    from pagewire.frontend.requests.pooling.scoring import ScorePlan
 
     plan = ScorePlan(engine.info, query, [document.prompt for document in documents])
     places = [f"line {document.line}" for document in documents]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagewire.cli.commands.serve import serve, take_server_options
-from pagewire.cli.engine import FRONTEND_OPTIONS
-from pagewire.cli.options import (
+from pagewire.cli.console.engine import FRONTEND_OPTIONS
+from pagewire.cli.console.options import (
     UsageError,
     add_engine_options,
     add_options_of,
@@ -23,10 +23,10 @@ from pagewire.cli.options import (
     positive,
 )
 from pagewire.frontend.route.placement import POLICIES
-from pagewire.frontend.server.options import ServerOptions
+from pagewire.frontend.server.http.options import ServerOptions
 
 if TYPE_CHECKING:
-    from pagewire.frontend.async_llm import AsyncLLM
+    from pagewire.frontend.api.async_llm import AsyncLLM
 
 logger = logging.getLogger("pagewire.server")
 
@@ -73,12 +73,12 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         EngineDeadError: no core was left for `--reattach-timeout` seconds.
     """
-    from pagewire.frontend import async_llm
+    from pagewire.frontend.api import async_llm
     from pagewire.frontend.server.http.uvicorn_server import bound
     from pagewire.ipc import logs
-    from pagewire.ipc.descriptors import raise_descriptor_limit
-    from pagewire.ipc.heap import return_freed_memory
-    from pagewire.ipc.priority import take_short_turns
+    from pagewire.ipc.host.descriptors import raise_descriptor_limit
+    from pagewire.ipc.host.heap import return_freed_memory
+    from pagewire.ipc.host.priority import take_short_turns
 
     raise_descriptor_limit()
     return_freed_memory()
@@ -129,7 +129,7 @@ def opened(options: argparse.Namespace, patience: float) -> Iterator[AsyncLLM]:
 
     from pagewire.frontend.route.engine import routed
     from pagewire.frontend.route.places import running, spawned
-    from pagewire.ipc.sockets import CurveKeys
+    from pagewire.ipc.wire.sockets import CurveKeys
 
     keys = None
     if options.curve_secret:

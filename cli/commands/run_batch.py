@@ -12,18 +12,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from pagewire.cli.options import (
+from pagewire.cli.console.options import (
     UsageError,
     add_attach_options,
     add_engine_options,
     add_options_of,
     positive,
 )
-from pagewire.frontend.server.options import ServerOptions
+from pagewire.frontend.server.http.options import ServerOptions
 
 if TYPE_CHECKING:
     from pagewire.cli.batch.lines import BatchResponse, Counts, Post
-    from pagewire.frontend.async_llm import AsyncLLM
+    from pagewire.frontend.api.async_llm import AsyncLLM
 
 DESCRIPTION = """Answer every request of an OpenAI batch file: a JSON object per line with custom_id, method, url
 (/v1/completions, /v1/chat/completions, /v1/responses) and body. Results are written in
@@ -67,8 +67,8 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def run(options: argparse.Namespace) -> int:
     """Answer all lines and print how many succeeded and failed."""
     from pagewire.cli.commands.serve import take_server_options
-    from pagewire.cli.engine import opened
-    from pagewire.frontend import async_llm
+    from pagewire.cli.console.engine import opened
+    from pagewire.frontend.api import async_llm
 
     check_files(options)
     server_options = dataclasses.replace(take_server_options(options), disable_log_requests=True)

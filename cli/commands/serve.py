@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from pagewire.cli.engine import opened
-from pagewire.cli.options import (
+from pagewire.cli.console.engine import opened
+from pagewire.cli.console.options import (
     UsageError,
     add_attach_options,
     add_engine_options,
@@ -21,12 +21,12 @@ from pagewire.cli.options import (
     check_config,
     read_file,
 )
-from pagewire.frontend.server.options import ServerOptions
+from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.ipc.compatibility import OPTIONS
 from pagewire.ipc.quoting import quoted
 
 if TYPE_CHECKING:
-    from pagewire.frontend.async_llm import AsyncLLM
+    from pagewire.frontend.api.async_llm import AsyncLLM
 
 logger = logging.getLogger("pagewire.server")
 
@@ -67,12 +67,12 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         EngineDeadError: the engine core was lost.
     """
-    from pagewire.frontend import async_llm
+    from pagewire.frontend.api import async_llm
     from pagewire.frontend.server.http.uvicorn_server import bound
     from pagewire.ipc import logs
-    from pagewire.ipc.descriptors import raise_descriptor_limit
-    from pagewire.ipc.heap import return_freed_memory
-    from pagewire.ipc.priority import take_short_turns
+    from pagewire.ipc.host.descriptors import raise_descriptor_limit
+    from pagewire.ipc.host.heap import return_freed_memory
+    from pagewire.ipc.host.priority import take_short_turns
 
     raise_descriptor_limit()
     return_freed_memory()
@@ -125,7 +125,7 @@ async def serve(engines: Sequence[AsyncLLM], options: ServerOptions, listening: 
 
     from pagewire.frontend.server.app import create_app
     from pagewire.frontend.server.http.uvicorn_server import HTTPServer, url_of
-    from pagewire.ipc.heap import freeze_heap
+    from pagewire.ipc.host.heap import freeze_heap
 
     def ready() -> None:
         freeze_heap()
@@ -159,7 +159,7 @@ async def tidy_heap() -> None:
     """Give spare memory back to the system every `TIDY_SECONDS`: large bodies and answers leave much of it."""
     import asyncio
 
-    from pagewire.ipc.heap import release_spare_memory
+    from pagewire.ipc.host.heap import release_spare_memory
 
     while True:
         await asyncio.sleep(TIDY_SECONDS)

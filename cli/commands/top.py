@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from pagewire.cli.commands.core import DEFAULT_NAME
 from pagewire.cli.commands.top_snapshot import lines, take_snapshot
-from pagewire.cli.options import UsageError, add_peer_options
-from pagewire.cli.terminal import show
+from pagewire.cli.console.options import UsageError, add_peer_options
+from pagewire.cli.console.terminal import show
 
 if TYPE_CHECKING:
-    from pagewire.frontend.client import CoreClient
+    from pagewire.frontend.core.client import CoreClient
 
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -94,8 +94,8 @@ def attach(options: argparse.Namespace) -> CoreClient:
         EngineDeadError: no core answers. ProtocolError: the core has another version. ValueError: a bad address.
         UsageError: only one of the two CURVE files is given.
     """
-    from pagewire.frontend.client import CoreClient
-    from pagewire.ipc.sockets import CurveKeys, private_address
+    from pagewire.frontend.core.client import CoreClient
+    from pagewire.ipc.wire.sockets import CurveKeys, private_address
 
     if bool(options.curve_secret) != bool(options.curve_server):
         raise UsageError("CURVE needs both --curve-secret and --curve-server")

@@ -20,7 +20,7 @@ from pagewire.cli.commands.top_snapshot import (
     printable,
     summary,
 )
-from pagewire.frontend.client import CoreClient
+from pagewire.frontend.core.client import CoreClient
 
 HISTORY = 120  # snapshots in the graph of the speed
 

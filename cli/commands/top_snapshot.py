@@ -12,7 +12,7 @@ from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.quoting import on_one_line
 
 if TYPE_CHECKING:
-    from pagewire.frontend.client import CoreClient
+    from pagewire.frontend.core.client import CoreClient
 
 ANSWER_SECONDS = 10.0  # a core that takes longer to answer a call counts as hung
 MAX_REQUESTS = 1000  # most requests that a snapshot lists: keeps the message and the table small

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from pagewire.cli.options import UsageError, seconds
+from pagewire.cli.console.options import UsageError, seconds
 from pagewire.ipc.logs import FORMATS
 
 RANKS = ("RANK", "LWS_WORKER_INDEX")  # of torchrun, and of Kubernetes' LeaderWorkerSet
@@ -51,9 +51,9 @@ def run(options: argparse.Namespace) -> int:
     """Run the agent until the engine ends."""
     from pagewire.ipc import logs
     from pagewire.ipc.environment import check_environment
-    from pagewire.ipc.group_key import default_key_file
-    from pagewire.ipc.sockets import check_address
-    from pagewire.workers.agent import Agent
+    from pagewire.ipc.wire.group_key import default_key_file
+    from pagewire.ipc.wire.sockets import check_address
+    from pagewire.workers.process.agent import Agent
 
     logs.configure(options.log_format)
     try:

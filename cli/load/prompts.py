@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagewire.cli.console.options import UsageError
 from pagewire.cli.load.client import LoadClient, LoadQuery
-from pagewire.cli.options import UsageError
 from pagewire.frontend.text.tokenizer import load_tokenizer
 
 LOWEST_ID = 10  # lower ids are special tokens in most vocabularies

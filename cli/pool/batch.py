@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pagewire.cli.options import UsageError
-from pagewire.ipc.pooling import PoolingParams
+from pagewire.cli.console.options import UsageError
+from pagewire.ipc.wire.pooling import PoolingParams
 
 if TYPE_CHECKING:
-    from pagewire.frontend.async_llm import AsyncLLM
-    from pagewire.frontend.pooling.outputs import PoolingRequestOutput
+    from pagewire.frontend.api.async_llm import AsyncLLM
+    from pagewire.frontend.requests.pooling.outputs import PoolingRequestOutput
 
 
 def pooling_params(**fields: Any) -> PoolingParams:
@@ -40,8 +40,8 @@ def pool_texts(
         ValueError: a prompt is refused; the message begins with its place. BatchError: the engine ended requests
             with an error. EngineDeadError: the core is lost.
     """
-    from pagewire.frontend.batch import pool
-    from pagewire.frontend.outputs import BatchError
+    from pagewire.frontend.api.batch import pool
+    from pagewire.frontend.requests.outputs import BatchError
 
     names = iter(places)
     place = ""

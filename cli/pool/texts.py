@@ -12,7 +12,7 @@ from typing import IO
 
 import msgspec
 
-from pagewire.cli.options import UsageError
+from pagewire.cli.console.options import UsageError
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import IO, Protocol
 import msgspec
 
 from pagewire.cli.pool.texts import InputText
-from pagewire.ipc.codec import Tensor
+from pagewire.ipc.wire.codec import Tensor
 
 ENCODER = msgspec.json.Encoder()
 

@@ -18,7 +18,7 @@ from pagewire.cli.quantise.integers import GROUPS, CompressedIntegers
 from pagewire.cli.quantise.linears import find_linears
 from pagewire.cli.quantise.shards import PlannedTensor, Shard, index, shards
 from pagewire.ipc.counts import check_counts
-from pagewire.ipc.hub import TOKENIZER_FILES, read_json
+from pagewire.ipc.files.hub import TOKENIZER_FILES, read_json
 from pagewire.workers.checkpoint.headers import INDEX
 from pagewire.workers.checkpoint.source import Checkpoint
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from pagewire.workers.checkpoint.conversion import Conversion, conversions
-from pagewire.workers.checkpoint.online import ROUTERS
+from pagewire.workers.checkpoint.formats.online import ROUTERS
 from pagewire.workers.checkpoint.source import Checkpoint
-from pagewire.workers.model.matrices import is_experts
+from pagewire.workers.module.matrices import is_experts
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pagewire.ipc.calls import Right
-from pagewire.ipc.gate import Peer
-from pagewire.ipc.owned import check_folder, open_owned, read_owned, trusted_users
+from pagewire.ipc.host.gate import Peer
+from pagewire.ipc.host.owned import check_folder, open_owned, read_owned, trusted_users
+from pagewire.ipc.wire.calls import Right
 
 logger = logging.getLogger("pagewire.core")
 

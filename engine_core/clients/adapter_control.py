@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from pagewire.engine_core.adapters import AdapterTable
+from pagewire.engine_core.adapters.table import AdapterTable
 from pagewire.engine_core.clients import reports
 from pagewire.engine_core.clients.access import may_name_paths
 from pagewire.engine_core.clients.frontend_call import FrontendCall
 from pagewire.engine_core.clients.reports import ReportedEngine
-from pagewire.ipc.adapters import AdapterSource
+from pagewire.ipc.wire.adapters import AdapterSource
 
 
 class AdapterControl:

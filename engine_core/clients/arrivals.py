@@ -7,8 +7,8 @@ from collections.abc import Container, Sequence
 from typing import NamedTuple, TypeAlias
 
 from pagewire.engine_core.clients.clients import AttachedClient
-from pagewire.ipc.messages import Call, Request
-from pagewire.ipc.window import Load
+from pagewire.ipc.wire.messages import Call, Request
+from pagewire.ipc.wire.window import Load
 
 MAX_REQUESTS = 8192
 MAX_BYTES = 8 << 20  # of the messages that they came in; in memory they take several times as much

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from pagewire.ipc.codec import Buffer
-from pagewire.ipc.items import LogprobRows
-from pagewire.ipc.messages import Deltas, TokenDelta
+from pagewire.ipc.wire.codec import Buffer
+from pagewire.ipc.wire.items import LogprobRows
+from pagewire.ipc.wire.messages import Deltas, TokenDelta
 
 DELTA_BYTES = 400  # memory of a delta without its tokens
 TOKEN_BYTES = 36  # of a token in a list: a pointer and an integer

@@ -17,7 +17,7 @@ from pagewire.engine_core.clients.clients import AttachedClient, Clients
 from pagewire.engine_core.clients.kv_events import KVPublisher
 from pagewire.engine_core.schedule.block_changes import net_effect
 from pagewire.engine_core.schedule.blocks import BlockPool
-from pagewire.ipc.messages import Blocks
+from pagewire.ipc.wire.messages import Blocks
 
 INTERVAL_SECONDS = 0.02  # between two batches: by as much a router knows less than the core
 NAMES_AT_ONCE = 1 << 15  # of a snapshot, in one message: a megabyte

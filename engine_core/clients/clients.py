@@ -18,11 +18,11 @@ import zmq
 from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.backlog import Backlog
 from pagewire.engine_core.clients.unfinished import UnfinishedRequests
-from pagewire.ipc.budget import MAX_CALL_BYTES, MAX_HELLO_BYTES
-from pagewire.ipc.calls import Right
-from pagewire.ipc.codec import Buffer, Codec
 from pagewire.ipc.errors import ProtocolError, error_text, error_type
-from pagewire.ipc.messages import (
+from pagewire.ipc.wire.budget import MAX_CALL_BYTES, MAX_HELLO_BYTES
+from pagewire.ipc.wire.calls import Right
+from pagewire.ipc.wire.codec import Buffer, Codec
+from pagewire.ipc.wire.messages import (
     PROTOCOL,
     CallAnswer,
     Deltas,
@@ -37,8 +37,8 @@ from pagewire.ipc.messages import (
     TokenDelta,
     check_batch,
 )
-from pagewire.ipc.refusal import refusal
-from pagewire.ipc.sockets import receive_from, send
+from pagewire.ipc.wire.refusal import refusal
+from pagewire.ipc.wire.sockets import receive_from, send
 
 logger = logging.getLogger("pagewire.core")
 

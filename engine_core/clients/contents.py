@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from weakref import WeakValueDictionary
 
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.items import Prompt
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.items import Prompt
 
 
 class HeldContent(Tensor):

@@ -1,4 +1,4 @@
-"""The core's side of the calls in `pagewire.ipc.calls`: pausing, sleeping, caches, workers, metrics.
+"""The core's side of the calls in `pagewire.ipc.wire.calls`: pausing, sleeping, caches, workers, metrics.
 
 Some of them wait until no step is in flight, or for the workers. Each call is answered exactly once, as soon as its
 outcome is known.
@@ -13,22 +13,22 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pagewire.engine_core.admission.lobby import Lobby
 from pagewire.engine_core.clients import metrics, reports
 from pagewire.engine_core.clients.adapter_control import AdapterControl
 from pagewire.engine_core.clients.block_events import BlockEvents
-from pagewire.engine_core.clients.calls import PendingCalls
 from pagewire.engine_core.clients.frontend_call import FrontendCall
 from pagewire.engine_core.clients.health import Health, report
 from pagewire.engine_core.clients.metrics import MeasuredEngine
 from pagewire.engine_core.clients.requests import EngineRequests
+from pagewire.engine_core.clients.worker_calls import PendingCalls
 from pagewire.engine_core.clients.worker_sleep import WorkerSleep
-from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.workers.group import GroupReply
 from pagewire.engine_core.workers.supervisor import WorkerSupervisor
-from pagewire.ipc.calls import CALLS, RemoteCall, RunsIn
 from pagewire.ipc.errors import EngineBusyError
-from pagewire.ipc.messages import Call, CallAnswer
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire.calls import CALLS, RemoteCall, RunsIn
+from pagewire.ipc.wire.messages import Call, CallAnswer
 
 logger = logging.getLogger("pagewire.core")
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, TypeAlias
 
-from pagewire.ipc.budget import POINTER_BYTES
-from pagewire.ipc.messages import Request
-from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
-from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.tasks import LARGE
+from pagewire.ipc.wire.budget import POINTER_BYTES
+from pagewire.ipc.wire.messages import Request
+from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
+from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.tasks import LARGE
 
 INTEGER_BYTES, FLOAT_BYTES = 32, 24
 REQUEST_BYTES = 2000  # the request, its prompt, its parameters without lists and long strings

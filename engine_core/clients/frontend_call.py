@@ -8,7 +8,7 @@ from typing import Any
 
 from pagewire.engine_core.workers.group import Outcome
 from pagewire.ipc.errors import error_text, error_type
-from pagewire.ipc.messages import CallAnswer
+from pagewire.ipc.wire.messages import CallAnswer
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from pagewire.engine_core.clients.calls import PendingCalls
+from pagewire.engine_core.clients.worker_calls import PendingCalls
 from pagewire.engine_core.workers.group import Outcome, WorkerGroup
 from pagewire.engine_core.workers.supervisor import WorkerSupervisor
-from pagewire.ipc.calls import HealthReport
 from pagewire.ipc.environment import env_float
+from pagewire.ipc.wire.calls import HealthReport
 
 FRESH_SECONDS = 1.0  # a message of the workers proves that they live for this long: at most one ping a second
 LONG_STEPS = 4  # a step is suspect once it takes this many times as long as the longest before

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Protocol
 
-from pagewire.engine_core.adapters import AdapterTable
-from pagewire.engine_core.admission import check_request, vocab_size_of
+from pagewire.engine_core.adapters.table import AdapterTable
+from pagewire.engine_core.admission.validation import check_request, vocab_size_of
 from pagewire.engine_core.clients.access import may_name_paths
 from pagewire.engine_core.clients.arrivals import Arrivals
 from pagewire.engine_core.clients.clients import NOT_ATTACHED, AttachedClient
@@ -17,15 +17,15 @@ from pagewire.engine_core.clients.control import Control, ControlledEngine
 from pagewire.engine_core.clients.footprint import Parts, footprint_of, large_parameters
 from pagewire.engine_core.clients.memory import Charge, Memory
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
-from pagewire.ipc import messages
-from pagewire.ipc.calls import CALLS, Right
 from pagewire.ipc.errors import EngineBusyError, error_text, error_type
-from pagewire.ipc.items import Task
-from pagewire.ipc.messages import PROTOCOL, Request, ToCore, TokenDelta
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.tasks import submitted
 from pagewire.ipc.version import __version__
+from pagewire.ipc.wire import messages
+from pagewire.ipc.wire.calls import CALLS, Right
+from pagewire.ipc.wire.items import Task
+from pagewire.ipc.wire.messages import PROTOCOL, Request, ToCore, TokenDelta
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.tasks import submitted
 
 # Processor time for messages before the loop turns to the worker again: a flood of them delays each step by this.
 # On a busy machine the loop waits for longer than this within a message, and would read one in each turn.

@@ -22,8 +22,8 @@ import msgspec
 import zmq
 
 from pagewire.engine_core.schedule.block_changes import CLEARED, Change, Removed, Stored
-from pagewire.ipc.block_names import ROOT
-from pagewire.ipc.kv_events import KVEventsConfig
+from pagewire.ipc.wire.block_names import ROOT
+from pagewire.ipc.wire.kv_events import KVEventsConfig
 
 logger = logging.getLogger("pagewire.core")
 

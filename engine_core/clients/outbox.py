@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pagewire.engine_core.clients.clients import Clients
 from pagewire.engine_core.schedule.scheduler import Outcome
 from pagewire.engine_core.schedule.sequence import Sequence
-from pagewire.ipc.messages import TokenDelta
+from pagewire.ipc.wire.messages import TokenDelta
 
 
 class DeltaOutbox:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, Protocol
 
-from pagewire.engine_core.adapters import AdapterTable
+from pagewire.engine_core.adapters.table import AdapterTable
+from pagewire.engine_core.admission.lobby import Lobby
 from pagewire.engine_core.clients.clients import AttachedClient, Clients
-from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.workers.group import WorkerGroup
-from pagewire.ipc.messages import EngineInfo
+from pagewire.ipc.wire.messages import EngineInfo
 
 
 class Switches(Protocol):

@@ -6,14 +6,14 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 
-from pagewire.engine_core.adapters import AdapterTable
+from pagewire.engine_core.adapters.table import AdapterTable
+from pagewire.engine_core.admission.lobby import Lobby
 from pagewire.engine_core.clients.clients import AttachedClient, Clients
 from pagewire.engine_core.clients.metrics import Metrics
 from pagewire.engine_core.clients.outbox import DeltaOutbox
-from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.scheduler import Outcome, Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence
-from pagewire.ipc.messages import TokenDelta
+from pagewire.ipc.wire.messages import TokenDelta
 
 logger = logging.getLogger("pagewire.core")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from pagewire.engine_core.clients.calls import PendingCalls
 from pagewire.engine_core.clients.frontend_call import FrontendCall
 from pagewire.engine_core.clients.reports import ReportedEngine
+from pagewire.engine_core.clients.worker_calls import PendingCalls
 from pagewire.engine_core.workers.group import Outcome
 from pagewire.ipc.errors import EngineBusyError
 

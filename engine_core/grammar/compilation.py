@@ -7,8 +7,8 @@ import time
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.fair_queue import FairQueue
-from pagewire.ipc.params import StructuredOutputsParams
 from pagewire.ipc.shares import Name
+from pagewire.ipc.wire.params import StructuredOutputsParams
 
 
 class Compilation:

@@ -20,7 +20,7 @@ from pagewire.engine_core.grammar.schema import json_schema
 from pagewire.engine_core.grammar.structural_tag import structural_tag_grammar
 from pagewire.ipc.gguf.file import is_gguf, read_metadata
 from pagewire.ipc.gguf.tokenizer import tokenizer_json
-from pagewire.ipc.params import StructuredOutputsParams
+from pagewire.ipc.wire.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

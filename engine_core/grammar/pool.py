@@ -28,11 +28,11 @@ from pagewire.engine_core.grammar.compilation import Compilation, too_slow
 from pagewire.engine_core.grammar.compile import compile_text
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
 from pagewire.engine_core.grammar.prover import MAX_GRAMMAR_BYTES, Proof, Prover
-from pagewire.ipc.confined import JobTimeoutError
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.fair_queue import FairQueue
-from pagewire.ipc.params import StructuredOutputsParams
+from pagewire.ipc.host.confined import JobTimeoutError
 from pagewire.ipc.shares import Name
+from pagewire.ipc.wire.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -18,10 +18,10 @@ import msgspec
 
 from pagewire.engine_core.grammar.compile import compile_text, grammar_text, load_tokenizer
 from pagewire.engine_core.grammar.matcher import DEAD_END, Grammar, GrammarError
-from pagewire.ipc.confined import Confined, JobKilledError, JobTimeoutError, Limits
-from pagewire.ipc.heap import release_spare_memory
-from pagewire.ipc.job_server import Handler, serve
-from pagewire.ipc.params import StructuredOutputsParams
+from pagewire.ipc.host.confined import Confined, JobKilledError, JobTimeoutError, Limits
+from pagewire.ipc.host.heap import release_spare_memory
+from pagewire.ipc.host.job_server import Handler, serve
+from pagewire.ipc.wire.params import StructuredOutputsParams
 
 MAX_GRAMMAR_BYTES = 128 << 20  # memory of one compiled grammar
 MAX_COMPILE_BYTES = 256 << 20  # address space for compiling it

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pagewire.engine_core.grammar.matcher import GrammarError
-from pagewire.ipc.params import StructuredOutputsParams
+from pagewire.ipc.wire.params import StructuredOutputsParams
 
 MAX_MULTIPLE = 100_000  # llguidance builds an automaton with this many states, in a third of a second
 WHITESPACE = r" |\n[ \t]{0,20}"  # allowed between two JSON tokens unless disable_any_whitespace is set
@@ -26,8 +26,20 @@ NARROWER = {
 }
 # Formats that JSON Schema defines; others have no meaning and are removed.
 FORMATS = {
-    *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "regex"),
-    *("relative-json-pointer", "time", "uri", "uri-template", "uuid"),
+    "date",
+    "date-time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "json-pointer",
+    "regex",
+    "relative-json-pointer",
+    "time",
+    "uri",
+    "uri-template",
+    "uuid",
 }
 IN_PLACE = ("$ref", "$dynamicRef", "allOf", "anyOf", "dependentSchemas", "if", "not", "oneOf")
 

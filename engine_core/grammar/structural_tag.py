@@ -15,7 +15,7 @@ import msgspec
 from pagewire.engine_core.grammar.chains import check_references, check_rules
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.grammar.schema import json_schema
-from pagewire.ipc.params import StructuredOutputsParams
+from pagewire.ipc.wire.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

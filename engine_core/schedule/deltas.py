@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pagewire.engine_core.schedule.sequence import Sequence
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.messages import TokenDelta
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.messages import TokenDelta
 
 
 def pooled_delta(sequence: Sequence, pooled: Tensor, now: float) -> TokenDelta:

@@ -7,7 +7,7 @@ from itertools import takewhile
 from pagewire.engine_core.schedule.block_changes import Stored
 from pagewire.engine_core.schedule.blocks import Block, BlockPool
 from pagewire.engine_core.schedule.sequence import Sequence
-from pagewire.ipc.block_names import ROOT, name_blocks
+from pagewire.ipc.wire.block_names import ROOT, name_blocks
 
 
 class KVCache:

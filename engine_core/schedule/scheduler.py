@@ -41,8 +41,8 @@ from pagewire.engine_core.schedule.sequence_table import SequenceTable, by_arriv
 from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
 from pagewire.engine_core.schedule.step import PlannedStep, SchedulerStats, slot_init
 from pagewire.engine_core.schedule.stopping import append
-from pagewire.ipc.messages import TokenDelta
-from pagewire.ipc.worker_messages import Masks, Row, RowResult, StepPlan, StepResult
+from pagewire.ipc.wire.messages import TokenDelta
+from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, StepPlan, StepResult
 
 Outcome: TypeAlias = tuple[Sequence, TokenDelta]
 

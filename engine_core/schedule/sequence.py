@@ -11,10 +11,10 @@ from pagewire.engine_core.grammar.matcher import Matcher
 from pagewire.engine_core.schedule.adapter import Adapter
 from pagewire.engine_core.schedule.blocks import Block
 from pagewire.engine_core.schedule.tenants import TenantAccount
-from pagewire.ipc.block_names import LONG, encoded_keys
-from pagewire.ipc.messages import Request, RequestTiming
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.pooling import PoolingParams
+from pagewire.ipc.wire.block_names import LONG, encoded_keys
+from pagewire.ipc.wire.messages import Request, RequestTiming
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.pooling import PoolingParams
 
 # Worker crashes after which a sequence runs alone, to find the one that causes them: crashes without a token of it
 # in between, and all since it was last cleared. It ends with an error at one crash more, or at two.

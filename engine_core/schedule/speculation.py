@@ -28,7 +28,7 @@ from pagewire.engine_core.drafting.token_index import PORTION
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.step import PlannedStep
 from pagewire.ipc.speculative import SpeculativeConfig
-from pagewire.ipc.worker_messages import Row, RowResult, StepResult
+from pagewire.ipc.wire.worker_messages import Row, RowResult, StepResult
 
 
 class Speculation(Protocol):

@@ -8,8 +8,8 @@ from pagewire.engine_core.drafting.stats import SpeculationStats
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.stopping import stop_ids
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.worker_messages import Masks, Row, RowResult, SlotInit, StepResult
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, SlotInit, StepResult
 
 
 @dataclass(slots=True)

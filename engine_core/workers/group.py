@@ -26,13 +26,13 @@ import zmq
 from pagewire.engine_core.workers.launchers.early import identity_of
 from pagewire.engine_core.workers.launchers.interface import Launcher, Process
 from pagewire.engine_core.workers.places import places
-from pagewire.ipc.codec import Buffer, Codec
-from pagewire.ipc.descriptors import SpareDescriptors
 from pagewire.ipc.errors import ProtocolError, received_error
-from pagewire.ipc.lora import AdapterLoaded
-from pagewire.ipc.messages import PROTOCOL
-from pagewire.ipc.sockets import receive, send
-from pagewire.ipc.worker_messages import (
+from pagewire.ipc.host.descriptors import SpareDescriptors
+from pagewire.ipc.wire.codec import Buffer, Codec
+from pagewire.ipc.wire.lora import AdapterLoaded
+from pagewire.ipc.wire.messages import PROTOCOL
+from pagewire.ipc.wire.sockets import receive, send
+from pagewire.ipc.wire.worker_messages import (
     FromWorker,
     Masks,
     Progress,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pagewire.ipc.worker_messages import Parallel, WorkerHello
+from pagewire.ipc.wire.worker_messages import Parallel, WorkerHello
 
 
 def places(hellos: Sequence[WorkerHello], rendezvous: str, group: Parallel) -> list[Parallel]:

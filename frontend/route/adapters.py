@@ -19,11 +19,11 @@ from typing import Any
 
 import msgspec
 
-from pagewire.frontend.client import CoreClient
+from pagewire.frontend.core.client import CoreClient
 from pagewire.frontend.route.replica import Replica
-from pagewire.ipc.adapters import AdapterSource
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
-from pagewire.ipc.messages import Request
+from pagewire.ipc.wire.adapters import AdapterSource
+from pagewire.ipc.wire.messages import Request
 
 logger = logging.getLogger("pagewire.route")
 

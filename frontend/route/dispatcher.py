@@ -11,15 +11,15 @@ from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from pagewire.frontend.client import CoreClient
+from pagewire.frontend.core.client import CoreClient
 from pagewire.frontend.route.adapters import RouterAdapters
 from pagewire.frontend.route.ledger import Ledger, Work
 from pagewire.frontend.route.members import Members
 from pagewire.frontend.route.placement import Policy
 from pagewire.frontend.route.replica import Placement, Replica, ReplicaState
-from pagewire.ipc.block_names import split_names
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
-from pagewire.ipc.messages import Blocks, Request, TokenDelta
+from pagewire.ipc.wire.block_names import split_names
+from pagewire.ipc.wire.messages import Blocks, Request, TokenDelta
 
 BUSY_SECONDS = 1.0  # for which a core that refuses requests, such as one that shuts down, gets none
 

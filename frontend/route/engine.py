@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pagewire.frontend.async_llm import AsyncLLM
-from pagewire.frontend.connection import Owner
+from pagewire.frontend.api.async_llm import AsyncLLM
+from pagewire.frontend.core.connection import Owner
+from pagewire.frontend.core.session import Session
 from pagewire.frontend.route.fleet import Fleet
 from pagewire.frontend.route.placement import Policy
 from pagewire.frontend.route.places import running
 from pagewire.frontend.route.replica import CorePlace
-from pagewire.frontend.session import Session
 
 
 def routed(

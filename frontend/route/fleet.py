@@ -19,7 +19,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from pagewire.frontend.connection import Owner
+from pagewire.frontend.core.connection import Owner
+from pagewire.frontend.core.spawn import SpawnedCore
 from pagewire.frontend.route.dispatcher import Dispatcher, OneCore
 from pagewire.frontend.route.gathering import Answers, checked, gather, merged
 from pagewire.frontend.route.members import Members, check_same
@@ -27,9 +28,8 @@ from pagewire.frontend.route.metrics import router_rows
 from pagewire.frontend.route.placement import Policy
 from pagewire.frontend.route.places import running
 from pagewire.frontend.route.replica import CorePlace, Replica, ReplicaState
-from pagewire.frontend.spawn import SpawnedCore
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, EngineStoppedError
-from pagewire.ipc.messages import Blocks, EngineInfo, Request, TokenDelta
+from pagewire.ipc.wire.messages import Blocks, EngineInfo, Request, TokenDelta
 
 logger = logging.getLogger("pagewire.route")
 

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 from pagewire.frontend.route.metrics import relabelled
 from pagewire.frontend.route.replica import Replica
-from pagewire.ipc.calls import CALLS, HealthReport
 from pagewire.ipc.errors import EngineDeadError, ProtocolError
+from pagewire.ipc.wire.calls import CALLS, HealthReport
 
 logger = logging.getLogger("pagewire.route")
 

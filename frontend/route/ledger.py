@@ -12,9 +12,9 @@ import msgspec
 from pagewire.frontend.route.placement import CoreLoad, Policy, choose, next_in_turn
 from pagewire.frontend.route.prefix_index import PrefixIndex
 from pagewire.frontend.route.replica import Placement, Replica
-from pagewire.ipc.block_names import prompt_names
-from pagewire.ipc.messages import EngineInfo, Request, TokenDelta
-from pagewire.ipc.pooling import PoolingParams
+from pagewire.ipc.wire.block_names import prompt_names
+from pagewire.ipc.wire.messages import EngineInfo, Request, TokenDelta
+from pagewire.ipc.wire.pooling import PoolingParams
 
 LINGER_SECONDS = 1.0  # for which the blocks of an ended request count as cached: until the core reports them
 MAX_BEGINNINGS = 1 << 13  # beginnings of prompts whose last core is remembered

@@ -6,10 +6,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from pagewire.frontend.connection import CoreConnection
+from pagewire.frontend.core.connection import CoreConnection
 from pagewire.frontend.route.replica import CorePlace, Replica, ReplicaListener, ReplicaState
 from pagewire.ipc.errors import EngineDeadError
-from pagewire.ipc.messages import EngineInfo
+from pagewire.ipc.wire.messages import EngineInfo
 
 logger = logging.getLogger("pagewire.route")
 

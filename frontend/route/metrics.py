@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
-from pagewire.frontend.metrics import read_metrics
+from pagewire.frontend.core.metrics import read_metrics
 from pagewire.frontend.route.dispatcher import Dispatcher
 from pagewire.frontend.route.replica import Replica, ReplicaState
 from pagewire.ipc.errors import ProtocolError
-from pagewire.ipc.messages import EngineInfo
+from pagewire.ipc.wire.messages import EngineInfo
 
 Row: TypeAlias = dict[str, Any]
 

@@ -6,10 +6,10 @@ import dataclasses
 import math
 import os
 
-from pagewire.frontend.core_source import RunningCores, SpawnedCores, longest_silence
+from pagewire.frontend.core.core_source import RunningCores, SpawnedCores, longest_silence
 from pagewire.frontend.route.replica import CorePlace
-from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.sockets import CurveKeys, check_address
+from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.wire.sockets import CurveKeys, check_address
 
 CONNECT_SECONDS = 3.0  # for a core that runs to accept a connection; it may load its model after that
 RESTARTS = 1 << 30  # of a spawned core: as often as it dies, after growing pauses

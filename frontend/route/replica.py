@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from pagewire.frontend.client import CoreClient
-from pagewire.frontend.connection import CoreConnection, EngineClient
-from pagewire.frontend.core_source import CoreSource
+from pagewire.frontend.core.client import CoreClient
+from pagewire.frontend.core.connection import CoreConnection, EngineClient
+from pagewire.frontend.core.core_source import CoreSource
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
-from pagewire.ipc.messages import Blocks, Request, TokenDelta
+from pagewire.ipc.wire.messages import Blocks, Request, TokenDelta
 
 logger = logging.getLogger("pagewire.route")
 

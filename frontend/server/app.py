@@ -11,23 +11,23 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
-from pagewire.frontend.answer_budget import AnswerMemory
-from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.api.async_llm import AsyncLLM
+from pagewire.frontend.requests.answer_budget import AnswerMemory
 from pagewire.frontend.server.http import openapi
 from pagewire.frontend.server.http.body import LARGE_BODIES, IncomingBodies
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import on_error, on_http_error
 from pagewire.frontend.server.http.middleware import middleware
 from pagewire.frontend.server.http.openapi import Operation
+from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.openai import chat, completions, models, tokenization
 from pagewire.frontend.server.operate import admin, cores, monitoring
-from pagewire.frontend.server.options import ServerOptions
 from pagewire.frontend.server.page import page_routes
 from pagewire.frontend.server.pooling import routes as pooling
 from pagewire.frontend.server.responses import routes as responses
-from pagewire.frontend.server.service import Service
-from pagewire.ipc.budget import MAX_OPEN_POOLED_BYTES
+from pagewire.frontend.server.serving.service import Service
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
+from pagewire.ipc.wire.budget import MAX_OPEN_POOLED_BYTES
 
 # Exceptions that become error responses. Plain `Exception` is re-raised after that, and logged with its traceback.
 HANDLED = (

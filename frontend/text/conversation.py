@@ -20,10 +20,21 @@ from pagewire.ipc.quoting import quoted
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 RESERVED = (  # variables set by other options, here or in transformers
-    "messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
-    "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs", "padding",
-    "truncation", "max_length",
-)  # fmt: skip
+    "messages",
+    "conversation",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "padding",
+    "truncation",
+    "max_length",
+)
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning in various APIs
 # Appended to the final message to find its end. The last space shows whether the template trims messages.
 END_MARK = "PAGEWIRE_FINAL_MESSAGE_ENDS_HERE "

@@ -8,7 +8,7 @@ as a whole all the same: where a token begins depends on the text before it, on 
 from __future__ import annotations
 
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.budget import MAX_CHARS_PER_TOKEN, MIN_CHARS
+from pagewire.ipc.wire.budget import MAX_CHARS_PER_TOKEN, MIN_CHARS
 
 PIECE_CHARS = 1 << 16  # characters tokenized at a time, to count the tokens of a long text
 CUT_TOKENS = (

@@ -11,7 +11,7 @@ import msgspec
 
 from pagewire.frontend.text.steps import REPLACEMENT, byte_level_bytes, byte_token
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.items import LogprobRows
+from pagewire.ipc.wire.items import LogprobRows
 
 
 class Logprob(msgspec.Struct, gc=False):

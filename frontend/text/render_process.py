@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from pagewire.frontend.text.conversation import Conversation, Rendered, render_source
-from pagewire.ipc.confined import Confined, JobKilledError, Limits
-from pagewire.ipc.job_server import Handler, serve
+from pagewire.ipc.host.confined import Confined, JobKilledError, Limits
+from pagewire.ipc.host.job_server import Handler, serve
 
 SECONDS = 10.0  # of wall-clock time for one rendering
 CPU_SECONDS = 2.0  # of processor time for one rendering

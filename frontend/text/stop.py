@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 
 from pagewire.frontend.text.detokenize import text_stream
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.wire.params import SamplingParams
 
 
 class StopStrings:

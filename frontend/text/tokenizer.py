@@ -19,9 +19,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
+from pagewire.ipc.files.hub import check_files, model_folder, read_file, read_json
 from pagewire.ipc.gguf.file import is_gguf, read_metadata
 from pagewire.ipc.gguf.tokenizer import tokenizer_config, tokenizer_json
-from pagewire.ipc.hub import check_files, model_folder, read_file, read_json
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONG_TEXT = 4096  # characters, from which a text is tokenized without holding up other threads

@@ -21,8 +21,18 @@ Values = dict[str, Any]
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
 END_OF_TURN = frozenset(
     {
-        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"),
-        *("<|eom_id|>", "<EOT>", "_<EOT>", "<|end_of_text|>", "<end_of_utterance>"),
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<EOT>",
+        "_<EOT>",
+        "<|end_of_text|>",
+        "<end_of_utterance>",
     }
 )
 """Tokens that end an answer wherever a vocabulary marks them as special; llama.cpp stops at them, too."""

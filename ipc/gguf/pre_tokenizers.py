@@ -51,20 +51,24 @@ RULES: dict[str, tuple[Step, ...]] = {
     "gpt-4o": (split(GPT4O), byte_level()),
     "deepseek-v3": (split(r"\p{N}{1,3}"), split(f"[{CHINESE}{KANA}]+"), split(DEEPSEEK3), byte_level()),
     "deepseek-coder": (
-        *(
-            split(r"[\r\n]"),
-            split(r"\s?\p{L}+"),
-            split(r"\s?\p{P}+"),
-            split("[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"),
-        ),
-        *(split(r"\p{N}"), byte_level()),
+        split(r"[\r\n]"),
+        split(r"\s?\p{L}+"),
+        split(r"\s?\p{P}+"),
+        split("[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"),
+        split(r"\p{N}"),
+        byte_level(),
     ),
     "falcon": (
-        *(split(r"[\p{P}\$\+<=>\^~\|`]+"), split(GPT2), split("[0-9][0-9][0-9]")),
+        split(r"[\p{P}\$\+<=>\^~\|`]+"),
+        split(GPT2),
+        split("[0-9][0-9][0-9]"),
         byte_level(),
     ),
     "default": (
-        *(split(r"[\p{P}\$\+<=>\^~\|]+"), split(GPT2), split(r"\p{N}+"), split("[0-9][0-9][0-9]")),
+        split(r"[\p{P}\$\+<=>\^~\|]+"),
+        split(GPT2),
+        split(r"\p{N}+"),
+        split("[0-9][0-9][0-9]"),
         byte_level(),
     ),
 }

@@ -13,8 +13,8 @@ from pagewire.kernels.cpu.arena import LARGE_PAGE, Region
 from pagewire.kernels.cpu.library import structure
 from pagewire.kernels.cpu.memory import ALIGNMENT
 from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous
-from pagewire.kernels.deltas import AdaptedLinear, AdapterRows, AdapterWeights, Delta, Shapes
-from pagewire.kernels.weight import Linear
+from pagewire.kernels.data.deltas import AdaptedLinear, AdapterRows, AdapterWeights, Delta, Shapes
+from pagewire.kernels.data.weight import Linear
 
 DeltaStruct, Deltas, RowsStruct, AdaptCall = map(structure, ("Delta", "Deltas", "AdapterRows", "AdaptCall"))
 

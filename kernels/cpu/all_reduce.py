@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.reduced import NativeSum, Sum
+from pagewire.kernels.data.reduced import NativeSum, Sum
 
 FUNCTION = ctypes.CFUNCTYPE(
     None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32

@@ -16,9 +16,9 @@ from pagewire.kernels.cpu.tensors import (
     last_contiguous,
     logit_terms,
 )
-from pagewire.kernels.kv_codes import DTYPE as KV_CODES
-from pagewire.kernels.kv_codes import head_size, row_width
-from pagewire.kernels.paging import AttentionBatch, Cache, LogitTerms, check_scales
+from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
+from pagewire.kernels.data.kv_codes import head_size, row_width
+from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms, check_scales
 
 
 def paged_attention(

@@ -17,21 +17,36 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagewire.kernels import cache
 from pagewire.kernels.cpu.panels import MACROS, TILE_DEPTH, UNPACKED, Panels
+from pagewire.kernels.native import cache
 
 logger = logging.getLogger("pagewire.kernels")
 
 SOURCES = (  # the slowest to compile first
-    *("attention.cpp", "quantised.cpp", "linear.cpp", "layers.cpp", "sampling.cpp", "adapters.cpp"),
-    *("experts.cpp", "stack.cpp", "integers.cpp"),
-    *("collective.cpp", "team.cpp", "prepare.cpp"),
+    "attention.cpp",
+    "quantised.cpp",
+    "linear.cpp",
+    "layers.cpp",
+    "sampling.cpp",
+    "adapters.cpp",
+    "experts.cpp",
+    "stack.cpp",
+    "integers.cpp",
+    "collective.cpp",
+    "team.cpp",
+    "prepare.cpp",
 )
 HEADERS = tuple(sorted(path.name for path in Path(__file__).parent.glob("*.h")))
 # Contracting a * b + c is left to explicit fused multiply-adds: the bits must not depend on inlining.
 FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden"),
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
     *MACROS,
 )
 

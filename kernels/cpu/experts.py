@@ -14,9 +14,9 @@ from pagewire.kernels.cpu.library import structure
 from pagewire.kernels.cpu.linear import PackedLinear, as_rows
 from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.deltas import AdaptedLinear, first_adapted, plain
-from pagewire.kernels.layer import Activation, Experts
-from pagewire.kernels.weight import Linear, check_rows
+from pagewire.kernels.data.deltas import AdaptedLinear, first_adapted, plain
+from pagewire.kernels.data.layer import Activation, Experts
+from pagewire.kernels.data.weight import Linear, check_rows
 
 Matrix, GroupedCall, ExpertsStruct, ExpertsCall = map(
     structure, ("Matrix", "GroupedCall", "Experts", "ExpertsCall")

@@ -1,4 +1,4 @@
-// Numbers to integers with scales, and back, to the bits of kernels/integers.py.
+// Numbers to integers with scales, and back, to the bits of kernels/data/integers.py.
 //
 // A group is read twice: for its extremes, of which its scale follows, and for its codes. All of it is float32, divided
 // and rounded as IEEE 754 says, so the bits are the same for every instruction set. A work item is some rows.
@@ -184,7 +184,7 @@ class CodeValues {
   float table_[16] = {};
 };
 
-// A weight [n, k] as kernels/integers.py describes it.
+// A weight [n, k] as kernels/data/integers.py describes it.
 struct StoredWeight {
   const uint8_t* codes;
   const void* scales;
@@ -228,7 +228,7 @@ void for_rows(int64_t n, int64_t k, int num_threads, const Run& run) {
 
 }  // namespace
 
-// numbers [n, k], rows row_stride apart; codes, scales and offsets (where zero is 0) as kernels/integers.py has them,
+// numbers [n, k], rows row_stride apart; codes, scales and offsets (where zero is 0) as kernels/data/integers.py has them,
 // contiguous. Returns 1 if a number is not finite, else 0.
 EXPORT int pagewire_quantise(const void* numbers, uint8_t* codes, void* scales, void* offsets, int64_t n, int64_t k,
                              int64_t row_stride, const Integers* form, int32_t dtype, int32_t num_threads) {
@@ -250,7 +250,7 @@ EXPORT int pagewire_quantise(const void* numbers, uint8_t* codes, void* scales, 
   return failed.load();
 }
 
-// codes, scales and offsets (or null) as kernels/integers.py has them, contiguous; out [n, k], contiguous.
+// codes, scales and offsets (or null) as kernels/data/integers.py has them, contiguous; out [n, k], contiguous.
 EXPORT void pagewire_dequantise(const uint8_t* codes, const void* scales, const void* offsets, void* out, int64_t n,
                                 int64_t k, const Integers* form, int32_t dtype, int32_t num_threads) {
   const int64_t group = form->group ? form->group : k;

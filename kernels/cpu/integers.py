@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.library import structure
 from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous
-from pagewire.kernels.integers import NOT_FINITE, Integers, integer_weight, row_blocks
-from pagewire.kernels.weight import DENSE, Weight
+from pagewire.kernels.data.integers import NOT_FINITE, Integers, integer_weight, row_blocks
+from pagewire.kernels.data.weight import DENSE, Weight
 
 IntegersStruct = structure("Integers")
 

@@ -8,7 +8,7 @@
 
 // ---- attention.cpp. Strides count elements. ----
 
-// Which keys a query sees, and what changes its logits; kernels/paging.py says how.
+// Which keys a query sees, and what changes its logits; kernels/data/paging.py says how.
 struct LogitTerms {
   const float* sinks;          // [heads] or null
   const float* alibi;          // [heads] or null
@@ -92,7 +92,7 @@ EXPORT void pagewire_pack(const void* weight, void* packed, int64_t n, int64_t k
 
 // ---- quantised.cpp ----
 
-// A weight of integers with scales; kernels/integers.py says what the fields mean.
+// A weight of integers with scales; kernels/data/integers.py says what the fields mean.
 struct Integers {
   const void* table;  // uint8 [16], or null
   int64_t group;      // 0: none
@@ -174,7 +174,7 @@ EXPORT void pagewire_quantised_grouped(const GroupedCall* call);
 
 EXPORT void pagewire_grouped(const GroupedCall* call);
 
-// The experts of a layer; kernels/layer.py says what they compute. The numbers of `up` follow one another, and so do
+// The experts of a layer; kernels/data/layer.py says what they compute. The numbers of `up` follow one another, and so do
 // those of `down`.
 struct Experts {
   const Matrix* up;    // [count]: of hidden states to gate and up together
@@ -206,7 +206,7 @@ EXPORT void pagewire_add_gated(void* out, const void* x, const void* gate, int64
 
 // ---- adapters.cpp ----
 
-// What a LoRA adapter changes in some outputs of a product; kernels/deltas.py says how.
+// What a LoRA adapter changes in some outputs of a product; kernels/data/deltas.py says how.
 struct Delta {
   const void* a;       // [rank, k]
   const void* b;       // [n / 64, rank, 64], with zeros behind n, or null
@@ -242,7 +242,7 @@ struct AdaptCall {
 
 EXPORT void pagewire_adapt(const AdaptCall* call);
 
-// ---- stack.cpp: a stack of layers; kernels/layer.py says what they compute ----
+// ---- stack.cpp: a stack of layers; kernels/data/layer.py says what they compute ----
 
 struct Norm {
   const void* weight;  // null: there is none

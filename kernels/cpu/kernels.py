@@ -15,12 +15,12 @@ from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
 from pagewire.kernels.cpu.quantised import PackedForm, QuantisedLinear
 from pagewire.kernels.cpu.stack import CompiledStack
 from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous, of_size
-from pagewire.kernels.deltas import AdapterRows
-from pagewire.kernels.integers import Integers
-from pagewire.kernels.layer import Activation, Experts, Layer, LayerNorm, Norm, Router
-from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.data.deltas import AdapterRows
+from pagewire.kernels.data.integers import Integers
+from pagewire.kernels.data.layer import Activation, Experts, Layer, LayerNorm, Norm, Router
+from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.data.weight import Linear, Weight
 from pagewire.kernels.reference.kernels import Kernels
-from pagewire.kernels.weight import Linear, Weight
 
 
 @functools.cache

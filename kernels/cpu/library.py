@@ -18,7 +18,7 @@ from pagewire.kernels.cpu.build import (
     emulated_tiles,
     supported_instruction_sets,
 )
-from pagewire.kernels.declarations import POINTER, functions, struct_fields
+from pagewire.kernels.native.declarations import POINTER, functions, struct_fields
 
 logger = logging.getLogger("pagewire.kernels")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from pagewire.kernels.cpu.memory import zeros
 from pagewire.kernels.cpu.panels import Panels
 from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous, of_size
-from pagewire.kernels.weight import Weight, check_rows
+from pagewire.kernels.data.weight import Weight, check_rows
 
 PACKED_ROWS = 1024  # rows of a weight packed at a time, whole panels of any instruction set
 

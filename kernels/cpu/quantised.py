@@ -13,8 +13,8 @@ from pagewire.kernels.cpu.linear import PACKED_ROWS, as_rows
 from pagewire.kernels.cpu.memory import zeros
 from pagewire.kernels.cpu.panels import NumberFormat, Panels
 from pagewire.kernels.cpu.tensors import DTYPES, of_size
-from pagewire.kernels.integers import Integers
-from pagewire.kernels.weight import Weight, check_rows
+from pagewire.kernels.data.integers import Integers
+from pagewire.kernels.data.weight import Weight, check_rows
 
 
 @dataclass(frozen=True, slots=True)

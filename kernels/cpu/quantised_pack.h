@@ -7,7 +7,7 @@
 
 namespace {
 
-// A weight [n, k] as a checkpoint holds it; see kernels/integers.py.
+// A weight [n, k] as a checkpoint holds it; see kernels/data/integers.py.
 struct QuantisedWeight {
   const uint8_t* codes;  // [n, k * bits / 8], rows contiguous
   const char* scales;    // [n, groups]

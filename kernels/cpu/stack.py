@@ -15,10 +15,10 @@ from pagewire.kernels.cpu.all_reduce import AllReduce
 from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts, is_packed, matrix
 from pagewire.kernels.cpu.library import AttentionCall, structure
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, logit_terms
-from pagewire.kernels.kv_codes import DTYPE as KV_CODES
-from pagewire.kernels.kv_codes import head_size
-from pagewire.kernels.layer import Angles, Layer, LayerNorm, Mixture, Norm
-from pagewire.kernels.paging import AttentionBatch, Cache, check_scales
+from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
+from pagewire.kernels.data.kv_codes import head_size
+from pagewire.kernels.data.layer import Angles, Layer, LayerNorm, Mixture, Norm
+from pagewire.kernels.data.paging import AttentionBatch, Cache, check_scales
 
 GROUP_TOKENS = 768
 """Tokens of whole prompts that pass through all layers together, for each thread: two chunks of rows in linear.cpp.

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu.library import structure
-from pagewire.kernels.kv_codes import DTYPE as KV_CODES
-from pagewire.kernels.kv_codes import head_size
-from pagewire.kernels.paging import Cache, LogitTerms
+from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
+from pagewire.kernels.data.kv_codes import head_size
+from pagewire.kernels.data.paging import Cache, LogitTerms
 
 LogitTermsStruct = structure("LogitTerms")
 

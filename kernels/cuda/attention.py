@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.source import Variant
-from pagewire.kernels.paging import CAUSAL, WHOLE, AttentionBatch, Cache, LogitTerms, check_scales
+from pagewire.kernels.data.paging import CAUSAL, WHOLE, AttentionBatch, Cache, LogitTerms, check_scales
 
 __all__ = ["Workspace", "choose_splits", "paged_attention", "variants"]
 

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from pagewire.kernels import cache
 from pagewire.kernels.cuda.limits import launch_bound
 from pagewire.kernels.cuda.source import Variant, read_source
+from pagewire.kernels.native import cache
 
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 OLDEST = (8, 0)

@@ -8,7 +8,7 @@ from torch import Tensor
 from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.cuda.source import Variant
-from pagewire.kernels.layer import Activation
+from pagewire.kernels.data.layer import Activation
 
 THREADS = 256
 ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.GELU)

@@ -11,11 +11,11 @@ from pagewire.kernels.cuda import attention, gates, kv, lora, norms, sampling
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.replacements import REPLACEMENTS
 from pagewire.kernels.cuda.source import Variant
-from pagewire.kernels.deltas import AdapterRows
-from pagewire.kernels.layer import Activation, Angles, HeadNorms
-from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.data.deltas import AdapterRows
+from pagewire.kernels.data.layer import Activation, Angles, HeadNorms
+from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight
 from pagewire.kernels.reference.kernels import Kernels
-from pagewire.kernels.weight import Linear, UnpackedLinear, Weight
 
 
 @functools.cache

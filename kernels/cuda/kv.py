@@ -10,8 +10,8 @@ from torch import Tensor
 from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.cuda.source import Variant
-from pagewire.kernels.layer import Angles, HeadNorms
-from pagewire.kernels.paging import Cache, check_scales
+from pagewire.kernels.data.layer import Angles, HeadNorms
+from pagewire.kernels.data.paging import Cache, check_scales
 
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 LARGEST_HEAD = 256

@@ -7,7 +7,7 @@
 // recorded launch can be replayed for any adapters.
 #include "ptx.cuh"
 
-// A change of some outputs of a product. See `pagewire.kernels.deltas.Delta`.
+// A change of some outputs of a product. See `pagewire.kernels.data.deltas.Delta`.
 struct Delta {
     const void* a;       // [rank, k], aligned to 16 bytes
     const void* b;       // [panels of 64 outputs, rank, 64]

@@ -20,7 +20,7 @@ from torch import Tensor
 from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.cuda.source import Variant, parameter_dtype
-from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta
+from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta
 
 SOURCE = "lora.cu"
 THREADS = 128

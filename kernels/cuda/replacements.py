@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cuda.layout import exchange_chunks
-from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.reference.kernels import Kernels
 
 

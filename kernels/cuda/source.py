@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pagewire.kernels.declarations import POINTER, struct_fields
+from pagewire.kernels.native.declarations import POINTER, struct_fields
 
 HERE = Path(__file__).parent
 

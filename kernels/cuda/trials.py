@@ -17,9 +17,9 @@ from torch import Tensor
 from pagewire.kernels.cuda import attention, gates, kv, norms
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.layout import exchange_chunks
-from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
-from pagewire.kernels.layer import Activation, Norm
-from pagewire.kernels.paging import CAUSAL, UNSCALED, AttentionBatch, Cache, KVScales, LogitTerms
+from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
+from pagewire.kernels.data.layer import Activation, Norm
+from pagewire.kernels.data.paging import CAUSAL, UNSCALED, AttentionBatch, Cache, KVScales, LogitTerms
 from pagewire.kernels.reference.kernels import Kernels, reference
 
 TOLERANCE = {

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire.kernels import kv_codes
-from pagewire.kernels.elementwise import elementwise
-from pagewire.kernels.paging import AttentionBatch, Cache, LogitTerms, check_scales, token_view
+from pagewire.kernels.data import kv_codes
+from pagewire.kernels.data.elementwise import elementwise
+from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms, check_scales, token_view
 
 QUERIES, KEYS = 16, 256
 """Shape of every product in attention; tiles are counted from position 0."""

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire.kernels import integers
-from pagewire.kernels.deltas import AdapterRows, adapt_with
-from pagewire.kernels.elementwise import elementwise
-from pagewire.kernels.integers import Integers
-from pagewire.kernels.layer import (
+from pagewire.kernels.data import integers
+from pagewire.kernels.data.deltas import AdapterRows, adapt_with
+from pagewire.kernels.data.elementwise import elementwise
+from pagewire.kernels.data.integers import Integers
+from pagewire.kernels.data.layer import (
     Activation,
     Angles,
     Experts,
@@ -27,10 +27,10 @@ from pagewire.kernels.layer import (
     Norm,
     Router,
 )
-from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight
 from pagewire.kernels.reference import attention, sampling
 from pagewire.kernels.reference.quantised import UnpackedQuantisedLinear
-from pagewire.kernels.weight import Linear, UnpackedLinear, Weight
 
 ROWS = 16
 """Rows of every product in `Kernels.linear`."""

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire.kernels.integers import Integers
-from pagewire.kernels.weight import Weight, check_rows
+from pagewire.kernels.data.integers import Integers
+from pagewire.kernels.data.weight import Weight, check_rows
 
 CODES = 127
 """The largest code of an activation; codes are symmetric around 0."""

@@ -1,5 +1,5 @@
 """`EngineArgs`, where programs written for vLLM look for it."""
 
-from pagewire.ipc.options import AsyncEngineArgs, EngineArgs
+from pagewire.ipc.options.engine_args import AsyncEngineArgs, EngineArgs
 
 __all__ = ["AsyncEngineArgs", "EngineArgs"]

@@ -1,5 +1,5 @@
 """`LoRARequest`, where programs written for vLLM look for it."""
 
-from pagewire.frontend.lora import LoRARequest
+from pagewire.frontend.requests.lora import LoRARequest
 
 __all__ = ["LoRARequest"]

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..workers.architectures import GROUPED, VOCAB_SIZE, Architecture
-from ..workers.driver import GREEDY
-from ..workers.parity import make_prompts
-from ..workers.speculation.speculating import SpeculativeDriver, runner_with
-from .loading import load
+from tests.benchmarks.loading import load
+from tests.workers.architectures import GROUPED, VOCAB_SIZE, Architecture
+from tests.workers.driver import GREEDY
+from tests.workers.parity import make_prompts
+from tests.workers.speculation.speculating import SpeculativeDriver, runner_with
 
 PLACES = [1, 2, 3]
 NUM_DRAFTS = 3

@@ -19,7 +19,7 @@ import zmq.auth
 from aiohttp import web
 
 from pagewire.engine_core.clients.access import read_certificates, read_rights
-from pagewire.ipc.calls import Right
+from pagewire.ipc.wire.calls import Right
 from tests.benchmarks.loading import load_from
 
 load = partial(load_from, "siege")

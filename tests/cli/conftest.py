@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pagewire import LLM, SamplingParams
-
-from .command import PROMPT, start_core
+from tests.cli.command import PROMPT, start_core
 
 
 @pytest.fixture(autouse=True)

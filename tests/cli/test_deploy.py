@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from pagewire.cli.console.options import engine_args
 from pagewire.cli.main import build_parser
-from pagewire.cli.options import engine_args
 
 RECIPES = sorted((Path(__file__).parents[2] / "deploy").glob("*.md"))
 

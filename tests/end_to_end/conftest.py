@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from pagewire import LLM
-
-from .http_server import Server
+from tests.end_to_end.http_server import Server
 
 KV_BYTES = 64 << 20
 """Size of the KV cache. An idle core pre-faults the default size, which costs up to two seconds of a processor."""

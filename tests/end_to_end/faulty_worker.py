@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from pagewire.kernels.cpu.collective import SharedMemoryGroup
-from pagewire.workers import main
+from pagewire.workers.process import main
 
 ORDER = Path(os.environ["FAULT_ORDER"])
 POST_BYTES, SLEEPERS = 64, 4  # of the shared region, see collective.cpp
@@ -91,7 +91,7 @@ class FaultyGroup(SharedMemoryGroup):
 
 
 if __name__ == "__main__":
-    from pagewire.workers.collective import open as opening
+    from pagewire.workers.ranks import open as opening
 
     opening.SharedMemoryGroup = FaultyGroup  # type: ignore[misc]
     sys.exit(main.main())

@@ -12,9 +12,16 @@ import aiohttp
 import psutil
 
 from pagewire import AsyncLLM
-
-from .mixed_requests import Answer, Crowd, MixedRequest, draw_request, run_crowd, same, undisturbed
-from .server_process import INSPECTION, ServerProcess
+from tests.end_to_end.mixed_requests import (
+    Answer,
+    Crowd,
+    MixedRequest,
+    draw_request,
+    run_crowd,
+    same,
+    undisturbed,
+)
+from tests.end_to_end.server_process import INSPECTION, ServerProcess
 
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 

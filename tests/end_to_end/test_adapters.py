@@ -15,10 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from pagewire import LLM, AsyncLLM, LoRARequest, SamplingParams
-
-from ..frontend.server.client import Client
-from ..workers.architectures import COMMON, GROUPED, VOCAB_SIZE, Architecture
-from ..workers.parity import make_prompts, transformers_tokens
+from tests.frontend.server.client import Client
+from tests.workers.architectures import COMMON, GROUPED, VOCAB_SIZE, Architecture
+from tests.workers.parity import make_prompts, transformers_tokens
 
 LLAMA = Architecture("llama", GROUPED)
 NUM_TOKENS = 8

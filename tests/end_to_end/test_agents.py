@@ -12,10 +12,9 @@ import openai
 import pytest
 
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
-
-from .http_server import Server
-from .test_tools import NAMED, SCHEMAS, TOOLS
-from .thinker import CLOSE, make_thinker
+from tests.end_to_end.http_server import Server
+from tests.end_to_end.test_tools import NAMED, SCHEMAS, TOOLS
+from tests.end_to_end.thinker import CLOSE, make_thinker
 
 ASK: list[Any] = [{"role": "user", "content": "A room, please."}]
 ANSWER = {

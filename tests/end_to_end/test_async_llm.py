@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pagewire import AsyncLLM, EngineArgs, RequestOutput, RequestOutputKind, SamplingParams
-from pagewire.frontend.async_llm import run
+from pagewire.frontend.api.async_llm import run
 from pagewire.ipc.errors import EngineDeadError
 
 PROMPT = 'The "with" statement is used to'

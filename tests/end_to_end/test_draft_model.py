@@ -10,9 +10,8 @@ import pytest
 
 import pagewire.demo
 from pagewire import LLM, AsyncLLM, EngineArgs, SamplingParams
-
-from .conftest import KV_BYTES
-from .test_recovery import kill_worker, wait_for_start
+from tests.end_to_end.conftest import KV_BYTES
+from tests.end_to_end.test_recovery import kill_worker, wait_for_start
 
 FOLDER = Path(pagewire.demo.__path__[0])
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": KV_BYTES}

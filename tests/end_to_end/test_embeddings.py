@@ -28,9 +28,8 @@ from pagewire import (
     RequestOutputKind,
     SamplingParams,
 )
-
-from ..frontend.server.client import Client
-from .conftest import Daemon
+from tests.end_to_end.conftest import Daemon
+from tests.frontend.server.client import Client
 
 PROMPT = list(range(300, 340))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

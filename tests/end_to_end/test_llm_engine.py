@@ -25,7 +25,7 @@ from pagewire import (
     SamplingParams,
     StatLoggerBase,
 )
-from pagewire.frontend.stat_loggers import Stats
+from pagewire.frontend.core.stat_loggers import Stats
 
 PROMPT = 'The "with" statement is used to'
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)

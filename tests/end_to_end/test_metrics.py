@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire import LLM, SamplingParams
 from pagewire.frontend.server.operate.metrics import exposition
-from pagewire.ipc.params import StructuredOutputsParams
+from pagewire.ipc.wire.params import StructuredOutputsParams
 
 # Bounds that dashboards may ask for; ours may be finer, and go further.
 FIRST_TOKEN = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10]

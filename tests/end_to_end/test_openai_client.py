@@ -13,8 +13,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from pagewire import LLM, SamplingParams
-
-from .http_server import Server
+from tests.end_to_end.http_server import Server
 
 PROMPT = 'The "with" statement is used to'
 QUESTION: Any = [{"role": "user", "content": "What is the with statement?"}]

@@ -15,9 +15,9 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types import CreateEmbeddingResponse
 from tokenizers import Tokenizer
 
-from ..frontend.word_pieces import write_tokenizer
-from ..workers.pooled import cosine, sentence_transformer, write
-from .http_server import Server
+from tests.end_to_end.http_server import Server
+from tests.frontend.word_pieces import write_tokenizer
+from tests.workers.pooled import cosine, sentence_transformer, write
 
 TEXTS = ["the cat sat on a mat", "a dog ran", "the cat sat " * 12, "query"]
 TALK = [{"role": "user", "content": "the cat sat"}, {"role": "assistant", "content": "on a mat"}]

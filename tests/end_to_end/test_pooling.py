@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from pagewire import LLM, AsyncLLM, PoolingParams
-from pagewire.frontend.llm_engine import LLMEngine
-
-from ..frontend.server.client import Client
-from ..frontend.word_pieces import write_tokenizer
-from ..workers.parity import make_prompts
-from ..workers.pooled import cosine, sentence_transformer, write
+from pagewire.frontend.api.llm_engine import LLMEngine
+from tests.frontend.server.client import Client
+from tests.frontend.word_pieces import write_tokenizer
+from tests.workers.parity import make_prompts
+from tests.workers.pooled import cosine, sentence_transformer, write
 
 TEXTS = ["the cat sat on a mat", "a dog ran", "the cat sat " * 12, "query"]
 TALK = [{"role": "user", "content": "the cat sat"}]

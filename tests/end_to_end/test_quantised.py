@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from pagewire import LLM, AsyncLLM, EngineArgs, SamplingParams
-
-from ..workers.architectures import GROUPED, VOCAB_SIZE, Architecture
-from ..workers.parity import make_prompts
-from ..workers.quantised_models import write_awq
-from .conftest import KV_BYTES
-from .test_recovery import kill_worker, wait_for_start
+from tests.end_to_end.conftest import KV_BYTES
+from tests.end_to_end.test_recovery import kill_worker, wait_for_start
+from tests.workers.architectures import GROUPED, VOCAB_SIZE, Architecture
+from tests.workers.parity import make_prompts
+from tests.workers.quantised_models import write_awq
 
 PROMPTS = make_prompts(VOCAB_SIZE, tuple(range(3, 35, 2)))
 OPTIONS: dict[str, Any] = {

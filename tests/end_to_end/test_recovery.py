@@ -25,8 +25,7 @@ from pagewire import (
     SamplingParams,
     StructuredOutputsParams,
 )
-
-from .conftest import KV_BYTES, Daemon
+from tests.end_to_end.conftest import KV_BYTES, Daemon
 
 PROMPTS = [[300 + i, 400, 500 + i] * (1 + i % 5) for i in range(24)]
 

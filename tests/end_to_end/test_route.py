@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from .conftest import Daemon
-from .http_server import Server
+from tests.end_to_end.conftest import Daemon
+from tests.end_to_end.http_server import Server
 
 ADMIN = {"X_Pagewire_Admin": "1"}
 NUM_STREAMS = 8

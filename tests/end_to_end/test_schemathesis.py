@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import load_all_checks, not_a_server_error
 
-from pagewire.frontend.server.options import ServerOptions
-
-from ..serving import serving
+from pagewire.frontend.server.http.options import ServerOptions
+from tests.serving import serving
 
 DEFAULT_EXAMPLES = 12
 EXAMPLES = int(os.environ.get("PAGEWIRE_SCHEMATHESIS_EXAMPLES", DEFAULT_EXAMPLES))

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from .conftest import Daemon
-from .http_server import PATIENCE, Server
+from tests.end_to_end.conftest import Daemon
+from tests.end_to_end.http_server import PATIENCE, Server
 
 LONG = {"prompt": "The", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 

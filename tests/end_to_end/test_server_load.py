@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from .server_process import ServerProcess
-from .server_scenarios import kill_one_server, mixed_load
+from tests.end_to_end.server_process import ServerProcess
+from tests.end_to_end.server_scenarios import kill_one_server, mixed_load
 
 
 @pytest.fixture

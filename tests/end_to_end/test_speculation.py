@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from pagewire import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
-
-from .test_recovery import PROMPTS, Progress, kill_worker, mixed, status
+from tests.end_to_end.test_recovery import PROMPTS, Progress, kill_worker, mixed, status
 
 LONG = [300, 400, 500] * 8
 

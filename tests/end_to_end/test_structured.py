@@ -19,9 +19,8 @@ from pagewire import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from pagewire.frontend.outputs import BatchError
-
-from .http_server import Server
+from pagewire.frontend.requests.outputs import BatchError
+from tests.end_to_end.http_server import Server
 
 SCHEMAS: list[dict[str, Any]] = json.loads(
     Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"), parse_float=Decimal

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.frontend.server.options import ServerOptions
-
-from ..serving import serving
+from pagewire.frontend.server.http.options import ServerOptions
+from tests.serving import serving
 
 PROMPT = list(range(10, 110))
 

@@ -11,7 +11,7 @@ import jsonschema
 import openai
 import pytest
 
-from .http_server import Server
+from tests.end_to_end.http_server import Server
 
 BOOK = {
     "type": "object",

@@ -17,8 +17,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from pagewire import LLM, AsyncLLM, SamplingParams
-from pagewire.frontend.tracing import Tracer
-from pagewire.ipc.options import EngineArgs
+from pagewire.frontend.core.tracing import Tracer
+from pagewire.ipc.options.engine_args import EngineArgs
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, n=2, temperature=0.5, top_p=0.9, seed=1)

@@ -25,17 +25,16 @@ import zmq
 from pagewire import LLM, AsyncLLM, LoRARequest, SamplingParams
 from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.clients import Clients
-from pagewire.engine_core.config import EngineConfig
+from pagewire.engine_core.config.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
-from pagewire.ipc.gate import Gate
-from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.sockets import bind_router
+from pagewire.ipc.host.gate import Gate
+from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.wire.sockets import bind_router
 from pagewire.kernels.cpu import library
-
-from .test_embeddings import lora, table  # noqa: F401 - fixtures
-from .test_recovery import PROMPTS, Progress, collect, mixed, status, wait_for_start
+from tests.end_to_end.test_embeddings import lora, table  # noqa: F401 - fixtures
+from tests.end_to_end.test_recovery import PROMPTS, Progress, collect, mixed, status, wait_for_start
 
 FAULTY_WORKER = (sys.executable, str(Path(__file__).with_name("faulty_worker.py")))
 DRAFTER = {"model": "demo", "num_speculative_tokens": 3, "quantization": "int8"}

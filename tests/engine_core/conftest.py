@@ -16,16 +16,17 @@ import zmq
 from pagewire.engine_core.clients import clients
 from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.clients import MAX_BACKLOG_BYTES, Clients
-from pagewire.engine_core.config import EngineConfig
+from pagewire.engine_core.config.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.launchers.interface import Launcher
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
-from pagewire.ipc.adapters import AdapterSource
-from pagewire.ipc.codec import Codec
-from pagewire.ipc.gate import Gate
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import (
+from pagewire.ipc.host.gate import Gate
+from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.wire.adapters import AdapterSource
+from pagewire.ipc.wire.codec import Codec
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import (
     PROTOCOL,
     Call,
     CallAnswer,
@@ -39,9 +40,8 @@ from pagewire.ipc.messages import (
     TokenDelta,
     Welcome,
 )
-from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.sockets import bind_router, connect_dealer, receive, send
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.sockets import bind_router, connect_dealer, receive, send
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 WAIT_MS = 20_000

@@ -29,15 +29,15 @@ from typing import Any
 import msgspec
 import zmq
 
-from pagewire.ipc.codec import Codec, Tensor
-from pagewire.ipc.group_key import GroupKey
-from pagewire.ipc.items import LogprobRows
-from pagewire.ipc.lifeline import die_with_parent
-from pagewire.ipc.lora import AdapterLoaded, DropAdapter, LoadAdapter
-from pagewire.ipc.messages import PROTOCOL
-from pagewire.ipc.sockets import connect_dealer, receive, send
-from pagewire.ipc.tasks import restore_tasks
-from pagewire.ipc.worker_messages import (
+from pagewire.ipc.host.lifeline import die_with_parent
+from pagewire.ipc.wire.codec import Codec, Tensor
+from pagewire.ipc.wire.group_key import GroupKey
+from pagewire.ipc.wire.items import LogprobRows
+from pagewire.ipc.wire.lora import AdapterLoaded, DropAdapter, LoadAdapter
+from pagewire.ipc.wire.messages import PROTOCOL
+from pagewire.ipc.wire.sockets import connect_dealer, receive, send
+from pagewire.ipc.wire.tasks import restore_tasks
+from pagewire.ipc.wire.worker_messages import (
     Masks,
     Ready,
     Row,

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from pagewire.engine_core.schedule.sequence import sequence_seed
-from pagewire.ipc.codec import Tensor
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.items import Media, Prompt
-from pagewire.ipc.messages import (
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.items import Media, Prompt
+from pagewire.ipc.wire.messages import (
     PROTOCOL,
     Abort,
     Call,
@@ -29,10 +29,9 @@ from pagewire.ipc.messages import (
     Submit,
     Welcome,
 )
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.pooling import PoolingParams
-
-from .fake_worker import CRASH, FAIL, HANG, next_token
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.pooling import PoolingParams
+from tests.engine_core.fake_worker import CRASH, FAIL, HANG, next_token
 
 
 def roll_out(prompt: list[int], count: int, seed: int = 7) -> list[int]:
@@ -261,7 +260,7 @@ def test_blocks_come_back_after_abort_goodbye_and_silence(start_core: Callable) 
 def test_a_slow_reader_gets_everything_in_the_end(
     start_core: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagewire.ipc.sockets.HIGH_WATER", 2)
+    monkeypatch.setattr("pagewire.ipc.wire.sockets.HIGH_WATER", 2)
     monkeypatch.setattr("pagewire.engine_core.clients.clients.SEND_QUEUE", 2)
     core = start_core(worker_options=["--num-blocks", "4000"])
     slow, quick = core.frontend("slow"), core.frontend("quick")

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from pagewire.engine_core.clients.access import Access
-from pagewire.ipc.adapters import AdapterSource
 from pagewire.ipc.errors import AdapterCrashedWorkerError
-
-from .conftest import RawFrontend, RunningCore
-from .fake_worker import next_token
+from pagewire.ipc.wire.adapters import AdapterSource
+from tests.engine_core.conftest import RawFrontend, RunningCore
+from tests.engine_core.fake_worker import next_token
 
 Start = Callable[..., RunningCore]
 BASE = b""

@@ -11,13 +11,12 @@ import pytest
 import zmq
 
 from pagewire.engine_core.clients.clients import Clients
-from pagewire.ipc.budget import MAX_BATCH_BYTES, MAX_HELLO_BYTES
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import PROTOCOL, Hello, Refused, Request, Submit
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.sockets import bind_router, send
-
-from .conftest import WAIT_MS, RawFrontend, RunningCore
+from pagewire.ipc.wire.budget import MAX_BATCH_BYTES, MAX_HELLO_BYTES
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import PROTOCOL, Hello, Refused, Request, Submit
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.sockets import bind_router, send
+from tests.engine_core.conftest import WAIT_MS, RawFrontend, RunningCore
 
 
 @pytest.fixture

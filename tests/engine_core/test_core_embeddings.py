@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.embeddings import media_of
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Request, Submit
-from pagewire.ipc.params import SamplingParams
-
-from .fake_worker import EMBEDDING_SIZE
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.embeddings import media_of
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import Request, Submit
+from pagewire.ipc.wire.params import SamplingParams
+from tests.engine_core.fake_worker import EMBEDDING_SIZE
 
 NUM_TOKENS = 40
 

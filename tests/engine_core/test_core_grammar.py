@@ -13,12 +13,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from pagewire.engine_core import core as core_module
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Abort, Request, Submit
-from pagewire.ipc.params import SamplingParams
-
-from .conftest import RawFrontend
-from .fake_worker import EOS, VOCAB_SIZE, next_token
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import Abort, Request, Submit
+from pagewire.ipc.wire.params import SamplingParams
+from tests.engine_core.conftest import RawFrontend
+from tests.engine_core.fake_worker import EOS, VOCAB_SIZE, next_token
 
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation
 TOKENS = [*CHARACTERS, *(f"{i}," for i in range(len(CHARACTERS), EOS)), "<eos>"]

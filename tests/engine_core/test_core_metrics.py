@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from pagewire.engine_core.clients.metrics import PreemptionWarnings
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Request, Submit
-from pagewire.ipc.params import SamplingParams
-
-from .conftest import RawFrontend
-from .fake_worker import FAIL
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import Request, Submit
+from pagewire.ipc.wire.params import SamplingParams
+from tests.engine_core.conftest import RawFrontend
+from tests.engine_core.fake_worker import FAIL
 
 
 def metrics_of(frontend: RawFrontend) -> dict[str, Any]:

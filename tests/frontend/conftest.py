@@ -16,10 +16,10 @@ import pytest
 import zmq
 
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
-from pagewire.ipc.codec import Codec, Tensor
-from pagewire.ipc.gate import Gate
-from pagewire.ipc.items import LogprobRows
-from pagewire.ipc.messages import (
+from pagewire.ipc.host.gate import Gate
+from pagewire.ipc.wire.codec import Codec, Tensor
+from pagewire.ipc.wire.items import LogprobRows
+from pagewire.ipc.wire.messages import (
     PROTOCOL,
     Call,
     CallAnswer,
@@ -35,11 +35,10 @@ from pagewire.ipc.messages import (
     TokenDelta,
     Welcome,
 )
-from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.sockets import CurveKeys, bind_router, receive, send
-from pagewire.ipc.tasks import submitted
-
-from . import trained
+from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.sockets import CurveKeys, bind_router, receive, send
+from pagewire.ipc.wire.tasks import submitted
+from tests.frontend import trained
 
 EOS = 0
 PATIENCE = 20.0

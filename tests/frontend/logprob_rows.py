@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from itertools import chain
 
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.items import LogprobRows
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.items import LogprobRows
 
 
 def rows(token_ids: list[list[int]], logprobs: list[list[float]], ranks: list[int]) -> LogprobRows:

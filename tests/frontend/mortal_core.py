@@ -9,11 +9,10 @@ from typing import Any
 
 import zmq
 
-from pagewire.ipc.messages import Abort, Deltas, EngineInfo, Hello, Request, Submit, TokenDelta
-from pagewire.ipc.sockets import receive
-from pagewire.ipc.tasks import submitted
-
-from .conftest import FakeCore
+from pagewire.ipc.wire.messages import Abort, Deltas, EngineInfo, Hello, Request, Submit, TokenDelta
+from pagewire.ipc.wire.sockets import receive
+from pagewire.ipc.wire.tasks import submitted
+from tests.frontend.conftest import FakeCore
 
 FIRST, LENGTH = 2, 14  # token ids of every output: position p has the token FIRST + p % 60
 Kills = Callable[[Request, int], bool]

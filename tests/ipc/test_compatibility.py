@@ -16,18 +16,18 @@ import pytest
 
 import pagewire
 from pagewire.cli.compatibility import PATH, document
+from pagewire.cli.console.options import UsageError, engine_args, flag
 from pagewire.cli.main import build_parser
-from pagewire.cli.options import UsageError, engine_args, flag
-from pagewire.frontend.metrics import MetricList
+from pagewire.frontend.core.metrics import MetricList
 from pagewire.frontend.server.http.body import Decoder
+from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.warnings import begin_warnings
 from pagewire.frontend.server.openai import protocol
-from pagewire.frontend.server.options import ServerOptions
 from pagewire.ipc import compatibility
 from pagewire.ipc.compatibility import NAMES, OPTIONS, REQUEST_FIELDS, VALUES, VARIABLES, Absent
 from pagewire.ipc.environment import FLAGS, MAX_UNREAD, READ, check_environment, env_flag
-from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.params import GuidedDecodingParams, SamplingParams
+from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.wire.params import GuidedDecodingParams, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 SAMPLES: dict[Any, Any] = {int: 7, float: 0.5, dict: {"a": 1}, object: "x"}

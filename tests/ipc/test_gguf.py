@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from pagewire.ipc.errors import ModelNotFoundError
+from pagewire.ipc.files.hub import read_configs
 from pagewire.ipc.gguf import file as gguf_file
 from pagewire.ipc.gguf.config import ARCHITECTURES, generation_config, model_config
 from pagewire.ipc.gguf.file import GgufError, read_gguf, read_metadata
-from pagewire.ipc.hub import read_configs
-
-from ..gguf_headers import Tensor, content, text, write
+from tests.gguf_headers import Tensor, content, text, write
 
 LLAMA: dict[str, Any] = {
     "general.architecture": "llama",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.ipc.options import EngineArgs
+from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.quantization import (
     FAMILIES,
     NAMES,

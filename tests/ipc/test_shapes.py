@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pagewire.ipc.codec import Codec, Tensor
 from pagewire.ipc.errors import ProtocolError
-from pagewire.ipc.messages import Submit, ToCore
-from pagewire.ipc.safetensors import MAX_NAME, parse_header
+from pagewire.ipc.files.safetensors import MAX_NAME, parse_header
 from pagewire.ipc.shapes import MAX_DIMENSIONS, num_values
-
-from .test_messages import pack
+from pagewire.ipc.wire.codec import Codec, Tensor
+from pagewire.ipc.wire.messages import Submit, ToCore
+from tests.ipc.wire.test_messages import pack
 
 pytestmark = pytest.mark.timeout(20)
 

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.engine_core.speculative_model import resolve_speculation
-from pagewire.ipc.options import EngineArgs
+from pagewire.engine_core.config.speculative_model import resolve_speculation
+from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.speculative import SpeculativeConfig, method_of
 
 TYPICAL_NGRAMS = {"method": "ngram", "acceptance_method": "typical_acceptance_sampler"}

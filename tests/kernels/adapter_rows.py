@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagewire.kernels.deltas import AdapterRows, AdapterWeights
+from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights
 
 
 def make_rows(adapters: Sequence[AdapterWeights], of_rows: Sequence[int]) -> AdapterRows:

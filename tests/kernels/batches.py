@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagewire.kernels.kv_codes import row_width
+from pagewire.kernels.data.kv_codes import row_width
+from pagewire.kernels.data.paging import AttentionBatch, Cache
 from pagewire.kernels.ops import store_kv
-from pagewire.kernels.paging import AttentionBatch, Cache
 from pagewire.kernels.reference.kernels import reference
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -2,8 +2,7 @@ import pytest
 
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.kernels import CpuKernels
-
-from .instruction_sets import BEST, EMULATED, TESTED, kernels_or_skip
+from tests.kernels.instruction_sets import BEST, EMULATED, TESTED, kernels_or_skip
 
 
 @pytest.fixture(params=TESTED, scope="session")

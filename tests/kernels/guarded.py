@@ -14,10 +14,10 @@ from torch import Tensor
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.library import open_library
 from pagewire.kernels.cpu.quantised import QuantisedLinear
-from pagewire.kernels.integers import Integers
-from pagewire.kernels.weight import dense_weight
+from pagewire.kernels.data.integers import Integers
+from pagewire.kernels.data.weight import dense_weight
+from tests.kernels.cpu.test_quantised import SCHEMES, random_rows, random_weight
 from tests.kernels.instruction_sets import TESTED
-from tests.kernels.test_cpu_quantised import SCHEMES, random_rows, random_weight
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from pagewire.kernels.adapted import Adapted, adapt
 from pagewire.kernels.cpu.kernels import CpuKernels
-from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
+from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.dispatch import Kernels
 from pagewire.kernels.linear import dense_weight, pack
 from pagewire.kernels.reference.kernels import reference
-
-from .adapter_rows import make_rows
+from tests.kernels.adapter_rows import make_rows
 
 NUM_OUT, NUM_IN = 330, 133
 SHAPES = ((7, 5), (NUM_OUT, NUM_IN))

@@ -12,15 +12,14 @@ from pagewire.kernels.adapted import Adapted
 from pagewire.kernels.cpu.all_reduce import AllReduce
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
-from pagewire.kernels.integers import Integers, quantise
-from pagewire.kernels.layer import Activation, Angles, Experts, Layer, Mixture, Norm, Router
+from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
+from pagewire.kernels.data.integers import Integers, quantise
+from pagewire.kernels.data.layer import Activation, Angles, Experts, Layer, Mixture, Norm, Router
+from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.data.reduced import Sum
 from pagewire.kernels.linear import Linear, dense_weight, pack
-from pagewire.kernels.paging import AttentionBatch, Cache, LogitTerms
-from pagewire.kernels.reduced import Sum
 from pagewire.kernels.stack import Stack
-
-from .batches import allocate_kv
+from tests.kernels.batches import allocate_kv
 
 MIXED = {"qkv": Integers(4, 16, 0), "up": Integers(8, 16, 128), "down": Integers(8, None, 128)}
 WIDTH = 32  # of an expert

@@ -12,13 +12,12 @@ from torch import Tensor
 from pagewire.kernels.cpu import stack as compiled_stack
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.integers import Integers, quantise
-from pagewire.kernels.layer import Activation, Layer, LayerNorm, Norm
+from pagewire.kernels.data.integers import Integers, quantise
+from pagewire.kernels.data.layer import Activation, Layer, LayerNorm, Norm
+from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.linear import Linear, dense_weight, pack
-from pagewire.kernels.paging import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.stack import Stack
-
-from .batches import allocate_kv
+from tests.kernels.batches import allocate_kv
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, PAGE = 48, 4, 2, 16, 72, 16
 LENGTHS = (20, 1, 33, 5, 17)

@@ -13,14 +13,14 @@ from pagewire.kernels.adapted import Adapted
 from pagewire.kernels.cpu.experts import CompiledExperts
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
+from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
+from pagewire.kernels.data.integers import Integers, integer_weight, quantise
+from pagewire.kernels.data.layer import Activation, Experts, Router
+from pagewire.kernels.data.weight import Linear, Weight
 from pagewire.kernels.experts import GroupedExperts, one_by_one
-from pagewire.kernels.integers import Integers, integer_weight, quantise
-from pagewire.kernels.layer import Activation, Experts, Router
 from pagewire.kernels.linear import dense_weight, pack
 from pagewire.kernels.ops import add_gated, route
 from pagewire.kernels.reference.kernels import reference
-from pagewire.kernels.weight import Linear, Weight
 
 CPU = torch.device("cpu")
 HIDDEN, WIDTH, NUM_EXPERTS = 128, 96, 6

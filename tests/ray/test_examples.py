@@ -13,8 +13,7 @@ import pytest
 from openai import OpenAI
 
 from pagewire import LLM, SamplingParams
-
-from ..end_to_end.conftest import KV_BYTES
+from tests.end_to_end.conftest import KV_BYTES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPT = 'The "with" statement is used to'

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pagewire import EngineArgs, initialize_ray_cluster
-from pagewire.ipc import ray_cluster
+from pagewire.ipc.options import ray_cluster
 
 ARGS = EngineArgs("demo", device="cpu", tensor_parallel_size=2, num_threads=2)
 
@@ -38,7 +38,9 @@ def test_an_engine_in_a_placement_group_runs_its_workers_there(ray: Any) -> None
 
         def parents_of_workers() -> list[str]:
             found = psutil.process_iter(["cmdline", "ppid"])
-            workers = [other for other in found if "pagewire.workers.main" in (other.info["cmdline"] or ())]
+            workers = [
+                other for other in found if "pagewire.workers.process.main" in (other.info["cmdline"] or ())
+            ]
             return [" ".join(psutil.Process(worker.info["ppid"]).cmdline()) for worker in workers]
 
         tokens = []

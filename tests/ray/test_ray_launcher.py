@@ -11,10 +11,9 @@ import psutil
 import pytest
 
 from pagewire import LLM, AsyncLLM
-
-from ..end_to_end.conftest import KV_BYTES, Daemon
-from ..end_to_end.test_recovery import PROMPTS, Progress, collect, mixed, status
-from .conftest import NODE
+from tests.end_to_end.conftest import KV_BYTES, Daemon
+from tests.end_to_end.test_recovery import PROMPTS, Progress, collect, mixed, status
+from tests.ray.conftest import NODE
 
 ON_RAY = ("--distributed-executor-backend", "ray", "--tensor-parallel-size", "2", "--num-threads", "2")
 
@@ -24,7 +23,7 @@ def workers() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         with suppress(psutil.NoSuchProcess):
-            if "pagewire.workers.main" in (process.info["cmdline"] or ()):
+            if "pagewire.workers.process.main" in (process.info["cmdline"] or ()):
                 parent = process.parent()
                 if parent is not None and "WorkerHost" in " ".join(parent.cmdline()):
                     found.append(process)

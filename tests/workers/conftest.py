@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.workers.runner import Runner
-
-from .architectures import GROUPED, Architecture
-from .driver import load_runner
+from pagewire.workers.run.runner import Runner
+from tests.workers.architectures import GROUPED, Architecture
+from tests.workers.driver import load_runner
 
 LLAMA = Architecture("llama", GROUPED)
 

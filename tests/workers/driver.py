@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagewire.ipc.items import LogprobRows, Prompt
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import (
+from pagewire.ipc.wire.items import LogprobRows, Prompt
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import (
     Parallel,
     Ready,
     Row,
@@ -19,8 +19,8 @@ from pagewire.ipc.worker_messages import (
     StepResult,
     WorkerConfig,
 )
-from pagewire.workers.collective.interface import Collective
-from pagewire.workers.runner import Runner
+from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.run.runner import Runner
 
 GREEDY = SamplingParams(temperature=0.0)
 

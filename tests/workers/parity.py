@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .driver import Driver, load_runner
+from tests.workers.driver import Driver, load_runner
 
 PROMPT_LENGTHS = (23, 5, 17, 1)
 NUM_TOKENS = 10

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from pagewire.ipc.lora import AdapterLoaded, LoadAdapter, LoRAConfig
-from pagewire.workers.model.matrices import is_linear
-
-from .driver import load_runner
-from .parity import NUM_TOKENS, greedy_tokens
-from .random_adapters import load
+from pagewire.ipc.wire.lora import AdapterLoaded, LoadAdapter, LoRAConfig
+from pagewire.workers.module.matrices import is_linear
+from tests.workers.driver import load_runner
+from tests.workers.parity import NUM_TOKENS, greedy_tokens
+from tests.workers.random_adapters import load
 
 LIMITS = LoRAConfig(max_loras=8, max_lora_rank=64, extra_vocab_size=0)
 

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
-from pagewire.workers.runner import Runner
-
-from .architectures import COMMON, GROUPED
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
+from pagewire.workers.run.runner import Runner
+from tests.workers.architectures import COMMON, GROUPED
 
 SIZES: dict[str, Any] = {
     name: value for name, value in COMMON.items() if name not in ("bos_token_id", "eos_token_id")

@@ -12,11 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pagewire.kernels.cpu.panels import NumberFormat
-from pagewire.kernels.integers import Integers, integer_weight, quantise
-from pagewire.kernels.weight import Weight, dense_weight
+from pagewire.kernels.data.integers import Integers, integer_weight, quantise
+from pagewire.kernels.data.weight import Weight, dense_weight
 from pagewire.workers.checkpoint.formats.format import Held, Parts, described
-
-from .formats.rounding import awq_gemm, rounded
+from tests.workers.checkpoint.formats.rounding import awq_gemm, rounded
 
 SchemeOf = Callable[[str], Integers | None]
 """The scheme of a module by its name; None: it stays dense."""

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pagewire.ipc.lora import AdapterLoaded, LoadAdapter
+from pagewire.ipc.wire.lora import AdapterLoaded, LoadAdapter
 from pagewire.workers.adapters.files import TENSORS
 from pagewire.workers.adapters.loader import Adapters
 

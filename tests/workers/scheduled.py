@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import sequences
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Request
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import StepPlan
-from pagewire.workers.runner import Runner
-
-from .parity import NUM_TOKENS
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import Request
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import StepPlan
+from pagewire.workers.run.runner import Runner
+from tests.workers.parity import NUM_TOKENS
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .architectures import ARCHITECTURES, COMMON, GEMMA4, VOCAB_SIZE, WINDOWED
+from tests.workers.architectures import ARCHITECTURES, COMMON, GEMMA4, VOCAB_SIZE, WINDOWED
 
 SIZES: dict[str, Any] = COMMON | {
     **dict.fromkeys(("d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size"), 64),

@@ -21,19 +21,18 @@ from pagewire.engine_core.schedule.adapter import Adapter
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
-from pagewire.ipc.adapters import AdapterSource
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.items import LogprobRows, Prompt
-from pagewire.ipc.messages import Request, TokenDelta
-from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
-from pagewire.ipc.worker_messages import Masks, StepPlan
-from pagewire.workers.runner import Runner
-
-from ..engine_core.schedule.simulation import Forced, drafting
-from .architectures import VOCAB_SIZE
-from .driver import load_runner
-from .peft_adapters import LIMITS, AdaptedRunner
-from .random_adapters import write
+from pagewire.ipc.wire.adapters import AdapterSource
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.items import LogprobRows, Prompt
+from pagewire.ipc.wire.messages import Request, TokenDelta
+from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
+from pagewire.ipc.wire.worker_messages import Masks, StepPlan
+from pagewire.workers.run.runner import Runner
+from tests.engine_core.schedule.simulation import Forced, drafting
+from tests.workers.architectures import VOCAB_SIZE
+from tests.workers.driver import load_runner
+from tests.workers.peft_adapters import LIMITS, AdaptedRunner
+from tests.workers.random_adapters import write
 
 MAX_MODEL_LEN = 64
 EOS = 7

@@ -11,22 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.embeddings import PLACEHOLDER, media_of
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.pooling import PoolerConfig, PoolingParams
-from pagewire.workers.runner import Runner
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.embeddings import PLACEHOLDER, media_of
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.pooling import PoolerConfig, PoolingParams
+from pagewire.workers.batch.slots import history as history_of
+from pagewire.workers.run.runner import Runner
+from pagewire.workers.run.trial_steps import TrialSteps
 from pagewire.workers.sample.sampler import SamplingSlot
-from pagewire.workers.slots import history as history_of
-from pagewire.workers.trial_steps import TrialSteps
-
-from .architectures import SERVED, VOCAB_SIZE, Architecture
-from .driver import Driver, load_runner
-from .parallel.threads import Rank, run_ranks
-from .parity import NUM_TOKENS, make_prompts
-from .pooled import pool, write
-from .scheduled import SETTINGS, Setting, run
+from tests.workers.architectures import SERVED, VOCAB_SIZE, Architecture
+from tests.workers.driver import Driver, load_runner
+from tests.workers.parallel.threads import Rank, run_ranks
+from tests.workers.parity import NUM_TOKENS, make_prompts
+from tests.workers.pooled import pool, write
+from tests.workers.scheduled import SETTINGS, Setting, run
 
 LENGTHS = (23, 5, 17, 1)
 FORMS = ("llama", "gpt2", "gemma3_text")  # a stack, transformers' own code, an embedding that scales

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
 from pagewire.workers.errors import LoadError
-from pagewire.workers.runner import Runner
-
-from .architectures import GROUPED, LATER_EXPERTS, MLA, VOCAB_SIZE, Architecture
-from .driver import Driver, load_runner, values
-from .parity import make_prompts
+from pagewire.workers.run.runner import Runner
+from tests.workers.architectures import GROUPED, LATER_EXPERTS, MLA, VOCAB_SIZE, Architecture
+from tests.workers.driver import Driver, load_runner, values
+from tests.workers.parity import make_prompts
 
 PARAMS = SamplingParams(temperature=0.0, logprobs=1)
 MODELS = {

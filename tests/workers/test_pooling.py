@@ -9,18 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pagewire.ipc.pooling import PoolerConfig, PoolingParams
+from pagewire.ipc.wire.pooling import PoolerConfig, PoolingParams
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.network import Network
-from pagewire.workers.model.pooler import PoolingSlot
-from pagewire.workers.model.structures import STRUCTURES
-
-from ..frontend.word_pieces import write_tokenizer
-from . import pooled
-from .architectures import SERVED, VOCAB_SIZE
-from .driver import load_runner
-from .parity import make_prompts
-from .pooled import CAUSAL, ENCODERS, MORE_ENCODERS, cosine, pool, sentence_transformer, write
+from pagewire.workers.network.network import Network
+from pagewire.workers.network.pooler import PoolingSlot
+from pagewire.workers.network.structures import STRUCTURES
+from tests.frontend.word_pieces import write_tokenizer
+from tests.workers import pooled
+from tests.workers.architectures import SERVED, VOCAB_SIZE
+from tests.workers.driver import load_runner
+from tests.workers.parity import make_prompts
+from tests.workers.pooled import CAUSAL, ENCODERS, MORE_ENCODERS, cosine, pool, sentence_transformer, write
 
 LENGTHS = (23, 1, 64, 5, 17, 40)
 EMBED = PoolingParams(task="embed")

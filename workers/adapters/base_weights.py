@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.adapters.division import own_rows
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.configuration import load_config, resolve_dtype
-from pagewire.workers.model.modules import build_module
-from pagewire.workers.model.shards import Cut
-from pagewire.workers.model.weights import Weights
+from pagewire.workers.module.configuration import load_config, resolve_dtype
+from pagewire.workers.module.shards import Cut
+from pagewire.workers.module.weights import Weights
+from pagewire.workers.network.build_module import build_module
 
 NORM_ROWS = 512  # rows of a weight whose norms are computed at a time
 

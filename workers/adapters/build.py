@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.kernels.cpu.adapters import DeltaMemory, add_changes, room_of
 from pagewire.kernels.cuda.lora import table_of
-from pagewire.kernels.deltas import AdapterWeights, Delta, EmbeddingDelta, panels
+from pagewire.kernels.data.deltas import AdapterWeights, Delta, EmbeddingDelta, panels
 from pagewire.workers.adapters.base_weights import BaseWeights
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.division import own_columns, own_rows, own_shift, own_tokens
@@ -38,7 +38,7 @@ def build(
     Raises:
         ValueError: it is of another model, broken, larger than the limits, or asks for what is not served.
     """
-    builder = _Builder(config, targets, limits, base)
+    builder = _DeltaBuilder(config, targets, limits, base)
     on_cpu = targets.device.type == "cpu"
     # Long pieces come last, so that work changes threads once. A copy to a GPU waits for the step that runs there.
     long = {name for name, parts in modules.items() if not on_cpu or _is_long(parts)}
@@ -67,7 +67,7 @@ def _is_long(parts: Parts) -> bool:
 
 
 @dataclass
-class _Builder:
+class _DeltaBuilder:
     config: AdapterConfig
     targets: Targets
     limits: LoRAConfig

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pagewire.ipc.hub import read_configs
+from pagewire.ipc.files.hub import read_configs
 from pagewire.ipc.quoting import quoted
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.name_patterns import MatchTime, NamePattern
 
 Number = TypeVar("Number", int, float)

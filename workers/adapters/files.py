@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagewire.ipc.files.safetensors import LENGTH_BYTES, TensorEntry, parse_header
 from pagewire.ipc.quoting import quoted
-from pagewire.ipc.safetensors import LENGTH_BYTES, TensorEntry, parse_header
 from pagewire.ipc.shapes import num_values
 from pagewire.workers.adapters import config
 from pagewire.workers.errors import first_line

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from pagewire.ipc.errors import error_text, error_type
-from pagewire.ipc.lora import AdapterLoaded, LoadAdapter, LoRAConfig
-from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.kernels.deltas import AdapterRows, AdapterWeights
+from pagewire.ipc.wire.lora import AdapterLoaded, LoadAdapter, LoRAConfig
+from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights
 from pagewire.workers.adapters.base_weights import BaseWeights
 from pagewire.workers.adapters.build import build
 from pagewire.workers.adapters.config import AdapterConfig, check_context_length
@@ -23,11 +23,11 @@ from pagewire.workers.adapters.other_stages import add_other_stages
 from pagewire.workers.adapters.pieces import LARGE_BYTES, Piece, PieceRunner, Pieces
 from pagewire.workers.adapters.recorded import RecordedRows, max_width, why_not_recorded
 from pagewire.workers.adapters.targets import Targets
-from pagewire.workers.batch import AdapterOrder
-from pagewire.workers.collective.interface import Collective
+from pagewire.workers.batch.flat_batch import AdapterOrder
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.loaded import LoadedModel
+from pagewire.workers.network.loaded import LoadedModel
+from pagewire.workers.ranks.interface import Collective
 
 logger = logging.getLogger("pagewire.worker")
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from pagewire.ipc.quoting import quoted
-from pagewire.kernels.weight import Weight, dense_weight
+from pagewire.kernels.data.weight import Weight, dense_weight
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.files import file_bytes, read_config, read_files
 from pagewire.workers.adapters.names import Kind, Parts, by_module, kinds_of
 from pagewire.workers.errors import LoadError, first_line
-from pagewire.workers.model.matrices import is_linear, is_transposed
-from pagewire.workers.model.weights import Quantise
+from pagewire.workers.module.matrices import is_linear, is_transposed
+from pagewire.workers.module.weights import Quantise
 
 LOW_RANK = ({Kind.A, Kind.B}, {Kind.A, Kind.B, Kind.MAGNITUDE}, {Kind.EMBEDDING_A, Kind.EMBEDDING_B})
 

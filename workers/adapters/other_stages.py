@@ -9,13 +9,13 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from pagewire.ipc.worker_messages import Parallel
+from pagewire.ipc.wire.worker_messages import Parallel
 from pagewire.workers.adapters.division import whole_shape
 from pagewire.workers.adapters.experts import ExpertPlaces
 from pagewire.workers.adapters.place import Place
 from pagewire.workers.adapters.targets import Targets
-from pagewire.workers.collective.agreement import from_rank
-from pagewire.workers.collective.interface import Collective
+from pagewire.workers.ranks.agreement import from_rank
+from pagewire.workers.ranks.interface import Collective
 
 
 class StageExperts(msgspec.Struct, array_like=True):

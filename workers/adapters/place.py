@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pagewire.kernels.adapted import Adapted
 from pagewire.workers.adapters.division import whole_shape
-from pagewire.workers.model.shards import Cut
+from pagewire.workers.module.shards import Cut
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from pagewire.ipc.lora import LoRAConfig
+from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.kernels.cuda.lora import DeviceRows, RowTiles, table_of
-from pagewire.kernels.deltas import AdapterRows, AdapterWeights
+from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights
 from pagewire.workers.adapters.targets import Targets
 
 MAX_JOINED = 3

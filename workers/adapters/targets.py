@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire.ipc.lora import LoRAConfig
+from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.kernels.adapted import Adapted
-from pagewire.kernels.deltas import AdapterWeights, EmbeddingDelta, Shapes
+from pagewire.kernels.data.deltas import AdapterWeights, EmbeddingDelta, Shapes
+from pagewire.kernels.data.layer import Experts, Layer
+from pagewire.kernels.data.reduced import Reduced
 from pagewire.kernels.experts import GroupedExperts
-from pagewire.kernels.layer import Experts, Layer
 from pagewire.kernels.linear import Linear
-from pagewire.kernels.reduced import Reduced
 from pagewire.kernels.stack import Stack
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.division import whole_shape
@@ -25,14 +25,14 @@ from pagewire.workers.adapters.experts import ExpertPlaces, FoundExperts, later_
 from pagewire.workers.adapters.files import file_bytes
 from pagewire.workers.adapters.place import Place
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.attention import current_adapters
-from pagewire.workers.model.experts import up_name
-from pagewire.workers.model.loaded import LoadedModel
-from pagewire.workers.model.module import ModuleBase, ModuleHead, ModuleScores
-from pagewire.workers.model.network import Network
-from pagewire.workers.model.parallel_layers import DividedEmbedding, GatheredLinear
-from pagewire.workers.model.shards import Cut
-from pagewire.workers.model.transforms import LinearModule, QuantisedEmbedding
+from pagewire.workers.module.attention import current_adapters
+from pagewire.workers.module.experts import up_name
+from pagewire.workers.module.parallel_layers import DividedEmbedding, GatheredLinear
+from pagewire.workers.module.shards import Cut
+from pagewire.workers.module.transforms import LinearModule, QuantisedEmbedding
+from pagewire.workers.network.loaded import LoadedModel
+from pagewire.workers.network.module_base import ModuleBase, ModuleHead, ModuleScores
+from pagewire.workers.network.network import Network
 
 EMBEDDINGS = (nn.Embedding, QuantisedEmbedding)
 """Types of embeddings that adapters can change."""

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.ipc.counts import check_counts
+from pagewire.ipc.files.hub import read_json
+from pagewire.ipc.files.safetensors import LENGTH_BYTES, parse_header
 from pagewire.ipc.gguf.config import model_config
 from pagewire.ipc.gguf.file import GgufError, is_gguf, read_gguf
-from pagewire.ipc.hub import read_json
 from pagewire.ipc.quoting import quoted
-from pagewire.ipc.safetensors import LENGTH_BYTES, parse_header
-from pagewire.workers.checkpoint.gguf.names import MODELS, places
+from pagewire.workers.checkpoint.gguf_names import MODELS, places
 from pagewire.workers.errors import LoadError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.kernels.paging import KVScales
+from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.kernels.data.paging import KVScales
 from pagewire.workers.checkpoint.headers import INDEX, SINGLE
 from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.errors import LoadError

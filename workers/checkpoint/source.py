@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pagewire.ipc.quoting import quoted
 from pagewire.kernels.cpu import arena
-from pagewire.kernels.weight import Weight, dense_weight
+from pagewire.kernels.data.weight import Weight, dense_weight
 from pagewire.workers.checkpoint.headers import DTYPES, TensorHeader, safetensors_header, weight_files
 from pagewire.workers.errors import LoadError
 

@@ -12,10 +12,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from pagewire.ipc.worker_messages import Parallel, WorkerConfig
+from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import populate, zeros
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.kv_codes import DTYPE as KV_CODES
+from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.workers.device.kv_size import kv_budget, step_bytes
 from pagewire.workers.device.machine import ALONE, BIND, bound_cpus, default_threads, machine_memory
 from pagewire.workers.errors import LoadError

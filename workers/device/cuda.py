@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.attention import HEAD_DIMS
 from pagewire.kernels.cuda.compile import CompileError
@@ -20,10 +20,10 @@ from pagewire.kernels.cuda.norms import DTYPES as KERNEL_DTYPES
 from pagewire.kernels.cuda.sampling import MAX_VOCAB_SIZE
 from pagewire.kernels.cuda.source import Variant
 from pagewire.workers.device.cpu import CpuTokenSampler
+from pagewire.workers.device.cuda_sampler import CudaTokenSampler
 from pagewire.workers.device.first_run import SAMPLING, Launches, in_processes, replace_wrong_kernels
 from pagewire.workers.device.interface import TokenSampler
 from pagewire.workers.errors import LoadError
-from pagewire.workers.sample.device_sampler import CudaTokenSampler
 
 logger = logging.getLogger("pagewire.worker")
 

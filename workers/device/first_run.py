@@ -19,13 +19,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from pagewire.ipc.lifeline import Child, exit_cause
-from pagewire.ipc.params import SamplingParams
-from pagewire.kernels import cache
+from pagewire.ipc.host.lifeline import Child, exit_cause
+from pagewire.ipc.wire.params import SamplingParams
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.source import HERE
 from pagewire.kernels.cuda.trials import normal, trials
-from pagewire.workers.sample.device_sampler import CudaTokenSampler, Transfers
+from pagewire.kernels.native import cache
+from pagewire.workers.device.cuda_sampler import CudaTokenSampler, Transfers
 from pagewire.workers.sample.sampler import SamplingSlot, sample
 
 logger = logging.getLogger("pagewire.worker")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from pagewire.ipc.worker_messages import Parallel
+from pagewire.ipc.wire.worker_messages import Parallel
 from pagewire.kernels.cpu.arena import LARGE_PAGE, Region, populate
 from pagewire.workers.errors import LoadError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagewire.ipc.worker_messages import Parallel, WorkerConfig
+from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.workers.device.cpu import CpuDevice
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from pagewire.ipc.lifeline import die_with_parent
+from pagewire.ipc.host.lifeline import die_with_parent
 from pagewire.workers.device.cuda import CudaDevice
 from pagewire.workers.device.first_run import NO_TRIAL, Launches, NoTrialError, all_trials, verdict
 

@@ -13,11 +13,19 @@ NAMES = {
     "hidden_size": ("hidden_size", "n_embd"),
     "num_heads": ("num_attention_heads", "n_head"),
     "max_positions": (
-        *("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx"),
+        "max_position_embeddings",
+        "n_positions",
+        "max_sequence_length",
+        "seq_length",
+        "n_ctx",
     ),
     "num_experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
     "experts_per_token": (
-        *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "moe_topk",
+        "moe_k",
+        "top_k_experts",
     ),
 }
 DEFAULT_POSITIONS = 2048  # of a model that gives no limit

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pagewire.ipc.quantization import ONLINE
-from pagewire.ipc.worker_messages import Parallel
+from pagewire.ipc.wire.worker_messages import Parallel
 from pagewire.kernels.cpu.build import panels_of
 from pagewire.kernels.cpu.panels import ITEM_BYTES, NumberFormat, Panels
+from pagewire.workers.checkpoint.formats.online import quantised_as
 from pagewire.workers.checkpoint.headers import DTYPES, Headers
-from pagewire.workers.checkpoint.online import quantised_as
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.dimensions import Dimensions
 from pagewire.workers.estimate.inventory import Matrix, Part, matrices
-from pagewire.workers.model.shares import stage_layers
-from pagewire.workers.model.structure import has_stack_structure
+from pagewire.workers.module.structure import has_stack_structure
+from pagewire.workers.ranks.shares import stage_layers
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 KV_ITEM_BYTES = ITEM_BYTES | {"int8": 1, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}

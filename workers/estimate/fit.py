@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from pagewire.ipc.model_figures import ModelFigures
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.wire.model_figures import ModelFigures
+from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.checkpoint.headers import Headers, read_headers
 from pagewire.workers.checkpoint.mtp_layers import divided
 from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks, step_bytes

@@ -13,7 +13,7 @@ from typing import Any
 
 from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.workers.checkpoint.formats.format import parts_by_weight
-from pagewire.workers.checkpoint.gguf.names import BLOCKS
+from pagewire.workers.checkpoint.gguf_names import BLOCKS
 from pagewire.workers.checkpoint.headers import FLOATS, TensorHeader
 
 
@@ -34,19 +34,51 @@ HEADS = (".lm_head.", ".embed_out.", ".output_projection.", ".output.", ".langua
 WORDS = {
     Part.EXPERTS: (".experts.", "block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
     Part.ATTENTION: (
-        *("attn", "attention", ".wq.", ".wk.", ".wv.", ".wo."),
-        *(".q_proj.", ".k_proj.", ".v_proj.", ".o_proj.", ".qkv_proj."),
+        "attn",
+        "attention",
+        ".wq.",
+        ".wk.",
+        ".wv.",
+        ".wo.",
+        ".q_proj.",
+        ".k_proj.",
+        ".v_proj.",
+        ".o_proj.",
+        ".qkv_proj.",
     ),
     Part.FEED_FORWARD: (
-        *("mlp", "ffn", "feed_forward", "moe", "shared_expert", "router"),
-        *(".fc1.", ".fc2.", ".c_fc.", ".w1.", ".w2.", ".w3."),
+        "mlp",
+        "ffn",
+        "feed_forward",
+        "moe",
+        "shared_expert",
+        "router",
+        ".fc1.",
+        ".fc2.",
+        ".c_fc.",
+        ".w1.",
+        ".w2.",
+        ".w3.",
     ),
     Part.EMBEDDING: ("embed", ".wte.", ".wpe.", ".w.weight."),
 }
 """What stands in the names of a part's tensors, between dots; the first part that fits counts."""
 BESIDE_TEXT = (
-    *(".vision", ".visual", ".image", ".video", ".audio", ".multi_modal", ".mm_projector", ".projector"),
-    *(".connector", ".aligner", ".merger", ".vqmodel", ".embed_vision", ".embed_audio", ".generation_"),
+    ".vision",
+    ".visual",
+    ".image",
+    ".video",
+    ".audio",
+    ".multi_modal",
+    ".mm_projector",
+    ".projector",
+    ".connector",
+    ".aligner",
+    ".merger",
+    ".vqmodel",
+    ".embed_vision",
+    ".embed_audio",
+    ".generation_",
 )
 """How the names begin of modules that a model needs for pictures and sound only."""
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.wire.params import SamplingParams
 from pagewire.workers.sample.token_tables import token_tables
 
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.items import LogprobRows
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.items import LogprobRows
 from pagewire.workers.sample.fixed_point import ONE, depths_below, fixed_point_probabilities, top_tokens
 
 CHUNK = 2**20  # logits processed at a time, which limits scratch memory

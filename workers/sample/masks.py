@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from pagewire.ipc.worker_messages import Masks
+from pagewire.ipc.wire.worker_messages import Masks
 
 NO_BITS = torch.empty(0, 0, dtype=torch.int32)
 

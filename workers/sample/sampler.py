@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagewire.ipc.items import LogprobRows
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.tasks import without
+from pagewire.ipc.wire.items import LogprobRows
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.tasks import without
 from pagewire.kernels.ops import largest, only_allowed
 from pagewire.workers.sample.fixed_point import (
     depth_bins,

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.wire.params import SamplingParams
 
 TABLED = ("logit_bias", "allowed_token_ids", "bad_words_token_ids")  # parameters that tables are made of
 

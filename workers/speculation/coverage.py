@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pagewire.ipc.worker_messages import StepPlan
-from pagewire.workers.slots import Slots
+from pagewire.ipc.wire.worker_messages import StepPlan
+from pagewire.workers.batch.slots import Slots
 
 
 class Coverage:

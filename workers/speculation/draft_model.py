@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.ipc.worker_messages import StepPlan, WorkerConfig
-from pagewire.kernels.paging import Cache
-from pagewire.workers.collective.interface import Collective
+from pagewire.ipc.wire.worker_messages import StepPlan, WorkerConfig
+from pagewire.kernels.data.paging import Cache
+from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.attention import StepContext
-from pagewire.workers.model.loaded import LoadedModel, Phases
-from pagewire.workers.slots import Slots
+from pagewire.workers.module.attention import StepContext
+from pagewire.workers.network.loaded import LoadedModel, Phases
+from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.speculation.coverage import Coverage
 from pagewire.workers.speculation.interface import RowOver
 from pagewire.workers.speculation.places import Places
@@ -146,9 +146,7 @@ class DraftModel:
             return drafts
         num_positions = max(run.end + max(run.draft.limit, 1) for run in runs) - 1
         slot_ids = [run.slot for run in runs]
-        places = Places(
-            *(self._slots, slot_ids, num_positions, self._num_blocks, self._num_spare, self._device)
-        )
+        places = Places(self._slots, slot_ids, num_positions, self._num_blocks, self._num_spare, self._device)
         self._catch_up(runs, places)
         while active := [run for run in runs if run.draft.goes_on]:
             self._go_on(active, places)

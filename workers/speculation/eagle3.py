@@ -23,8 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagewire.ipc.hub import read_json
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.files.hub import read_json
+from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.kernels.data.paging import AttentionBatch, Cache
 from pagewire.kernels.ops import (
     activate_and_mul,
     add_rms_norm,
@@ -32,15 +33,14 @@ from pagewire.kernels.ops import (
     rms_norm,
     rotate_and_store,
 )
-from pagewire.kernels.paging import AttentionBatch, Cache
-from pagewire.workers.checkpoint.online import online
-from pagewire.workers.collective.interface import Collective
+from pagewire.workers.checkpoint.formats.online import online
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.caches import KVShape
-from pagewire.workers.model.loaded import LoadedModel
-from pagewire.workers.model.network import Network
-from pagewire.workers.model.weights import keep
+from pagewire.workers.module.caches import KVShape
+from pagewire.workers.module.weights import keep
+from pagewire.workers.network.loaded import LoadedModel
+from pagewire.workers.network.network import Network
+from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.speculation.eagle3_checkpoint import EagleLayer, EagleSettings, read_layer
 from pagewire.workers.speculation.eagle3_division import EagleDivision
 from pagewire.workers.speculation.state_drafter import Caches
@@ -117,7 +117,10 @@ class Eagle3:
         norm = base.stack.layers[0].attention_norm.weight
         hidden_size = len(norm)
         layer = read_layer(
-            *(self._path, target.dtype, self._device.torch_device, self._quantise),
+            self._path,
+            target.dtype,
+            self._device.torch_device,
+            self._quantise,
             settings.shapes(hidden_size),
             self._division,
         )

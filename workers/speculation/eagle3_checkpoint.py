@@ -12,17 +12,17 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pagewire.ipc.hub import read_json
-from pagewire.kernels.joining import joined
-from pagewire.kernels.layer import Activation
-from pagewire.kernels.weight import Linear, dense_weight
+from pagewire.ipc.files.hub import read_json
+from pagewire.kernels.data.joining import joined
+from pagewire.kernels.data.layer import Activation
+from pagewire.kernels.data.weight import Linear, dense_weight
 from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.errors import LoadError, first_line
-from pagewire.workers.model.products import packed
-from pagewire.workers.model.shards import Cut, own_part
-from pagewire.workers.model.shares import Heads
-from pagewire.workers.model.structures import SWIGLU
-from pagewire.workers.model.weights import Quantise
+from pagewire.workers.module.products import packed
+from pagewire.workers.module.shards import Cut, own_part
+from pagewire.workers.module.weights import Quantise
+from pagewire.workers.network.structures import SWIGLU
+from pagewire.workers.ranks.shares import Heads
 from pagewire.workers.speculation.eagle3_division import (
     KEY_VALUE,
     LOGITS,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagewire.kernels.reduced import Reduced
-from pagewire.kernels.weight import Linear
-from pagewire.workers.collective.interface import Collective
+from pagewire.kernels.data.reduced import Reduced
+from pagewire.kernels.data.weight import Linear
 from pagewire.workers.errors import IndivisibleError, LoadError
-from pagewire.workers.model.parallel_layers import Gather, GatheredLinear
-from pagewire.workers.model.shards import Axis, Cut
-from pagewire.workers.model.shares import Heads, scaled, width_spans
+from pagewire.workers.module.parallel_layers import Gather, GatheredLinear
+from pagewire.workers.module.shards import Axis, Cut
+from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.ranks.shares import Heads, scaled, width_spans
 
 QUERY, OUT = "self_attn.q_proj", "self_attn.o_proj"
 KEY_VALUE = ("self_attn.k_proj", "self_attn.v_proj")

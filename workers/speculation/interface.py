@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from pagewire.ipc.worker_messages import StepPlan
-from pagewire.kernels.paging import Cache
-from pagewire.workers.model.loaded import LoadedModel
+from pagewire.ipc.wire.worker_messages import StepPlan
+from pagewire.kernels.data.paging import Cache
+from pagewire.workers.network.loaded import LoadedModel
 
 
 class RowOver(NamedTuple):

@@ -27,21 +27,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from pagewire.ipc.hub import read_json
-from pagewire.ipc.worker_messages import StepPlan
+from pagewire.ipc.files.hub import read_json
+from pagewire.ipc.wire.worker_messages import StepPlan
+from pagewire.kernels.data.paging import Cache
+from pagewire.kernels.data.weight import Linear, dense_weight
 from pagewire.kernels.ops import rms_norm
-from pagewire.kernels.paging import Cache
-from pagewire.kernels.weight import Linear, dense_weight
-from pagewire.workers.checkpoint.online import online
+from pagewire.workers.batch.slots import Slots
+from pagewire.workers.checkpoint.formats.online import online
 from pagewire.workers.checkpoint.source import Checkpoint
-from pagewire.workers.collective.interface import Collective
-from pagewire.workers.collective.single import SingleRank
 from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.loaded import LoadedModel
-from pagewire.workers.model.products import packed
-from pagewire.workers.model.weights import keep
-from pagewire.workers.slots import Slots
+from pagewire.workers.module.products import packed
+from pagewire.workers.module.weights import keep
+from pagewire.workers.network.loaded import LoadedModel
+from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.ranks.single import SingleRank
 from pagewire.workers.speculation.interface import RowOver
 from pagewire.workers.speculation.ranks import gathered_product
 from pagewire.workers.speculation.sampling import Draft, extend_drafts
@@ -190,9 +190,12 @@ class MlpSpeculator:
         for index, step in enumerate(steps):
             found = (
                 *step.embedding.shape,
-                *(step.projection.out_features, step.projection.in_features),
-                *(*step.scale.shape, *step.shift.shape),
-                *(step.head.out_features, step.head.in_features),
+                step.projection.out_features,
+                step.projection.in_features,
+                *step.scale.shape,
+                *step.shift.shape,
+                step.head.out_features,
+                step.head.in_features,
             )
             size, vocab = settings.size, settings.vocab_size
             wanted = (vocab, size, size, settings.emb_dim if index == 0 else size, size, size, vocab, size)

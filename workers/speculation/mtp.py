@@ -24,14 +24,14 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.kernels.paging import AttentionBatch
-from pagewire.workers.collective.interface import Collective
+from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.workers.device.interface import Device
-from pagewire.workers.model.attention import StepContext
-from pagewire.workers.model.invariant import Invariant
-from pagewire.workers.model.loaded import LoadedModel
-from pagewire.workers.model.model import Model
+from pagewire.workers.module.attention import StepContext
+from pagewire.workers.module.invariant import Invariant
+from pagewire.workers.network.loaded import LoadedModel
+from pagewire.workers.network.model import Model
+from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.speculation.mtp_checkpoint import MtpLayers, read_layers
 from pagewire.workers.speculation.state_drafter import Caches
 

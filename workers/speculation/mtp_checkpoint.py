@@ -15,25 +15,30 @@ import torch
 from torch import nn
 
 from pagewire.ipc.gguf.file import is_gguf
-from pagewire.ipc.heap import release_spare_memory
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.host.heap import release_spare_memory
+from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.workers.checkpoint.headers import WITHOUT_HEADERS
 from pagewire.workers.checkpoint.mtp_layers import mtp_prefixes
 from pagewire.workers.checkpoint.source import WeightSource
-from pagewire.workers.collective.interface import Collective
-from pagewire.workers.collective.turns import own_turn
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
-from pagewire.workers.model import attention
-from pagewire.workers.model.configuration import load_config
-from pagewire.workers.model.loaded import LoadedModel
-from pagewire.workers.model.loading import module_bytes, transform_parts
-from pagewire.workers.model.modules import module_on_meta, quantisation, read_by_transformers, weight_source
-from pagewire.workers.model.parallel_layers import fit_modules
-from pagewire.workers.model.shards import Shards
-from pagewire.workers.model.transforms import tabulate_rotary
-from pagewire.workers.model.weights import CheckpointWeights
+from pagewire.workers.module import attention
+from pagewire.workers.module.configuration import load_config
+from pagewire.workers.module.parallel_layers import fit_modules
+from pagewire.workers.module.shards import Shards
+from pagewire.workers.module.transforms import tabulate_rotary
+from pagewire.workers.module.weights import CheckpointWeights
+from pagewire.workers.network.build_module import (
+    module_on_meta,
+    quantisation,
+    read_by_transformers,
+    weight_source,
+)
+from pagewire.workers.network.loaded import LoadedModel
+from pagewire.workers.network.loading import module_bytes, transform_parts
+from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.ranks.turns import own_turn
 
 SERVED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 OTHER_LAYOUTS = ("ernie4_5_moe", "mimo_v2_flash")

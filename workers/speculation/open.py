@@ -8,16 +8,16 @@ from pathlib import Path
 
 import msgspec
 
-from pagewire.ipc.hub import read_configs
+from pagewire.ipc.files.hub import read_configs
 from pagewire.ipc.speculative import SpeculativeConfig
-from pagewire.ipc.worker_messages import Parallel, WorkerConfig
-from pagewire.workers.collective.interface import Collective
-from pagewire.workers.collective.turns import own_turn
+from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
+from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.dimensions import Dimensions
-from pagewire.workers.model.loaded import LoadedModel, Phases
-from pagewire.workers.slots import Slots
+from pagewire.workers.network.loaded import LoadedModel, Phases
+from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.ranks.turns import own_turn
 from pagewire.workers.speculation.draft_model import DraftModel
 from pagewire.workers.speculation.eagle3 import Eagle3
 from pagewire.workers.speculation.interface import Drafter

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.data.paging import AttentionBatch
+from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.interface import Device
-from pagewire.workers.slots import Slots
 
 
 class Places:

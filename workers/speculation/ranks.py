@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from pagewire.kernels.weight import Linear, Weight
-from pagewire.workers.collective.interface import Collective
-from pagewire.workers.collective.single import SingleRank
+from pagewire.kernels.data.weight import Linear, Weight
 from pagewire.workers.errors import IndivisibleError, LoadError
-from pagewire.workers.model.parallel_layers import Gather, GatheredLinear
-from pagewire.workers.model.shares import width_spans
+from pagewire.workers.module.parallel_layers import Gather, GatheredLinear
+from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.ranks.shares import width_spans
+from pagewire.workers.ranks.single import SingleRank
 
 logger = logging.getLogger("pagewire.worker")
 

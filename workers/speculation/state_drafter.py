@@ -21,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.ipc.worker_messages import StepPlan, WorkerConfig
-from pagewire.kernels.paging import AttentionBatch, Cache
+from pagewire.ipc.wire.worker_messages import StepPlan, WorkerConfig
+from pagewire.kernels.data.paging import AttentionBatch, Cache
+from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.interface import Device, TokenSampler
-from pagewire.workers.model.caches import KVShape, allocate_caches
-from pagewire.workers.model.loaded import LoadedModel
-from pagewire.workers.slots import Slots
+from pagewire.workers.module.caches import KVShape, allocate_caches
+from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.speculation.interface import RowOver
 from pagewire.workers.speculation.places import Places
 from pagewire.workers.speculation.sampling import Draft, extend_drafts
@@ -193,7 +193,7 @@ class StateDrafter:
         last = len(self.layers.shapes) - 1
         ends = [span.end + max(span.draft.limit - last - 1, 0) for span in spans]
         slot_ids = [span.slot for span in spans]
-        places = Places(*(self._slots, slot_ids, max(ends), self._num_blocks, self._num_spare, self._device))
+        places = Places(self._slots, slot_ids, max(ends), self._num_blocks, self._num_spare, self._device)
         state = self._follow(spans, self.layers.begin(torch.cat(parts)), places)
         active = [i for i, span in enumerate(spans) if span.draft.goes_on]
         while active:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagewire.kernels.layer import Angles
-from pagewire.kernels.paging import AttentionBatch, Cache
+from pagewire.kernels.data.layer import Angles
+from pagewire.kernels.data.paging import AttentionBatch, Cache
 from pagewire.kernels.stack import Stack
 
 

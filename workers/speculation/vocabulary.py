@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pagewire.ipc.hub import read_file
+from pagewire.ipc.files.hub import read_file
 
 MAX_SHARE = 0.01  # of ids that may stand for other tokens: such drafts are wrong, and the others are not
 

@@ -10,7 +10,7 @@ import os
 import threading
 from pathlib import Path
 
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.arena import Reserve
 from pagewire.workers.checkpoint.headers import weight_files
 from pagewire.workers.device.machine import machine_memory, runs_on_cpu

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import reserved
-from pagewire.workers.collective.agreement import all_have
-from pagewire.workers.collective.interface import Collective
-from pagewire.workers.collective.parts import shards_of
 from pagewire.workers.device.interface import Device
-from pagewire.workers.model.loaded import LoadedModel, Phases
-from pagewire.workers.model.refusals import refusals
+from pagewire.workers.module.refusals import refusals
+from pagewire.workers.network.loaded import LoadedModel, Phases
+from pagewire.workers.ranks.agreement import all_have
+from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.ranks.parts import shards_of
 from pagewire.workers.weight_cache import file, folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.file import PackedFile
@@ -43,7 +43,7 @@ def load(ahead: WeightsAhead, phases: Phases, device: Device, collective: Collec
         phases.end("packed weights")
         return loaded
     loaded = ahead.packed = None  # another rank lacks its own: these make room for those that are loaded now
-    from pagewire.workers.model.loading import load_model  # a start from packed weights does without
+    from pagewire.workers.network.loading import load_model  # a start from packed weights does without
 
     alone = collective.size == 1 and device.torch_device.type == "cpu"
     with reserved(ahead.reserve), refusals(ahead.config.model_path, alone=alone):

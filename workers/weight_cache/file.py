@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from pagewire.ipc.codec import Buffer
 from pagewire.ipc.shapes import Shape, num_values
+from pagewire.ipc.wire.codec import Buffer
 from pagewire.kernels.cpu.arena import Region
 
 MAGIC = b"pagewire"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pagewire.ipc.environment import env_float
-from pagewire.kernels.cache import cache_root, check_owner, opened_folder
+from pagewire.kernels.native.cache import cache_root, check_owner, opened_folder
 
 logger = logging.getLogger("pagewire.worker")
 

@@ -22,30 +22,30 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from pagewire.ipc.pooling import PoolingInfo
+from pagewire.ipc.wire.pooling import PoolingInfo
 from pagewire.kernels.adapted import Adapted
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.quantised import PackedForm, QuantisedLinear
-from pagewire.kernels.integers import Integers
-from pagewire.kernels.layer import Activation, Experts, Layer, LayerNorm, Mixture, Norm, Router
-from pagewire.kernels.paging import LogitTerms
+from pagewire.kernels.data.integers import Integers
+from pagewire.kernels.data.layer import Activation, Experts, Layer, LayerNorm, Mixture, Norm, Router
+from pagewire.kernels.data.paging import LogitTerms
+from pagewire.kernels.data.weight import Weight
 from pagewire.kernels.stack import Stack
-from pagewire.kernels.weight import Weight
 from pagewire.workers.adapters.embedding import AdaptedEmbedding
-from pagewire.workers.collective.interface import Collective
-from pagewire.workers.model.caches import KVShape
-from pagewire.workers.model.dense import Dense
-from pagewire.workers.model.loaded import LoadedModel
-from pagewire.workers.model.model import Model
-from pagewire.workers.model.network import Embeddings, KVPlace, Network
-from pagewire.workers.model.parallel_layers import DividedEmbedding, Gather, GatheredLinear
-from pagewire.workers.model.pooler import Pooler
-from pagewire.workers.model.pooling_spec import PoolingSpec, TokenHead
-from pagewire.workers.model.shards import Axis, Cut
-from pagewire.workers.model.stages import Stage
-from pagewire.workers.model.transforms import QuantisedEmbedding
+from pagewire.workers.module.caches import KVShape
+from pagewire.workers.module.parallel_layers import DividedEmbedding, Gather, GatheredLinear
+from pagewire.workers.module.shards import Axis, Cut
+from pagewire.workers.module.transforms import QuantisedEmbedding
+from pagewire.workers.network.dense import Dense
+from pagewire.workers.network.loaded import LoadedModel
+from pagewire.workers.network.model import Model
+from pagewire.workers.network.network import Embeddings, KVPlace, Network
+from pagewire.workers.network.pooler import Pooler
+from pagewire.workers.network.pooling_spec import PoolingSpec, TokenHead
+from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.ranks.stages import Stage
 from pagewire.workers.weight_cache.file import DamagedError, PackedFile, StoredTensor, bytes_of
 
 

@@ -26,7 +26,7 @@ import msgspec
 
 from pagewire import kernels, workers
 from pagewire.ipc.environment import env_flag
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.build import REFERENCE
 
@@ -39,9 +39,20 @@ PACKAGES = ("torch", "transformers")
 KEY_CHARACTERS = 40
 LIMITS = frozenset(
     (
-        *("model_path", "device", "weight_cache", "num_threads", "enforce_eager", "trust_remote_code"),
-        *("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks"),
-        *("gpu_memory_utilization", "kv_cache_memory_bytes", "speculative", "lora"),
+        "model_path",
+        "device",
+        "weight_cache",
+        "num_threads",
+        "enforce_eager",
+        "trust_remote_code",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "block_size",
+        "num_blocks",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "speculative",
+        "lora",
     )
 )
 """The fields of `WorkerConfig` that a loaded model does not depend on. A new field counts until it stands here."""
@@ -67,7 +78,11 @@ def key_of(config: WorkerConfig, isa: str | None = None) -> str | None:
         logger.debug("packed weights are not kept: there are no compiled kernels")
         return None
     parts = [
-        *(FORMAT, platform.machine(), isa, code_digest(), versions()),
+        FORMAT,
+        platform.machine(),
+        isa,
+        code_digest(),
+        versions(),
         settings(config),
         *(describe(path) for path in checkpoint_files(Path(config.model_path))),
     ]

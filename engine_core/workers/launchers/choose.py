@@ -13,10 +13,10 @@ from pagewire.engine_core.workers.launchers.early import EarlyWorker
 from pagewire.engine_core.workers.launchers.interface import Launcher
 from pagewire.engine_core.workers.launchers.join import JoinLauncher
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
-from pagewire.ipc.group_key import default_key_file
-from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.ports import first_port
-from pagewire.ipc.ray_cluster import PLACEMENT_GROUP
+from pagewire.ipc.host.ports import first_port
+from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.options.ray_cluster import PLACEMENT_GROUP
+from pagewire.ipc.wire.group_key import default_key_file
 
 DEFAULT_PORT = 5710
 GPUS = Path("/proc/driver/nvidia/gpus")

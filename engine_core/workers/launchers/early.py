@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from pagewire.ipc.lifeline import Child
+from pagewire.ipc.host.lifeline import Child
 
-WORKER_COMMAND = (sys.executable, "-m", "pagewire.workers.main")
+WORKER_COMMAND = (sys.executable, "-m", "pagewire.workers.process.main")
 
 
 def identity_of(start: int, rank: int) -> str:

@@ -23,12 +23,14 @@ import zmq
 
 from pagewire.engine_core.workers.launchers.joined_process import JoinedProcess
 from pagewire.engine_core.workers.launchers.listener import WorkerListener, admit_workers
-from pagewire.ipc.codec import Codec
 from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import ProtocolError
-from pagewire.ipc.gate import Gate
-from pagewire.ipc.group_key import GroupKey
-from pagewire.ipc.join_messages import (
+from pagewire.ipc.host.gate import Gate
+from pagewire.ipc.quoting import MAX_QUOTED, shortened
+from pagewire.ipc.version import __version__
+from pagewire.ipc.wire.codec import Codec
+from pagewire.ipc.wire.group_key import GroupKey
+from pagewire.ipc.wire.join_messages import (
     ANY_RANK,
     Alive,
     Dismissed,
@@ -41,10 +43,8 @@ from pagewire.ipc.join_messages import (
     Started,
     StartWorker,
 )
-from pagewire.ipc.messages import PROTOCOL
-from pagewire.ipc.quoting import MAX_QUOTED, shortened
-from pagewire.ipc.sockets import bind_router, receive, send
-from pagewire.ipc.version import __version__
+from pagewire.ipc.wire.messages import PROTOCOL
+from pagewire.ipc.wire.sockets import bind_router, receive, send
 
 logger = logging.getLogger("pagewire.core")
 
@@ -255,8 +255,11 @@ class JoinLauncher:
             self._next_reminder = now + REMIND_SECONDS
             logger.info(
                 "waiting for rank%s %s to join at %s: %d of %d have",
-                *("s" if len(missing) > 1 else "", ", ".join(missing), self.address),
-                *(len(self._agents), self.size),
+                "s" if len(missing) > 1 else "",
+                ", ".join(missing),
+                self.address,
+                len(self._agents),
+                self.size,
             )
 
     def _check_agents(self, now: float) -> None:

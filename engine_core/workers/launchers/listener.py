@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import zmq
 
-from pagewire.ipc.address_lock import AddressLock
-from pagewire.ipc.gate import Admit, Peer
-from pagewire.ipc.group_key import GroupKey
-from pagewire.ipc.ports import LAST_PORT, first_port
-from pagewire.ipc.sockets import bind_router, private_address
+from pagewire.ipc.host.address_lock import AddressLock
+from pagewire.ipc.host.gate import Admit, Peer
+from pagewire.ipc.host.ports import LAST_PORT, first_port
+from pagewire.ipc.wire.group_key import GroupKey
+from pagewire.ipc.wire.sockets import bind_router, private_address
 
 
 @dataclass(frozen=True)

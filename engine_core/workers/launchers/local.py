@@ -9,7 +9,7 @@ import zmq
 
 from pagewire.engine_core.workers.launchers.early import FIRST_IDENTITY, WORKER_COMMAND, EarlyWorker
 from pagewire.engine_core.workers.launchers.listener import WorkerListener
-from pagewire.ipc.lifeline import Child, exit_cause
+from pagewire.ipc.host.lifeline import Child, exit_cause
 
 
 class LocalProcess:

@@ -8,9 +8,9 @@ import sys
 import threading
 from collections.abc import Mapping
 
-from pagewire.ipc.lifeline import Child
+from pagewire.ipc.host.lifeline import Child
 
-WORKER_PROGRAM = ("-m", "pagewire.workers.main")
+WORKER_PROGRAM = ("-m", "pagewire.workers.process.main")
 
 
 class WorkerHost:

@@ -20,11 +20,11 @@ import zmq
 from pagewire.engine_core.workers.launchers.joined_process import JoinedProcess
 from pagewire.engine_core.workers.launchers.listener import WorkerListener, admit_workers
 from pagewire.engine_core.workers.launchers.ray_host import WorkerHost
-from pagewire.ipc import ray_cluster
-from pagewire.ipc.gate import Gate
-from pagewire.ipc.group_key import GroupKey
-from pagewire.ipc.lifeline import exit_cause
-from pagewire.ipc.options import EngineArgs
+from pagewire.ipc.host.gate import Gate
+from pagewire.ipc.host.lifeline import exit_cause
+from pagewire.ipc.options import ray_cluster
+from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.wire.group_key import GroupKey
 
 logger = logging.getLogger("pagewire.core")
 
@@ -36,8 +36,12 @@ MAX_CAUSE = 400  # characters of Ray's reason for the end of an actor
 # Variables of the core's environment that workers on all nodes get, and those of them that concern one machine.
 CARRIED = ("PAGEWIRE_", "NCCL_", "GLOO_")
 OF_ONE_MACHINE = {
-    *("PAGEWIRE_HOST_IP", "PAGEWIRE_PORT", "PAGEWIRE_RPC_BASE_PATH", "PAGEWIRE_CPU_OMP_THREADS_BIND"),
-    *("PAGEWIRE_API_KEY", ray_cluster.PLACEMENT_GROUP),
+    "PAGEWIRE_HOST_IP",
+    "PAGEWIRE_PORT",
+    "PAGEWIRE_RPC_BASE_PATH",
+    "PAGEWIRE_CPU_OMP_THREADS_BIND",
+    "PAGEWIRE_API_KEY",
+    ray_cluster.PLACEMENT_GROUP,
 }
 NSIGHT = {"t": "cuda,cudnn,cublas", "o": "'worker_process_%p'", "cuda-graph-trace": "node"}
 

@@ -12,6 +12,7 @@ from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pagewire.frontend.api.slow_work import current_tenant
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import error_response
 from pagewire.frontend.server.http.key_file import (
@@ -22,10 +23,9 @@ from pagewire.frontend.server.http.key_file import (
     read_key_file,
     signature_of,
 )
+from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.tenants import ApiTenant, secret_salt
-from pagewire.frontend.server.options import ServerOptions
 from pagewire.frontend.server.page import PATHS
-from pagewire.frontend.slow_work import current_tenant
 
 logger = logging.getLogger("pagewire.server")
 

@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope
 
 from pagewire.frontend.server.http.errors import RETRY_SECONDS, APIError, invalid_field
+from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.warnings import warn
-from pagewire.frontend.server.options import ServerOptions
 from pagewire.ipc.bounds import check_field
-from pagewire.ipc.budget import MAX_CONTAINERS
 from pagewire.ipc.compatibility import REQUEST_FIELDS, needs_warning
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire.budget import MAX_CONTAINERS
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import ipaddress
 from functools import lru_cache
 from typing import NamedTuple
 
-from pagewire.ipc.descriptors import descriptor_limit
+from pagewire.ipc.host.descriptors import descriptor_limit
 
 MAX_TARGET_BYTES = 8 << 10  # path and query of a request
 MAX_HEADERS = 128

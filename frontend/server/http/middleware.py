@@ -19,9 +19,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagewire.frontend.server.http.auth import ApiKeys, KeyCheck
+from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.origin import OriginCheck
 from pagewire.frontend.server.http.warnings import begin_warnings
-from pagewire.frontend.server.options import ServerOptions
 
 VALID_ID = re.compile(rb"[\x21-\x7e\x80-\xff][\x20-\x7e\x80-\xff]{0,255}")
 

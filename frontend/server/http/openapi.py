@@ -13,8 +13,8 @@ from starlette.routing import Route
 
 from pagewire.frontend.server.http.errors import ErrorResponse
 from pagewire.frontend.server.http.json_response import json_response
+from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.query import Query
-from pagewire.frontend.server.options import ServerOptions
 from pagewire.ipc.version import __version__
 
 REFERENCE = "#/components/schemas/{name}"

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import error_response
-from pagewire.frontend.server.options import ServerOptions
+from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.ipc.quoting import quoted
 
 ANY = "*"

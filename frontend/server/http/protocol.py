@@ -19,7 +19,7 @@ from pagewire.frontend.server.http.limits import (
     MAX_PIPELINED,
     MAX_TARGET_BYTES,
 )
-from pagewire.frontend.server.options import ServerOptions
+from pagewire.frontend.server.http.options import ServerOptions
 
 VERSIONS = ("1.0", "1.1")
 

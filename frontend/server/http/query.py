@@ -8,8 +8,8 @@ from starlette.requests import Request
 
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.ipc.bounds import converted, meta_of, plain
-from pagewire.ipc.calls import CALLS
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire.calls import CALLS
 
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 

@@ -18,8 +18,8 @@ from pagewire.frontend.server.http.connections import Connections, HttpConnectio
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.limits import KEEP_ALIVE_SECONDS, connection_limits
 from pagewire.frontend.server.http.listener import HttpListener
+from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.protocol import HttpProtocol
-from pagewire.frontend.server.options import ServerOptions
 
 TICKS_PER_SECOND = 10  # of uvicorn's main loop
 

@@ -7,26 +7,26 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeAlias
 
-from pagewire.frontend.beam_search import (
+from pagewire.frontend.api.off_loop import num_chars, tokenizing
+from pagewire.frontend.requests.beam_search import (
     BeamSearchSequence,
     add_text,
     beam_steps,
     end_tokens,
     tokens_prompt,
 )
-from pagewire.frontend.inputs import truncated
-from pagewire.frontend.lora import LoRARequest
-from pagewire.frontend.off_loop import num_chars, tokenizing
-from pagewire.frontend.outputs import CompletionOutput, RequestOutput
-from pagewire.frontend.prompt_adapters import PromptAdapterRequest
+from pagewire.frontend.requests.inputs import truncated
+from pagewire.frontend.requests.lora import LoRARequest
+from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
+from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.exchange import Exchange, check_aborted
 from pagewire.frontend.server.openai.constraints import demands
 from pagewire.frontend.server.openai.protocol import SamplingFields
 from pagewire.frontend.server.openai.sampling import salted
-from pagewire.frontend.server.service import Service
+from pagewire.frontend.server.serving.exchange import Exchange, check_aborted
+from pagewire.frontend.server.serving.service import Service
 from pagewire.frontend.text.prompts import PromptType, TokensPrompt
-from pagewire.ipc.params import BeamSearchParams, SamplingParams
+from pagewire.ipc.wire.params import BeamSearchParams, SamplingParams
 
 DRAWS = "beam search draws no tokens; sample with best_of instead"
 RANKS = "beams are ranked by the model's own probabilities; sample with best_of instead"

@@ -9,13 +9,11 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import UNSET
 
-from pagewire.frontend.inputs import check_generates
-from pagewire.frontend.off_loop import off_loop, tokenizing
-from pagewire.frontend.outputs import CompletionOutput, RequestOutput
+from pagewire.frontend.api.off_loop import off_loop, tokenizing
+from pagewire.frontend.requests.inputs import check_generates
+from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.exchange import Exchange
-from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.warnings import warn
 from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
@@ -32,6 +30,14 @@ from pagewire.frontend.server.openai.protocol import (
     ChatRequest,
     ToolCall,
 )
+from pagewire.frontend.server.openai.reply import (
+    ReplyDelta,
+    ReplyParser,
+    ReplyWithCalls,
+    TextReply,
+    joined,
+    read,
+)
 from pagewire.frontend.server.openai.sampling import (
     best_outputs,
     check_stream_options,
@@ -47,19 +53,13 @@ from pagewire.frontend.server.openai.size import (
 from pagewire.frontend.server.parsing.choice import ToolUse, tool_use
 from pagewire.frontend.server.parsing.history import read_history
 from pagewire.frontend.server.parsing.reasoning import parser_for, reasoning_format, thinking
-from pagewire.frontend.server.parsing.reply import (
-    ReplyDelta,
-    ReplyParser,
-    ReplyWithCalls,
-    TextReply,
-    joined,
-    read,
-)
-from pagewire.frontend.server.service import Service
+from pagewire.frontend.server.serving.exchange import Exchange
+from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
+from pagewire.frontend.server.serving.service import Service
 from pagewire.frontend.text.chat_template import chat_prompt, check_template, unread_text
 from pagewire.frontend.text.conversation import as_text
 from pagewire.frontend.text.prompts import TokensPrompt
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.wire.params import SamplingParams
 
 SERVICE_TIER = "default"  # the only one that there is
 

@@ -9,13 +9,11 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from pagewire.frontend.inputs import prompts_of
-from pagewire.frontend.off_loop import off_loop, tokenizing
-from pagewire.frontend.outputs import CompletionOutput, RequestOutput
+from pagewire.frontend.api.off_loop import off_loop, tokenizing
+from pagewire.frontend.requests.inputs import prompts_of
+from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.exchange import Exchange
-from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
 from pagewire.frontend.server.openai.embeds import embeds_in
@@ -33,13 +31,15 @@ from pagewire.frontend.server.openai.sampling import (
     sampling_params,
 )
 from pagewire.frontend.server.openai.size import check_amount, logprob_budget, writing_size
-from pagewire.frontend.server.service import Service
+from pagewire.frontend.server.serving.exchange import Exchange
+from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
+from pagewire.frontend.server.serving.service import Service
 from pagewire.frontend.text.length import ContextLengthError, check_characters, encode_within
 from pagewire.frontend.text.logprobs import PromptLogprobs
 from pagewire.frontend.text.offsets import TextOffsets, prompt_offsets
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.budget import MAX_PROMPTS
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.wire.budget import MAX_PROMPTS
+from pagewire.ipc.wire.params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 

@@ -24,7 +24,7 @@ from pagewire.frontend.server.parsing.call_formats import (
     sequence,
 )
 from pagewire.frontend.server.parsing.choice import ToolUse
-from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
+from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
 
 GUIDED = {
     "guided_json": "json",

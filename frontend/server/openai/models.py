@@ -8,7 +8,7 @@ from starlette.responses import Response
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.protocol import ModelCard, ModelList
-from pagewire.frontend.server.service import Service
+from pagewire.frontend.server.serving.service import Service
 
 
 def routes(service: Service) -> list[Operation]:

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from pagewire.frontend.server.http.usage import Usage
-from pagewire.ipc.budget import (
+from pagewire.frontend.server.serving.usage import Usage
+from pagewire.ipc.wire.budget import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_PROMPTS,
@@ -20,8 +20,8 @@ from pagewire.ipc.budget import (
     MAX_TOKENS_OF_VOCABULARY,
     MAX_TOOLS,
 )
-from pagewire.ipc.items import TokenIds
-from pagewire.ipc.params import (
+from pagewire.ipc.wire.items import TokenIds
+from pagewire.ipc.wire.params import (
     AllowedTokenIds,
     BadWords,
     Choices,

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from pagewire.frontend.outputs import CompletionOutput
+from pagewire.frontend.requests.outputs import CompletionOutput
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.openai.constraints import demanded
 from pagewire.frontend.server.openai.protocol import SamplingFields, StreamOptions
-from pagewire.frontend.server.service import Service
+from pagewire.frontend.server.serving.service import Service
 from pagewire.frontend.text.prompts import PromptType
-from pagewire.ipc.params import RequestOutputKind, SamplingParams
+from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams
 
 SAME_NAME = (
     "temperature",

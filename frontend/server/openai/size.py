@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pagewire.frontend.answer_budget import LogprobBudget
-from pagewire.frontend.outputs import RequestOutput
+from pagewire.frontend.requests.answer_budget import LogprobBudget
+from pagewire.frontend.requests.outputs import RequestOutput
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.service import Service
+from pagewire.frontend.server.serving.service import Service
 from pagewire.frontend.text.length import check_characters
-from pagewire.ipc.budget import MAX_MESSAGES, MAX_PARTS
-from pagewire.ipc.params import SamplingParams, check_logit_edits
+from pagewire.ipc.wire.budget import MAX_MESSAGES, MAX_PARTS
+from pagewire.ipc.wire.params import SamplingParams, check_logit_edits
 
 CHOICE_CHARS = 64  # characters that take as long to write as what surrounds an output
 MESSAGE_CHARS = 256  # characters of text that take as long to render as what surrounds a message or part

@@ -6,11 +6,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagewire.frontend.inputs import check_vocabulary
-from pagewire.frontend.off_loop import off_loop, tokenizing
+from pagewire.frontend.api.off_loop import off_loop, tokenizing
+from pagewire.frontend.requests.inputs import check_vocabulary
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.exchange import while_connected
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.chat import prompt_of
@@ -22,9 +21,10 @@ from pagewire.frontend.server.openai.protocol import (
     TokenizeResponse,
 )
 from pagewire.frontend.server.parsing.choice import ToolUse
-from pagewire.frontend.server.service import Service
+from pagewire.frontend.server.serving.exchange import while_connected
+from pagewire.frontend.server.serving.service import Service
 from pagewire.frontend.text.length import encode_within
-from pagewire.ipc.budget import MIN_DETOKENIZED
+from pagewire.ipc.wire.budget import MIN_DETOKENIZED
 
 TO_TOKENS = Decoder(TokenizeRequest)
 TO_TEXT = Decoder(DetokenizeRequest)

@@ -3,7 +3,7 @@
 A key needs the right `admin`, as those of `--api-key` have. A server on loopback may be without keys; requests then
 need a header that no web page of another origin can send: a browser asks the server first, which does not allow it.
 
-Most are a call of the engine: its arguments are read from the query, by the table in `pagewire.ipc.calls`.
+Most are a call of the engine: its arguments are read from the query, by the table in `pagewire.ipc.wire.calls`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
@@ -24,8 +24,8 @@ from pagewire.frontend.server.http.query import Query, arguments_of, queries_of
 from pagewire.frontend.server.http.tenants import require_admin
 from pagewire.frontend.server.openai.models import card
 from pagewire.frontend.server.openai.protocol import ModelCard
-from pagewire.frontend.server.service import Service, service_of
-from pagewire.ipc.adapters import MAX_PATH_CHARS, AdapterName
+from pagewire.frontend.server.serving.service import Service, service_of
+from pagewire.ipc.wire.adapters import MAX_PATH_CHARS, AdapterName
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

@@ -16,7 +16,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.operate.admin import guarded
-from pagewire.frontend.server.service import Service, service_of
+from pagewire.frontend.server.serving.service import Service, service_of
 from pagewire.ipc.errors import EngineDeadError, ProtocolError
 
 

@@ -11,16 +11,16 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.tenants import ApiTenant, tenant_of
 from pagewire.frontend.server.operate.metrics import CONTENT_TYPE, exposition
-from pagewire.frontend.server.service import Service
-from pagewire.ipc.calls import HealthReport
+from pagewire.frontend.server.serving.service import Service
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.version import __version__
+from pagewire.ipc.wire.calls import HealthReport
 
 ANSWER_SECONDS = 5.0  # a scrape that takes longer has failed
 HEALTH_SECONDS = 1.0  # for which the core's answer about its health is given again

@@ -13,8 +13,8 @@ import msgspec
 
 from pagewire.frontend.server.parsing import hermes, llama3_json, mistral
 from pagewire.frontend.server.parsing.constrained import arguments_schema, moved
-from pagewire.ipc.budget import MAX_STRUCTURE_CHARS
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire.budget import MAX_STRUCTURE_CHARS
 
 Format: TypeAlias = dict[str, Any]
 

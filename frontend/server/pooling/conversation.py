@@ -7,7 +7,7 @@ from pagewire.frontend.server.openai.chat import prompt_of
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.pooling.protocol import EmbeddingRequest
-from pagewire.frontend.server.service import Service
+from pagewire.frontend.server.serving.service import Service
 from pagewire.frontend.text.prompts import TokensPrompt
 
 TEMPLATE_FIELDS = (

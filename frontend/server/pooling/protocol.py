@@ -12,10 +12,10 @@ from msgspec import Meta
 
 from pagewire.frontend.server.openai.protocol import InputMessages
 from pagewire.frontend.server.pooling.results import EmbedDtype
-from pagewire.ipc.budget import MAX_TOKENS
-from pagewire.ipc.items import TokenIds
-from pagewire.ipc.params import Name, Priority, TruncatedLength
-from pagewire.ipc.pooling import Dimensions, PoolingTask
+from pagewire.ipc.wire.budget import MAX_TOKENS
+from pagewire.ipc.wire.items import TokenIds
+from pagewire.ipc.wire.params import Name, Priority, TruncatedLength
+from pagewire.ipc.wire.pooling import Dimensions, PoolingTask
 
 Input: TypeAlias = str | Annotated[list[str | int | TokenIds], Meta(max_length=MAX_TOKENS)]
 Texts: TypeAlias = str | Annotated[list[str], Meta(max_length=MAX_TOKENS)]

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from pagewire.frontend.inputs import Prepared, prompts_of
-from pagewire.frontend.pooling.inputs import TextPair, complete, pooling_info
-from pagewire.frontend.pooling.outputs import PoolingRequestOutput
+from pagewire.frontend.requests.inputs import Prepared, prompts_of
+from pagewire.frontend.requests.pooling.inputs import TextPair, complete, pooling_info
+from pagewire.frontend.requests.pooling.outputs import PoolingRequestOutput
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.openai.sampling import salted
 from pagewire.frontend.server.pooling.protocol import PoolingFields, PoolingUsage
-from pagewire.frontend.server.service import Service
+from pagewire.frontend.server.serving.exchange import Exchange
+from pagewire.frontend.server.serving.service import Service
 from pagewire.frontend.text.length import check_characters
-from pagewire.ipc.budget import MAX_HTTP_POOLED_BYTES, MAX_POOLED_INPUTS
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.pooling import PoolingInfo, PoolingParams
+from pagewire.ipc.wire.budget import MAX_HTTP_POOLED_BYTES, MAX_POOLED_INPUTS
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.pooling import PoolingInfo, PoolingParams
 
 
 def inputs_in(service: Service, given: Any, param: str = "input") -> list[Any]:

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from pagewire.frontend.server.http import sse
-from pagewire.ipc.budget import SMALL_POOLED_BYTES
-from pagewire.ipc.codec import Tensor
+from pagewire.ipc.wire.budget import SMALL_POOLED_BYTES
+from pagewire.ipc.wire.codec import Tensor
 
 EmbedDtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
 

@@ -7,13 +7,11 @@ import importlib
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-from pagewire.frontend.off_loop import off_loop
-from pagewire.frontend.pooling.outputs import PoolingRequestOutput
-from pagewire.frontend.pooling.scoring import ScorePlan
+from pagewire.frontend.api.off_loop import off_loop
+from pagewire.frontend.requests.pooling.outputs import PoolingRequestOutput
+from pagewire.frontend.requests.pooling.scoring import ScorePlan
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.exchange import Exchange
-from pagewire.frontend.server.http.generation_endpoint import GenerationEndpoint
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.pooling.conversation import check_form, conversation_prompt
 from pagewire.frontend.server.pooling.protocol import (
@@ -48,8 +46,10 @@ from pagewire.frontend.server.pooling.requests import (
     usage,
 )
 from pagewire.frontend.server.pooling.results import GAP, EmbedDtype, filled
-from pagewire.frontend.server.service import Service
-from pagewire.ipc.codec import Tensor
+from pagewire.frontend.server.serving.exchange import Exchange
+from pagewire.frontend.server.serving.generation_endpoint import GenerationEndpoint
+from pagewire.frontend.server.serving.service import Service
+from pagewire.ipc.wire.codec import Tensor
 
 Json: TypeAlias = bytes | Iterator[bytes]
 

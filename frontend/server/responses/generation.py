@@ -7,11 +7,9 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from pagewire.frontend.outputs import RequestOutput
+from pagewire.frontend.requests.outputs import RequestOutput
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError, api_error
-from pagewire.frontend.server.http.exchange import Exchange
-from pagewire.frontend.server.http.generation_endpoint import Events
 from pagewire.frontend.server.openai.chat import generate, reply_parser
 from pagewire.frontend.server.openai.logprobs import TokenNames
 from pagewire.frontend.server.openai.protocol import ChatRequest
@@ -21,9 +19,11 @@ from pagewire.frontend.server.responses.protocol import ResponseFailure, Status
 from pagewire.frontend.server.responses.reader import OutputReader
 from pagewire.frontend.server.responses.store import ResponseStore, StoredResponse
 from pagewire.frontend.server.responses.writer import ResponseWriter
-from pagewire.frontend.server.service import Service
+from pagewire.frontend.server.serving.exchange import Exchange
+from pagewire.frontend.server.serving.generation_endpoint import Events
+from pagewire.frontend.server.serving.service import Service
 from pagewire.frontend.text.prompts import TokensPrompt
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.wire.params import SamplingParams
 
 logger = logging.getLogger("pagewire.server")
 

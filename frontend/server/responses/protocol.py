@@ -8,8 +8,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from pagewire.frontend.server.openai.protocol import LogitBiases, Objects, TokenLogprob
-from pagewire.ipc.budget import MAX_MESSAGES, MAX_TOOLS
-from pagewire.ipc.params import (
+from pagewire.ipc.wire.budget import MAX_MESSAGES, MAX_TOOLS
+from pagewire.ipc.wire.params import (
     MaxTokens,
     MinP,
     Name,

@@ -6,11 +6,11 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from pagewire.frontend.outputs import CompletionOutput
+from pagewire.frontend.requests.outputs import CompletionOutput
 from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs
 from pagewire.frontend.server.openai.protocol import TokenLogprob
+from pagewire.frontend.server.openai.reply import ReplyDelta, ReplyParser, read
 from pagewire.frontend.server.parsing.reasoning import CLOSE, OPEN
-from pagewire.frontend.server.parsing.reply import ReplyDelta, ReplyParser, read
 from pagewire.frontend.text.logprobs import token_bytes
 from pagewire.frontend.text.tokenizer import Tokenizer
 

@@ -13,12 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 from starlette.responses import StreamingResponse
 
-from pagewire.frontend.inputs import check_generates
+from pagewire.frontend.requests.inputs import check_generates
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError, api_error
-from pagewire.frontend.server.http.exchange import Exchange, while_connected
-from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.query import Query, flag, number
@@ -42,11 +40,13 @@ from pagewire.frontend.server.responses.protocol import (
     TextOptions,
 )
 from pagewire.frontend.server.responses.store import ResponseStore, StoredItems, StoredResponse
-from pagewire.frontend.server.service import Service
+from pagewire.frontend.server.serving.exchange import Exchange, while_connected
+from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
+from pagewire.frontend.server.serving.service import Service
 from pagewire.frontend.text.length import ContextLengthError
 from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.ipc.bounds import MAX_INT
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.wire.params import SamplingParams
 
 PATH = "/v1/responses"
 COUNTED = Decoder(InputTokensRequest)

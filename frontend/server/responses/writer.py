@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagewire.frontend.server.http import sse
-from pagewire.frontend.server.http.usage import Usage
 from pagewire.frontend.server.openai.protocol import TokenLogprob, ToolCall
-from pagewire.frontend.server.parsing.reply import ReplyDelta
+from pagewire.frontend.server.openai.reply import ReplyDelta
 from pagewire.frontend.server.responses.items import new_id
 from pagewire.frontend.server.responses.protocol import (
     CallItem,
@@ -32,6 +31,7 @@ from pagewire.frontend.server.responses.protocol import (
     ResponseUsage,
     Status,
 )
+from pagewire.frontend.server.serving.usage import Usage
 
 Events = list[bytes]  # encoded, by sequence number
 

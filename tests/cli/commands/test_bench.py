@@ -8,8 +8,8 @@ import json
 import pytest
 
 from pagewire.cli.commands import bench
+from pagewire.cli.console.options import engine_args
 from pagewire.cli.main import main
-from pagewire.cli.options import engine_args
 
 FLAGS = ["--speculative-model", "[ngram]", "--num-speculative-tokens", "3"]
 

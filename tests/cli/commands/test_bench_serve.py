@@ -15,8 +15,7 @@ from pagewire.cli.load.client import LoadResult, arrivals
 from pagewire.cli.load.prompts import LengthRange
 from pagewire.cli.load.report import distribution, percentile, summary
 from pagewire.cli.main import main
-
-from ..fake_server import KEY, FakeServer, fake_server, prompt_of
+from tests.cli.fake_server import KEY, FakeServer, fake_server, prompt_of
 
 
 def measure(server: FakeServer, tmp_path: Path, *options: str) -> dict[str, Any]:

@@ -10,8 +10,7 @@ import sys
 
 from pagewire import LLM, SamplingParams
 from pagewire.cli.commands.chat import COMMANDS
-
-from ..command import ENDLESS, ENVIRONMENT, QUESTION, SAMPLING, pagewire, start
+from tests.cli.command import ENDLESS, ENVIRONMENT, QUESTION, SAMPLING, pagewire, start
 
 # Makes standard input the terminal that Ctrl-C and Ctrl-D are typed into.
 IN_TERMINAL = """

@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from pagewire.frontend.server.http.key_file import Rights, digest_of, read_key_file
-
-from ..command import COMMAND, ENDLESS, ENVIRONMENT, PROMPT, SAMPLING, pagewire, start
+from tests.cli.command import COMMAND, ENDLESS, ENVIRONMENT, PROMPT, SAMPLING, pagewire, start
 
 # Runs a command and prints which heavy modules it has loaded.
 WEIGHED = """

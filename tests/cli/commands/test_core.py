@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from pagewire import LLM, EngineDeadError, LLMEngine, SamplingParams
-
-from ..command import PROMPT, SAMPLING, SMALL_KV, pagewire, start, start_core
+from tests.cli.command import PROMPT, SAMPLING, SMALL_KV, pagewire, start, start_core
 
 
 def add_long_requests(engine: LLMEngine, count: int, max_tokens: int) -> None:
@@ -71,7 +70,7 @@ def test_tcp_with_keys_one_core_per_address_and_a_second_signal(expected: str, t
     (line,) = second.stderr.splitlines()
     assert f"cannot listen on {address}" in line
 
-    from pagewire.ipc.sockets import CurveKeys
+    from pagewire.ipc.wire.sockets import CurveKeys
 
     curve = CurveKeys.load(tmp_path / "alice.key_secret", tmp_path / "core.key")
     engine = LLMEngine.attach(address, curve=curve)

@@ -11,10 +11,9 @@ import pytest
 from pagewire.cli.commands import doctor
 from pagewire.cli.main import main
 from pagewire.kernels.cuda import compile
-from pagewire.kernels.layer import Activation
+from pagewire.kernels.data.layer import Activation
 from pagewire.kernels.reference.kernels import reference
-
-from ..command import ENVIRONMENT, pagewire
+from tests.cli.command import ENVIRONMENT, pagewire
 
 NAMES = ["driver", "torch", "cupy", "nvrtc", "headers", "compile", "launch", "probes"]
 

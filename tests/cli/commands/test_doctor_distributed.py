@@ -10,10 +10,10 @@ import torch
 
 from pagewire.cli.commands import doctor_distributed
 from pagewire.cli.main import main
-from pagewire.ipc.worker_messages import Parallel
-from pagewire.workers.collective import open as open_module
-from pagewire.workers.collective.check import check
-from pagewire.workers.collective.single import SingleRank
+from pagewire.ipc.wire.worker_messages import Parallel
+from pagewire.workers.ranks import open as open_module
+from pagewire.workers.ranks.check import check
+from pagewire.workers.ranks.single import SingleRank
 
 
 def test_it_measures_what_this_machine_has(

@@ -13,10 +13,9 @@ import pytest
 
 from pagewire import LLM
 from pagewire.cli.main import main
-
-from ...frontend.word_pieces import write_tokenizer
-from ...workers.pooled import sentence_transformer, write
-from ..command import SMALL_KV, pagewire, start_core
+from tests.cli.command import SMALL_KV, pagewire, start_core
+from tests.frontend.word_pieces import write_tokenizer
+from tests.workers.pooled import sentence_transformer, write
 
 TEXTS = ["the cat sat on a mat", "a dog ran", "the cat sat", "the dog sat on the mat", "for a while"]
 LINES = "".join(f"{text}\n" for text in TEXTS)

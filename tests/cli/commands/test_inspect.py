@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.cli.main import main
-
-from ...workers.huge import write_huge
+from tests.workers.huge import write_huge
 
 TABLE = ("embedding", "attention", "feed-forward", "output", "norms")
 CPU = ("--device", "cpu")

@@ -16,8 +16,7 @@ from pagewire.cli.commands import quantize
 from pagewire.cli.main import main
 from pagewire.cli.quantise import checkpoint, integers, shards
 from pagewire.cli.quantise.shards import PlannedTensor, Shard
-
-from ...workers.architectures import EXPERTS, GROUPED, Architecture
+from tests.workers.architectures import EXPERTS, GROUPED, Architecture
 
 SIZES = {"intermediate_size": 96, "hidden_size": 64}
 

@@ -15,8 +15,7 @@ from aiohttp import web
 
 from pagewire import LLM, SamplingParams
 from pagewire.cli.main import main
-
-from ..command import pagewire, start, start_core
+from tests.cli.command import pagewire, start, start_core
 
 PROMPTS = [f"The {word} is" for word in ("list", "tuple", "module", "class", "object", "statement")]
 

@@ -18,8 +18,7 @@ from pagewire.cli.commands.top import attach
 from pagewire.cli.commands.top_screen import Screen
 from pagewire.cli.commands.top_snapshot import CoreSnapshot, lines, printable, span
 from pagewire.cli.main import build_parser, main
-
-from ..command import pagewire, start_core
+from tests.cli.command import pagewire, start_core
 
 ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True)
 

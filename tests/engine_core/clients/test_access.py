@@ -17,15 +17,14 @@ import zmq.auth
 from pagewire.engine_core.clients.access import ALL, Access, may_name_paths
 from pagewire.engine_core.clients.clients import Clients
 from pagewire.engine_core.daemon import Listen
-from pagewire.ipc.budget import MAX_HELLO_BYTES
-from pagewire.ipc.calls import CALLS, Right
-from pagewire.ipc.codec import Codec
 from pagewire.ipc.errors import received_error
-from pagewire.ipc.gate import Gate, Peer
-from pagewire.ipc.messages import PROTOCOL, Call, CallAnswer, Hello, Refused, ToFrontend
-from pagewire.ipc.sockets import bind_router, connect_dealer, send
-
-from ..conftest import WAIT_MS, RawFrontend, RunningCore
+from pagewire.ipc.host.gate import Gate, Peer
+from pagewire.ipc.wire.budget import MAX_HELLO_BYTES
+from pagewire.ipc.wire.calls import CALLS, Right
+from pagewire.ipc.wire.codec import Codec
+from pagewire.ipc.wire.messages import PROTOCOL, Call, CallAnswer, Hello, Refused, ToFrontend
+from pagewire.ipc.wire.sockets import bind_router, connect_dealer, send
+from tests.engine_core.conftest import WAIT_MS, RawFrontend, RunningCore
 
 ME = f"uid:{os.geteuid()}"
 STRANGER = 65533

@@ -12,10 +12,10 @@ from pagewire.engine_core.clients import arrivals
 from pagewire.engine_core.clients.arrivals import Arrivals
 from pagewire.engine_core.clients.backlog import Backlog
 from pagewire.engine_core.clients.clients import AttachedClient
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Call, Request
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.window import WINDOW_BYTES, WINDOW_REQUESTS
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import Call, Request
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.window import WINDOW_BYTES, WINDOW_REQUESTS
 
 
 def client(number: int) -> AttachedClient:

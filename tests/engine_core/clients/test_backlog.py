@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from pagewire.engine_core.clients.backlog import DELTA_BYTES, PIECE_BYTES, TOKEN_BYTES, Backlog, merge
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.items import LogprobRows
-from pagewire.ipc.messages import Deltas, RequestTiming, TokenDelta
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.items import LogprobRows
+from pagewire.ipc.wire.messages import Deltas, RequestTiming, TokenDelta
 
 NUM_TOKENS = PIECE_BYTES // 4 // TOKEN_BYTES
 

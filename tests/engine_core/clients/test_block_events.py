@@ -9,11 +9,10 @@ from typing import Any
 from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.block_events import NAMES_AT_ONCE, BlockEvents, snapshot
 from pagewire.engine_core.schedule.blocks import BlockPool
-from pagewire.ipc.block_names import prompt_names, split_names
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Blocks, CallAnswer, Deltas
-
-from ..conftest import RawFrontend, RunningCore
+from pagewire.ipc.wire.block_names import prompt_names, split_names
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import Blocks, CallAnswer, Deltas
+from tests.engine_core.conftest import RawFrontend, RunningCore
 
 SIZE = 16
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pagewire.engine_core.clients.contents import Contents
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.embeddings import media_of
-from pagewire.ipc.items import Prompt
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.embeddings import media_of
+from pagewire.ipc.wire.items import Prompt
 
 
 def prompt(value: int, num_tokens: int = 2) -> Prompt:

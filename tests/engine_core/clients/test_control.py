@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from ..conftest import RawFrontend, RunningCore
-from ..test_core import roll_out
+from tests.engine_core.conftest import RawFrontend, RunningCore
+from tests.engine_core.test_core import roll_out
 
 
 def attached(core: RunningCore) -> RawFrontend:

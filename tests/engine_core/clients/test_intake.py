@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from pagewire.engine_core.admission import check_params
+from pagewire.engine_core.admission.validation import check_params
 from pagewire.engine_core.clients.clients import MAX_FAULTS, AttachedClient
-from pagewire.ipc.budget import MAX_HELLO_BYTES
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import (
+from pagewire.ipc.wire.budget import MAX_HELLO_BYTES
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import (
     PROTOCOL,
     Abort,
     Call,
@@ -28,11 +28,10 @@ from pagewire.ipc.messages import (
     Submit,
     Welcome,
 )
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.tasks import submission
-
-from ..conftest import RawFrontend, RunningCore
-from ..test_core import roll_out
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.tasks import submission
+from tests.engine_core.conftest import RawFrontend, RunningCore
+from tests.engine_core.test_core import roll_out
 
 
 def attached(core: RunningCore, name: str) -> RawFrontend:
@@ -139,7 +138,7 @@ def test_a_frontend_that_leaves_too_much_unread_is_detached(
     caplog.set_level(logging.INFO, "pagewire.core")
     core = start_core(max_backlog_bytes=1 << 20)
     watcher, greedy = attached(core, "watcher"), attached(core, "greedy")
-    monkeypatch.setattr("pagewire.ipc.window.WINDOW_REQUESTS", 10_000)  # it sends no fences
+    monkeypatch.setattr("pagewire.ipc.wire.window.WINDOW_REQUESTS", 10_000)  # it sends no fences
     greedy.submit(1, [4, 4], max_tokens=120)
     client = FullQueue(core, greedy, monkeypatch).client
     for key in range(0, 5000, 50):
@@ -356,7 +355,7 @@ def test_a_task_is_checked_and_measured_once_for_all_its_prompts(
     seen: list[SamplingParams] = []
     real = check_params
     monkeypatch.setattr(
-        "pagewire.engine_core.admission.check_params",
+        "pagewire.engine_core.admission.validation.check_params",
         lambda task, info: (seen.append(task), real(task, info)),
     )
     frontend = attached(core, "many")

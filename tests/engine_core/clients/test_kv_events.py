@@ -13,10 +13,10 @@ import zmq
 
 from pagewire.engine_core.clients.kv_events import END, KVPublisher, block_hash
 from pagewire.engine_core.schedule.block_changes import CLEARED, Removed, Stored
-from pagewire.ipc.block_names import ROOT, prompt_names
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.kv_events import KVEventsConfig, kv_events_config
-from pagewire.ipc.options import EngineArgs
+from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.wire.block_names import ROOT, prompt_names
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.kv_events import KVEventsConfig, kv_events_config
 
 WAIT_MS = 20_000
 
@@ -180,8 +180,7 @@ def test_a_core_publishes_the_blocks_of_prompts(context: zmq.Context[Any], tmp_p
     """Through the pool of a scheduler, and a subscriber that was there before."""
     from pagewire.engine_core.clients.block_events import BlockEvents
     from pagewire.engine_core.schedule.kv_cache import KVCache
-
-    from ..schedule.test_block_changes import sequence
+    from tests.engine_core.schedule.test_block_changes import sequence
 
     address = f"ipc://{tmp_path}/events"
     socket = subscribe(context, address, b"kv")

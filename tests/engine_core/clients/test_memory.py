@@ -16,17 +16,16 @@ from pagewire.engine_core.clients.footprint import RequestFootprint, footprint_o
 from pagewire.engine_core.clients.intake import MessageIntake
 from pagewire.engine_core.clients.memory import Charge, Memory
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
-from pagewire.ipc import budget
-from pagewire.ipc.codec import Codec, Tensor
-from pagewire.ipc.embeddings import media_of
 from pagewire.ipc.errors import EngineBusyError
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Abort, Goodbye, Request, Submit, ToCore
-from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
-from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.tasks import submitted
-
-from ..conftest import RawFrontend, RunningCore
+from pagewire.ipc.wire import budget
+from pagewire.ipc.wire.codec import Codec, Tensor
+from pagewire.ipc.wire.embeddings import media_of
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import Abort, Goodbye, Request, Submit, ToCore
+from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
+from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.tasks import submitted
+from tests.engine_core.conftest import RawFrontend, RunningCore
 
 # ---------------------------------------------------------------- accounts
 

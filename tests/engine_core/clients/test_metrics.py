@@ -21,9 +21,9 @@ from pagewire.engine_core.clients.metrics import (
 )
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.schedule.step import SchedulerStats
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Request, TokenDelta
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import Request, TokenDelta
+from pagewire.ipc.wire.params import SamplingParams
 
 values = st.floats(0.0, 200.0) | st.sampled_from(PER_TOKEN)
 

@@ -20,7 +20,7 @@ from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.grammar.prover import ConfinedProver, Proof
 from pagewire.engine_core.grammar.schema import json_schema
 from pagewire.ipc.errors import EngineBusyError
-from pagewire.ipc.params import StructuredOutputsParams
+from pagewire.ipc.wire.params import StructuredOutputsParams
 
 FOLDER = Path(pagewire.demo.__path__[0])
 EOS = 2

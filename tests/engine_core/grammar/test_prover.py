@@ -22,9 +22,9 @@ from pagewire.engine_core.grammar.compile import compile_text, load_tokenizer
 from pagewire.engine_core.grammar.matcher import MAX_EXCESS_SECONDS, SHARE, Grammar, GrammarError, MasksTime
 from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.grammar.prover import MAX_GRAMMAR_BYTES, ConfinedProver, try_steps
-from pagewire.ipc.confined import JobTimeoutError
 from pagewire.ipc.errors import EngineBusyError
-from pagewire.ipc.params import StructuredOutputsParams
+from pagewire.ipc.host.confined import JobTimeoutError
+from pagewire.ipc.wire.params import StructuredOutputsParams
 
 FOLDER = Path(pagewire.demo.__path__[0])
 EOS, VOCAB, WAIT = 2, 4100, 60.0

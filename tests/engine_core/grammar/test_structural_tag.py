@@ -14,7 +14,7 @@ import pagewire.demo
 from pagewire.engine_core.grammar.compile import compile_grammar, load_tokenizer
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.grammar.structural_tag import regex_literal
-from pagewire.ipc.params import StructuredOutputsParams
+from pagewire.ipc.wire.params import StructuredOutputsParams
 
 EOS, VOCAB = 2, 4096
 A: dict[str, Any] = {

@@ -45,12 +45,12 @@ from pagewire.engine_core.schedule.sequence import (
 from pagewire.engine_core.schedule.speculation import Drafting, DraftLimits, NoSpeculation, Speculation
 from pagewire.engine_core.schedule.tenants import TenantAccount
 from pagewire.engine_core.schedule.waiting import Order
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.items import LogprobRows, Media, Prompt, Task
-from pagewire.ipc.messages import Request, TokenDelta
-from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
-from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.worker_messages import Masks, Row, RowResult, SlotInit, StepPlan, StepResult
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.items import LogprobRows, Media, Prompt, Task
+from pagewire.ipc.wire.messages import Request, TokenDelta
+from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
+from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, SlotInit, StepPlan, StepResult
 
 EOS = 0
 STOP = 1

@@ -10,8 +10,7 @@ from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.tenants import PASSES, TenantAccount, Tenants
 from pagewire.ipc.shares import MAX_IDLE
-
-from .simulation import Simulation
+from tests.engine_core.schedule.simulation import Simulation
 
 LONG, SHORT = 20, 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .simulation import Simulation
+from tests.engine_core.schedule.simulation import Simulation
 
 
 def pipeline(stages: int, **config: int) -> Simulation:

@@ -10,12 +10,11 @@ import pytest
 
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.engine_core.schedule.sequence import RELAPSES_TO_ISOLATE, STEPS_TO_CLEAR, Sequence, State
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.items import Media
-from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.worker_messages import RowResult, StepPlan, StepResult
-
-from .simulation import EOS, VOCAB, Forced, Simulation, expected, expected_pooled
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.items import Media
+from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.worker_messages import RowResult, StepPlan, StepResult
+from tests.engine_core.schedule.simulation import EOS, VOCAB, Forced, Simulation, expected, expected_pooled
 
 PICTURE = Tensor("uint8", (0,), b"")
 LONG = list(range(2, 12)) * 3

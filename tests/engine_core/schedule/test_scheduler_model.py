@@ -10,11 +10,10 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.items import Media
-from pagewire.ipc.pooling import PoolingParams
-
-from .simulation import EOS, STOP, VOCAB, Simulation, drafting, expected
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.items import Media
+from pagewire.ipc.wire.pooling import PoolingParams
+from tests.engine_core.schedule.simulation import EOS, STOP, VOCAB, Simulation, drafting, expected
 
 DOCUMENTS = ([2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 2, 4, 6, 8, 10], [2, 3, 4, 5, 6, 7, 8, 9, 3, 3, 3, 5, 7, 9])
 

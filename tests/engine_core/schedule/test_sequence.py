@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequence_seed, sequences
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Request, RequestTiming
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import Request, RequestTiming
+from pagewire.ipc.wire.params import SamplingParams
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 

@@ -17,9 +17,8 @@ from pagewire.engine_core.schedule import speculation
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.speculation import Drafting, DraftLimits, NoSpeculation, open_speculation
 from pagewire.ipc.speculative import SpeculativeConfig, speculative_config
-from pagewire.ipc.worker_messages import Masks, RowResult, StepPlan, StepResult
-
-from .simulation import ModelWorker, RandomPolicy, Simulation
+from pagewire.ipc.wire.worker_messages import Masks, RowResult, StepPlan, StepResult
+from tests.engine_core.schedule.simulation import ModelWorker, RandomPolicy, Simulation
 
 LOOP = "(bcdefghij){1,99}"  # a grammar that leaves no choice, so its output repeats itself
 FLAT, LINEAR = 10_000, 0

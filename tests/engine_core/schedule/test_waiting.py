@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Request
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import Request
+from pagewire.ipc.wire.params import SamplingParams
 
 
 def test_sequences_are_withdrawn_in_the_order_of_arrival_and_may_be_queued_again() -> None:

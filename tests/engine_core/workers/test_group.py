@@ -15,13 +15,12 @@ import psutil
 import pytest
 
 from pagewire.engine_core.workers.group import merged
-from pagewire.ipc.messages import PROTOCOL, Hello, Refused
-from pagewire.ipc.worker_messages import Ready
-
-from ..conftest import RawFrontend, RunningCore
-from ..fake_worker import HANG
-from ..test_core import roll_out
-from ..test_core_grammar import folder  # noqa: F401 - a fixture
+from pagewire.ipc.wire.messages import PROTOCOL, Hello, Refused
+from pagewire.ipc.wire.worker_messages import Ready
+from tests.engine_core.conftest import RawFrontend, RunningCore
+from tests.engine_core.fake_worker import HANG
+from tests.engine_core.test_core import roll_out
+from tests.engine_core.test_core_grammar import folder  # noqa: F401 - a fixture
 
 READY = Ready("Llama", "float32", "cuda:0", 1000, 128, 64, 512, 4096, 2, {"weights": 2.0}, {"used": 10})
 

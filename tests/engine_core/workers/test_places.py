@@ -14,8 +14,8 @@ from pagewire.engine_core.workers.launchers.choose import join_address, open_lau
 from pagewire.engine_core.workers.launchers.join import JoinLauncher, reachable
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
 from pagewire.engine_core.workers.places import places
-from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.worker_messages import Parallel, WorkerHello
+from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.wire.worker_messages import Parallel, WorkerHello
 
 
 def hellos(*machines: str) -> list[WorkerHello]:

@@ -10,18 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.frontend import core_source
-from pagewire.frontend.mailbox import Inbox
-from pagewire.frontend.outputs import RequestState
+from pagewire.frontend.core import core_source
+from pagewire.frontend.core.mailbox import Inbox
+from pagewire.frontend.core.session import Session
+from pagewire.frontend.requests.outputs import RequestState
 from pagewire.frontend.route import members, places
 from pagewire.frontend.route.engine import routed
 from pagewire.frontend.route.fleet import Fleet
 from pagewire.frontend.route.places import running
-from pagewire.frontend.session import Session
-from pagewire.ipc.messages import EngineInfo
-
-from ..conftest import PATIENCE
-from ..mortal_core import Keeper, Kills, MortalCore
+from pagewire.ipc.wire.messages import EngineInfo
+from tests.frontend.conftest import PATIENCE
+from tests.frontend.mortal_core import Keeper, Kills, MortalCore
 
 NEVER: Kills = lambda request, made: False  # noqa: E731
 

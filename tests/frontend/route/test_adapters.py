@@ -9,20 +9,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.frontend import core_source
-from pagewire.frontend.lora import LoRARequest
-from pagewire.frontend.mailbox import Inbox
-from pagewire.frontend.outputs import RequestState
+from pagewire.frontend.core import core_source
+from pagewire.frontend.core.mailbox import Inbox
+from pagewire.frontend.core.session import Session
+from pagewire.frontend.requests.lora import LoRARequest
+from pagewire.frontend.requests.outputs import RequestState
 from pagewire.frontend.route import members
-from pagewire.frontend.session import Session
 from pagewire.ipc.errors import EngineBusyError
-from pagewire.ipc.lora import LoRAConfig
-from pagewire.ipc.messages import Call, CallAnswer, EngineInfo, Submit
-from pagewire.ipc.params import SamplingParams
-
-from ..conftest import PATIENCE, FakeCore
-from ..mortal_core import MortalCore, output
-from .conftest import NEVER, Cores, ends, wait_for, wait_until
+from pagewire.ipc.wire.lora import LoRAConfig
+from pagewire.ipc.wire.messages import Call, CallAnswer, EngineInfo, Submit
+from pagewire.ipc.wire.params import SamplingParams
+from tests.frontend.conftest import PATIENCE, FakeCore
+from tests.frontend.mortal_core import MortalCore, output
+from tests.frontend.route.conftest import NEVER, Cores, ends, wait_for, wait_until
 
 
 class Registry:

@@ -11,28 +11,27 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pagewire.frontend.mailbox import Inbox
-from pagewire.frontend.outputs import RequestState
-from pagewire.frontend.pooling.inputs import completed
+from pagewire.frontend.core.mailbox import Inbox
+from pagewire.frontend.core.session import Session
+from pagewire.frontend.requests.outputs import RequestState
+from pagewire.frontend.requests.pooling.inputs import completed
 from pagewire.frontend.route import places
 from pagewire.frontend.route.engine import routed
 from pagewire.frontend.route.fleet import Fleet
 from pagewire.frontend.route.places import running
 from pagewire.frontend.route.replica import CorePlace, ReplicaState
-from pagewire.frontend.session import Session
-from pagewire.ipc.block_names import prompt_names
-from pagewire.ipc.calls import CALLS
-from pagewire.ipc.codec import Tensor
 from pagewire.ipc.errors import EngineDeadError, RequestCrashedEngineError
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Blocks, Call, CoreDying, EngineInfo, Hello, Request, Submit, TokenDelta
-from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.pooling import PoolingInfo
-
-from ..conftest import HEALTHY, PATIENCE, FakeCore
-from ..mortal_core import LENGTH, Keeper, MortalCore, output
-from .conftest import NEVER, Cores, ends, wait_for, wait_until
+from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.wire.block_names import prompt_names
+from pagewire.ipc.wire.calls import CALLS
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import Blocks, Call, CoreDying, EngineInfo, Hello, Request, Submit, TokenDelta
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.pooling import PoolingInfo
+from tests.frontend.conftest import HEALTHY, PATIENCE, FakeCore
+from tests.frontend.mortal_core import LENGTH, Keeper, MortalCore, output
+from tests.frontend.route.conftest import NEVER, Cores, ends, wait_for, wait_until
 
 
 def submit(
@@ -434,7 +433,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CALLS, "fence", dataclasses.replace(CALLS["fence"], seconds=0.1))
     monkeypatch.setattr("pagewire.frontend.route.fleet.PROBE_SECONDS", 0.05)
     monkeypatch.setattr("pagewire.frontend.route.replica.PROOF_SECONDS", 0.2)
-    monkeypatch.setattr("pagewire.frontend.core_source.RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("pagewire.frontend.core.core_source.RETRY_SECONDS", 0.02)
     monkeypatch.setattr("pagewire.frontend.route.members.RETRY_SECONDS", 0.02)
 
 

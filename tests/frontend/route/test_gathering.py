@@ -9,8 +9,7 @@ import pytest
 
 from pagewire.frontend.route.gathering import REPORT_SECONDS, Check, gather, merged
 from pagewire.ipc.errors import EngineDeadError, ProtocolError
-
-from ..conftest import PATIENCE
+from tests.frontend.conftest import PATIENCE
 
 
 def answered(value: Any) -> Future[Any]:

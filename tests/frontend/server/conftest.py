@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from pagewire.frontend.async_llm import AsyncLLM
-
-from ..conftest import FakeCore
-from .client import Client
+from pagewire.frontend.api.async_llm import AsyncLLM
+from tests.frontend.conftest import FakeCore
+from tests.frontend.server.client import Client
 
 
 @pytest.fixture

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.text.tokenizer import LARGE_TEXT
-
-from ..conftest import FakeCore
-from .client import PATIENCE, Answer, Client
+from tests.frontend.conftest import FakeCore
+from tests.frontend.server.client import PATIENCE, Answer, Client
 
 LARGE = "w5 " * (LARGE_TEXT // 3 + 1)
 BODIES = {

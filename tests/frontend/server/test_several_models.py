@@ -9,14 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.server.app import create_app
-from pagewire.frontend.server.options import ServerOptions
-from pagewire.ipc.messages import Submit
-from pagewire.ipc.pooling import PoolingInfo
-
-from ..conftest import FakeCore
-from .client import Client
+from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.ipc.wire.messages import Submit
+from pagewire.ipc.wire.pooling import PoolingInfo
+from tests.frontend.conftest import FakeCore
+from tests.frontend.server.client import Client
 
 PROMPT = [5, 6]
 

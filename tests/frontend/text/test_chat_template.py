@@ -11,8 +11,7 @@ import pytest
 
 from pagewire.frontend.text.chat_template import chat_prompt, conversations_of, render_chat
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
-
-from .. import trained
+from tests.frontend import trained
 
 CHATML = """\
 {%- if tools %}

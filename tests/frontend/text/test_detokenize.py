@@ -18,9 +18,8 @@ from pagewire.frontend.text.detokenize import StepStream, WindowStream, text_str
 from pagewire.frontend.text.steps import DecoderStep, ReplaceText, StripText, compile_decoder, overlap
 from pagewire.frontend.text.stop import Detokenizer, StopStrings, shared_stops
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, clean_up
-from pagewire.ipc.params import SamplingParams
-
-from .. import trained
+from pagewire.ipc.wire.params import SamplingParams
+from tests.frontend import trained
 
 FAMILIES = sorted(trained.FAMILIES)
 EXACT = sorted(set(FAMILIES) - {"unknown_decoder"})

@@ -17,9 +17,8 @@ from pagewire.frontend.text.tokenizer import load_tokenizer
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.gguf.file import GgufError
 from pagewire.ipc.gguf.pre_tokenizers import NAMES, RULES
-
-from ...gguf_headers import write
-from ..trained import TEXT
+from tests.frontend.trained import TEXT
+from tests.gguf_headers import write
 
 TEXTS = [
     *TEXT[:7],

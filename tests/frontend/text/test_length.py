@@ -7,9 +7,8 @@ import pytest
 from pagewire.frontend.text import length
 from pagewire.frontend.text.length import ContextLengthError, check_characters, encode_within
 from pagewire.frontend.text.tokenizer import LONG_TEXT, FastTokenizer, Tokenizer
-from pagewire.ipc.budget import MAX_CHARS_PER_TOKEN, MIN_CHARS
-
-from .. import trained
+from pagewire.ipc.wire.budget import MAX_CHARS_PER_TOKEN, MIN_CHARS
+from tests.frontend import trained
 
 DENSE = "a b c d e f g h "
 

@@ -16,8 +16,7 @@ from pagewire.frontend.text.logprobs import (
     token_text,
 )
 from pagewire.frontend.text.tokenizer import Tokenizer
-
-from ..logprob_rows import rows
+from tests.frontend.logprob_rows import rows
 
 TWO = rows([[7, 5, 7], [9, 5, 6]], [[-1.5, -0.5, -1.5], [-4.0, -0.25, -2.0]], [2, 8])
 POSITIONS: list[Any] = [

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from pagewire.frontend.text.logprobs import token_text
 from pagewire.frontend.text.offsets import TextOffsets, prompt_offsets
 from pagewire.frontend.text.tokenizer import Tokenizer
-
-from .. import trained
+from tests.frontend import trained
 
 FAMILIES = sorted(trained.FAMILIES)
 

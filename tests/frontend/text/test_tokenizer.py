@@ -27,8 +27,7 @@ from pagewire.frontend.text.tokenizer import (
     load_tokenizer,
 )
 from pagewire.ipc.errors import ModelNotFoundError
-
-from .. import trained
+from tests.frontend import trained
 
 FAMILIES = sorted(trained.FAMILIES)
 WAIT_SECONDS = 20.0
@@ -259,7 +258,7 @@ def test_added_tokens_are_added_once(tmp_path: Path) -> None:
 def test_loading_needs_no_heavy_library(folders: dict[str, Path]) -> None:
     code = (
         "import sys\n"
-        "import pagewire.frontend.text.chat_template, pagewire.frontend.outputs\n"
+        "import pagewire.frontend.text.chat_template, pagewire.frontend.requests.outputs\n"
         "from pagewire.frontend.text.tokenizer import load_tokenizer\n"
         "from pagewire.frontend.text.detokenize import text_stream\n"
         "tokenizer = load_tokenizer(sys.argv[1])\n"

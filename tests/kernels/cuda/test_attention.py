@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pagewire.kernels.cuda import attention
 from pagewire.kernels.cuda.layout import exchange_chunks
-from pagewire.kernels.paging import CAUSAL, UNSCALED, Cache, KVScales, LogitTerms
+from pagewire.kernels.data.paging import CAUSAL, UNSCALED, Cache, KVScales, LogitTerms
 from pagewire.kernels.reference.kernels import reference
 from tests.kernels.batches import TOLERANCE, Paged, Shape, page, random_request
 from tests.kernels.cuda.emulate import ORDERS, EmulatedLauncher

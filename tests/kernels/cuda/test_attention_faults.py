@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagewire.kernels.cuda import attention
 from pagewire.kernels.cuda.source import read_source
-from pagewire.kernels.paging import CAUSAL, WHOLE, LogitTerms
+from pagewire.kernels.data.paging import CAUSAL, WHOLE, LogitTerms
 from tests.kernels.batches import TOLERANCE, Paged, Shape
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher
 from tests.kernels.cuda.emulate.library import load

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from pagewire.kernels.cuda.gates import ACTIVATIONS, activate_and_mul
 from pagewire.kernels.cuda.norms import DTYPES
-from pagewire.kernels.layer import Activation
+from pagewire.kernels.data.layer import Activation
 from pagewire.kernels.reference.kernels import reference
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, guarded
 

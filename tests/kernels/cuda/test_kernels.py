@@ -14,11 +14,11 @@ from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.cuda.variants import all_variants
-from pagewire.kernels.layer import Activation, Layer, Norm
-from pagewire.kernels.paging import CAUSAL, AttentionBatch, Cache
+from pagewire.kernels.data.layer import Activation, Layer, Norm
+from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache
+from pagewire.kernels.data.weight import Linear, UnpackedLinear, dense_weight
 from pagewire.kernels.reference.kernels import Kernels, reference
 from pagewire.kernels.stack import Stack
-from pagewire.kernels.weight import Linear, UnpackedLinear, dense_weight
 from tests.kernels.batches import allocate_kv
 from tests.kernels.cuda.emulate import ORDERS, EmulatedLauncher
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from pagewire.kernels.cuda.kv import FP8, write_kv
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.cuda.norms import DTYPES
-from pagewire.kernels.layer import Norm
-from pagewire.kernels.paging import UNSCALED, Cache, KVScales, token_view
+from pagewire.kernels.data.layer import Norm
+from pagewire.kernels.data.paging import UNSCALED, Cache, KVScales, token_view
 from pagewire.kernels.reference.kernels import reference
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, EmulationError, guarded
 

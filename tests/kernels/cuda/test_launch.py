@@ -13,7 +13,7 @@ from pagewire.kernels.cuda.launch import CudaLauncher, pack
 from pagewire.kernels.cuda.limits import check_launch
 from pagewire.kernels.cuda.source import Variant, parameter_dtype, read_source
 from pagewire.kernels.cuda.variants import all_variants
-from pagewire.kernels.layer import Activation
+from pagewire.kernels.data.layer import Activation
 from tests.kernels.cuda.emulate import EmulatedLauncher, EmulationError
 
 

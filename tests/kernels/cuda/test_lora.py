@@ -13,7 +13,7 @@ from pagewire.kernels.cuda import lora
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.lora import DeviceRows, RowTiles
 from pagewire.kernels.cuda.norms import DTYPES
-from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
+from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.reference.kernels import reference
 from tests.kernels.adapter_rows import make_rows
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, guarded

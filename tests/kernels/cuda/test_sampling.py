@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.wire.params import SamplingParams
 from pagewire.kernels.cuda import sampling as cuda
 from pagewire.kernels.ops import fixed_point_probabilities
-from pagewire.workers.sample.device_sampler import CudaTokenSampler
+from pagewire.workers.device.cuda_sampler import CudaTokenSampler
 from pagewire.workers.sample.logprobs import logprobs_of
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot, sample

@@ -14,7 +14,7 @@ import torch
 
 from pagewire.kernels.cuda.sampling import SOURCE, variant
 from pagewire.kernels.cuda.source import Variant
-from pagewire.workers.sample.device_sampler import CudaTokenSampler
+from pagewire.workers.device.cuda_sampler import CudaTokenSampler
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import SamplingSlot, sample
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, EmulationError

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagewire.kernels.cuda import attention
 from pagewire.kernels.cuda.layout import exchange_chunks
-from pagewire.kernels.paging import WHOLE, Cache, LogitTerms
+from pagewire.kernels.data.paging import WHOLE, Cache, LogitTerms
 from tests.kernels.batches import Paged, Shape
 from tests.kernels.cuda.emulate import ORDERS, EmulatedLauncher
 from tests.kernels.cuda.test_attention import BF16, E4M3, FP16, batch_of, check, launchers, run

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire.ipc.params import SamplingParams
-
-from ..architectures import SERVED, VOCAB_SIZE
-from ..driver import Driver, Request
-from ..parallel.threads import Rank, run_ranks
-from ..parity import make_prompts, transformers_tokens
-from ..peft_adapters import AdaptedRunner, peft_tokens, write_adapter
-from ..random_adapters import Tensors, make_tensors, write
+from pagewire.ipc.wire.params import SamplingParams
+from tests.workers.architectures import SERVED, VOCAB_SIZE
+from tests.workers.driver import Driver, Request
+from tests.workers.parallel.threads import Rank, run_ranks
+from tests.workers.parity import make_prompts, transformers_tokens
+from tests.workers.peft_adapters import AdaptedRunner, peft_tokens, write_adapter
+from tests.workers.random_adapters import Tensors, make_tensors, write
 
 PROMPTS = make_prompts(VOCAB_SIZE, (23, 5, 17))
 NUM_TOKENS = 8

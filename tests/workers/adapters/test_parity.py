@@ -11,23 +11,29 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.worker_messages import Parallel
-from pagewire.kernels.integers import Integers
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.worker_messages import Parallel
+from pagewire.kernels.data.integers import Integers
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model import modules
-from pagewire.workers.model.network import Network
-
-from .. import pooled
-from ..architectures import GROUPED, SERVED, VOCAB_SIZE, Architecture
-from ..driver import Driver, Request, load_runner
-from ..parallel import pipelined
-from ..parallel.threads import Rank, run_ranks
-from ..parity import NUM_TOKENS, make_prompts, transformers_tokens
-from ..peft_adapters import LIMITS, AdaptedRunner, peft_logprobs, peft_tokens, targets_of, write_adapter
-from ..quantised_models import PartsFormat, write_quantised
-from ..random_adapters import make_tensors, write
+from pagewire.workers.network import build_module as modules
+from pagewire.workers.network.network import Network
+from tests.workers import pooled
+from tests.workers.architectures import GROUPED, SERVED, VOCAB_SIZE, Architecture
+from tests.workers.driver import Driver, Request, load_runner
+from tests.workers.parallel import pipelined
+from tests.workers.parallel.threads import Rank, run_ranks
+from tests.workers.parity import NUM_TOKENS, make_prompts, transformers_tokens
+from tests.workers.peft_adapters import (
+    LIMITS,
+    AdaptedRunner,
+    peft_logprobs,
+    peft_tokens,
+    targets_of,
+    write_adapter,
+)
+from tests.workers.quantised_models import PartsFormat, write_quantised
+from tests.workers.random_adapters import make_tensors, write
 
 PROMPTS = make_prompts(VOCAB_SIZE, (23, 5, 17, 1, 9, 12, 6, 4))
 KINDS: dict[str, dict[str, Any]] = {

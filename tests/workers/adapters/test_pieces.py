@@ -11,18 +11,17 @@ import pytest
 import zmq
 from torch import Tensor
 
-from pagewire.ipc.codec import Codec
-from pagewire.ipc.lora import LoadAdapter, LoRAConfig
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.sockets import bind_router, receive, send
-from pagewire.ipc.worker_messages import FromWorker, WorkerCall, WorkerReply
-from pagewire.workers import main
+from pagewire.ipc.wire.codec import Codec
+from pagewire.ipc.wire.lora import LoadAdapter, LoRAConfig
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.sockets import bind_router, receive, send
+from pagewire.ipc.wire.worker_messages import FromWorker, WorkerCall, WorkerReply
 from pagewire.workers.adapters import build, loader, pieces
 from pagewire.workers.adapters.pieces import LARGE_BYTES, Piece, PieceRunner
-
-from ..driver import Driver, load_runner
-from ..peft_adapters import AdaptedRunner
-from ..random_adapters import SHAPES, make_tensors, write
+from pagewire.workers.process import main
+from tests.workers.driver import Driver, load_runner
+from tests.workers.peft_adapters import AdaptedRunner
+from tests.workers.random_adapters import SHAPES, make_tensors, write
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 LIMITS = LoRAConfig(max_loras=8, max_lora_rank=8)
@@ -169,7 +168,7 @@ def test_large_matrices_are_left_to_the_thread(
 def test_messages_are_taken_between_pieces_and_pieces_between_messages(tmp_path: Path) -> None:
     context: zmq.Context[Any] = zmq.Context()
     socket = bind_router(context, f"ipc://{tmp_path}/core.sock")
-    connection = main.CoreConnection(f"ipc://{tmp_path}/core.sock", "worker")
+    connection = main.CoreSession(f"ipc://{tmp_path}/core.sock", "worker")
     calls = 0
 
     def advance() -> bool:

@@ -7,16 +7,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pagewire.engine_core.config import EngineConfig
-from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.params import SamplingParams
-from pagewire.kernels.weight import dense_weight
-from pagewire.workers.checkpoint.online import online
-
-from ..architectures import GROUPED, VOCAB_SIZE, Architecture
-from ..driver import Driver
-from ..parity import NUM_TOKENS, make_prompts
-from ..peft_adapters import AdaptedRunner, write_adapter
+from pagewire.engine_core.config.config import EngineConfig
+from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.kernels.data.weight import dense_weight
+from pagewire.workers.checkpoint.formats.online import online
+from tests.workers.architectures import GROUPED, VOCAB_SIZE, Architecture
+from tests.workers.driver import Driver
+from tests.workers.parity import NUM_TOKENS, make_prompts
+from tests.workers.peft_adapters import AdaptedRunner, write_adapter
 
 SIZES = GROUPED | {"intermediate_size": 128}
 MARGIN = 0.1  # between log probabilities; our products round their inputs, those of PEFT do not

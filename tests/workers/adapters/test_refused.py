@@ -15,15 +15,14 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from pagewire.ipc.lora import DropAdapter, LoadAdapter, LoRAConfig
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.wire.lora import DropAdapter, LoadAdapter, LoRAConfig
+from pagewire.ipc.wire.params import SamplingParams
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.files import TENSORS, read_files
 from pagewire.workers.errors import LoadError
-
-from ..driver import Driver, load_runner
-from ..peft_adapters import AdaptedRunner
-from ..random_adapters import CONFIG, Q, Tensors, make_tensors, write
+from tests.workers.driver import Driver, load_runner
+from tests.workers.peft_adapters import AdaptedRunner
+from tests.workers.random_adapters import CONFIG, Q, Tensors, make_tensors, write
 
 LIMITS = LoRAConfig(max_lora_rank=8)
 

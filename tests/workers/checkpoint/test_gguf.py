@@ -12,18 +12,17 @@ import torch
 from safetensors.torch import load_file
 
 from pagewire.ipc.gguf.file import BLOCKS, is_gguf
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.checkpoint.gguf import blocks as gguf_blocks
 from pagewire.workers.checkpoint.gguf.blocks import BLOCK_TYPES, quantised
 from pagewire.workers.checkpoint.gguf.reader import GgufCheckpoint
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.configuration import load_config
-
-from ...gguf_headers import content
-from ..architectures import EXPERTS, GPT2_SIZES, GROUPED, VOCAB_SIZE, WINDOWED, Architecture
-from ..driver import load_runner
-from ..gguf_files import permuted, write_gguf
-from ..parity import make_prompts, our_tokens, transformers_tokens
+from pagewire.workers.module.configuration import load_config
+from tests.gguf_headers import content
+from tests.workers.architectures import EXPERTS, GPT2_SIZES, GROUPED, VOCAB_SIZE, WINDOWED, Architecture
+from tests.workers.driver import load_runner
+from tests.workers.gguf_files import permuted, write_gguf
+from tests.workers.parity import make_prompts, our_tokens, transformers_tokens
 
 ROUTED = EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 WINDOW = GROUPED | {"sliding_window": 7}

@@ -16,33 +16,40 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.ipc.embeddings import media_of
-from pagewire.ipc.items import LogprobRows, Prompt
-from pagewire.ipc.lora import LoadAdapter, LoRAConfig
-from pagewire.ipc.messages import Tensor
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import Masks, Parallel, Row, SlotInit, StepPlan, StepResult, WorkerConfig
+from pagewire.ipc.wire.embeddings import media_of
+from pagewire.ipc.wire.items import LogprobRows, Prompt
+from pagewire.ipc.wire.lora import LoadAdapter, LoRAConfig
+from pagewire.ipc.wire.messages import Tensor
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import (
+    Masks,
+    Parallel,
+    Row,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    WorkerConfig,
+)
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.reference.kernels import reference
-from pagewire.workers import runner as runner_module
-from pagewire.workers.calls import call
 from pagewire.workers.device import cuda
 from pagewire.workers.device.cpu import CpuTokenSampler
-from pagewire.workers.device.graphs import recorded_sizes
 from pagewire.workers.device.open import open_device, own_gpu
 from pagewire.workers.errors import LoadError
-from pagewire.workers.main import Pipeline
-from pagewire.workers.model.model import Model
-from pagewire.workers.runner import Runner
+from pagewire.workers.network.model import Model
+from pagewire.workers.process.calls import call
+from pagewire.workers.process.main import Pipeline
+from pagewire.workers.run import runner as runner_module
+from pagewire.workers.run.graphs import recorded_sizes
+from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
-
-from ..architectures import GEMMA4, VOCAB_SIZE, Architecture
-from ..driver import GREEDY, Driver, load_runner, tokens_of, values
-from ..parity import make_prompts, transformers_tokens
-from ..peft_adapters import peft_logprobs
-from ..random_adapters import load as load_adapter
-from ..random_adapters import make_tensors, write
+from tests.workers.architectures import GEMMA4, VOCAB_SIZE, Architecture
+from tests.workers.driver import GREEDY, Driver, load_runner, tokens_of, values
+from tests.workers.parity import make_prompts, transformers_tokens
+from tests.workers.peft_adapters import peft_logprobs
+from tests.workers.random_adapters import load as load_adapter
+from tests.workers.random_adapters import make_tensors, write
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
 SIZES: dict[str, Any] = {"device": "cuda", "block_size": 16, "max_num_seqs": 6, "num_blocks": 24}

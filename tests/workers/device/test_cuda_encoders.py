@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire.ipc.pooling import PoolerConfig, PoolingParams
-from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan, StepResult
+from pagewire.ipc.wire.pooling import PoolerConfig, PoolingParams
+from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, StepResult
 from pagewire.workers.device.cuda import CudaDevice
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.network import Network
-from pagewire.workers.model.structures import STRUCTURES
-from pagewire.workers.runner import Runner
+from pagewire.workers.network.network import Network
+from pagewire.workers.network.structures import STRUCTURES
+from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
-
-from ..parity import make_prompts
-from ..pooled import cosine, pool, write
-from ..test_pooling import EMBED, MEAN, states
-from .test_cuda import llama, load, never_waiting  # noqa: F401 - fixtures
+from tests.workers.device.test_cuda import llama, load, never_waiting  # noqa: F401 - fixtures
+from tests.workers.parity import make_prompts
+from tests.workers.pooled import cosine, pool, write
+from tests.workers.test_pooling import EMBED, MEAN, states
 
 SIZES = {"num_attention_heads": 2, "intermediate_size": 96}  # heads of 32, which have a kernel
 POOLER = PoolerConfig(pooling_type="MEAN")

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from pagewire.kernels.cuda.trials import trials
-from pagewire.workers import runner as runner_module
 from pagewire.workers.device import cuda, first_run, trial_process
 from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.device.first_run import (
@@ -21,14 +20,14 @@ from pagewire.workers.device.first_run import (
     verdicts_from,
     why_sampling_is_wrong,
 )
-from pagewire.workers.runner import Runner
+from pagewire.workers.run import runner as runner_module
+from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate import Edit, EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
-
-from ..architectures import VOCAB_SIZE, Architecture
-from ..driver import Driver, load_runner
-from ..parity import make_prompts
-from .test_cuda import HEADS, SIZES
+from tests.workers.architectures import VOCAB_SIZE, Architecture
+from tests.workers.device.test_cuda import HEADS, SIZES
+from tests.workers.driver import Driver, load_runner
+from tests.workers.parity import make_prompts
 
 LAUNCHES = Launches(torch.bfloat16, torch.bfloat16, 32)
 GATE = Edit("gates.cu", "x / (1.0f + expf(-x))", "x / (1.0f + expf(x))")

@@ -9,20 +9,19 @@ import msgspec
 import pytest
 
 from pagewire.ipc.quantization import ONLINE
-from pagewire.ipc.worker_messages import Ready, WorkerConfig
+from pagewire.ipc.wire.worker_messages import Ready, WorkerConfig
 from pagewire.kernels.cpu.library import expected_isa
-from pagewire.workers import main
 from pagewire.workers.checkpoint.headers import TensorHeader, read_headers
 from pagewire.workers.errors import LoadError, MemoryShortageError
 from pagewire.workers.estimate.figures import Footprint, expected_speed, footprint
 from pagewire.workers.estimate.fit import Fit, fit, kept_bytes, remedies, sizes_of
 from pagewire.workers.estimate.inventory import Part
+from pagewire.workers.process import main
 from pagewire.workers.weight_cache import folder as weight_folder
 from pagewire.workers.weight_cache.key import key_of
-
-from ..architectures import EXPERTS, GROUPED, Architecture
-from ..driver import load_runner
-from ..huge import write_huge
+from tests.workers.architectures import EXPERTS, GROUPED, Architecture
+from tests.workers.driver import load_runner
+from tests.workers.huge import write_huge
 
 GIB = 1 << 30
 ROOMY = (64 * GIB, 64 * GIB)

@@ -17,16 +17,15 @@ from pagewire.engine_core.schedule.adapter import Adapter
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import sequences
 from pagewire.engine_core.schedule.speculation import Speculation
-from pagewire.ipc.adapters import AdapterSource
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Request, TokenDelta
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import StepPlan, StepResult
-from pagewire.workers.runner import Runner
-
-from ..driver import values
-from ..parity import NUM_TOKENS
-from .threads import Rank
+from pagewire.ipc.wire.adapters import AdapterSource
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import Request, TokenDelta
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import StepPlan, StepResult
+from pagewire.workers.run.runner import Runner
+from tests.workers.driver import values
+from tests.workers.parallel.threads import Rank
+from tests.workers.parity import NUM_TOKENS
 
 MAX_MODEL_LEN = 64
 SAMPLED = SamplingParams(

@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from pagewire.engine_core.workers.group import merged_adapter
-from pagewire.ipc.params import SamplingParams
-
-from ..architectures import SERVED, VOCAB_SIZE, Architecture
-from ..driver import Driver, Request
-from ..parity import NUM_TOKENS, make_prompts, transformers_tokens
-from ..peft_adapters import AdaptedRunner, peft_tokens, write_adapter_of_all
-from ..random_adapters import CONFIG, DOWN, Q, make_tensors, write
-from .test_sharded_state import save
-from .threads import Rank, run_ranks
+from pagewire.ipc.wire.params import SamplingParams
+from tests.workers.architectures import SERVED, VOCAB_SIZE, Architecture
+from tests.workers.driver import Driver, Request
+from tests.workers.parallel.test_sharded_state import save
+from tests.workers.parallel.threads import Rank, run_ranks
+from tests.workers.parity import NUM_TOKENS, make_prompts, transformers_tokens
+from tests.workers.peft_adapters import AdaptedRunner, peft_tokens, write_adapter_of_all
+from tests.workers.random_adapters import CONFIG, DOWN, Q, make_tensors, write
 
 UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "hidden_size": 96}
 REPEATED = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}

@@ -8,23 +8,22 @@ from typing import Any
 
 import pytest
 
-from pagewire.ipc.lora import LoadAdapter, LoRAConfig
-from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.worker_messages import Parallel, WorkerConfig
+from pagewire.ipc.wire.lora import LoadAdapter, LoRAConfig
+from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
-from pagewire.workers.runner import Runner
+from pagewire.workers.run.runner import Runner
 from pagewire.workers.weight_cache import cached_loading, folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import keep_in_background
 from pagewire.workers.weight_cache.folder import weight_folder
-
-from ..architectures import VOCAB_SIZE
-from ..driver import Driver
-from ..parity import NUM_TOKENS, make_prompts
-from ..pooled import pool
-from ..pooled import write as write_pooled
-from ..random_adapters import load, write
-from .threads import Rank, run_ranks
+from tests.workers.architectures import VOCAB_SIZE
+from tests.workers.driver import Driver
+from tests.workers.parallel.threads import Rank, run_ranks
+from tests.workers.parity import NUM_TOKENS, make_prompts
+from tests.workers.pooled import pool
+from tests.workers.pooled import write as write_pooled
+from tests.workers.random_adapters import load, write
 
 PHASE = "packed weights"
 

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 
-from pagewire.ipc.worker_messages import WorkerCall, WorkerReply
+from pagewire.ipc.wire.worker_messages import WorkerCall, WorkerReply
 from pagewire.workers.errors import LoadError, LostRankError
-from pagewire.workers.main import answer
-from pagewire.workers.model import loading
-from pagewire.workers.runner import Runner
-
-from ..architectures import VOCAB_SIZE
-from ..driver import Driver, load_runner
-from ..parity import NUM_TOKENS, make_prompts
-from .threads import Rank, run_ranks
+from pagewire.workers.network import loading
+from pagewire.workers.process.main import answer
+from pagewire.workers.run.runner import Runner
+from tests.workers.architectures import VOCAB_SIZE
+from tests.workers.driver import Driver, load_runner
+from tests.workers.parallel.threads import Rank, run_ranks
+from tests.workers.parity import NUM_TOKENS, make_prompts
 
 PROMPTS = make_prompts(VOCAB_SIZE)
 

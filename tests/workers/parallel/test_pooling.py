@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.ipc.pooling import PoolerConfig, PoolingParams
+from pagewire.ipc.wire.pooling import PoolerConfig, PoolingParams
 from pagewire.workers.errors import LoadError
-
-from ..driver import load_runner
-from ..parity import make_prompts
-from ..pooled import pool, write
-from ..test_pooling import reward_model
-from .threads import Rank, run_ranks
+from tests.workers.driver import load_runner
+from tests.workers.parallel.threads import Rank, run_ranks
+from tests.workers.parity import make_prompts
+from tests.workers.pooled import pool, write
+from tests.workers.test_pooling import reward_model
 
 PROMPTS = make_prompts(128, (23, 1, 40, 5, 17))
 EMBED, MEAN = PoolingParams(task="embed"), PoolingParams(task="embed", all_tokens=True)
@@ -77,7 +76,7 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
     llama = write(tmp_path / "llama", "llama")
     with pytest.raises(LoadError, match="it has 4 attention heads"):
         run_ranks(3, lambda rank: load_runner(llama, collective=rank))
-    from pagewire.ipc.worker_messages import Parallel
+    from pagewire.ipc.wire.worker_messages import Parallel
 
     with pytest.raises(LoadError, match="leave pipeline_parallel_size at 1 and use tensor_parallel_size"):
         load_runner(llama, parallel=Parallel(0, 2, stages=2))
@@ -85,7 +84,7 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_wrong_states_are_noticed_by_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that forgets a sum."""
-    from pagewire.workers.model import transforms
+    from pagewire.workers.module import transforms
 
     monkeypatch.setattr(transforms, "Reduced", lambda product, ranks: product)
     folder = write(tmp_path, "llama")

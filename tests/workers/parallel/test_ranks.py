@@ -10,21 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import Parallel, Ready, WorkerConfig
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import Parallel, Ready, WorkerConfig
 from pagewire.kernels.cpu.build import REFERENCE
 from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.fit import sizes_of
-from pagewire.workers.model.matrices import is_linear, is_stack
-from pagewire.workers.model.shards import Shards
-from pagewire.workers.runner import Runner
-
-from ..architectures import EXPERTS, GROUPED, SERVED, VOCAB_SIZE, Architecture
-from ..driver import GREEDY, Driver, load_runner
-from ..parity import NUM_TOKENS, make_prompts
-from ..quantised_models import write_awq
-from .threads import Rank, Threads, run_ranks
+from pagewire.workers.module.matrices import is_linear, is_stack
+from pagewire.workers.module.shards import Shards
+from pagewire.workers.run.runner import Runner
+from tests.workers.architectures import EXPERTS, GROUPED, SERVED, VOCAB_SIZE, Architecture
+from tests.workers.driver import GREEDY, Driver, load_runner
+from tests.workers.parallel.threads import Rank, Threads, run_ranks
+from tests.workers.parity import NUM_TOKENS, make_prompts
+from tests.workers.quantised_models import write_awq
 
 FORMS = (  # each has its own way to be divided
     *("llama with biases", "gpt2", "gpt_bigcode", "phi3", "olmo2", "deepseek_v3", "bitnet"),
@@ -158,7 +157,7 @@ def test_sizes_that_cannot_be_divided_are_refused_before_weights_are_read(tmp_pa
 
 
 def test_a_family_without_a_plan_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagewire.workers.model import parallel_plan
+    from pagewire.workers.module import parallel_plan
 
     monkeypatch.delitem(parallel_plan.TABLE, "gpt2")
     with pytest.raises(LoadError, match=r"GPT2LMHeadModel cannot be divided over 2 ranks: .* has a plan"):
@@ -167,7 +166,7 @@ def test_a_family_without_a_plan_is_refused_by_name(tmp_path: Path, monkeypatch:
 
 def test_what_every_rank_computes_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that forgets a sum is noticed by the logits."""
-    from pagewire.workers.model import transforms
+    from pagewire.workers.module import transforms
 
     monkeypatch.setattr(transforms, "Reduced", lambda product, ranks: product)
     with pytest.raises(LoadError, match="its logits with paged attention are wrong"):

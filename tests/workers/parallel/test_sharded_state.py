@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from pagewire.ipc.worker_messages import Parallel
-from pagewire.workers.calls import call
+from pagewire.ipc.wire.worker_messages import Parallel
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model import sharded_state
-
-from ..architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
-from ..driver import Driver, load_runner
-from ..parity import NUM_TOKENS, make_prompts
-from . import pipelined
-from .test_ranks import MOE, WIDE, generate_over_ranks
-from .threads import Rank, run_ranks
+from pagewire.workers.network import sharded_state
+from pagewire.workers.process.calls import call
+from tests.workers.architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
+from tests.workers.driver import Driver, load_runner
+from tests.workers.parallel import pipelined
+from tests.workers.parallel.test_ranks import MOE, WIDE, generate_over_ranks
+from tests.workers.parallel.threads import Rank, run_ranks
+from tests.workers.parity import NUM_TOKENS, make_prompts
 
 Tokens = Sequence[list[list[int]]]
 
@@ -141,8 +140,8 @@ def test_a_rank_reads_no_file_of_another(tmp_path: Path) -> None:
         load(saved)
 
     def work(rank: Rank) -> set[str]:
-        from pagewire.ipc.worker_messages import WorkerConfig
-        from pagewire.workers.model.configuration import load_config
+        from pagewire.ipc.wire.worker_messages import WorkerConfig
+        from pagewire.workers.module.configuration import load_config
 
         if rank.rank == 0:
             return set()

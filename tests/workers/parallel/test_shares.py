@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.shares import Heads, width_span, width_spans
+from pagewire.workers.ranks.shares import Heads, width_span, width_spans
 
 
 @given(st.integers(1, 5000), st.integers(1, 12))

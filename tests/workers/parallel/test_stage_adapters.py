@@ -15,17 +15,16 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from pagewire.engine_core.workers.group import merged_adapter
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import Parallel
-
-from ..adapters.test_experts import KINDS, separate
-from ..adapters.test_refused import LIMITS, WRONG_TENSORS, changed
-from ..architectures import SERVED, VOCAB_SIZE
-from ..parity import NUM_TOKENS, make_prompts, transformers_tokens
-from ..peft_adapters import AdaptedRunner, peft_tokens, write_adapter, write_adapter_of_all
-from ..random_adapters import CONFIG, Tensors, make_tensors, write
-from .pipelined import generate
-from .threads import Rank, run_ranks
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import Parallel
+from tests.workers.adapters.test_experts import KINDS, separate
+from tests.workers.adapters.test_refused import LIMITS, WRONG_TENSORS, changed
+from tests.workers.architectures import SERVED, VOCAB_SIZE
+from tests.workers.parallel.pipelined import generate
+from tests.workers.parallel.threads import Rank, run_ranks
+from tests.workers.parity import NUM_TOKENS, make_prompts, transformers_tokens
+from tests.workers.peft_adapters import AdaptedRunner, peft_tokens, write_adapter, write_adapter_of_all
+from tests.workers.random_adapters import CONFIG, Tensors, make_tensors, write
 
 OTHERS = ("phi3", "gpt_neox", "opt", "gemma2", "cohere", "deepseek_v3", "mixtral", "qwen2_moe", "gpt_oss")
 PROMPTS = make_prompts(VOCAB_SIZE, (23, 5, 9))

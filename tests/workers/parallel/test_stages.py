@@ -12,28 +12,27 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagewire.ipc.speculative import SpeculativeConfig
-from pagewire.ipc.worker_messages import Parallel, Ready, WorkerConfig
+from pagewire.ipc.wire.worker_messages import Parallel, Ready, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.build import REFERENCE
 from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.fit import sizes_of
-from pagewire.workers.model import stage_cut
-from pagewire.workers.model.network import Network
-from pagewire.workers.model.shares import stage_layers
-from pagewire.workers.runner import Runner
+from pagewire.workers.module import stage_cut
+from pagewire.workers.network.network import Network
+from pagewire.workers.ranks.shares import stage_layers
+from pagewire.workers.run.runner import Runner
 from pagewire.workers.weight_cache import folder as cache_folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import keep_in_background
-
-from ...engine_core.schedule.simulation import Forced
-from ..architectures import EXPERTS, GROUPED, SERVED, VOCAB_SIZE, Architecture
-from ..driver import load_runner
-from ..parity import make_prompts
-from ..quantised_models import write_awq
-from ..test_embeddings import embedded, prompt_of
-from .pipelined import Output, generate
-from .threads import Rank, run_ranks
+from tests.engine_core.schedule.simulation import Forced
+from tests.workers.architectures import EXPERTS, GROUPED, SERVED, VOCAB_SIZE, Architecture
+from tests.workers.driver import load_runner
+from tests.workers.parallel.pipelined import Output, generate
+from tests.workers.parallel.threads import Rank, run_ranks
+from tests.workers.parity import make_prompts
+from tests.workers.quantised_models import write_awq
+from tests.workers.test_embeddings import embedded, prompt_of
 
 UNCUT = {"gemma4_text"}  # refused, see below
 FORMS = (  # each has another forward, of which a stage runs a part

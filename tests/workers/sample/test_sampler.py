@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import Masks
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import Masks
 from pagewire.kernels.reference.kernels import reference
 from pagewire.workers.sample import fixed_point as m
 from pagewire.workers.sample import sampler

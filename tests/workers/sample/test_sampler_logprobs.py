@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.ipc.items import LogprobRows
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.wire.items import LogprobRows
+from pagewire.ipc.wire.params import SamplingParams
 from pagewire.workers.sample.sampler import SamplingSlot, logprob_rows, sample
 
 

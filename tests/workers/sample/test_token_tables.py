@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.ipc.codec import Codec
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import SlotInit, StepPlan, ToWorker
+from pagewire.ipc.wire.codec import Codec
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import SlotInit, StepPlan, ToWorker
+from pagewire.workers.batch.slots import Slots
 from pagewire.workers.sample import logit_edits, token_tables
 from pagewire.workers.sample.sampler import SamplingSlot, sample
-from pagewire.workers.slots import Slots
 
 VOCAB = 50
 NUM_SLOTS = 32

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.speculative import MAX_ALPHA, SpeculativeConfig
+from pagewire.ipc.wire.params import SamplingParams
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import SamplingSlot, sample
 from pagewire.workers.sample.typical import Candidate, TypicalAcceptance

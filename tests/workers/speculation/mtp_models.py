@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from ..architectures import GROUPED, LATER_EXPERTS, MLA, VOCAB_SIZE, Architecture
-from .speculating import Proposal
+from tests.workers.architectures import GROUPED, LATER_EXPERTS, MLA, VOCAB_SIZE, Architecture
+from tests.workers.speculation.speculating import Proposal
 
 NUM_LAYERS = 2  # of the model itself
 FIELDS = {

@@ -10,15 +10,14 @@ from typing import Any
 import msgspec
 import torch
 
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.speculative import Method, SpeculativeConfig
-from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
-from pagewire.workers.runner import Runner
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
+from pagewire.workers.run.runner import Runner
 from pagewire.workers.speculation.interface import Drafter
 from pagewire.workers.speculation.open import open_drafter
-
-from ..driver import load_runner
+from tests.workers.driver import load_runner
 
 NUM_DRAFTS = 5
 

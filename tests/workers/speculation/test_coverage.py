@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
-from pagewire.workers.slots import Slots
+from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
+from pagewire.workers.batch.slots import Slots
 from pagewire.workers.speculation.coverage import Coverage
-
-from ..driver import GREEDY
+from tests.workers.driver import GREEDY
 
 
 class Cache:

@@ -7,19 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.embeddings import PLACEHOLDER, media_of
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.speculative import SpeculativeConfig
-from pagewire.ipc.worker_messages import Row, StepPlan
-from pagewire.workers.calls import call
-from pagewire.workers.runner import Runner
-
-from ..architectures import COMMON, GROUPED, SERVED, VOCAB_SIZE, Architecture
-from ..driver import GREEDY, Driver, load_runner
-from ..parity import make_prompts
-from .speculating import NUM_DRAFTS, DraftOracle, SpeculativeDriver, runner_with
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.embeddings import PLACEHOLDER, media_of
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import Row, StepPlan
+from pagewire.workers.process.calls import call
+from pagewire.workers.run.runner import Runner
+from tests.workers.architectures import COMMON, GROUPED, SERVED, VOCAB_SIZE, Architecture
+from tests.workers.driver import GREEDY, Driver, load_runner
+from tests.workers.parity import make_prompts
+from tests.workers.speculation.speculating import NUM_DRAFTS, DraftOracle, SpeculativeDriver, runner_with
 
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, logprobs=1)
 PENALISED = SamplingParams(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5, min_tokens=4)

@@ -13,17 +13,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire.ipc.params import SamplingParams
-from pagewire.workers.calls import call
+from pagewire.ipc.wire.params import SamplingParams
 from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.fit import sizes_of
-from pagewire.workers.runner import Runner
-
-from ..architectures import GROUPED, SERVED, VOCAB_SIZE, Architecture
-from ..driver import GREEDY, Driver
-from ..parity import make_prompts
-from .speculating import Proposal, SpeculativeDriver, open_for, runner_with
+from pagewire.workers.process.calls import call
+from pagewire.workers.run.runner import Runner
+from tests.workers.architectures import GROUPED, SERVED, VOCAB_SIZE, Architecture
+from tests.workers.driver import GREEDY, Driver
+from tests.workers.parity import make_prompts
+from tests.workers.speculation.speculating import Proposal, SpeculativeDriver, open_for, runner_with
 
 NUM_LAYERS, PLACES = 7, (2, 3, 4)
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_LOGITS = 64, 4, 2, 16, 80, 96

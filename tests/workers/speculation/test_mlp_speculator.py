@@ -12,16 +12,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.speculative import SpeculativeConfig
-from pagewire.workers.calls import call
+from pagewire.ipc.wire.params import SamplingParams
 from pagewire.workers.errors import LoadError
-from pagewire.workers.runner import Runner
-
-from ..architectures import VOCAB_SIZE
-from ..driver import GREEDY, Driver, load_runner
-from ..parity import make_prompts
-from .speculating import Proposal, Speculated, SpeculativeDriver, open_for, runner_with
+from pagewire.workers.process.calls import call
+from pagewire.workers.run.runner import Runner
+from tests.workers.architectures import VOCAB_SIZE
+from tests.workers.driver import GREEDY, Driver, load_runner
+from tests.workers.parity import make_prompts
+from tests.workers.speculation.speculating import (
+    Proposal,
+    Speculated,
+    SpeculativeDriver,
+    open_for,
+    runner_with,
+)
 
 HIDDEN = 64
 SETTINGS = {

@@ -10,21 +10,20 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pagewire.ipc.speculative import SpeculativeConfig
-from pagewire.kernels.integers import Integers
-from pagewire.workers.calls import call
+from pagewire.kernels.data.integers import Integers
 from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.fit import sizes_of
-from pagewire.workers.model import modules
-from pagewire.workers.runner import Runner
+from pagewire.workers.network import build_module as modules
+from pagewire.workers.process.calls import call
+from pagewire.workers.run.runner import Runner
 from pagewire.workers.speculation.mtp_checkpoint import read_layers
-
-from ..architectures import VOCAB_SIZE
-from ..driver import GREEDY, load_runner
-from ..parity import make_prompts
-from ..quantised_models import PartsFormat, write_quantised
-from .mtp_models import MtpOracle, write_mtp
-from .speculating import Speculated, SpeculativeDriver
+from tests.workers.architectures import VOCAB_SIZE
+from tests.workers.driver import GREEDY, load_runner
+from tests.workers.parity import make_prompts
+from tests.workers.quantised_models import PartsFormat, write_quantised
+from tests.workers.speculation.mtp_models import MtpOracle, write_mtp
+from tests.workers.speculation.speculating import Speculated, SpeculativeDriver
 
 NUM_DRAFTS = 3
 

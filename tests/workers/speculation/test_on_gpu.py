@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.speculative import TYPICAL, SpeculativeConfig
-from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
-from pagewire.workers.runner import Runner
-
-from ..architectures import VOCAB_SIZE
-from ..device.test_cuda import llama, load  # noqa: F401 - fixtures
-from ..driver import GREEDY, Driver, tokens_of, values
-from ..parity import make_prompts
-from .speculating import SpeculativeDriver
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
+from pagewire.workers.run.runner import Runner
+from tests.workers.architectures import VOCAB_SIZE
+from tests.workers.device.test_cuda import llama, load  # noqa: F401 - fixtures
+from tests.workers.driver import GREEDY, Driver, tokens_of, values
+from tests.workers.parity import make_prompts
+from tests.workers.speculation.speculating import SpeculativeDriver
 
 NUM_TOKENS = 7
 

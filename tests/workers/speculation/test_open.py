@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 
 from pagewire.ipc.speculative import Method, SpeculativeConfig
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.fit import fit, model_figures, sizes_of
 from pagewire.workers.speculation.interface import NoDrafter
 from pagewire.workers.speculation.open import check_target
 from pagewire.workers.speculation.vocabulary import share_of_others
-
-from ..architectures import GROUPED, Architecture
-from .speculating import runner_with
+from tests.workers.architectures import GROUPED, Architecture
+from tests.workers.speculation.speculating import runner_with
 
 GIB = 1 << 30
 

@@ -12,24 +12,23 @@ import pytest
 
 from pagewire.engine_core.schedule.speculation import NoSpeculation
 from pagewire.ipc.speculative import Method, SpeculativeConfig
-from pagewire.ipc.worker_messages import Parallel, Row, SlotInit, StepPlan, StepResult, WorkerConfig
-from pagewire.workers.calls import call
+from pagewire.ipc.wire.worker_messages import Parallel, Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.device.cpu import CpuEvent
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.fit import sizes_of
-from pagewire.workers.main import CoreConnection, Pipeline
-from pagewire.workers.runner import Runner
-
-from ...engine_core.schedule.simulation import drafting
-from ..architectures import GROUPED, VOCAB_SIZE, Architecture
-from ..driver import GREEDY, load_runner
-from ..parallel.threads import Rank, run_ranks
-from ..parity import make_prompts
-from ..test_drafts import WAYS, generate
-from . import test_eagle3, test_mlp_speculator
-from .mtp_models import MtpOracle, write_mtp
-from .speculating import DraftOracle, Proposal, SpeculativeDriver
+from pagewire.workers.process.calls import call
+from pagewire.workers.process.main import CoreSession, Pipeline
+from pagewire.workers.run.runner import Runner
+from tests.engine_core.schedule.simulation import drafting
+from tests.workers.architectures import GROUPED, VOCAB_SIZE, Architecture
+from tests.workers.driver import GREEDY, load_runner
+from tests.workers.parallel.threads import Rank, run_ranks
+from tests.workers.parity import make_prompts
+from tests.workers.speculation import test_eagle3, test_mlp_speculator
+from tests.workers.speculation.mtp_models import MtpOracle, write_mtp
+from tests.workers.speculation.speculating import DraftOracle, Proposal, SpeculativeDriver
+from tests.workers.test_drafts import WAYS, generate
 
 T = TypeVar("T")
 NUM_DRAFTS = 3
@@ -241,7 +240,7 @@ def test_ranks_draft_in_the_same_order(
         if runner.collective.rank:
             monkeypatch.setattr(runner.device, "record_event", lambda: LateEvent(time.monotonic()))
         results = Results([])
-        pipeline = Pipeline(cast(CoreConnection, results), runner)
+        pipeline = Pipeline(cast(CoreSession, results), runner)
         for number in range(len(prompts)):
             pipeline.launch(plan(number))
         pipeline.finish()

@@ -8,13 +8,12 @@ import pytest
 
 from pagewire.engine_core.schedule.speculation import NoSpeculation
 from pagewire.ipc.speculative import Method, SpeculativeConfig
-
-from ...engine_core.schedule.simulation import drafting
-from ..driver import load_runner
-from ..test_drafts import WAYS, Output, Way, generate
-from . import test_eagle3, test_mlp_speculator
-from .mtp_models import write_mtp
-from .speculating import runner_with
+from tests.engine_core.schedule.simulation import drafting
+from tests.workers.driver import load_runner
+from tests.workers.speculation import test_eagle3, test_mlp_speculator
+from tests.workers.speculation.mtp_models import write_mtp
+from tests.workers.speculation.speculating import runner_with
+from tests.workers.test_drafts import WAYS, Output, Way, generate
 
 SIZES = {"max_num_seqs": 32, "num_blocks": 320}
 BY_NAME = {way.name: way for way in WAYS}

@@ -17,19 +17,19 @@ import torch
 
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
-from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Request
-from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.speculative import TYPICAL, SpeculativeConfig
-from pagewire.workers.runner import Runner
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import Request
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.workers.run.runner import Runner
 from pagewire.workers.sample.sampler import SamplingSlot, sample
 from pagewire.workers.sample.typical import Candidate, TypicalAcceptance
-
-from ..architectures import VOCAB_SIZE
-from ..conftest import LLAMA
-from ..driver import load_runner
-from ..parity import make_prompts
-from ..test_drafts import (
+from tests.workers.architectures import VOCAB_SIZE
+from tests.workers.conftest import LLAMA
+from tests.workers.driver import load_runner
+from tests.workers.parity import make_prompts
+from tests.workers.speculation.speculating import SpeculativeDriver
+from tests.workers.test_drafts import (
     EOS,
     MAX_MODEL_LEN,
     PARAMS,
@@ -42,7 +42,6 @@ from ..test_drafts import (
     requests,
     run,
 )
-from .speculating import SpeculativeDriver
 
 RULE = TypicalAcceptance(0.01, 0.1)
 FIELDS: dict[str, Any] = {"acceptance_method": TYPICAL, "posterior_threshold": 0.01, "posterior_alpha": 0.1}

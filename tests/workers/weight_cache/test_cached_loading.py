@@ -14,25 +14,24 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from pagewire.ipc.lora import LoadAdapter, LoRAConfig
-from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.worker_messages import Parallel, WorkerConfig
+from pagewire.ipc.wire.lora import LoadAdapter, LoRAConfig
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
-from pagewire.workers import calls
-from pagewire.workers.collective.single import SingleRank
-from pagewire.workers.runner import Runner
+from pagewire.workers.process import calls
+from pagewire.workers.ranks.single import SingleRank
+from pagewire.workers.run.runner import Runner
 from pagewire.workers.weight_cache import ahead as ahead_module
 from pagewire.workers.weight_cache import cached_loading, file, folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import keep_in_background
 from pagewire.workers.weight_cache.folder import weight_folder
 from pagewire.workers.weight_cache.key import key_of
-
-from .. import pooled
-from ..architectures import EXPERTS, GPT2_SIZES, GROUPED, Architecture
-from ..driver import Driver
-from ..random_adapters import CONFIG, load, make_tensors, write
+from tests.workers import pooled
+from tests.workers.architectures import EXPERTS, GPT2_SIZES, GROUPED, Architecture
+from tests.workers.driver import Driver
+from tests.workers.random_adapters import CONFIG, load, make_tensors, write
 
 PROMPTS = [[5, 9, 77, 3], [8] * 11]
 QWEN = Architecture("qwen3", GROUPED)  # its heads have norms

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.ipc.lora import LoRAConfig
-from pagewire.ipc.pooling import PoolerConfig
 from pagewire.ipc.speculative import SpeculativeConfig
-from pagewire.ipc.worker_messages import Parallel, WorkerConfig
+from pagewire.ipc.wire.lora import LoRAConfig
+from pagewire.ipc.wire.pooling import PoolerConfig
+from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.build import InstructionSet
 from pagewire.kernels.cpu.library import Library

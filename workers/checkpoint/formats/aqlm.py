@@ -55,7 +55,7 @@ def _dense(codes: Tensor, codebooks: Tensor, scales: Tensor) -> Iterator[Tensor]
     codes: signed integers [N / outs, K / ins, books], modulo `size`. codebooks: [books, size, outs, ins]. scales:
     [N / outs, 1 or K / ins, 1 or outs, 1 or ins].
     """
-    from pagewire.kernels.integers import row_blocks
+    from pagewire.kernels.data.integers import row_blocks
 
     num_books, size, outs, ins = codebooks.shape
     groups, in_groups, _ = codes.shape

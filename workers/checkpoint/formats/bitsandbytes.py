@@ -53,7 +53,7 @@ class BitsAndBytes:
         """See `Format.weight`."""
         import torch
 
-        from pagewire.kernels.integers import INT8, integer_weight
+        from pagewire.kernels.data.integers import INT8, integer_weight
         from pagewire.workers.checkpoint.formats.tables import REACH, ZERO, blocks_weight
 
         if "SCB" not in tensors:

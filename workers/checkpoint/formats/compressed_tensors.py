@@ -123,7 +123,7 @@ class CompressedTensorsFormat:
 
     def weight(self, name: str, tensors: Tensors, dtype: Dtype) -> Weight:
         """See `Format.weight`."""
-        from pagewire.kernels.weight import dense_weight
+        from pagewire.kernels.data.weight import dense_weight
         from pagewire.workers.checkpoint.formats.grouped import GroupedIntegers, group_index
         from pagewire.workers.checkpoint.formats.reexpress import fp8_weight
 

@@ -15,7 +15,7 @@ from pagewire.workers.checkpoint.headers import DTYPES, FLOATS, TensorHeader
 if TYPE_CHECKING:
     import torch
 
-    from pagewire.kernels import weight
+    from pagewire.kernels.data import weight
 
 Tensor: TypeAlias = "torch.Tensor"
 Dtype: TypeAlias = "torch.dtype"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagewire.kernels.integers import Integers, integer_weight, row_blocks
-from pagewire.kernels.weight import Weight
+from pagewire.kernels.data.integers import Integers, integer_weight, row_blocks
+from pagewire.kernels.data.weight import Weight
 from pagewire.workers.checkpoint.formats.format import known_group, width
 from pagewire.workers.checkpoint.formats.packing import pairs, split_pairs
 from pagewire.workers.checkpoint.formats.reexpress import reexpressed

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pagewire.kernels.integers import Integers, relative_error, row_blocks
+from pagewire.kernels.data.integers import Integers, relative_error, row_blocks
+from pagewire.kernels.data.weight import Weight, dense_weight
 from pagewire.kernels.quantising import quantise
-from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.checkpoint.formats.format import wider
 
 logger = logging.getLogger("pagewire.worker")

@@ -61,7 +61,7 @@ class SqueezeLlm:
 
 def _dense(tensors: Mapping[str, Tensor], num_rows: int, num_in: int) -> Iterator[Tensor]:
     """Blocks of rows of the matrix with its outliers."""
-    from pagewire.kernels.integers import row_blocks
+    from pagewire.kernels.data.integers import row_blocks
 
     tables = tensors["lookup_table"].float()
     for start, stop in row_blocks(num_rows, num_in):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pagewire.kernels.integers import Integers, integer_weight
-from pagewire.kernels.weight import Weight
+from pagewire.kernels.data.integers import Integers, integer_weight
+from pagewire.kernels.data.weight import Weight
 from pagewire.workers.checkpoint.formats.format import known_group
 from pagewire.workers.checkpoint.formats.reexpress import log_once, reexpressed
 

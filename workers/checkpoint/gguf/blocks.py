@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagewire.kernels.integers import Integers, integer_weight
-from pagewire.kernels.weight import Weight
-from pagewire.workers.checkpoint.gguf.names import BLOCKS
+from pagewire.kernels.data.integers import Integers, integer_weight
+from pagewire.kernels.data.weight import Weight
+from pagewire.workers.checkpoint.gguf_names import BLOCKS
 from pagewire.workers.errors import LoadError
 
 CHUNK_BYTES = 4 << 20  # of blocks, converted at a time: what lies between is some times larger

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from pagewire.frontend.server.http.body import LARGE_BODIES, SMALL_BODY_BYTES, IncomingBodies
-from pagewire.ipc.budget import MAX_NAME_CHARS
 from pagewire.ipc.logs import TEXT, TextFormatter
-from pagewire.ipc.messages import Abort, Submit, TokenDelta
 from pagewire.ipc.quoting import MAX_MESSAGE
-
-from ...conftest import FakeCore
-from ..client import Answer, Client
+from pagewire.ipc.wire.budget import MAX_NAME_CHARS
+from pagewire.ipc.wire.messages import Abort, Submit, TokenDelta
+from tests.frontend.conftest import FakeCore
+from tests.frontend.server.client import Answer, Client
 
 ADMIN = {"x-pagewire-admin": "1"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

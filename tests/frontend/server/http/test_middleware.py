@@ -13,16 +13,15 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.server.http.auth import PUBLIC
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.options import ServerOptions
+from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.page import PATHS
 from pagewire.ipc.logs import JsonFormatter
-from pagewire.ipc.messages import RequestTiming, Submit
-
-from ...conftest import FakeCore
-from ..client import Answer, Client
+from pagewire.ipc.wire.messages import RequestTiming, Submit
+from tests.frontend.conftest import FakeCore
+from tests.frontend.server.client import Answer, Client
 
 KEYS = ["first key", "second"]
 ADMIN = {"x-pagewire-admin": "1"}

@@ -9,8 +9,7 @@ import jsonschema
 
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.page import PATHS
-
-from ..client import Client
+from tests.frontend.server.client import Client
 
 
 def references(value: Any) -> set[str]:

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
+from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.origin import (
     MOST_KNOWN,
     OriginCheck,
     is_allowed_host,
     is_allowed_origin,
 )
-from pagewire.frontend.server.options import ServerOptions
-
-from ...conftest import FakeCore
-from ..client import Client
+from tests.frontend.conftest import FakeCore
+from tests.frontend.server.client import Client
 
 PREFLIGHT = {
     "access-control-request-method": "POST",

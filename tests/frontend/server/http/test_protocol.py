@@ -21,11 +21,10 @@ from pagewire.frontend.server.http.limits import (
     MAX_PIPELINED,
     MAX_TARGET_BYTES,
 )
-from pagewire.frontend.server.options import ServerOptions
-from pagewire.ipc.messages import Abort, Submit
-
-from ....serving import serving
-from ...conftest import FakeCore
+from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.ipc.wire.messages import Abort, Submit
+from tests.frontend.conftest import FakeCore
+from tests.serving import serving
 
 PATIENCE = 20.0
 HEAD = b"GET /version HTTP/1.1\r\nhost: localhost\r\n"

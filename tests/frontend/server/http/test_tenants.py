@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 
-from pagewire.frontend import off_loop
-from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.api import off_loop
+from pagewire.frontend.api.async_llm import AsyncLLM
+from pagewire.frontend.api.slow_work import SlowWork, current_tenant
 from pagewire.frontend.server.http.auth import ApiKeys
 from pagewire.frontend.server.http.tenants import ApiTenant
-from pagewire.frontend.slow_work import SlowWork, current_tenant
-from pagewire.ipc.messages import Abort, EngineInfo, Submit
-
-from ...conftest import FakeCore
-from ..client import Answer, Call, Client
-from ..openai.test_beams import logprobs_of
+from pagewire.ipc.wire.messages import Abort, EngineInfo, Submit
+from tests.frontend.conftest import FakeCore
+from tests.frontend.server.client import Answer, Call, Client
+from tests.frontend.server.openai.test_beams import logprobs_of
 
 COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
 ALICE, BOB, ROOT = ({"authorization": f"Bearer {name}-secret-key"} for name in ("alice", "bob", "root"))

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagewire.frontend.async_llm import AsyncLLM
-from pagewire.ipc.messages import Request, Submit, TokenDelta
-
-from ...conftest import FakeCore
-from ...logprob_rows import rows
-from ..client import Client
+from pagewire.frontend.api.async_llm import AsyncLLM
+from pagewire.ipc.wire.messages import Request, Submit, TokenDelta
+from tests.frontend.conftest import FakeCore
+from tests.frontend.logprob_rows import rows
+from tests.frontend.server.client import Client
 
 HELLO = [{"role": "user", "content": "w5 w6"}]
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from pagewire.frontend.async_llm import AsyncLLM
-from pagewire.ipc.items import LogprobRows
-from pagewire.ipc.messages import Request
-
-from ...conftest import EOS, FakeCore
-from ...logprob_rows import rows
-from ..client import Client
+from pagewire.frontend.api.async_llm import AsyncLLM
+from pagewire.ipc.wire.items import LogprobRows
+from pagewire.ipc.wire.messages import Request
+from tests.frontend.conftest import EOS, FakeCore
+from tests.frontend.logprob_rows import rows
+from tests.frontend.server.client import Client
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "w5"}]

@@ -8,7 +8,16 @@ from typing import Any
 import openai
 import pytest
 
-from ..parsing.test_tools_over_http import ASK, CLOCK, HERMES, WEATHER, Replay, calls_of, client_of, replay
+from tests.frontend.server.parsing.test_tools_over_http import (
+    ASK,
+    CLOCK,
+    HERMES,
+    WEATHER,
+    Replay,
+    calls_of,
+    client_of,
+    replay,
+)
 
 __all__ = ["replay"]  # a fixture
 

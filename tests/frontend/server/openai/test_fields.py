@@ -11,19 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.frontend.async_llm import AsyncLLM
-from pagewire.frontend.outputs import CompletionOutput
+from pagewire.frontend.api.async_llm import AsyncLLM
+from pagewire.frontend.api.slow_work import SlowWork
+from pagewire.frontend.requests.outputs import CompletionOutput
 from pagewire.frontend.server.http.body import SMALL_BODY_BYTES, Decoder
 from pagewire.frontend.server.http.warnings import begin_warnings
 from pagewire.frontend.server.openai.constraints import demanded
 from pagewire.frontend.server.openai.protocol import ChatRequest, CompletionRequest
 from pagewire.frontend.server.openai.sampling import best_outputs
-from pagewire.frontend.slow_work import SlowWork
-from pagewire.ipc.messages import Submit
-from pagewire.ipc.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-
-from ...conftest import FakeCore
-from ..client import Answer, Client
+from pagewire.ipc.wire.messages import Submit
+from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from tests.frontend.conftest import FakeCore
+from tests.frontend.server.client import Answer, Client
 
 HELLO = [{"role": "user", "content": "w5"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

@@ -10,15 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs, completion_logprobs
 from pagewire.frontend.text.logprobs import Logprob, token_bytes, token_text
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
-from pagewire.ipc.messages import EngineInfo, Submit
-
-from ...conftest import FakeCore
-from ...logprob_rows import rows
-from ..client import Client
+from pagewire.ipc.wire.messages import EngineInfo, Submit
+from tests.frontend.conftest import FakeCore
+from tests.frontend.logprob_rows import rows
+from tests.frontend.server.client import Client
 
 POSITIONS = [
     {7: Logprob(-3.0, 5, "b"), 8: Logprob(-0.5, 1, "c"), 9: Logprob(-1.0, 2, "d")},

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.server.http import body
-from pagewire.ipc.budget import MAX_CONTAINERS, MIN_CHARS
-from pagewire.ipc.messages import Abort, Submit
-
-from ...conftest import FakeCore
-from ...logprob_rows import rows
-from ..client import Answer, Client
+from pagewire.ipc.wire.budget import MAX_CONTAINERS, MIN_CHARS
+from pagewire.ipc.wire.messages import Abort, Submit
+from tests.frontend.conftest import FakeCore
+from tests.frontend.logprob_rows import rows
+from tests.frontend.server.client import Answer, Client
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 USER = {"role": "user", "content": "w5"}

@@ -17,7 +17,7 @@ from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
 from pagewire.frontend.server.parsing.call_formats import CALL_FORMATS, Format
 from pagewire.frontend.server.parsing.choice import PARSERS, tool_use
 from pagewire.frontend.server.parsing.deltas import ParsedReply
-from pagewire.ipc.params import StructuredOutputsParams
+from pagewire.ipc.wire.params import StructuredOutputsParams
 
 EOS, VOCAB = 2, 4096
 BOOK = {

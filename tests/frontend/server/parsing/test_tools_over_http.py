@@ -13,14 +13,13 @@ import openai
 import pytest
 
 import pagewire.demo
-from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.server.app import create_app
-from pagewire.frontend.server.options import ServerOptions
+from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
-from pagewire.ipc.messages import EngineInfo, Request
-
-from ....serving import serving
-from ...conftest import FakeCore
+from pagewire.ipc.wire.messages import EngineInfo, Request
+from tests.frontend.conftest import FakeCore
+from tests.serving import serving
 
 DEMO = Path(pagewire.demo.__file__).parent
 TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages | tojson }}"

@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 
 import pagewire.demo
-from pagewire.frontend.outputs import CompletionOutput
+from pagewire.frontend.requests.outputs import CompletionOutput
 from pagewire.frontend.server.openai.logprobs import TokenNames
+from pagewire.frontend.server.openai.reply import ReplyWithCalls
 from pagewire.frontend.server.parsing.choice import tool_use
 from pagewire.frontend.server.parsing.reasoning import parser_for, thinking
-from pagewire.frontend.server.parsing.reply import ReplyWithCalls
 from pagewire.frontend.server.responses.items import messages_of, read_input
 from pagewire.frontend.server.responses.reader import OutputReader
 from pagewire.frontend.text.logprobs import Logprob
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
-
-from ..parsing.test_tools_over_http import HERMES, Replay, client_of, replay
-from .test_responses import joined_items
+from tests.frontend.server.parsing.test_tools_over_http import HERMES, Replay, client_of, replay
+from tests.frontend.server.responses.test_responses import joined_items
 
 __all__ = ["replay"]  # a fixture
 

@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.usage import Usage
 from pagewire.frontend.server.openai.protocol import TokenLogprob
+from pagewire.frontend.server.openai.reply import ReplyParser, ReplyWithCalls, TextReply, read
 from pagewire.frontend.server.parsing.deltas import call_id
 from pagewire.frontend.server.parsing.hermes import Hermes
-from pagewire.frontend.server.parsing.reply import ReplyParser, ReplyWithCalls, TextReply, read
 from pagewire.frontend.server.responses.items import messages_of, read_input
 from pagewire.frontend.server.responses.protocol import (
     CallItem,
@@ -36,11 +35,11 @@ from pagewire.frontend.server.responses.protocol import (
 )
 from pagewire.frontend.server.responses.store import ResponseStore, StoredItems, StoredResponse
 from pagewire.frontend.server.responses.writer import ResponseWriter
-from pagewire.ipc.messages import Abort, Submit
-
-from ...conftest import FakeCore
-from ..client import Call, Client
-from ..parsing.test_tools_over_http import HERMES, Replay, replay
+from pagewire.frontend.server.serving.usage import Usage
+from pagewire.ipc.wire.messages import Abort, Submit
+from tests.frontend.conftest import FakeCore
+from tests.frontend.server.client import Call, Client
+from tests.frontend.server.parsing.test_tools_over_http import HERMES, Replay, replay
 
 __all__ = ["replay"]  # a fixture
 

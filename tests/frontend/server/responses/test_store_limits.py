@@ -11,11 +11,10 @@ import pytest
 
 from pagewire.frontend.server.responses.items import read_input
 from pagewire.frontend.server.responses.store import FOLLOWED_AT_ONCE, ResponseStore, StoredResponse
-from pagewire.ipc.messages import Abort, Submit
-
-from ...conftest import FakeCore
-from ..client import Client
-from .test_responses import new_response
+from pagewire.ipc.wire.messages import Abort, Submit
+from tests.frontend.conftest import FakeCore
+from tests.frontend.server.client import Client
+from tests.frontend.server.responses.test_responses import new_response
 
 PATH = "/v1/responses"
 LIMIT = 20_000

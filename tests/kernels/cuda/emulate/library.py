@@ -8,9 +8,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagewire.kernels.cache import cache_folder, locked
 from pagewire.kernels.cpu.build import compiler_command
 from pagewire.kernels.cuda.source import Variant, read_source
+from pagewire.kernels.native.cache import cache_folder, locked
 
 HEADER = Path(__file__).parent / "cuda.h"
 FLAGS = (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels import dispatch
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.norms import DTYPES

@@ -1,0 +1,331 @@
+"""Options on the command line and in a YAML file, both generated from the dataclasses that define them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+from pagewire.ipc.bounds import unknown_name
+from pagewire.ipc.compatibility import OPTIONS, settle
+from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.wire.params import SamplingParams
+
+
+class UsageError(ValueError):
+    """A mistake on the command line; printed without a traceback, exit status 2."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser that reports a mistake in one line, without usage text, and suggests a similar option."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse `args`; unlike argparse, end with an error if an argument is unknown. Sub-commands use this too."""
+        words = self._spelled(sys.argv[1:] if args is None else args)
+        parsed, extra = super().parse_known_args(words, namespace or argparse.Namespace())
+        for argument in extra:
+            if argument.startswith("--"):
+                self.error(unknown_name("option", argument.split("=")[0], self._option_string_actions))
+        if extra:
+            self.error(f"unexpected argument {extra[0]!r}")
+        return parsed, extra
+
+    def _spelled(self, args: Sequence[str]) -> list[str]:
+        """The arguments as this parser declares them: --max-model-len for --max_model_len, --no-x for --x=false."""
+        end = args.index("--") if "--" in args else len(args)
+        words: list[str] = []
+        for word in args[:end]:
+            name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+            name = name.replace("_", "-")
+            option = name or "".join(words[-1:])
+            if value.lower() in ("true", "false") and self._is_switch(option):
+                words[len(words) - (not name) :] = [
+                    option if value.lower() == "true" else f"--no-{option[2:]}"
+                ]
+            else:
+                words.append(f"{name}{equals}{value}")
+        return [*words, *args[end:]]
+
+    def _is_switch(self, option: str) -> bool:
+        return isinstance(self._option_string_actions.get(option), argparse.BooleanOptionalAction)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and exit with status 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print the help or an error; argparse's own method hides that it could not be written.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        stream = file or sys.stderr
+        if message and stream is not None:
+            stream.write(message)
+
+
+def flag(name: str) -> str:
+    """Return the command line option of a field: `--max-model-len` for `max_model_len`."""
+    return "--" + name.replace("_", "-")
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--config` and an option for every field of `EngineArgs`, in groups."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of options; the command line overrides it"
+    )
+    add_options_of(parser, EngineArgs)
+    for name, absent in OPTIONS.items():  # `given_options` warns of the value, or refuses it
+        hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if any(isinstance(value, bool) for value in absent.silent):
+            parser.add_argument(flag(name), action=argparse.BooleanOptionalAction, **hidden)
+        else:
+            parser.add_argument(flag(name), type=json_or_text, **hidden)
+
+
+def add_options_of(parser: argparse.ArgumentParser, kind: Any, only: tuple[str, ...] | None = None) -> None:
+    """Add an option for each field of a dataclass whose fields are declared with `ipc.options.option`.
+
+    only: the groups to add; None for all.
+    """
+    groups: dict[str, Any] = {}
+    hints = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        title = field.metadata["group"]
+        if only is not None and title not in only:
+            continue
+        if title not in groups:
+            groups[title] = parser.add_argument_group(f"{title} options")
+        add_option(groups[title], field, hints[field.name])
+
+
+def add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
+    """Add the option of one field. It is stored only if it is given, so that a file's value is not overwritten."""
+    text = field.metadata["help"].replace("%", "%%")
+    default = None if field.default is dataclasses.MISSING else field.default
+    if default not in (None, ""):
+        text += f" (default: {default})"
+    common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+    names = [flag(field.name), *filter(None, [field.metadata["short"]])]
+    kinds = {hint} if hint == list[str] else set(get_args(hint)) or {hint}
+    if kinds <= {bool, type(None)}:
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
+    elif get_origin(hint) is dict:
+        group.add_argument(*names, type=json_object, metavar="JSON", **common)
+    elif field.metadata["choices"]:
+        kind: type = int if isinstance(default, int) else str
+        choices = ",".join(
+            map(str, field.metadata["choices"])
+        )  # `check_types` says why another value is none
+        group.add_argument(*names, type=kind, metavar=f"{{{choices}}}", **common)
+    elif bool in kinds:
+        group.add_argument(*names, type=true_or_text, metavar="STR", **common)
+    elif list[str] in kinds:
+        group.add_argument(*names, nargs="+", action="extend", metavar="NAME", **common)
+    else:
+        kind = next((k for k in (int, float) if k in kinds), str)
+        group.add_argument(*names, type=kind, metavar=kind.__name__.upper(), **common)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object (an argparse type)."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value
+
+
+def json_or_text(text: str) -> Any:
+    """Parse JSON; text that is not JSON is returned unchanged."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def true_or_text(text: str) -> str | bool:
+    """Return True for "true" in any case; other text unchanged."""
+    return True if text.lower() == "true" else text
+
+
+def positive(text: str) -> int:
+    """Parse an integer of at least 1 (an argparse type)."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Parse a duration in seconds, 0 or more (an argparse type)."""
+    if not (value := float(text)) >= 0:  # written so that NaN fails, too
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return value
+
+
+def given_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine options that were given on the command line, by field name.
+
+    Those that pagewire does not have are not among them: a warning says so.
+
+    Raises:
+        UsageError: an option that pagewire does not have would have an effect.
+    """
+    given = vars(options)
+    try:
+        for name in OPTIONS.keys() & given.keys():
+            settle(name, given[name], OPTIONS[name])
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return {field.name: given[field.name] for field in dataclasses.fields(EngineArgs) if field.name in given}
+
+
+def engine_args(options: argparse.Namespace) -> EngineArgs:
+    """Build the engine's options. The command line overrides the file, and the file the defaults.
+
+    Raises:
+        UsageError: the file cannot be read, or an option is unknown or has a bad value.
+    """
+    config = dataclasses.asdict(read_config(options.config))
+    try:
+        return EngineArgs.from_kwargs(config | given_options(options))
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+
+
+def read_config(path: str | None) -> EngineArgs:
+    """Build the engine's options from a YAML file alone.
+
+    Raises:
+        UsageError: the file cannot be read or is not a mapping, or an option is unknown or has a bad value.
+    """
+    return check_config(path, read_file(path))
+
+
+def check_config(path: str | None, values: dict[str, Any]) -> EngineArgs:
+    """Build the engine's options from the values read from the file at `path`.
+
+    Raises:
+        UsageError: an option is unknown or has a bad value.
+    """
+    try:
+        return EngineArgs.from_kwargs(values)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def read_file(path: str | None) -> dict[str, Any]:
+    """Read a YAML file of options and return its values by field name; names may be written with dashes.
+
+    Without a file, the result is empty.
+
+    Raises:
+        UsageError: the file cannot be read, or is not a mapping.
+    """
+    if path is None:
+        return {}
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123 (a path as the user typed it)
+            values = yaml.safe_load(file)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} must hold a mapping of option names to values")
+    return {str(name).replace("-", "_"): values[name] for name in values}
+
+
+def add_attach_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Add the options of commands that can use a running core instead of spawning one.
+
+    several: cores of different models may be used; then `attach` is a list, or None.
+    """
+    group = parser.add_argument_group("Attaching")
+    more = "; may be repeated, for cores of different models" if several else ""
+    group.add_argument(
+        "--attach",
+        metavar="ADDRESS",
+        action="append" if several else "store",
+        help=f"use the running core at ipc://... or tcp://... instead of starting one{more}",
+    )
+    add_peer_options(group)
+
+
+def add_peer_options(group: Any) -> None:
+    """Add the options by which a frontend recognizes its core, and proves which frontend it is."""
+    group.add_argument(
+        "--peer-uid",
+        type=int,
+        metavar="UID",
+        help="user id that the core at an ipc address must have (default: your own, or root's)",
+    )
+    group.add_argument(
+        "--curve-secret", metavar="FILE", help="CURVE encryption: this frontend's NAME.key_secret"
+    )
+    group.add_argument("--curve-server", metavar="FILE", help="CURVE encryption: the core's NAME.key")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """Add the common sampling parameters."""
+    group = parser.add_argument_group("Sampling options")
+
+    def number(name: str, kind: type, text: str, default: int | None = None) -> None:
+        group.add_argument(name, type=kind, metavar=kind.__name__.upper(), default=default, help=text)
+
+    number("--max-tokens", int, "maximum number of tokens to generate (default: %(default)s)", max_tokens)
+    number("--temperature", float, "sampling temperature; 0 is greedy (default: the model's, else 1)")
+    number(
+        "--top-p",
+        float,
+        "nucleus sampling: keep the most likely tokens with this total probability, in (0, 1]",
+    )
+    number("--top-k", int, "keep this many of the most likely tokens; 0: all")
+    number("--min-p", float, "drop tokens below this share of the highest probability, in [0, 1]")
+    number(
+        "--repetition-penalty",
+        float,
+        "divide the logits of tokens already used by this; above 1 discourages repetition",
+    )
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="stop when this text appears; may be repeated"
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="do not stop at the end-of-sequence token"
+    )
+
+
+def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling parameters that were given, including the engine's `--seed`.
+
+    Called before an engine is started, so that a mistake costs no model load.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    names = (
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "stop",
+        "ignore_eos",
+    )
+    given = {name: getattr(options, name, None) for name in (*names, "seed")}
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    try:
+        SamplingParams(**fields)
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+    return fields

@@ -1,0 +1,98 @@
+"""The part of `LLM` and `LLMEngine` that concerns the engine as a whole, not single requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+from pagewire.frontend.api.calls import timed_out
+from pagewire.frontend.api.configs import (
+    DecodingConfig,
+    ParallelConfig,
+    SchedulerLimits,
+    parallel_config,
+    scheduler_config,
+)
+from pagewire.frontend.core.metrics import Metric
+from pagewire.frontend.core.session import AttachMethod, Session
+from pagewire.frontend.requests.lora import LoRARequest
+from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.wire.calls import EngineCalls, RemoteCall
+from pagewire.ipc.wire.lora import LoRAConfig
+from pagewire.ipc.wire.messages import EngineInfo
+
+
+class LocalEngine(EngineCalls):
+    """The engine as a whole, for callers that wait: the calls of `EngineCalls`, adapters, tokenizers, metrics.
+
+    Attributes:
+        session: the connection to the core, and the open requests on it.
+    """
+
+    session: Session
+    attach = AttachMethod(Session.attach)
+
+    @property
+    def info(self) -> EngineInfo:
+        """The model, its sizes and the options of the core, as the core reported them."""
+        return self.session.info
+
+    def get_metrics(self) -> list[Metric]:
+        """A snapshot of the core's metrics, over all its frontends."""
+        return self.session.get_metrics(timeout=None)
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Use another tokenizer, ours or one of transformers, for requests from now on."""
+        self.session.set_tokenizer(tokenizer)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter now, and let requests of any frontend of the engine name it without its path.
+
+        An adapter that was added under the same name is replaced; its requests finish with the old one. Returns
+        True once it was read. Without this call, an adapter is read when the first request gives its path.
+
+        Raises:
+            ValueError, TypeError: no such adapter, one that does not fit the model, or an id that is in use.
+            PermissionError: the frontend is not one of the engine's own user on its machine.
+        """
+        return bool(self.session.add_lora(lora_request).result())
+
+    def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Tokenizer | None:
+        """The light tokenizer of the frontend, or of an adapter that has one of its own.
+
+        None with `skip_tokenizer_init`. `transformers.AutoTokenizer` on `info.tokenizer` gives theirs.
+
+        Raises:
+            ValueError, TypeError: no such adapter.
+        """
+        return self.session.tokenizer_for(lora_request)
+
+    def get_model_config(self) -> EngineInfo:
+        """The model, its sizes and the options of the core, as the core reported them."""
+        return self.session.info
+
+    def get_parallel_config(self) -> ParallelConfig:
+        """How the model is split."""
+        return parallel_config(self.session.info)
+
+    def get_scheduler_config(self) -> SchedulerLimits:
+        """Limits of the scheduler."""
+        return scheduler_config(self.session.info)
+
+    def get_decoding_config(self) -> DecodingConfig:
+        """How structured output is made."""
+        return DecodingConfig()
+
+    def get_lora_config(self) -> LoRAConfig | None:
+        """The limits of adapters; None if the engine serves none."""
+        return self.session.info.lora
+
+    def _answer(self, call: RemoteCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        timeout = call.local(args, kwargs).get("timeout")
+        try:
+            return self.session.call(call.name, *args, **kwargs).result(timeout)
+        except FutureTimeoutError:
+            if timeout is None:  # the call itself failed with it
+                raise
+            raise timed_out(call, args, kwargs, timeout) from None

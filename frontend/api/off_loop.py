@@ -1,0 +1,48 @@
+"""Work that would hold up an event loop, in threads; large texts are tokenized one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from pagewire.frontend.api.slow_work import SlowWork
+from pagewire.frontend.requests.pooling.inputs import TextPair
+from pagewire.frontend.text.tokenizer import LARGE_TEXT
+
+T = TypeVar("T")
+
+OFF_LOOP_CHARS = 8192  # take a few milliseconds to tokenize, or to put into a chat template
+MAX_WAITING_TEXTS = 256
+
+# A tokenizer takes hundreds of bytes for a character. Smaller texts do not wait behind these.
+_large_texts = SlowWork("large texts", 1, MAX_WAITING_TEXTS)
+
+
+def num_chars(prompt: Any) -> int:
+    """The characters of a prompt, or of a pair of texts, that are tokenized."""
+    if isinstance(prompt, TextPair):
+        return len(prompt.first) + len(prompt.second)
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return len(text) if isinstance(text, str) else 0
+
+
+async def off_loop(size: int, work: Callable[..., T], *args: Any) -> T:
+    """Return `work(*args)`, run in a thread if `size` (in characters) is large enough to block the event loop."""
+    if size >= OFF_LOOP_CHARS:
+        return await asyncio.to_thread(work, *args)
+    return work(*args)
+
+
+async def tokenizing(num_chars: int, work: Callable[..., T], *args: Any) -> T:
+    """Return `work(*args)`, which tokenizes texts. num_chars: of the longest one.
+
+    It runs as with `off_loop`; but work on large texts of all requests waits for a thread of its own. A caller that
+    is cancelled meanwhile gives its place up.
+
+    Raises:
+        EngineBusyError: too many large texts are waiting.
+    """
+    if num_chars >= LARGE_TEXT:
+        return await _large_texts.run(lambda: work(*args))
+    return await off_loop(num_chars, work, *args)

@@ -1,0 +1,181 @@
+"""What waits to be sent to a core: requests of each tenant in turn, within its window, and all else in order.
+
+    add --> queue of the tenant --\
+    add_control --> queue ---------+--> next, sent --> core
+                       fences ----/                       |
+                       passed <---------------------------+
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from pagewire.ipc.wire.codec import Buffer
+from pagewire.ipc.wire.window import Load
+
+Frames: TypeAlias = list[Buffer]
+
+
+class OutboxMessage(NamedTuple):
+    """An encoded message.
+
+    number: counts all messages of the outbox. keys: of its requests; a call has none. call_id: of a call.
+    """
+
+    frames: Frames
+    number: int
+    keys: Sequence[int] = ()
+    call_id: int | None = None
+
+    @property
+    def num_requests(self) -> int:
+        """How many it submits."""
+        return len(self.keys)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its frames."""
+        return sum(map(len, self.frames))
+
+
+@dataclass(slots=True)
+class TenantQueue:
+    """Requests of one tenant. waiting: not sent yet. open: sent, and no fence after them is answered.
+
+    unfenced: the part of the open ones after which no fence was sent.
+    """
+
+    waiting: deque[OutboxMessage] = field(default_factory=deque)
+    open: Load = field(default_factory=Load)
+    unfenced: Load = field(default_factory=Load)
+
+    @property
+    def may_send(self) -> bool:
+        """Whether its next message fits into the window."""
+        return bool(self.waiting) and self.open.admits(
+            self.waiting[0].num_requests, self.waiting[0].num_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """A call whose answer says that the core has taken requests of a tenant. load: how many."""
+
+    call_id: int
+    frames: Frames
+    tenant: str
+    load: Load
+
+
+class Outbox:
+    """Messages for one core. Not thread-safe.
+
+    A control message waits until all requests that came before it are sent.
+
+    fence: makes a call `fence`; returns its id and its frames.
+    """
+
+    def __init__(self, fence: Callable[[], tuple[int, Frames]]) -> None:
+        self._make_fence = fence
+        self._tenants: dict[str, TenantQueue] = {}  # the first is next
+        self._controls: deque[OutboxMessage] = deque()
+        self._unsent_fence: Fence | None = None
+        self._fences: dict[int, Fence] = {}  # that are sent, by call
+        self._num_added = 0
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        """The number of messages that wait, without fences."""
+        return self._num_waiting
+
+    def add(self, tenant: str, frames: Frames, keys: Sequence[int]) -> None:
+        """Add a message that submits a tenant's requests, after its earlier ones. keys: of the requests."""
+        message = OutboxMessage(frames, self._num_added, keys)
+        self._tenants.setdefault(tenant, TenantQueue()).waiting.append(message)
+        self._count()
+
+    def add_control(self, frames: Frames, call_id: int | None = None) -> None:
+        """Add any other message, after all earlier ones. call_id: if it is a call."""
+        self._controls.append(OutboxMessage(frames, self._num_added, call_id=call_id))
+        self._count()
+
+    def drop(self, keys: Set[int]) -> None:
+        """Drop messages that submit nothing but requests with these keys."""
+        for name, tenant in list(self._tenants.items()):
+            remaining = deque(
+                message for message in tenant.waiting if not all(key in keys for key in message.keys)
+            )
+            self._num_waiting -= len(tenant.waiting) - len(remaining)
+            tenant.waiting = remaining
+            if not remaining and not tenant.open:
+                del self._tenants[name]
+
+    def next(self) -> Frames | None:
+        """The frames of the message whose turn it is; None if none may be sent now."""
+        if self._unsent_fence is not None:
+            return self._unsent_fence.frames
+        if self._control_is_due():
+            return self._controls[0].frames
+        for name, tenant in self._tenants.items():
+            if tenant.may_send:
+                return tenant.waiting[0].frames
+            if tenant.waiting and tenant.unfenced:
+                return self._fence(name, tenant)
+        return None
+
+    def sent(self) -> int | None:
+        """The message that `next` has returned is sent. Returns its id if it is a call, or a fence."""
+        if (fence := self._unsent_fence) is not None:
+            self._fences[fence.call_id] = fence
+            self._unsent_fence = None
+            return fence.call_id
+        self._num_waiting -= 1
+        if self._control_is_due():
+            return self._controls.popleft().call_id
+        name, tenant = next((name, tenant) for name, tenant in self._tenants.items() if tenant.may_send)
+        message = tenant.waiting.popleft()
+        self._tenants[name] = self._tenants.pop(name)  # after the others
+        for load in (tenant.open, tenant.unfenced):
+            load.add(message.num_requests, message.num_bytes)
+        if tenant.unfenced.wants_fence:
+            self._fence(name, tenant)
+        return None
+
+    def passed(self, call_id: int) -> None:
+        """The call of a fence is answered."""
+        if (fence := self._fences.pop(call_id, None)) is None:
+            return  # everything was dropped meanwhile
+        tenant = self._tenants[fence.tenant]
+        tenant.open.add(-fence.load.num_requests, -fence.load.num_bytes)
+        if not tenant.open and not tenant.waiting:
+            del self._tenants[fence.tenant]
+
+    def clear(self) -> None:
+        """Drop all messages."""
+        self._tenants.clear()
+        self._controls.clear()
+        self._fences.clear()
+        self._unsent_fence = None
+        self._num_waiting = 0
+
+    def _count(self) -> None:
+        self._num_added += 1
+        self._num_waiting += 1
+
+    def _control_is_due(self) -> bool:
+        if not self._controls:
+            return False
+        oldest = min(
+            (tenant.waiting[0].number for tenant in self._tenants.values() if tenant.waiting), default=None
+        )
+        return oldest is None or self._controls[0].number < oldest
+
+    def _fence(self, name: str, tenant: TenantQueue) -> Frames:
+        """Put a fence after what is sent of a tenant; it is the next message."""
+        call_id, frames = self._make_fence()
+        self._unsent_fence = Fence(call_id, frames, name, tenant.unfenced)
+        tenant.unfenced = Load()
+        return frames

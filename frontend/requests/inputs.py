@@ -1,0 +1,452 @@
+"""Validation and tokenization of prompts and parameters, which become requests for the core.
+
+    prompt, SamplingParams --Intake.prepare--> Request
+
+Everything that the core would refuse is refused here, so that the exception is raised in the caller's stack.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pagewire.frontend.requests.embeds import KEY as EMBEDS_KEY
+from pagewire.frontend.requests.embeds import NO_TOKENS, check_embeds_params, embeddings_of
+from pagewire.frontend.requests.lora import UsedAdapter
+from pagewire.frontend.requests.prompt_adapters import PromptAdapter
+from pagewire.frontend.text.length import ContextLengthError, encode_within
+from pagewire.frontend.text.prompts import PromptType
+from pagewire.frontend.text.stop import StopStrings, shared_stops
+from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.bounds import check_string, meta_of, unknown_name
+from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire.budget import MAX_TOKENS
+from pagewire.ipc.wire.embeddings import PLACEHOLDER, media_of
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.messages import EngineInfo, Request
+from pagewire.ipc.wire.params import Name, SamplingParams, check_logit_edits, check_turn
+
+MASK = 2**64 - 1  # for the 64-bit arithmetic of seeds
+NAME = meta_of(Name)
+
+
+KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
+NO_MEDIA = "multi-modal data is not supported yet"
+NOT_SUPPORTED = {
+    "data": "data prompts are not supported yet",
+    "data_format": "data prompts are not supported yet",
+    "encoder_prompt": "encoder-decoder models are not supported",
+    "decoder_prompt": "encoder-decoder models are not supported",
+    "multi_modal_data": NO_MEDIA,
+    "multi_modal_uuids": NO_MEDIA,
+    "mm_processor_kwargs": NO_MEDIA,
+    "token_type_ids": "models that generate have no token types; models that pool take them with token ids",
+}
+
+
+def is_tokens_prompt(prompt: Any) -> bool:
+    """Return True for a dict with `prompt_token_ids` (and no embeddings)."""
+    return isinstance(prompt, Mapping) and "prompt_token_ids" in prompt and "prompt_embeds" not in prompt
+
+
+def is_embeds_prompt(prompt: Any) -> bool:
+    """Return True for a dict with `prompt_embeds` (and no token ids)."""
+    return isinstance(prompt, Mapping) and "prompt_embeds" in prompt and "prompt_token_ids" not in prompt
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request to be sent to the core, the text of its prompt, if known, and its adapter, if it has one.
+
+    num_virtual_tokens: tokens of a prompt adapter before the prompt, which outputs do not show.
+    """
+
+    request: Request
+    prompt_text: str | None
+    adapter: UsedAdapter | None = None
+    num_virtual_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class CheckedParams:
+    """Sampling parameters that an engine takes, completed; made by `Intake.check`, and not changed any more.
+
+    stops: the search for their stop strings, so that it is made once for all prompts.
+    """
+
+    params: SamplingParams
+    stops: StopStrings | None
+
+
+def check_generates(info: EngineInfo) -> None:
+    """Refuse to generate with a model that pools; raises ValueError."""
+    if info.pooling is not None:
+        raise ValueError(
+            f"{info.served_model_names[0]} pools and does not generate: use encode, embed, classify, "
+            "score or reward, or start the engine with runner='generate'"
+        )
+
+
+def check_place(info: EngineInfo, request_id: str, priority: int, age: float) -> None:
+    """Check what a request of any kind has beside its prompt and its parameters.
+
+    Raises:
+        TypeError: a value of another type. ValueError: it is out of its bounds, or has no effect on this engine.
+    """
+    check_string("request_id", request_id, NAME)
+    check_turn(priority, age)
+    if priority and not info.by_priority:
+        raise ValueError(
+            f"priority={priority} has no effect: requests are scheduled in order of arrival; "
+            "start the engine with --scheduling-policy priority"
+        )
+
+
+class Intake:
+    """Converts prompts and parameters to requests for the core. Thread-safe.
+
+    Args:
+        info: properties of the engine.
+        tokenizer: may be replaced later; None: prompts must be token ids.
+        salt: makes this frontend's default seeds differ from those of others on the same engine. With the same
+            engine seed and salt, the same requests in the same order get the same seeds.
+    """
+
+    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None, salt: int = 0) -> None:
+        self.info, self.tokenizer = info, tokenizer
+        self._salt = salt
+        self._count = itertools.count()
+
+    def prepare(
+        self,
+        prompt: PromptType,
+        params: SamplingParams | CheckedParams | None,
+        request_id: str,
+        key: int,
+        priority: int = 0,
+        age: float = 0.0,
+        adapter: UsedAdapter | None = None,
+        prompt_adapter: PromptAdapter | None = None,
+    ) -> Prepared:
+        """Check one prompt and its parameters (None: the model's defaults), and make the request.
+
+        age: seconds since the request arrived. adapter: that it runs with. prompt_adapter: to put before the
+            prompt.
+
+        The parameters are copied, but for checked ones, which requests may share. `max_tokens` is limited to the
+        room that the prompt leaves in `max_model_len`.
+
+        Raises:
+            ValueError, TypeError: the prompt or a parameter is invalid or not supported.
+        """
+        check_place(self.info, request_id, priority, age)
+        checked = params if isinstance(params, CheckedParams) else self.check(params)
+        params = checked.params
+        content, text = self._content(prompt, params, adapter)
+        num_virtual_tokens = 0 if prompt_adapter is None else prompt_adapter.num_virtual_tokens
+        if prompt_adapter is not None:
+            content = prompt_adapter.before(content)
+        params = self._fit(params, len(content.token_ids))
+        return Prepared(
+            Request(
+                key=key,
+                request_id=request_id,
+                prompt=content,
+                task=params,
+                seed=self._seed() if params.seed is None else params.seed,
+                eos_token_id=self.eos_token_id,
+                priority=priority,
+                age=age,
+                adapter=None if adapter is None else adapter.source,
+            ),
+            text,
+            adapter,
+            num_virtual_tokens,
+        )
+
+    def _content(
+        self, prompt: PromptType, params: SamplingParams, adapter: UsedAdapter | None
+    ) -> tuple[Prompt, str | None]:
+        """A prompt as the core gets it, and its text, if known."""
+        if (embeds := self.embeds(prompt)) is not None:
+            check_embeds_params(params.prompt_logprobs, params.truncate_prompt_tokens)
+            return embeds, None
+        token_ids, text = self.tokenize(prompt, params.truncate_prompt_tokens is not None, adapter)
+        token_ids = truncated(token_ids, params, self.info.max_model_len)
+        return Prompt(token_ids, cache_salt=salt_of(prompt)), text
+
+    def embeds(self, prompt: Any) -> Prompt | None:
+        """A prompt of embeddings as the core gets it; None if it is another one. Raises as `embeddings_of`."""
+        if (embeddings := embeddings_of(prompt, self.info)) is None:
+            return None
+        check_keys(prompt)
+        token_ids = [PLACEHOLDER] * embeddings.shape[0]
+        return Prompt(token_ids, media_of(embeddings), cache_salt=salt_of(prompt))
+
+    def tokenize(
+        self, prompt: PromptType, truncates: bool = False, adapter: UsedAdapter | None = None
+    ) -> tuple[list[int], str | None]:
+        """Return the token ids of one prompt, checked but not truncated, and its text, if known.
+
+        truncates: they will be, so there may be more than the model takes. adapter: whose tokenizer counts.
+
+        Raises:
+            ContextLengthError: the prompt is longer than the model's context length.
+            ValueError, TypeError: the prompt is invalid or not supported.
+        """
+        text: Any = None
+        token_ids: Any = None
+        if isinstance(prompt, Mapping):
+            check_keys(prompt)
+            if prompt.get(EMBEDS_KEY) is not None:
+                raise ValueError(
+                    f"{EMBEDS_KEY}: {NO_TOKENS}, which are needed here: give it as text or token ids"
+                )
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if text is None and token_ids is None:
+                raise ValueError("a prompt needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'")
+        elif isinstance(prompt, str):
+            text = prompt
+        else:
+            token_ids = prompt
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"the text of a prompt must be a string, got {type(text).__name__}")
+        if token_ids is None and text is not None:
+            token_ids = self._encode(text, truncates, adapter)
+        return self._checked(token_ids, truncates, adapter), text
+
+    def _encode(self, text: str, truncates: bool, adapter: UsedAdapter | None) -> list[int]:
+        tokenizer = self.tokenizer if adapter is None else adapter.tokenizer or self.tokenizer
+        if tokenizer is None:
+            raise ValueError("there is no tokenizer (skip_tokenizer_init): give the prompt as token ids")
+        try:
+            return encode_within(tokenizer, text, self.info.max_model_len, truncates=truncates)
+        except (TypeError, UnicodeError) as error:  # such as an unpaired surrogate
+            raise ValueError(f"the prompt is not valid Unicode text: {error}") from error
+
+    def _checked(self, token_ids: Any, truncates: bool, adapter: UsedAdapter | None) -> list[int]:
+        if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Iterable):
+            raise TypeError(f"a prompt is a string, token ids or a dict, got {type(token_ids).__name__}")
+        ids = list(token_ids)
+        if not ids:
+            raise ValueError("the prompt is empty")
+        if len(ids) > (MAX_TOKENS if truncates else self.info.max_model_len):
+            raise ContextLengthError(self.info.max_model_len, f"the prompt has {len(ids)} tokens")
+        if set(map(type, ids)) != {int}:
+            ids = [as_int(token_id) for token_id in ids]
+        num_extra = 0 if adapter is None else adapter.num_extra_tokens
+        check_vocabulary("the prompt", ids, self.info.vocab_size + num_extra)
+        return ids
+
+    def check(self, params: SamplingParams | None) -> CheckedParams:
+        """Return a checked copy of parameters (None: the model's defaults), completed for `prepare`.
+
+        It is completed from the model's config and the tokenizer, and good for any number of prompts.
+
+        Raises:
+            ValueError, TypeError: a parameter is invalid or not supported.
+        """
+        check_generates(self.info)
+        if params is None:
+            params = default_sampling_params(self.info)
+        elif isinstance(params, SamplingParams):
+            params = params.clone()
+        else:
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            check_vocabulary(name, getattr(params, name) or (), self.info.vocab_size)
+        if params.n > self.info.max_n:
+            raise ValueError(f"n={params.n} is over this engine's limit of {self.info.max_n}")
+        for name in ("logprobs", "prompt_logprobs"):
+            self._check_logprobs(name, getattr(params, name))
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: they are searched for in the text")
+        if params.bad_words:
+            if self.tokenizer is None:
+                raise ValueError("bad_words need a tokenizer")
+            words = [ids for word in params.bad_words for ids in spellings(self.tokenizer, word)]
+            params.bad_words_token_ids = words + (params.bad_words_token_ids or [])
+            check_logit_edits(params.n, params.num_logit_edits)
+        for ids in params.bad_words_token_ids or ():
+            check_vocabulary("bad_words", ids, self.info.vocab_size)
+        params.update_from_generation_config(self.info.generation_config, self.eos_token_id)
+        return CheckedParams(params, shared_stops(params))
+
+    def _check_logprobs(self, name: str, number: int | None) -> None:
+        limit = self.info.max_logprobs
+        if number is not None and limit != -1 and (number == -1 or number > limit):
+            raise ValueError(f"{name}={number} is over this engine's max_logprobs={limit}")
+
+    def _fit(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Return the parameters with a `max_tokens` that has room; raise ValueError if there is too little."""
+        room = self.info.max_model_len - num_prompt_tokens
+        if room < 1:
+            raise ContextLengthError(
+                self.info.max_model_len,
+                f"the prompt has {num_prompt_tokens} tokens, which leaves no room for a new one",
+            )
+        if params.min_tokens > room:
+            raise ValueError(
+                f"min_tokens={params.min_tokens}, but the prompt of {num_prompt_tokens} tokens leaves room for "
+                f"{room}: max_model_len is {self.info.max_model_len}"
+            )
+        if params.max_tokens is None or params.max_tokens > room:
+            params = copy.copy(params)
+            params.max_tokens = room
+        return params
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end-of-sequence token of the model's config or else of the tokenizer; None if neither has one."""
+        if self.info.eos_token_id is not None or self.tokenizer is None:
+            return self.info.eos_token_id
+        return self.tokenizer.eos_token_id
+
+    def _seed(self) -> int:
+        """Return the next default seed, in [0, 2**63)."""
+        state = 0
+        for part in (self.info.seed, self._salt, next(self._count)):
+            state = splitmix64(state ^ (part & MASK))
+        return state >> 1
+
+
+def prompts_of(prompts: Any) -> list[PromptType]:
+    """Return a list of prompts, given one prompt (a string, a dict or a list of ints) or several.
+
+    Raises:
+        TypeError: the argument is neither.
+    """
+    prompt: Any = prompts
+    if isinstance(prompts, (str, Mapping)):
+        return [prompt]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
+    parts: list[Any] = list(prompts)
+    if parts and all(is_int(part) for part in parts):
+        return [parts]
+    for part in parts:
+        if isinstance(part, bytes) or not isinstance(part, (str, Mapping, Iterable)):
+            raise TypeError(f"a prompt is a string, token ids or a dict, got {type(part).__name__}")
+    return parts
+
+
+def params_for(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
+    """Return one SamplingParams per prompt, given one for all or a list.
+
+    Raises:
+        ValueError: the list has another length than the prompts. TypeError: a value is not SamplingParams.
+    """
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, Sequence) or not all(isinstance(entry, SamplingParams) for entry in params):
+        raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {quoted(params)}")
+    if len(params) != num_prompts:
+        raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling parameters")
+    return list(params)
+
+
+def default_sampling_params(info: EngineInfo) -> SamplingParams:
+    """Return the sampling parameters of the model's generation config, with pagewire's defaults for the rest."""
+    config = info.generation_config
+    return SamplingParams(
+        **{
+            name: value
+            for name, key in (
+                ("temperature", "temperature"),
+                ("top_k", "top_k"),
+                ("top_p", "top_p"),
+                ("min_p", "min_p"),
+                ("repetition_penalty", "repetition_penalty"),
+                ("max_tokens", "max_new_tokens"),
+            )
+            if (value := config.get(key)) is not None
+        }
+    )
+
+
+def truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """Return the last `truncate_prompt_tokens` tokens; for -1, what leaves room for `max_tokens` (at least 1)."""
+    keep = params.truncate_prompt_tokens
+    if keep is None:
+        return token_ids
+    if keep == -1:
+        max_tokens = 1 if params.max_tokens is None else params.max_tokens
+        keep = max(1, max_model_len - max_tokens)
+    return token_ids[-keep:]
+
+
+def check_keys(prompt: Mapping[str, Any]) -> None:
+    """Check the keys of a prompt; those of features that are not supported may hold None or an empty value.
+
+    Raises:
+        ValueError: a key is unknown (the text suggests a similar one), or its feature is not supported.
+    """
+    for name, value in prompt.items():
+        if name in KEYS:
+            continue
+        if name not in NOT_SUPPORTED:
+            raise ValueError(unknown_name("key of a prompt", name, (*KEYS, *NOT_SUPPORTED)))
+        if value is not None and not (isinstance(value, (Mapping, list)) and not value):
+            raise ValueError(f"{name}: {NOT_SUPPORTED[name]}")
+
+
+def salt_of(prompt: PromptType) -> str | None:
+    """Return the prompt's `cache_salt`; None if it has none.
+
+    Raises:
+        TypeError, ValueError: the salt is not a string, or empty.
+    """
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt == "":
+        raise ValueError("cache_salt must not be empty")
+    return None if salt is None else check_string("cache_salt", salt, NAME)
+
+
+def spellings(tokenizer: Tokenizer, word: str) -> list[list[int]]:
+    """Return the distinct tokenizations of a word: at the start of a text, after a space, and within a line."""
+    word = word.lstrip() or word
+    newline, line = tokenizer.encode_batch(["\n", "\n" + word], add_special_tokens=False)
+    variants = tokenizer.encode_batch([word, " " + word], add_special_tokens=False)
+    if line[: len(newline)] == newline:
+        variants.append(line[len(newline) :])
+    return [ids for i, ids in enumerate(variants) if ids and ids not in variants[:i]]
+
+
+def check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Check that all token ids are in [0, vocab_size). name: what has these ids, for the message.
+
+    Raises:
+        ValueError: an id is not.
+    """
+    ids = token_ids if isinstance(token_ids, list) else list(token_ids)
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise ValueError(f"{name} has token id {wrong}, outside the vocabulary of {vocab_size}")
+
+
+def is_int(value: Any) -> bool:
+    """Return True for integers, including those of array libraries, but not for bools."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def as_int(value: Any) -> int:
+    """Convert an integer of any type to int.
+
+    Raises:
+        TypeError: the value is not an integer.
+    """
+    if not is_int(value):
+        raise TypeError(f"token ids must be integers, got {quoted(value)}")
+    return operator.index(value)
+
+
+def splitmix64(value: int) -> int:
+    """Hash a 64-bit integer (SplitMix64): a bijection whose outputs for similar inputs are unrelated."""
+    value = (value + 0x9E3779B97F4A7C15) & MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,489 @@
+"""The public outputs of requests, and the state from which they are built.
+
+    TokenDelta -> Outputs.process -> RequestState.apply ... RequestState.take -> RequestOutput
+
+Deltas are added to the state on arrival; an output is created when it is taken. A slow reader therefore gets
+several deltas merged into one output.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pagewire.frontend.requests.answer_budget import AnswerTooLargeError, LogprobBudget, num_logprobs
+from pagewire.frontend.requests.lora import LoRARequest, UsedAdapter
+from pagewire.frontend.text.logprobs import (
+    FlatLogprobs,
+    PromptLogprobs,
+    SampleLogprobs,
+    TokenTexts,
+    add_rows,
+)
+from pagewire.frontend.text.stop import Detokenizer
+from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.errors import (
+    AdapterCrashedWorkerError,
+    EngineBusyError,
+    EngineDeadError,
+    RequestCrashedEngineError,
+    RequestError,
+    error_text,
+    error_type,
+)
+from pagewire.ipc.wire.messages import Abort, Request, RequestTiming, TokenDelta
+from pagewire.ipc.wire.params import RequestOutputKind
+
+logger = logging.getLogger("pagewire.frontend")
+
+# Exceptions with these names are raised to the caller as such, others as RequestError.
+REFUSALS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        ValueError,
+        TypeError,
+        PermissionError,
+        EngineBusyError,
+        EngineDeadError,
+        RequestCrashedEngineError,
+        AdapterCrashedWorkerError,
+    )
+}
+
+
+class RequestMetrics(msgspec.Struct):
+    """Times of a request, in seconds since the epoch; None: not reached yet. And counts of draft tokens.
+
+    Attributes:
+        arrival_time: the request was submitted to the frontend, or arrived before that at the caller.
+        received_time: the core had it; the same as `arrival_time` if the core is on another machine.
+        first_scheduled_time: it was first part of a step.
+        first_token_time: its first token was generated. last_token_time: its last token arrived at the frontend.
+        finished_time: its end arrived at the frontend.
+        time_in_queue: duration in seconds from when the core had it to the first step.
+        num_draft_tokens: proposed tokens that were verified (speculative decoding).
+        num_accepted_tokens: its tokens that had been proposed.
+    """
+
+    arrival_time: float
+    received_time: float | None = None
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    time_in_queue: float | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclass
+class CompletionOutput:
+    """One of the n outputs of a request; with DELTA, its increment since the last one.
+
+    Attributes:
+        index: position among the n outputs, from 0.
+        text: text of the tokens; empty without `detokenize`.
+        token_ids: generated tokens, including a stop token.
+        cumulative_logprob: sum of the log probabilities of all tokens so far; None without `logprobs`.
+        logprobs: log probabilities per token; None without `logprobs`.
+        finish_reason: "stop", "length", "abort" or "error"; None while it runs.
+        stop_reason: the stop string, or the token of `stop_token_ids`, that ended the output.
+        lora_request: the adapter used.
+    """
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None = None
+    logprobs: SampleLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: LoRARequest | None = None
+
+    def finished(self) -> bool:
+        """Return True once the output has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """The results of a request so far; with DELTA, the increment since the last one.
+
+    Attributes:
+        request_id: the caller's id of the request.
+        prompt: text of the prompt, if known. prompt_token_ids: its tokens.
+        prompt_logprobs: log probabilities per prompt token, None for the first; None if not requested.
+        outputs: the outputs by index; with DELTA, only those with an increment.
+        finished: all outputs have ended.
+        metrics: times of the request.
+        num_cached_tokens: prompt tokens whose KV was in the prefix cache.
+        lora_request: the adapter used.
+        encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: not used yet.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    lora_request: LoRARequest | None = None
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
+    num_cached_tokens: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class BatchError(RequestError):
+    """Some requests of a batch ended with an error; the message is that of the first.
+
+    Attributes:
+        outputs: of all requests, in order; those that failed have the finish reason "error", or (of requests to
+            pool) None for `outputs`.
+    """
+
+    def __init__(self, message: str, outputs: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)
+
+
+class OutputState:
+    """State of one of the n outputs of a request."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.changed = False
+        self._delta = params.output_kind is RequestOutputKind.DELTA
+        self._flat = params.flat_logprobs
+        self._num_taken = 0
+        self._text = ""
+        self._detokenizer = Detokenizer(tokenizer, params) if tokenizer and params.detokenize else None
+        # Special tokens that are left out of the text if they end the output. With `skip_special_tokens` the
+        # decoder drops them itself.
+        keep_stop = params.skip_special_tokens or params.include_stop_str_in_output
+        self._hidden_stop_ids: frozenset[int] = (
+            frozenset() if tokenizer is None or keep_stop else tokenizer.special_ids
+        )
+        self._logprobs = None if params.logprobs is None else no_logprobs(self._flat)
+        self._cumulative_logprob = 0.0
+
+    def apply(self, delta: TokenDelta, texts: TokenTexts) -> bool:
+        """Add a delta. Returns True if a stop string ends the output, which the core does not know."""
+        self.changed = True
+        token_ids, stop = delta.token_ids, None
+        if self._detokenizer is not None:
+            count = self._detokenizer.feed(token_ids[:-1] if self._ends_hidden(delta) else token_ids)
+            stop = self._detokenizer.stop
+            if stop is not None:
+                token_ids = token_ids[:count]
+        self.token_ids += token_ids
+        if delta.logprobs is not None and self._logprobs is not None:
+            self._cumulative_logprob += add_rows(self._logprobs, delta.logprobs, texts, len(token_ids))
+        if stop is not None:
+            self.end("stop", stop)
+        elif delta.finish_reason is not None or delta.error is not None:
+            self.end(delta.finish_reason or "error", delta.stop_reason)
+        return stop is not None and delta.finish_reason is None
+
+    def _ends_hidden(self, delta: TokenDelta) -> bool:
+        """Return True if the last token is a special one that ended the output and is not part of the text."""
+        if delta.finish_reason != "stop" or not delta.token_ids:
+            return False
+        return delta.token_ids[-1] in self._hidden_stop_ids
+
+    def end(self, finish_reason: str, stop_reason: int | str | None = None) -> None:
+        """End the output with a reason."""
+        self.changed = True
+        self.finish_reason, self.stop_reason = finish_reason, stop_reason
+        if self._detokenizer is not None:
+            self._detokenizer.end()
+
+    def fail(self) -> None:
+        """End the output with the reason "error". Never raises: a broken detokenizer keeps what it holds back."""
+        with suppress(Exception):
+            self.end("error")
+
+    def take(self) -> CompletionOutput:
+        """Return the output so far or, with DELTA, its increment since the last call."""
+        self.changed = False
+        text = "" if self._detokenizer is None else self._detokenizer.read()
+        first, self._num_taken = self._num_taken, len(self.token_ids)
+        logprobs = self._logprobs
+        if self._delta:
+            self._logprobs = None if logprobs is None else no_logprobs(self._flat)
+        else:
+            self._text += text
+            text, first = self._text, 0
+            logprobs = None if logprobs is None else logprobs[:]
+        return CompletionOutput(
+            self.index,
+            text,
+            self.token_ids[first:],
+            None if logprobs is None else self._cumulative_logprob,
+            logprobs,
+            self.finish_reason,
+            self.stop_reason,
+        )
+
+
+class RequestState:
+    """State of an unfinished request: `apply` adds deltas, `take` returns outputs.
+
+    Attributes:
+        request: the request as sent to the core. key: its number in the frontend. request_id: the caller's id.
+        error: message of the failure of an output; None if none failed.
+        error_type: name of the exception with which the request was refused or ended; else None.
+        num_prompt_logprobs: prompt positions, from position 1 on, whose log probabilities have arrived.
+        adapter_content: sha256 of its adapter's content; empty until it is known.
+
+    num_virtual_tokens: tokens of a prompt adapter before the prompt. Outputs show the prompt without them.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        prompt_text: str | None,
+        tokenizer: Tokenizer | None,
+        logprob_budget: LogprobBudget | None = None,
+        adapter: UsedAdapter | None = None,
+        num_virtual_tokens: int = 0,
+    ) -> None:
+        params = request.params
+        self._start(request)
+        self._lora_request = None if adapter is None else adapter.lora_request
+        self._num_virtual_tokens = num_virtual_tokens
+        token_ids = request.prompt.token_ids
+        self._prompt_token_ids = token_ids[num_virtual_tokens:] if num_virtual_tokens else token_ids
+        self._prompt_text = prompt_text
+        self._budget, self._num_logprobs_kept = logprob_budget, 0
+        self._kind = params.output_kind
+        self._outputs = [OutputState(index, request, tokenizer) for index in range(params.n)]
+        self._num_live = params.n
+        self._texts = TokenTexts(tokenizer if params.detokenize else None)
+        self._prompt_logprobs: PromptLogprobs | None = None
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = no_logprobs(params.flat_logprobs)
+            self._prompt_logprobs.append(None)
+
+    def _start(self, request: Request) -> None:
+        """Set what a request of any kind has."""
+        self.request = request
+        self.key, self.request_id = request.key, request.request_id
+        self.error: str | None = None
+        self.error_type: str | None = None
+        self.num_prompt_logprobs = 0
+        self.adapter_content = b""
+        self._num_cached_tokens: int | None = None
+        self._metrics = RequestMetrics(arrival_time=time.time() - request.age)
+
+    @property
+    def finished(self) -> bool:
+        """True once all outputs have ended."""
+        return self._num_live == 0
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Times of the request so far."""
+        return self._metrics
+
+    @property
+    def output_token_ids(self) -> list[list[int]]:
+        """All tokens generated so far, by output. With them the request can be continued on another core."""
+        return [list(output.token_ids) for output in self._outputs]
+
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs the request has, ended ones included."""
+        return len(self._outputs)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens all outputs have so far."""
+        return sum(len(output.token_ids) for output in self._outputs)
+
+    @property
+    def finish_reasons(self) -> list[str | None]:
+        """Finish reason of each output; None while it runs."""
+        return [output.finish_reason for output in self._outputs]
+
+    @property
+    def has_output(self) -> bool:
+        """True if `take` may return an output: with FINAL_ONLY, only at the end or after an error."""
+        return self._kind is not RequestOutputKind.FINAL_ONLY or self.error is not None or self.finished
+
+    def exception(self) -> Exception:
+        """Return the exception for the caller: of the type `error_type` if it is a known one, else RequestError."""
+        return REFUSALS.get(self.error_type or "", RequestError)(self.error)
+
+    def apply(self, delta: TokenDelta) -> bool:
+        """Add a delta; a delta for an output that has ended is ignored.
+
+        Returns True if a stop string has just ended the output: the caller must make the core drop it.
+
+        Raises:
+            AnswerTooLargeError: the answer has no room for the log probabilities.
+        """
+        if not 0 <= delta.index < len(self._outputs):
+            return False
+        output = self._outputs[delta.index]
+        if output.finish_reason is not None:
+            return False
+        if self._budget is not None and (number := num_logprobs(delta)):
+            self._budget.keep(number)
+            self._num_logprobs_kept += number
+        if delta.prompt_logprobs is not None and self._prompt_logprobs is not None:
+            rows = delta.prompt_logprobs.after(self._num_virtual_tokens - self.num_prompt_logprobs)
+            add_rows(self._prompt_logprobs, rows, self._texts)
+            self.num_prompt_logprobs += delta.prompt_logprobs.token_ids.shape[0]
+        if delta.num_cached_tokens is not None and self._num_cached_tokens is None:
+            self._num_cached_tokens = max(0, delta.num_cached_tokens - self._num_virtual_tokens)
+        self.adapter_content = delta.adapter or self.adapter_content
+        drop = False
+        if delta.token_ids or delta.finish_reason is not None or delta.error is not None:
+            drop = output.apply(delta, self._texts)
+            self._num_live -= output.finish_reason is not None
+        if self.error is None and delta.error is not None:
+            self.error, self.error_type = delta.error, delta.error_type
+        self._metrics.num_draft_tokens += delta.num_drafts
+        self._metrics.num_accepted_tokens += delta.num_accepted
+        self._clock(delta.timing)
+        return drop
+
+    def end(self, finish_reason: str) -> None:
+        """End all running outputs, for example because the request is aborted."""
+        for output in self._outputs:
+            if output.finish_reason is None:
+                try:
+                    output.end(finish_reason)
+                except Exception:  # of a tokenizer's decoder: the output ends without its last characters
+                    logger.exception("request %.100r: the end of its text is lost", self.request_id)
+        self._num_live = 0
+        self._clock(None)
+
+    def fail(self, error: Exception) -> None:
+        """End all running outputs with an error, for example because the core is lost. Never raises."""
+        if self.error is None:
+            self.error, self.error_type = error_text(error), error_type(error)
+        for output in self._outputs:
+            if output.finish_reason is None:
+                output.fail()
+        self._num_live = 0
+        self._clock(None)
+
+    def take(self) -> RequestOutput | None:
+        """Return the next output, according to `output_kind`; None if nothing has changed since the last call."""
+        finished = self.finished
+        changed = [output for output in self._outputs if output.changed]
+        if not changed or (self._kind is RequestOutputKind.FINAL_ONLY and not finished):
+            return None
+        delta = self._kind is RequestOutputKind.DELTA
+        if delta and self._budget is not None:
+            self._budget.release(self._num_logprobs_kept)
+            self._num_logprobs_kept = 0
+        outputs = [output.take() for output in (changed if delta else self._outputs)]
+        for part in outputs:
+            part.lora_request = self._lora_request
+        return RequestOutput(
+            self.request_id,
+            self._prompt_text,
+            self._prompt_token_ids,
+            self._take_prompt_logprobs(delta),
+            outputs,
+            finished,
+            msgspec.structs.replace(self._metrics),
+            lora_request=self._lora_request,
+            num_cached_tokens=self._num_cached_tokens,
+        )
+
+    def _take_prompt_logprobs(self, delta: bool) -> PromptLogprobs | None:
+        taken = self._prompt_logprobs
+        if taken is None or not delta:
+            return None if taken is None else taken[:]
+        self._prompt_logprobs = no_logprobs(self.request.params.flat_logprobs)
+        return taken or None
+
+    def _clock(self, timing: RequestTiming | None) -> None:
+        """Record times."""
+        metrics, now = self._metrics, time.time()
+        metrics.last_token_time = now
+        if self.finished:
+            metrics.finished_time = now
+        if timing is not None and timing.first_token and metrics.first_token_time is None:
+            received = received_time(timing, metrics.arrival_time, now, time.monotonic())
+            metrics.received_time = received
+            metrics.time_in_queue = timing.scheduled - timing.arrived
+            metrics.first_scheduled_time = received + metrics.time_in_queue
+            metrics.first_token_time = received + timing.first_token - timing.arrived
+
+
+def received_time(timing: RequestTiming, arrival: float, now: float, monotonic: float) -> float:
+    """When the core had a request, in seconds since the epoch.
+
+    The core's clock is ours if it runs on this machine. If it is another, what it says is seldom a time between
+    arrival and now; then only its differences count, and the way to the core as nothing.
+
+    arrival: its time here, in seconds since the epoch. now, monotonic: the present, by both clocks.
+    """
+    received = timing.arrived + now - monotonic
+    latest = now - (timing.first_token - timing.arrived)
+    return received if arrival <= received <= latest else arrival
+
+
+class Outputs:
+    """Unfinished requests by key, and the distribution of deltas to them."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, RequestState] = {}
+
+    def add(self, state: RequestState) -> None:
+        """Add a request, which then gets the deltas for its key."""
+        self.states[state.key] = state
+
+    def drop(self, key: int) -> RequestState | None:
+        """Remove a request and return it; later deltas for its key are ignored."""
+        return self.states.pop(key, None)
+
+    def process(self, deltas: Sequence[TokenDelta]) -> tuple[list[RequestState], Abort]:
+        """Add deltas to their requests, and remove the requests that have finished.
+
+        An exception that a delta causes, for example in a tokenizer's decoder, ends its request alone.
+
+        Returns the requests that got deltas, each once, and what the core must drop, for it does not know the end.
+        """
+        touched: dict[int, RequestState] = {}
+        to_drop = Abort([], [])
+        for delta in deltas:
+            state = self.states.get(delta.key)
+            if state is None:
+                continue
+            touched[delta.key] = state
+            try:
+                if state.apply(delta):
+                    to_drop.sequences.append((delta.key, delta.index))
+            except AnswerTooLargeError as error:
+                state.fail(error)
+                to_drop.keys.append(delta.key)
+            except Exception as error:
+                logger.exception("request %.100r: its output could not be processed", state.request_id)
+                name = type(error).__name__
+                state.fail(RequestError(f"the output of the request could not be processed: {name}: {error}"))
+                to_drop.keys.append(delta.key)
+            if state.finished:
+                del self.states[delta.key]
+        return list(touched.values()), to_drop
+
+
+def no_logprobs(flat: bool) -> Any:
+    """Return an empty container for log probabilities."""
+    return FlatLogprobs() if flat else []

@@ -1,0 +1,252 @@
+"""Runs jobs on untrusted input, which may hang, crash or fill memory, in processes that may be lost.
+
+    Confined.run(job) --a socket per job--> job server (kept warm, one thread) --fork--> the job's own process
+
+The job server (`job_server.py`) imports what jobs need, once, and forks processes for them, one of them ahead. Each
+limits its own time, memory and stack: whatever a job does, it ends alone. Only a process whose jobs have all
+succeeded may do another one. A job server that is lost or stops answering is replaced, and the jobs that were in it
+run again. A job that was killed is remembered for a while, and refused at once when it comes again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+
+from pagewire.ipc.errors import EngineBusyError, received_error
+from pagewire.ipc.host.lifeline import Child, exit_cause
+
+START_SECONDS = 60.0  # time that a job server gets to import and load what jobs need
+GRACE_SECONDS = 2.0  # time over a job's own limit after which the job server counts as hung
+NUM_ATTEMPTS = 3  # job servers that may be lost under one job before it is given up
+REMEMBER_SECONDS = 600.0  # how long a job that was killed is refused at once
+MAX_REMEMBERED = 1024  # killed jobs that are remembered
+
+
+class Limits(msgspec.Struct, frozen=True, array_like=True):
+    """What one job may use.
+
+    seconds: of wall-clock time. cpu_seconds: of processor time. memory_bytes: of address space, beside that of the
+    job server. stack_bytes: of stack. answer_bytes: size of the answer.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    memory_bytes: int
+    stack_bytes: int = 4 << 20
+    answer_bytes: int = 1 << 25
+
+
+class Job(msgspec.Struct, array_like=True):
+    """A job on its way to its process."""
+
+    limits: Limits
+    data: bytes
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """What a job's process returns: the result, or an exception as text and type."""
+
+    result: bytes = b""
+    error: str | None = None
+    error_type: str | None = None
+
+
+class JobKilledError(RuntimeError):
+    """A job exceeded its limits or crashed, and its process was ended; the text says which."""
+
+
+class JobTimeoutError(JobKilledError):
+    """A job exceeded its limit of wall-clock or processor time."""
+
+
+class _ServerLostError(Exception):
+    """The job server has ended, or does not answer."""
+
+
+class Confined:
+    """Runs jobs in a job server that is started with the first of them.
+
+    module: is run as a program (`python -m`) and calls `serve`. arguments: of the program.
+    num_parallel: jobs that run at the same time; others wait for as long as their time limit.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str] = (), *, num_parallel: int = 2) -> None:
+        self._command = (sys.executable, "-m", module, *arguments)
+        self._server: JobServer | None = None
+        self._starting = threading.Lock()
+        self._closed = False
+        self._places = threading.BoundedSemaphore(num_parallel)
+        self._killed: OrderedDict[bytes, tuple[float, JobKilledError]] = OrderedDict()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the job server; None before the first job."""
+        return None if self._server is None else self._server.pid
+
+    def run(self, data: bytes, limits: Limits) -> bytes:
+        """Run a job and return its result. Blocks; may be called in any thread.
+
+        Raises:
+            JobKilledError: the job exceeded a limit or crashed, now or a short time ago.
+            EngineBusyError: other jobs took all places for too long, or the job server cannot be started.
+            Exception: what the job raised, with its type as far as `ERROR_TYPES` has it.
+        """
+        job = msgspec.msgpack.encode(Job(limits, data))
+        key = hashlib.sha256(job).digest()
+        self._refuse_killed(key)
+        if not self._places.acquire(timeout=limits.seconds):
+            raise EngineBusyError(f"waited {limits.seconds:g} s for other jobs to end")
+        try:
+            return self._result(job, limits)
+        except JobKilledError as error:
+            # An error of its own: that one holds the job, by its frames.
+            self._killed[key] = (time.monotonic() + REMEMBER_SECONDS, type(error)(*error.args))
+            if len(self._killed) > MAX_REMEMBERED:
+                self._killed.popitem(last=False)
+            raise
+        finally:
+            self._places.release()
+
+    def close(self) -> None:
+        """End the job server and all jobs."""
+        with self._starting:
+            self._closed = True
+            if self._server is not None:
+                self._server.kill()
+                self._server = None
+
+    def _result(self, job: bytes, limits: Limits) -> bytes:
+        for _ in range(NUM_ATTEMPTS):
+            server = self._running_server()
+            try:
+                answer = server.run(job, limits)
+            except _ServerLostError:
+                server.kill()
+                continue
+            if answer.error is not None:
+                raise received_error(answer.error, answer.error_type)
+            return answer.result
+        raise JobKilledError(f"the process that runs such jobs was lost {NUM_ATTEMPTS} times")
+
+    def _refuse_killed(self, key: bytes) -> None:
+        until, error = self._killed.get(key, (0.0, None))
+        if error is not None and time.monotonic() < until:
+            raise type(error)(*error.args)
+
+    def _running_server(self) -> JobServer:
+        with self._starting:
+            if self._closed:
+                raise EngineBusyError("the process for such jobs has been closed")
+            if self._server is None or not self._server.alive:
+                self._server = JobServer(self._command)
+            return self._server
+
+
+class JobServer:
+    """A running job server, as its parent sees it. The constructor waits until it is ready.
+
+    Raises:
+        Exception: what the program raised before it was ready.
+        EngineBusyError: it has ended, or was not ready within `START_SECONDS`.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            fd = theirs.fileno()
+            self._child = Child([*command, "--control", str(fd)], pass_fds=[fd], own_session=True)
+        self._killed = False
+        self._control.settimeout(START_SECONDS)
+        try:
+            greeting = self._control.recv(1 << 16)
+        except OSError:
+            greeting = b""
+        ready = msgspec.msgpack.decode(greeting, type=Answer) if greeting else None
+        if ready is None or ready.error is not None:
+            self.kill()
+            if ready is None or ready.error is None:
+                raise EngineBusyError(f"{' '.join(command[1:3])} did not start")
+            raise received_error(ready.error, ready.error_type)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._child.pid
+
+    @property
+    def alive(self) -> bool:
+        """False once the process has ended."""
+        return not self._killed and self._child.poll() is None
+
+    def run(self, job: bytes, limits: Limits) -> Answer:
+        """Run a job in a process of its own.
+
+        Raises:
+            JobKilledError: that process has ended without an answer, or with one that is too long.
+            _ServerLostError: the job server has ended or hangs.
+        """
+        ours, theirs = socket.socketpair()
+        data = bytearray()
+        with ours:
+            try:
+                with theirs:
+                    socket.send_fds(self._control, [b"job"], [theirs.fileno()])
+                ours.settimeout(limits.seconds + GRACE_SECONDS)
+                with suppress(
+                    BrokenPipeError, ConnectionResetError
+                ):  # killed while it read; its status follows
+                    ours.sendall(job)
+                    ours.shutdown(socket.SHUT_WR)
+                while chunk := ours.recv(1 << 18):
+                    data += chunk
+                    if len(data) > limits.answer_bytes + 1024:
+                        raise JobKilledError(f"its result has more than {limits.answer_bytes} bytes")
+            except OSError as error:
+                raise _ServerLostError from error
+        if len(data) < STATUS_BYTES:
+            raise _ServerLostError
+        status = int.from_bytes(data[-STATUS_BYTES:], "little", signed=True)
+        if status != 0:
+            raise killed_error(status, limits)
+        return msgspec.msgpack.decode(memoryview(data)[:-STATUS_BYTES], type=Answer)
+
+    def kill(self) -> None:
+        """End the process and all its jobs."""
+        if not self._killed:
+            self._killed = True
+            with suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.kill()
+            self._control.close()
+
+
+STATUS_BYTES = (
+    4  # an answer ends with a status: 0 from the job's process, else the job server adds its exit status
+)
+OUT_OF_MEMORY = 3  # exit status of a job's process after a MemoryError
+
+
+def killed_error(status: int, limits: Limits) -> JobKilledError:
+    """The error of a job whose process has ended with this exit status, in words of limits."""
+    if status in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGPROF):
+        return JobTimeoutError(
+            f"it takes more than {limits.seconds:g} s ({limits.cpu_seconds:g} s of processor time)"
+        )
+    if status in (-signal.SIGSEGV, -signal.SIGBUS):
+        return JobKilledError(
+            f"it is nested too deeply: it needs more than {limits.stack_bytes >> 20} MiB of stack"
+        )
+    if status in (-signal.SIGABRT, -signal.SIGKILL, OUT_OF_MEMORY):
+        return JobKilledError(f"it needs more than {limits.memory_bytes >> 20} MiB of memory")
+    return JobKilledError(f"its process {exit_cause(status)}")

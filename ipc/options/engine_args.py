@@ -1,0 +1,217 @@
+"""The engine's options together, and the checks that concern several of them.
+
+`LLM(...)`, `AsyncLLM.from_engine_args` and the command line fill in `EngineArgs`; a frontend passes it to the core
+that it spawns; `--help` is generated from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pagewire.ipc.bounds import check_int, check_number, unknown_name
+from pagewire.ipc.compatibility import OPTIONS, settle
+from pagewire.ipc.options.groups import (
+    AdapterOptions,
+    CacheOptions,
+    DeviceOptions,
+    LoggingOptions,
+    ModelOptions,
+    SchedulerOptions,
+    SpeculationOptions,
+)
+from pagewire.ipc.options.option import check_types
+from pagewire.ipc.quantization import quantization_name
+from pagewire.ipc.speculative import FLAGS, SpeculativeConfig, speculative_config
+from pagewire.ipc.wire.pooling import PoolerConfig
+
+MAX_RANKS = 1024
+ADAPTER_SWITCHES = {  # options without effect unless another one is set
+    **dict.fromkeys(
+        ("max_loras", "max_lora_rank", "max_cpu_loras", "max_lora_bytes", "lora_dtype"), "enable_lora"
+    ),
+    **dict.fromkeys(
+        ("lora_extra_vocab_size", "lora_allow_pickle", "qlora_adapter_name_or_path"), "enable_lora"
+    ),
+    **dict.fromkeys(("max_prompt_adapters", "max_prompt_adapter_token"), "enable_prompt_adapter"),
+}
+
+
+class EngineArgsType(type):
+    """The type of `EngineArgs`, whose constructor knows vLLM's names as well."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Options from arguments; see `EngineArgs`."""
+        names = {field.name for field in dataclasses.fields(EngineArgs)}
+        known: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            if name in ALIASES and value is None:
+                continue
+            name = ALIASES.get(name, name)
+            if name in names:
+                known[name] = value
+            elif name in OPTIONS:
+                settle(name, value, OPTIONS[name])
+            else:
+                raise TypeError(unknown_name("option", name, names | OPTIONS.keys()))
+        return super().__call__(*args, **known)
+
+
+@dataclass
+class EngineArgs(  # the last base has the first options: dataclasses collect fields from the end
+    LoggingOptions,
+    AdapterOptions,
+    SpeculationOptions,
+    SchedulerOptions,
+    CacheOptions,
+    DeviceOptions,
+    ModelOptions,
+    metaclass=EngineArgsType,
+):
+    """Options of an engine; call `check` before use.
+
+    Raises:
+        TypeError: an unknown name (the text suggests a similar one).
+        ValueError: a value of an option that pagewire does not have (`ipc.compatibility`).
+    """
+
+    @classmethod
+    def from_kwargs(cls, kwargs: Mapping[str, Any]) -> EngineArgs:
+        """Checked options from keyword arguments.
+
+        Raises:
+            TypeError, ValueError: as the class, or a value is invalid.
+        """
+        args = cls(**kwargs)
+        args.check()
+        return args
+
+    def __post_init__(self) -> None:
+        self.pooler_config = msgspec.to_builtins(PoolerConfig.read(self.pooler_config))
+        self.speculative_config = self.speculative_config or {}
+
+    def check(self) -> None:
+        """Validate all values; raises ValueError or TypeError for the first invalid one."""
+        check_types(self)
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
+            check_int(name, getattr(self, name), 1)
+        for name in ("num_threads", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_model_len"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1)
+        check_int("seed", self.seed, 0)
+        check_int("max_prompt_adapters", self.max_prompt_adapters, 1)
+        check_int("max_prompt_adapter_token", self.max_prompt_adapter_token, 0)
+        check_int("max_logprobs", self.max_logprobs, -1)
+        check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above=True)
+        check_number("log_stats_interval", self.log_stats_interval, 0.1, math.inf)
+        if self.quantization is not None:
+            quantization_name(self.quantization)
+        self._check_scaling_factors()
+        if self.resolved_kv_events() is not None and not self.enable_prefix_caching:
+            raise ValueError("kv_events needs enable_prefix_caching: without it no block is found by others")
+        self._check_parallel()
+        self.resolved_speculation()
+        self._check_adapters()
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
+            raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+
+    def _check_scaling_factors(self) -> None:
+        """Refuse scaling factors for a KV cache that has no use for them."""
+        if self.quantization_param_path is None:
+            return
+        reasons = {
+            "auto": "its elements are the model's",
+            "int8": "it has a scale for each token and head",
+            "fp8_e5m2": "its range is float16's",
+        }
+        if self.device == "cpu":
+            raise ValueError(
+                "quantization_param_path is for a KV cache of fp8, which GPUs have and CPUs do not"
+            )
+        if reason := reasons.get(self.kv_cache_dtype):
+            raise ValueError(
+                f"quantization_param_path: a KV cache of {self.kv_cache_dtype} takes no scaling factors, since "
+                f"{reason}; kv_cache_dtype='fp8' takes them"
+            )
+
+    def _check_parallel(self) -> None:
+        """Refuse options of groups of workers that contradict each other."""
+        check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
+        check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1, MAX_RANKS)
+        check_int("tensor_parallel_size * pipeline_parallel_size", self.num_workers, 1, MAX_RANKS)
+        if self.max_parallel_loading_workers is not None:
+            check_int("max_parallel_loading_workers", self.max_parallel_loading_workers, 1)
+        if self.worker_use_ray and self.distributed_executor_backend not in (None, "ray"):
+            raise ValueError(
+                f"worker_use_ray contradicts distributed_executor_backend={self.distributed_executor_backend!r}"
+            )
+        if self.ray_workers_use_nsight and not self.uses_ray:
+            raise ValueError("ray_workers_use_nsight needs distributed_executor_backend='ray'")
+        for name in ("join_address", "join_key"):
+            if getattr(self, name) is not None and self.distributed_executor_backend != "join":
+                raise ValueError(f"{name} needs distributed_executor_backend='join'")
+        if self.num_workers > 1 and self.device.startswith("cuda:"):
+            raise ValueError(
+                f"device={self.device!r} is one GPU, and {self.parallel_sizes} takes {self.num_workers}: use "
+                "device='cuda', and CUDA_VISIBLE_DEVICES to choose among them"
+            )
+
+    def _check_adapters(self) -> None:
+        """Refuse options of adapters that contradict each other."""
+        for name in ("max_loras", "max_lora_rank", "max_lora_bytes"):
+            check_int(name, getattr(self, name), 1)
+        check_int("lora_extra_vocab_size", self.lora_extra_vocab_size, 0)
+        if self.max_cpu_loras is not None:
+            check_int("max_cpu_loras", self.max_cpu_loras, self.max_loras)
+        if self.merge != (self.lora_path is not None):
+            raise ValueError(
+                "lora_path and merge=True go together: the adapter is added to the weights; to keep adapters apart "
+                "from them, set enable_lora and give lora_request with each request"
+            )
+        if self.merge and self.enable_lora:
+            raise ValueError(
+                "merge=True is for a single adapter: leave enable_lora out, or lora_path and merge"
+            )
+        for field in dataclasses.fields(self):
+            switch = ADAPTER_SWITCHES.get(field.name, "")
+            if switch and not getattr(self, switch) and getattr(self, field.name) != field.default:
+                raise ValueError(f"{field.name} needs {switch}")
+        uses_bitsandbytes = "bitsandbytes" in (self.quantization, self.load_format)
+        if self.qlora_adapter_name_or_path is not None and not uses_bitsandbytes:
+            raise ValueError("qlora_adapter_name_or_path needs quantization='bitsandbytes'")
+
+    def resolved_speculation(self) -> SpeculativeConfig | None:
+        """What proposes tokens; None if nothing does.
+
+        Raises:
+            ValueError: a bad option.
+        """
+        flags = {name: getattr(self, name) for name in FLAGS}
+        config = speculative_config(flags, self.speculative_config, self.tensor_parallel_size)
+        if config is not None and not config.in_core and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                "a model that proposes tokens is not supported yet with pipeline_parallel_size over 1, since it "
+                "would run in the last stage alone, while the others wait: use the methods 'ngram' or 'suffix', "
+                "which need no model"
+            )
+        if config is not None and self.enable_lora and not config.in_core:
+            raise ValueError(
+                "a model that proposes tokens knows no adapters, so enable_lora does not go with it: use the "
+                "methods 'ngram' or 'suffix', which do"
+            )
+        return config
+
+
+AsyncEngineArgs = EngineArgs
+
+ALIASES = {
+    "num_gpu_blocks": "num_gpu_blocks_override",
+    "policy": "scheduling_policy",
+    "override_pooler_config": "pooler_config",
+}

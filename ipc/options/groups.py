@@ -1,0 +1,410 @@
+"""The engine's options by topic: defaults, help texts and choices. `EngineArgs` is all of them together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pagewire.ipc.files.hub import IGNORED_FILES
+from pagewire.ipc.options.option import option
+from pagewire.ipc.quantization import FAMILIES, ONLINE
+from pagewire.ipc.wire.kv_events import KVEventsConfig, kv_events_config
+from pagewire.ipc.wire.lora import LoRAConfig
+
+DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
+KV_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2")
+DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}
+BACKENDS = ("mp", "ray", "join")
+
+
+@dataclass
+class ModelOptions:
+    """Which model is served, where its files are, and how they are read."""
+
+    model: str = option("demo", "Model", "model folder, Hugging Face id, or 'demo' (the embedded model)")
+    runner: Literal["auto", "generate", "pooling"] = option(
+        "auto",
+        "Model",
+        "what the model does; auto: what its architecture and its files say",
+        choices=("auto", "generate", "pooling"),
+    )
+    convert: Literal["auto", "none", "embed", "classify", "reward"] = option(
+        "auto",
+        "Model",
+        "what a model that pools makes of a prompt; auto: as its architecture says",
+        choices=("auto", "none", "embed", "classify", "reward"),
+    )
+    pooler_config: dict[str, Any] = option(
+        None,
+        "Model",
+        "JSON of pooling_type (LAST, MEAN, CLS, STEP), normalize, dimensions, activation, ..., in "
+        "place of what the checkpoint says",
+        make=dict,
+    )
+    tokenizer: str | None = option(None, "Model", "tokenizer folder or id; default: the model's")
+    tokenizer_mode: Literal["auto", "slow"] = option(
+        "auto", "Model", "'slow': use the Python tokenizer of transformers", choices=("auto", "slow")
+    )
+    skip_tokenizer_init: bool = option(False, "Model", "load no tokenizer: token ids in, token ids out")
+    trust_remote_code: bool = option(False, "Model", "allow the Python code in the model's repository to run")
+    revision: str | None = option(None, "Model", "branch, tag or commit of the model on the hub")
+    tokenizer_revision: str | None = option(
+        None, "Model", "branch, tag or commit of the tokenizer on the hub; default: the model's"
+    )
+    hf_token: str | bool | None = option(None, "Model", "access token for the hub; True: the stored one")
+    hf_overrides: dict[str, Any] = option(
+        None, "Model", "JSON merged into the model's config.json", make=dict
+    )
+    download_dir: str | None = option(None, "Model", "folder for downloads; default: the hub's cache")
+    ignore_patterns: str | list[str] = option(
+        None,
+        "Model",
+        "files of the hub's repository not to download, such as other forms of the same weights "
+        f"(default: {' '.join(IGNORED_FILES)})",
+        make=lambda: list(IGNORED_FILES),
+    )
+    load_format: Literal["auto", "safetensors", "gguf", "bitsandbytes", "pt", "dummy", "sharded_state"] = (
+        option(
+            "auto",
+            "Model",
+            "auto: .safetensors files, or the GGUF file that is named or alone in the folder; "
+            "safetensors, gguf: these only; bitsandbytes: as quantization=; pt: .bin files (pickles); "
+            "dummy: random weights; sharded_state: each worker's part, as save_sharded_state has written it",
+            choices=("auto", "safetensors", "gguf", "bitsandbytes", "pt", "dummy", "sharded_state"),
+        )
+    )
+    quantization: str | None = option(
+        None,
+        "Model",
+        "how weights are quantised; default: as the checkpoint is, with which a name must agree: "
+        f"{', '.join(FAMILIES)}; of plain numbers while loading: {', '.join(ONLINE)}",
+        short="-q",
+    )
+    weight_cache: bool = option(
+        True, "Model", "keep packed weights on disk, for a faster next start ($PAGEWIRE_CACHE_ROOT/weights)"
+    )
+    dtype: str = option(
+        "auto", "Model", "type of weights and activations; auto: the checkpoint's", choices=DTYPES
+    )
+    max_model_len: int | None = option(
+        None, "Model", "maximum tokens of prompt and output together; default: the model's limit"
+    )
+    served_model_name: str | list[str] | None = option(
+        None, "Model", "name(s) of the model in metrics and in the API"
+    )
+    seed: int = option(0, "Model", "default seed for requests without one")
+
+    def served_names(self) -> list[str]:
+        """The names of the model in the API; metrics use the first."""
+        names = self.served_model_name or self.model
+        return [names] if isinstance(names, str) else list(names)
+
+    def resolved_dtype(self) -> str:
+        """`dtype` with aliases resolved: "half" is "float16"."""
+        return DTYPE_ALIASES.get(self.dtype, self.dtype)
+
+
+@dataclass
+class DeviceOptions:
+    """The devices of the workers, and how the model is divided over them."""
+
+    device: str = option("auto", "Device", "'auto' (a GPU if there is one), 'cpu' or 'cuda[:N]'")
+    num_threads: int | None = option(
+        None, "Device", "threads of each worker on CPU; default: its share of the physical cores"
+    )
+    enforce_eager: bool = option(False, "Device", "do not use CUDA graphs (no effect on CPUs)")
+
+    tensor_parallel_size: int = option(
+        1, "Parallel", "number of workers over which each layer of the model is split", short="-tp"
+    )
+    pipeline_parallel_size: int = option(
+        1,
+        "Parallel",
+        "number of stages, each of tensor_parallel_size workers, that have some of the layers each "
+        "($PAGEWIRE_PP_LAYER_PARTITION) and run different steps at the same time",
+        short="-pp",
+    )
+    distributed_executor_backend: str | None = option(
+        None,
+        "Parallel",
+        "how workers are started; mp: as processes of this machine; ray: in a Ray cluster; "
+        "join: by `pagewire worker --join` on any machine; default: mp where the machine has enough "
+        "devices, else ray",
+        choices=BACKENDS,
+    )
+    join_address: str | None = option(
+        None,
+        "Parallel",
+        "tcp://HOST:PORT to which workers join; default: $PAGEWIRE_HOST_IP, else 127.0.0.1, and "
+        "$PAGEWIRE_PORT, else 5710",
+    )
+    join_key: str | None = option(
+        None,
+        "Parallel",
+        "file with the key of the workers that join, made if it does not exist; default: "
+        "join.key in the folder of this user's sockets",
+    )
+    max_parallel_loading_workers: int | None = option(
+        None, "Parallel", "workers of a machine that load weights at the same time; default: all"
+    )
+    disable_custom_all_reduce: bool = option(
+        False,
+        "Parallel",
+        "exchange tensors between CPU workers of one machine through gloo, not through shared memory",
+    )
+    worker_use_ray: bool = option(False, "Parallel", "the same as distributed_executor_backend='ray'")
+    ray_workers_use_nsight: bool = option(
+        False, "Parallel", "profile workers in a Ray cluster with Nsight Systems"
+    )
+
+    @property
+    def num_workers(self) -> int:
+        """Number of worker processes that run the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def uses_ray(self) -> bool:
+        """True if the options say that workers run in a Ray cluster."""
+        return self.worker_use_ray or self.distributed_executor_backend == "ray"
+
+    @property
+    def has_local_worker(self) -> bool:
+        """True if there is one worker, which the core starts on its own machine."""
+        return (
+            self.num_workers == 1 and self.distributed_executor_backend in (None, "mp") and not self.uses_ray
+        )
+
+    @property
+    def parallel_sizes(self) -> str:
+        """The options that make several workers, for messages."""
+        names = ("tensor_parallel_size", "pipeline_parallel_size")
+        return ", ".join(f"{name}={size}" for name in names if (size := getattr(self, name)) > 1)
+
+
+@dataclass
+class CacheOptions:
+    """The KV cache: its size, its element type and the events that it publishes."""
+
+    block_size: int = option(16, "KV cache", "tokens per block", choices=(8, 16, 32, 64, 128))
+    kv_cache_dtype: str = option(
+        "auto",
+        "KV cache",
+        "type of keys and values; auto: the model's; in half the memory: int8 (CPUs), "
+        "fp8 or fp8_e4m3, fp8_e5m2 (GPUs)",
+        choices=KV_DTYPES,
+    )
+    quantization_param_path: str | None = option(
+        None,
+        "KV cache",
+        "JSON file of scaling factors for a KV cache of fp8 (e4m3), one for each layer; "
+        "default: the checkpoint's, else 1",
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "KV cache", "fraction of the device's memory to use, in (0, 1]"
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None, "KV cache", "bytes of KV memory; overrides gpu_memory_utilization"
+    )
+    num_gpu_blocks_override: int | None = option(
+        None, "KV cache", "number of KV blocks; overrides both options above"
+    )
+    enable_prefix_caching: bool = option(True, "KV cache", "reuse KV blocks of equal prompt prefixes")
+    kv_events: str | None = option(
+        None,
+        "KV cache",
+        "publish which blocks are cached in vLLM's format, at ipc:///PATH (for this user) or tcp://HOST:PORT",
+    )
+    kv_events_config: dict[str, Any] = option(
+        None,
+        "KV cache",
+        "more about this, with vLLM's names: endpoint, replay_endpoint, topic, buffer_steps, "
+        "hwm; also bind, form (array or map), open_to_network",
+        make=dict,
+    )
+
+    def resolved_kv_dtype(self, model_dtype: str) -> str:
+        """The type of keys and values: the model's for "auto"; "fp8" is "fp8_e4m3"."""
+        if self.kv_cache_dtype == "auto":
+            return model_dtype
+        return DTYPE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype)
+
+    def resolved_kv_events(self) -> KVEventsConfig | None:
+        """Where and how KV events are published; None if they are not.
+
+        Raises:
+            ValueError: a bad option.
+        """
+        return kv_events_config(self.kv_events, self.kv_events_config)
+
+
+@dataclass
+class SchedulerOptions:
+    """How many requests run and wait, and in which order."""
+
+    max_num_batched_tokens: int = option(2048, "Scheduler", "maximum tokens computed in one step")
+    max_num_seqs: int = option(256, "Scheduler", "maximum sequences that run at once")
+    scheduling_policy: Literal["fcfs", "priority"] = option(
+        "fcfs",
+        "Scheduler",
+        "order of waiting requests: first come, first served, or lowest priority value first",
+        choices=("fcfs", "priority"),
+    )
+    async_scheduling: bool = option(True, "Scheduler", "plan the next step while one runs")
+    max_waiting: int = option(
+        100_000, "Scheduler", "maximum sequences that may wait; further requests are refused"
+    )
+    max_logprobs: int = option(20, "Scheduler", "maximum log probabilities per token; -1: no limit")
+
+
+@dataclass
+class SpeculationOptions:
+    """What proposes tokens; see `ipc.speculative`."""
+
+    speculative_config: dict[str, Any] = option(
+        None,
+        "Speculation",
+        "JSON of method (ngram, suffix, draft_model, mlp_speculator, eagle3, mtp), model, "
+        "num_speculative_tokens, prompt_lookup_max, prompt_lookup_min, disable_by_batch_size, max_model_len, "
+        "quantization, revision, draft_tensor_parallel_size, acceptance_method, posterior_threshold, "
+        "posterior_alpha",
+        make=dict,
+    )
+    speculative_model: str | None = option(
+        None,
+        "Speculation",
+        "model folder, file or id that proposes tokens, or '[ngram]': look up in the sequence "
+        "what followed its last tokens before; outputs stay the same, see spec_decoding_acceptance_method",
+    )
+    num_speculative_tokens: int | None = option(
+        None, "Speculation", "most tokens that are proposed at a time; how many are is decided by what pays"
+    )
+    ngram_prompt_lookup_max: int | None = option(
+        None, "Speculation", "most tokens that are looked up with [ngram] (default: 5)"
+    )
+    ngram_prompt_lookup_min: int | None = option(
+        None, "Speculation", "least tokens that are looked up with [ngram] (default: 2)"
+    )
+    speculative_disable_by_batch_size: int | None = option(
+        None, "Speculation", "propose nothing while more sequences than this run or wait; default: as it pays"
+    )
+    speculative_max_model_len: int | None = option(
+        None, "Speculation", "propose nothing for sequences of more tokens than this"
+    )
+    speculative_model_quantization: str | None = option(
+        None, "Speculation", "as quantization, of the model that proposes tokens"
+    )
+    speculative_draft_tensor_parallel_size: int | None = option(
+        None,
+        "Speculation",
+        "workers over which the model that proposes tokens is divided: tensor_parallel_size "
+        "(the default, where it can be divided), or 1: every worker has the whole of it",
+        short="-spec-draft-tp",
+    )
+    spec_decoding_acceptance_method: str | None = option(
+        None,
+        "Speculation",
+        "rejection_sampler (default): a proposed token counts if it is the sampled one; "
+        "typical_acceptance_sampler: also if it is likely enough, so that more of them count, but outputs that are "
+        "not greedy depend on what is proposed: the same seed may give other tokens in another batch or after a "
+        "restart",
+        choices=("rejection_sampler", "typical_acceptance_sampler"),
+    )
+    typical_acceptance_sampler_posterior_threshold: float | None = option(
+        None,
+        "Speculation",
+        "for typical_acceptance_sampler: a proposed token of at least this probability counts "
+        "(default: 0.09)",
+    )
+    typical_acceptance_sampler_posterior_alpha: float | None = option(
+        None,
+        "Speculation",
+        "for typical_acceptance_sampler: one of at least this, times exp(-entropy of the next "
+        "token), counts as well (default: root of the threshold, 0.3)",
+    )
+
+
+@dataclass
+class AdapterOptions:
+    """LoRA adapters, prompt adapters and prompts that are embeddings."""
+
+    enable_lora: bool = option(False, "Adapters", "serve LoRA adapters beside the model")
+    max_loras: int = option(1, "Adapters", "maximum adapters whose requests run at the same time")
+    max_lora_rank: int = option(
+        16, "Adapters", "largest rank of an adapter; smaller ones take no more than theirs"
+    )
+    max_cpu_loras: int | None = option(
+        None, "Adapters", "maximum adapters in memory, at least max_loras; default: max_num_seqs"
+    )
+    max_lora_bytes: int = option(
+        2 << 30,
+        "Adapters",
+        "bytes of memory for adapters, those of all workers together; the least recently used "
+        "are dropped first",
+    )
+    lora_dtype: Literal["auto", "float16", "bfloat16", "float32"] = option(
+        "auto",
+        "Adapters",
+        "type of adapters' weights; auto: the model's",
+        choices=("auto", "float16", "bfloat16", "float32"),
+    )
+    lora_extra_vocab_size: int = option(
+        256, "Adapters", "maximum tokens that an adapter may add to the vocabulary"
+    )
+    lora_allow_pickle: bool = option(
+        False,
+        "Adapters",
+        "read adapter_model.bin where there is no adapter_model.safetensors: a pickle, of which "
+        "tensors only are taken",
+    )
+    qlora_adapter_name_or_path: str | None = option(
+        None,
+        "Adapters",
+        "folder or Hugging Face id of a QLoRA adapter, for quantization=bitsandbytes: loaded "
+        "at the start, kept in memory, and registered under this name",
+    )
+    lora_path: str | None = option(
+        None,
+        "Adapters",
+        "folder or Hugging Face id of an adapter that is merged into the weights: with merge",
+    )
+    merge: bool = option(False, "Adapters", "add the adapter of lora_path to the weights as they are loaded")
+    enable_prompt_embeds: bool = option(
+        False, "Embeddings", "take prompts that are embeddings in place of tokens (prompt_embeds)"
+    )
+    enable_prompt_adapter: bool = option(
+        False,
+        "Embeddings",
+        "take prompt adapters: learned embeddings before a prompt (prompt_adapter_request)",
+    )
+    max_prompt_adapters: int = option(
+        1,
+        "Embeddings",
+        "prompt adapters that each frontend keeps in memory; a batch may have any number of them",
+    )
+    max_prompt_adapter_token: int = option(
+        0, "Embeddings", "most virtual tokens of a prompt adapter; 0: as many as the model takes"
+    )
+
+    def lora_config(self) -> LoRAConfig | None:
+        """The limits of adapters; None if none are served."""
+        if not self.enable_lora:
+            return None
+        return LoRAConfig(
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
+            max_cpu_loras=self.max_cpu_loras,
+            lora_dtype=self.lora_dtype,
+            extra_vocab_size=self.lora_extra_vocab_size,
+            allow_pickle=self.lora_allow_pickle,
+        )
+
+
+@dataclass
+class LoggingOptions:
+    """Statistics and traces."""
+
+    disable_log_stats: bool = option(False, "Logging", "do not log periodic statistics in the core")
+    log_stats_interval: float = option(10.0, "Logging", "seconds between two lines of statistics")
+    otlp_traces_endpoint: str | None = option(
+        None, "Logging", "send one span per request to this OTLP collector: http://host:4318/v1/traces"
+    )

@@ -1,0 +1,171 @@
+"""A layer of a decoder or an encoder: its linear layers, its experts, its norms, its shape."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from pagewire.kernels.data.paging import LogitTerms
+from pagewire.kernels.data.reduced import Sum
+from pagewire.kernels.data.weight import Linear
+
+
+class Activation(Enum):
+    """The function between the two products of a gated feed-forward."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+    GELU = "gelu"
+    CLAMPED_SWIGLU = "clamped_swiglu"
+    """gpt-oss's: see `Kernels.activate_and_mul`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm, as `Kernels.rms_norm` computes it."""
+
+    weight: Tensor
+    eps: float
+    offset: float
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight."""
+        return self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """A layer norm, as `Kernels.layer_norm` computes it."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weight and bias."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+HeadNorms = tuple[Norm, Norm]
+"""The norms of query heads and of key heads, before they are rotated."""
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines [T, rot_dim] of the angles by which heads are rotated, see `Kernels.rotary`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a layer, all of the same shape."""
+
+    up: Sequence[Linear]
+    """Of each expert: [n, H] to [n, 2 I], gate and up together."""
+    down: Sequence[Linear]
+    """[n, I] to [n, H]."""
+    activation: Activation | None
+    """None: one that the kernels do not have, see `experts.GroupedExperts`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed weights."""
+        return sum(linear.num_bytes for linear in (*self.up, *self.down))
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Chooses the experts of a token, by the softmax of its logits."""
+
+    linear: Linear
+    """[T, H] to logits [T, E]."""
+    num_chosen: int
+    normalised: bool
+    """The chosen experts' probabilities are divided by their sum."""
+    rounded: bool
+    """They are rounded to the dtype of the logits; else they stay float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A feed-forward half of experts."""
+
+    router: Router
+    experts: Experts
+    shared_gate: Linear | None
+    """[T, H] to [T, 1]: its sigmoid weights an expert that every token gets, the layer's `up` and `down`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed weights, but for those of the shared expert."""
+        gate = 0 if self.shared_gate is None else self.shared_gate.num_bytes
+        return self.router.linear.num_bytes + self.experts.num_bytes + gate
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of a stack. Each norm is of a sum; `pagewire.kernels.stack.Stack` says what it is for."""
+
+    qkv: Linear
+    """[T, H] to [T, (Hq + 2 Hkv) D]."""
+    out: Linear
+    """[T, Hq D] to [T, H]."""
+    attention_norm: Norm | LayerNorm
+    """After attention."""
+    up: Linear | None
+    """[T, H] to [T, 2 I], gate and up together; not `gated`: to [T, I]. None where all of the feed-forward half is
+    experts that a router chooses."""
+    down: Linear | None
+    """[T, I] to [T, H]; None likewise."""
+    output_norm: Norm | LayerNorm
+    """After the feed-forward half."""
+    activation: Activation
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Of the dot products of queries and keys."""
+    terms: LogitTerms
+    gated: bool = True
+    angles: int | None = 0
+    """Which of the call's tables of angles turns queries and keys; None: none does."""
+    head_norms: HeadNorms | None = None
+    mixture: Mixture | None = None
+    ranks: Sum | None = None
+    """Adds up what `out` and the feed-forward half give, where every rank has a part of their inputs; None: all."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed weights, and of the norms of sums."""
+        parts = (self.qkv, self.out, self.up, self.down, self.mixture, self.attention_norm, self.output_norm)
+        return sum(part.num_bytes for part in parts if part is not None)
+
+    def linears(self) -> dict[str, Linear]:
+        """The linear layers that it has, but for experts, by the names of their fields."""
+        found = {"qkv": self.qkv, "out": self.out, "up": self.up, "down": self.down}
+        if self.mixture is not None:
+            found |= {"router": self.mixture.router.linear, "shared_gate": self.mixture.shared_gate}
+        return {name: linear for name, linear in found.items() if linear is not None}
+
+    def all_linears(self) -> list[Linear]:
+        """The linear layers that it has, with those of its experts."""
+        experts = () if self.mixture is None else (*self.mixture.experts.up, *self.mixture.experts.down)
+        return [*self.linears().values(), *experts]
+
+    def replaced(self, change: Callable[[str, Linear], Linear]) -> "Layer":
+        """The layer with other linear layers.
+
+        change: makes one, of the name of its field and the one that is there; of experts first all "experts.up",
+        and then all "experts.down".
+        """
+        linears = {name: change(name, linear) for name, linear in self.linears().items()}
+        if (mixture := self.mixture) is not None:
+            experts = replace(
+                mixture.experts,
+                up=[change("experts.up", linear) for linear in mixture.experts.up],
+                down=[change("experts.down", linear) for linear in mixture.experts.down],
+            )
+            router = replace(mixture.router, linear=linears.pop("router"))
+            mixture = Mixture(router, experts, linears.pop("shared_gate", None))
+        fields: dict[str, Any] = {**linears, "mixture": mixture}
+        return replace(self, **fields)

@@ -1,0 +1,137 @@
+"""The paged KV cache: its layout, and what attention over it takes beside queries.
+
+The layout, one pair of tensors per layer:
+
+    K  [num_blocks, num_kv_heads, block_size, head_dim]
+    V  [num_blocks, num_kv_heads, block_size, v_head_dim]
+
+A cache of int8 has rows that are wider by a scale (`kv_codes.py`).
+
+A request owns a list of blocks, its row of `block_table`. The token at position `p` of the request lies in block
+`block_table[request, p // block_size]`, row `p % block_size`. Its *KV slot* is that place as a number,
+`block * block_size + row`. Within one (block, head) all rows are contiguous, so a kernel streams a head's keys
+without touching its neighbours'. Only this module knows the order of the axes. The order of elements within one
+(block, head) is private to the kernels: the reference keeps rows, the compiled CPU kernels have an order of their
+own (`cpu/layout.h`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.data.kv_codes import row_width
+
+WHOLE = 1 << 30
+"""`LogitTerms.future` of a query that sees its whole request."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """The tokens that a step computes for each request, and the places of their keys and values.
+
+    R requests share T token rows. Request r's tokens are rows `query_start_loc[r]:query_start_loc[r + 1]`
+    (possibly none): the last of its `seq_lens[r]` positions. T may exceed
+    `query_start_loc[R]`: the rows beyond are padding, with KV slot -1.
+    """
+
+    query_start_loc: Tensor
+    """int32 [R + 1], starts with 0 and never decreases."""
+    seq_lens: Tensor
+    """int32 [R]: tokens of each request in the KV cache, this step's included."""
+    block_table: Tensor
+    """int32 [R, max_blocks]; entries beyond a request's last block are never read."""
+    slot_mapping: Tensor
+    """int64 [T]: the KV slot of each token; -1 stores nothing."""
+    max_query_len: int
+    """The maximum number of tokens of a request in this step."""
+    max_seq_len: int
+    """The maximum number of tokens of a request in the cache."""
+
+
+class KVScales(NamedTuple):
+    """What the 8-bit floats in a layer's cache are multiplied by to give its keys and values.
+
+    Other caches have no use for them: the model's own dtypes hold numbers as they are, int8 has scales in its rows.
+    """
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+UNSCALED = KVScales()
+
+
+@dataclass(frozen=True)  # no slots: there are weak references to it
+class Cache:
+    """The keys and values of a layer, in the layout of the kernels that read and write them."""
+
+    k: Tensor
+    """[num_blocks, Hkv, block_size, D], or wider rows, see `kv_codes.row_width`."""
+    v: Tensor
+    """[num_blocks, Hkv, block_size, Dv], likewise; of k's dtype."""
+    scales: KVScales = UNSCALED
+    """Of caches of 8-bit floats."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.k.nbytes + self.v.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTerms:
+    """Which keys a query sees, and what becomes of their logits `q . k * scale` before the softmax.
+
+    A logit is softcapped first, then biased by distance.
+    """
+
+    window: int | None = None
+    """How many keys up to its own a query sees, that included; None: all."""
+    future: int = 0
+    """How many keys after its own a query sees; `WHOLE`: all, as in encoders."""
+    softcap: float | None = None
+    """Logits become `softcap * tanh(logit / softcap)`."""
+    sinks: Tensor | None = None
+    """[Hq], one more logit per head in the softmax's denominator, with no value."""
+    alibi: Tensor | None = None
+    """[Hq], slopes of the bias `slope * (key position - query position)`."""
+    relative_bias: Tensor | None = None
+    """[Hq, 2 R], the bias of distances from -R on: `[:, R + key position - query position]`. R is at least a
+    request's length, rounded up to a multiple of 256."""
+
+    @classmethod
+    def two_sided(cls, window: int | None = None, relative_bias: Tensor | None = None) -> LogitTerms:
+        """Every key is seen, or those within a window to each side, the query's own among them."""
+        return cls(window, WHOLE if window is None else window - 1, relative_bias=relative_bias)
+
+
+CAUSAL = LogitTerms()
+"""A query sees the keys up to its own."""
+
+
+def check_scales(cache: Cache) -> None:
+    """Refuse scales for a cache that takes none.
+
+    Raises:
+        ValueError: the cache is not of 8-bit floats, and a scale is not 1.
+    """
+    dtype = cache.k.dtype
+    if cache.scales != UNSCALED and not (dtype.is_floating_point and dtype.itemsize == 1):
+        raise ValueError(f"a cache of {dtype} takes no {cache.scales}")
+
+
+def kv_block_bytes(
+    num_kv_heads: int, block_size: int, head_dim: int, v_head_dim: int, dtype: torch.dtype
+) -> int:
+    """Bytes of a block in a layer, K and V together."""
+    row = row_width(head_dim, dtype) + row_width(v_head_dim, dtype)
+    return num_kv_heads * block_size * row * dtype.itemsize
+
+
+def token_view(cache: Tensor) -> Tensor:
+    """A K or V cache as [num_blocks, block_size, num_kv_heads, size]: tokens first. A view, nothing is copied."""
+    return cache.transpose(1, 2)

@@ -1,0 +1,132 @@
+"""Matrices of 8-bit floats: PyTorch's own conversion is the oracle."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagewire.kernels.cpu.panels import NumberFormat
+from pagewire.kernels.data import integers
+from pagewire.kernels.data.integers import Integers
+from pagewire.kernels.data.weight import Weight
+from pagewire.workers.checkpoint.formats import fp8, reexpress
+from pagewire.workers.checkpoint.formats.format import described
+from pagewire.workers.checkpoint.formats.reexpress import fp8_weight
+
+MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+ROWS, COLUMNS = 192, 320
+SMALL = slice(128, 192), slice(0, 128)
+"""A block of numbers that are much smaller than those beside it."""
+
+
+def quantised(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, scales of blocks, and the matrix that they stand for: block by block, as the definition says."""
+    matrix = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)) * 0.02
+    matrix[SMALL] *= 1e-3
+    values, dense = torch.empty(matrix.shape, dtype=dtype), torch.empty_like(matrix)
+    scales = torch.empty(-(-ROWS // rows), -(-COLUMNS // columns))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            place = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            scales[i, j] = matrix[place].abs().max() / MOST[dtype]
+            values[place] = (matrix[place] / scales[i, j]).to(dtype)
+            dense[place] = values[place].float() * scales[i, j]
+    return values, scales, dense
+
+
+def error(weight: Weight, dense: Tensor, *place: slice) -> float:
+    """Of a part of the matrix, as a share of its norm."""
+    expected = dense[place]
+    return float(
+        (weight.scheme.dense(weight.parts, torch.float32)[place] - expected).norm() / expected.norm()
+    )
+
+
+@pytest.mark.parametrize("dtype", MOST, ids=str)
+@pytest.mark.parametrize("block", [(128, 128), (1, COLUMNS), (ROWS, COLUMNS), (64, 128)], ids=str)
+def test_values_times_their_scales(dtype: torch.dtype, block: tuple[int, int]) -> None:
+    values, scales, dense = quantised(*block, dtype)
+    weight = fp8_weight(values, scales, torch.bfloat16, block)
+    assert weight.scheme == Integers(8, 32, 128) and weight.dtype == torch.bfloat16
+    assert 0 < error(weight, dense) < 0.006
+    if block[0] <= 128:
+        assert 0 < error(weight, dense, *SMALL) < 0.006
+
+
+def test_scales_of_rows_and_of_the_matrix_have_several_shapes() -> None:
+    values, by_row, _ = quantised(1, COLUMNS, torch.float8_e4m3fn)
+    expected = fp8_weight(values, by_row, torch.float32).dense()
+    assert torch.equal(fp8_weight(values, by_row.flatten(), torch.float32).dense(), expected)
+    values, whole, _ = quantised(ROWS, COLUMNS, torch.float8_e4m3fn)
+    expected = fp8_weight(values, whole, torch.float32).dense()
+    for shape in ((), (1,)):
+        assert torch.equal(fp8_weight(values, whole.reshape(shape), torch.float32).dense(), expected)
+
+
+def test_rows_converted_a_few_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, scales, _ = quantised(128, 128, torch.float8_e4m3fn)
+    expected = fp8_weight(values, scales, torch.float32, (128, 128)).dense()
+    monkeypatch.setattr(integers, "BLOCK", 100 * COLUMNS)  # blocks of rows end within a block of scales
+    assert torch.equal(fp8_weight(values, scales, torch.float32, (128, 128)).dense(), expected)
+
+
+def test_columns_that_are_no_multiple_of_a_group_share_a_scale() -> None:
+    values = torch.randn(8, 40).to(torch.float8_e4m3fn)
+    weight = fp8_weight(values, torch.tensor(0.5), torch.float32)
+    assert weight.scheme == Integers(8, None, 128)
+    assert error(weight, values.float() / 2) < 0.01
+
+
+def test_the_formats_of_checkpoints() -> None:
+    values, scales, dense = quantised(128, 128, torch.float8_e4m3fn)
+    deepseek = fp8.of({"quant_method": "fp8", "weight_block_size": [128, 128]})
+    tensors = {"weight": values, "weight_scale_inv": scales}
+    assert deepseek.stored("a", described(tensors)) == ((ROWS, COLUMNS), NumberFormat(8, 32))
+    assert error(deepseek.weight("a", tensors, torch.bfloat16), dense) < 0.006
+    values, scales, dense = quantised(ROWS, COLUMNS, torch.float8_e4m3fn)
+    static = fp8.of({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]})
+    tensors = {"weight": values, "weight_scale": scales[0, 0], "input_scale": torch.tensor(0.1)}
+    assert error(static.weight("a", tensors, torch.bfloat16), dense) < 0.006
+    values, scales, dense = quantised(1, COLUMNS, torch.float8_e4m3fn)
+    fbgemm = fp8.of({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})
+    tensors = {"weight": values, "weight_scale": scales, "input_scale_ub": torch.tensor([1200.0])}
+    assert fbgemm.name == "fbgemm_fp8"
+    assert error(fbgemm.weight("a", tensors, torch.bfloat16), dense) < 0.006
+
+
+def test_what_is_said_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reexpress, "_logged", set())
+    caplog.set_level(logging.INFO, "pagewire.worker")
+    values, scales, _ = quantised(1, COLUMNS, torch.float8_e4m3fn)
+    form = fp8.of({"quant_method": "fp8", "activation_scheme": "static"})
+    for layer in ("a", "b"):
+        form.check([f"{layer}.weight", f"{layer}.input_scale"])
+        form.weight(layer, {"weight": values, "weight_scale": scales}, torch.float32)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert "activations are not needed" in told[0]
+    assert "e4m3fn) are held as integers of 8 bits in groups of 32, which changes weights by 0." in told[1]
+
+
+def test_what_is_not_served_is_refused() -> None:
+    for config, reason in (
+        ({"quant_method": "fp8", "activation_scheme": "none"}, "'none'"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "'fp4'"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            fp8.of(config)
+    form = fp8.of({"quant_method": "fp8"})
+    with pytest.raises(ValueError, match="experts that lie in one tensor"):
+        form.check(["model.layers.0.mlp.experts.gate_up_proj_scale_inv"])
+    values, scales, _ = quantised(128, 128, torch.float8_e4m3fn)
+    for tensors, reason in (
+        ({"weight": values}, "none of weight_scale"),
+        ({"weight": values.float(), "weight_scale": scales}, "no matrix of 8-bit floats"),
+        ({"weight": values, "weight_scale": scales[:, 0]}, "do not fit"),
+        ({"weight": values, "weight_scale": torch.tensor(float("nan"))}, "not finite"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            form.weight("a", tensors, torch.float32)

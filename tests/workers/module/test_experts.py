@@ -1,0 +1,135 @@
+"""Experts of transformers' modules: which activation and router they have, and the proof of their products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pagewire.kernels.cpu import library
+from pagewire.kernels.cpu.experts import CompiledExperts
+from pagewire.kernels.data.layer import Activation
+from pagewire.workers.errors import LoadError
+from pagewire.workers.module.experts import activation_of, router_of
+from pagewire.workers.module.weights import Weights
+from pagewire.workers.network.network import Network
+from tests.workers.architectures import EXPERTS, GROUPED, Architecture
+from tests.workers.driver import load_runner
+
+CPU = torch.device("cpu")
+SHARED = {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 1}
+
+
+@pytest.fixture
+def compiled() -> None:
+    """Experts run in one call where there are compiled kernels."""
+    if library.choose() is None:
+        pytest.skip("there are no compiled kernels here")
+
+
+def gated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: function(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+
+
+def clamped(limit: float) -> Callable[[Tensor], Tensor]:
+    def activation(x: Tensor) -> Tensor:
+        gate, up = x[:, ::2].clamp(max=limit), x[:, 1::2].clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+    return activation
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (gated(functional.silu), Activation.SILU),
+        (gated(lambda x: functional.gelu(x, approximate="tanh")), Activation.GELU_TANH),
+        (clamped(7.0), Activation.CLAMPED_SWIGLU),
+        (gated(functional.gelu), Activation.GELU),
+        (gated(lambda x: functional.silu(x.clamp(max=50.0))), None),
+        (clamped(8.0), None),
+    ],
+    ids=["silu", "gelu tanh", "gpt-oss", "gelu", "limited silu", "another limit"],
+)
+def test_activations_are_found(function: Callable[[Tensor], Tensor], expected: Activation | None) -> None:
+    assert activation_of(function, 72) is expected
+
+
+class Gate(nn.Module):
+    """A router of 8 experts, 3 of them chosen."""
+
+    def __init__(self, shares: Callable[[Tensor], Tensor], normalised: bool, rounded: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).bfloat16())
+        self.shares, self.normalised, self.rounded = shares, normalised, rounded
+
+    def get_input_embeddings(self) -> None:
+        """None: it is no whole model."""
+
+    def forward(self, x: Tensor) -> Any:
+        logits = functional.linear(x, self.weight)
+        scores, ids = self.shares(logits.float()).topk(3)
+        if self.normalised:
+            scores = scores / scores.sum(-1, keepdim=True)
+        return logits, scores.to(x.dtype) if self.rounded else scores, ids
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("normalised", [False, True])
+def test_routers_are_found(normalised: bool, rounded: bool) -> None:
+    gate = Gate(lambda logits: logits.softmax(-1), normalised, rounded)
+    router = router_of(gate, Weights(gate), CPU)
+    assert router is not None
+    assert (router.num_chosen, router.normalised, router.rounded) == (3, normalised, rounded)
+    other = Gate(torch.sigmoid, normalised, rounded)
+    assert router_of(other, Weights(other), CPU) is None
+    gate.register_buffer("e_score_correction_bias", torch.zeros(8))
+    assert router_of(gate, Weights(gate), CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
+        ("qwen2_moe", EXPERTS | SHARED),
+        ("qwen3_moe", EXPERTS | {"mlp_only_layers": [1]}),
+    ],
+)
+@pytest.mark.usefixtures("compiled")
+def test_layers_of_experts_run_in_one_call(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    runner, _ = load_runner(Architecture(name, GROUPED | fields).write(tmp_path))
+    base = runner.model.model.base
+    assert isinstance(base, Network) and base.stack.compiled is not None
+    first, second = base.stack.layers
+    assert first.mixture is not None and (first.mixture.shared_gate is None) == (name != "qwen2_moe")
+    assert (second.mixture is None) == (name == "qwen3_moe")
+
+
+@pytest.mark.usefixtures("compiled")
+def test_other_routers_keep_their_modules_and_call_all_experts_at_once(tmp_path: Path) -> None:
+    architecture = Architecture("gpt_oss", GROUPED | EXPERTS | {"num_local_experts": 4})
+    runner, _ = load_runner(architecture.write(tmp_path, dtype="bfloat16"))
+    experts = runner.model.model.base.module.layers[1].mlp.experts.grouped
+    assert experts.is_one_call and experts.experts.activation is Activation.CLAMPED_SWIGLU
+    assert runner.model.weight_bytes > experts.num_bytes > 0
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("name", ["qwen3_moe", "olmoe"])
+def test_a_wrong_grouped_product_is_noticed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that gives the last expert's rows to the first."""
+    right = CompiledExperts.__call__
+
+    def wrong(self: CompiledExperts, x: Tensor, ids: Tensor, *others: Any) -> Tensor:
+        return right(self, x, ids % 3, *others)
+
+    monkeypatch.setattr(CompiledExperts, "__call__", wrong)
+    with pytest.raises(LoadError, match="grouped product of 4 experts"):
+        load_runner(Architecture(name, GROUPED | EXPERTS).write(tmp_path))

@@ -1,0 +1,84 @@
+"""Language models that take pictures as well, served for text: tokens are those of transformers."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagewire.kernels.cpu.build import REFERENCE
+from pagewire.workers.checkpoint.headers import read_headers
+from pagewire.workers.errors import LoadError
+from pagewire.workers.estimate.figures import footprint
+from tests.workers.driver import Driver, load_runner
+from tests.workers.parallel.test_ranks import generate_over_ranks
+from tests.workers.parity import NUM_TOKENS, make_prompts, transformers_tokens
+from tests.workers.shrunk import NUM_TEXT_TOKENS, shrunk
+
+PROMPTS = make_prompts(NUM_TEXT_TOKENS)
+
+
+def write(model_type: str, folder: Path) -> Path:
+    """A tiny random checkpoint of a type, with all that it needs for pictures."""
+    from transformers import AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(shrunk(model_type)).float().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model_type", "is_stack"),
+    [("mistral3", True), ("qwen2_5_vl", True), ("qwen3_vl", True), ("glm4v", False), ("gemma4", False)],
+)
+def test_text_is_served(
+    model_type: str, is_stack: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And nothing that only pictures need is kept in memory, as the headers foretell."""
+    from transformers import AutoModelForImageTextToText
+
+    folder = write(model_type, tmp_path)
+    with caplog.at_level(logging.INFO, "pagewire.worker"):
+        runner, ready = load_runner(folder)
+    assert f"{model_type} is served for text only: pictures" in caplog.text
+    assert runner.model.is_stack == is_stack
+    expected = transformers_tokens(folder, PROMPTS, make=AutoModelForImageTextToText)
+    assert Driver(runner).generate(PROMPTS, NUM_TOKENS) == expected
+    sizes = footprint(read_headers(folder), REFERENCE, "bfloat16")
+    assert sizes.is_stack == is_stack
+    assert sizes.kv_token_bytes * 2 * runner.config.block_size == ready.bytes_per_block
+    assert sizes.weight_bytes * 2 == pytest.approx(ready.weight_bytes, rel=0.02)
+
+
+def test_layers_that_look_at_pictures_are_passed_by(tmp_path: Path) -> None:
+    """Those of Llama 3.2 Vision take no memory, neither for weights nor for keys."""
+    from transformers import AutoModelForImageTextToText
+
+    folder = write("mllama", tmp_path)
+    runner, ready = load_runner(folder)
+    assert [shape.source for shape in runner.model.kv_shapes] == [None, 0, None]
+    expected = transformers_tokens(folder, PROMPTS, make=AutoModelForImageTextToText)
+    assert Driver(runner).generate(PROMPTS, NUM_TOKENS) == expected
+    sizes = footprint(read_headers(folder), REFERENCE, "bfloat16")
+    assert sizes.kv_token_bytes * 2 * runner.config.block_size == ready.bytes_per_block
+    assert sizes.weight_bytes * 2 == pytest.approx(ready.weight_bytes, rel=0.02)
+
+
+def test_text_is_served_over_ranks(tmp_path: Path) -> None:
+    folder = write("mistral3", tmp_path)
+    expected = Driver(load_runner(folder)[0]).generate(PROMPTS, NUM_TOKENS)
+    for result in generate_over_ranks(folder, 2, PROMPTS):
+        assert result.tokens == expected
+
+
+def test_a_type_without_a_language_model_is_refused_by_name(tmp_path: Path) -> None:
+    from transformers import ViTConfig
+
+    ViTConfig(architectures=["ViTModel"]).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(bytes([2, 0, 0, 0, 0, 0, 0, 0]) + b"{}")
+    with pytest.raises(
+        LoadError, match=r"ViTModel is not supported: transformers has no language model .* 'vit'"
+    ):
+        load_runner(tmp_path, runner="generate")

@@ -1,0 +1,385 @@
+"""From checkpoints of all forms to a model; sizes; and what is refused, in clear words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
+from pagewire.workers.device import machine
+from pagewire.workers.device.cpu import bind_threads
+from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks
+from pagewire.workers.device.machine import bound_cpus, default_threads, parse_cpus
+from pagewire.workers.errors import LoadError
+from pagewire.workers.module.structure import OTHER_ARITHMETIC
+from pagewire.workers.module.weights import CheckpointWeights
+from pagewire.workers.network import build_module as modules
+from pagewire.workers.network import loading, structures
+from pagewire.workers.network.module_base import ModuleBase, ModuleHead
+from pagewire.workers.network.network import Network
+from pagewire.workers.network.proof import prove
+from tests.workers.architectures import ARCHITECTURES, GROUPED, VOCAB_SIZE, Architecture
+from tests.workers.driver import Driver, load_runner
+from tests.workers.parity import make_prompts, our_tokens, transformers_tokens
+
+PROMPTS = make_prompts(VOCAB_SIZE)
+
+
+def architecture_named(name: str) -> Architecture:
+    """The entry of that name in the table."""
+    return next(architecture for architecture in ARCHITECTURES if architecture.name == name)
+
+
+STACKED = ("llama", "llama with biases", "mistral", "qwen2", "qwen3", "seed_oss", "internlm3", "cwm")
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_plain_models_run_as_a_stack(name: str, tmp_path: Path) -> None:
+    runner, _ = load_runner(architecture_named(name).write(tmp_path))
+    assert runner.model.is_stack
+
+
+@pytest.mark.parametrize("name", sorted({*OTHER_ARITHMETIC, "hyperclovax"}))
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+def test_models_of_that_structure_with_other_arithmetic_do_not(
+    name: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If they are not known to be such, the proof finds it out, and they are packed a second time."""
+    proofs: list[object] = []
+    monkeypatch.setattr(loading, "prove", lambda *args: (proofs.append(args), prove(*args))[1])
+    if not known:
+        monkeypatch.setattr(structures, "OTHER_ARITHMETIC", ())
+    folder = architecture_named(name).write(tmp_path)
+    assert our_tokens(folder, PROMPTS) == transformers_tokens(folder, PROMPTS)
+    runner, _ = load_runner(folder)
+    assert not runner.model.is_stack
+    assert len(proofs) == (2 if known or name not in OTHER_ARITHMETIC else 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "alone"),
+    [("llama", True), ("gpt2", True), ("cohere", False), ("granite", False), ("gemma2", False)],
+)
+def test_the_output_layer_is_called_alone_where_it_is_all_there_is(
+    name: str, alone: bool, tmp_path: Path
+) -> None:
+    runner, _ = load_runner(architecture_named(name).write(tmp_path))
+    assert isinstance(runner.model.model.head, ModuleHead) != alone
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "rope_theta": 10000.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 128,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotary_variants(rope: dict[str, Any], tmp_path: Path) -> None:
+    folder = Architecture("llama", GROUPED | {"rope_parameters": rope}).write(tmp_path)
+    assert our_tokens(folder, PROMPTS) == transformers_tokens(folder, PROMPTS)
+
+
+def test_sharded_checkpoints(llama: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(llama).save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert our_tokens(tmp_path, PROMPTS) == our_tokens(llama, PROMPTS)
+
+
+def test_bin_checkpoints_are_read_only_where_the_format_says_so(llama: Path, tmp_path: Path) -> None:
+    shutil.copy(llama / "config.json", tmp_path)
+    torch.save(load_file(llama / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    runner, _ = load_runner(tmp_path, load_format="pt")
+    assert Driver(runner).generate(PROMPTS, 3) == [t[:3] for t in our_tokens(llama, PROMPTS)]
+    for load_format in ("auto", "safetensors"):
+        with pytest.raises(LoadError, match=r"\.bin files are pickles, .* only with load_format='pt'"):
+            load_runner(tmp_path, load_format=load_format)
+
+
+def test_dummy_weights_are_the_same_each_time(llama: Path, tmp_path: Path) -> None:
+    shutil.copy(llama / "config.json", tmp_path)
+    first, second = (load_runner(tmp_path, load_format="dummy")[0] for _ in range(2))
+    assert Driver(first).generate(PROMPTS, 3) == Driver(second).generate(PROMPTS, 3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "got"),
+    [("auto", "float32"), ("half", "float16"), ("float16", "float16"), ("bfloat16", "bfloat16")],
+)
+def test_dtypes(llama: Path, asked: str, got: str) -> None:
+    runner, ready = load_runner(llama, dtype=asked)
+    assert ready.dtype == got
+    assert str(runner.caches[0].k.dtype) == f"torch.{got}"
+    assert [len(t) for t in Driver(runner).generate(PROMPTS, 2)] == [2] * len(PROMPTS)
+
+
+def test_ready_tells_what_was_learned(llama: Path) -> None:
+    _, ready = load_runner(llama, max_model_len=None, num_blocks=None, kv_cache_memory_bytes=1 << 20)
+    assert (ready.architecture, ready.device, ready.vocab_size) == ("LlamaForCausalLM", "cpu", VOCAB_SIZE)
+    assert (ready.max_model_len, ready.eos_token_id) == (128, 2)
+    assert ready.bytes_per_block == 2 * 2 * 4 * (16 + 16) * 4
+    assert ready.num_blocks == min((1 << 20) // ready.bytes_per_block, 8 * 32)
+    weights = sum(w.nbytes for w in load_file(llama / "model.safetensors").values())
+    assert ready.weight_bytes == weights
+    assert {"import", "config", "weights", "transform", "kv"} <= set(ready.startup_seconds)
+
+
+def test_overrides(llama: Path) -> None:
+    _, ready = load_runner(llama, max_model_len=None, hf_overrides={"max_position_embeddings": 48})
+    assert ready.max_model_len == 48
+
+
+def test_a_longer_model_must_be_asked_for(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LoadError, match=r"exceeds the model.s limit of 128 positions"):
+        load_runner(llama, max_model_len=200, num_blocks=100)
+    monkeypatch.setenv("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert load_runner(llama, max_model_len=200, num_blocks=100)[1].max_model_len == 200
+
+
+def rewrite(source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A copy of a checkpoint in another folder, with its tensors changed."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(source / "config.json", folder)
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_missing_weights(llama: Path, tmp_path: Path) -> None:
+    rewrite(llama, tmp_path, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(LoadError, match=r"lacks 1 weights of llama: model.layers.1.mlp.up_proj.weight$"):
+        load_runner(tmp_path)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "pt"])
+def test_weights_of_another_model(llama: Path, tmp_path: Path, load_format: str) -> None:
+    extra = {f"model.layers.{i}.mlp.up_proj.weight": torch.zeros(1) for i in range(2, 7)}
+    rewrite(llama, tmp_path, lambda weights: weights.update(extra))
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(LoadError, match=r"holds 5 tensors that llama has no use for: model.layers.2.mlp"):
+        load_runner(tmp_path, load_format=load_format)
+
+
+def test_tensors_that_are_known_to_be_unused_do_no_harm(llama: Path, tmp_path: Path) -> None:
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        "model.h.0.attn.bias": torch.ones(3),
+        "model.layers.0.self_attn.k_scale": torch.ones(1),
+        "model.layers.0.mlp.up_proj.bias": torch.zeros(100),
+    }
+    rewrite(llama, tmp_path, lambda weights: weights.update(extra))
+    assert our_tokens(tmp_path, PROMPTS) == our_tokens(llama, PROMPTS)
+
+
+def test_a_bias_that_would_do_something_is_not_left_out(llama: Path, tmp_path: Path) -> None:
+    rewrite(
+        llama, tmp_path, lambda weights: weights.update({"model.layers.0.mlp.up_proj.bias": torch.ones(100)})
+    )
+    with pytest.raises(LoadError, match=r"holds 1 tensors that llama has no use for: .*up_proj.bias"):
+        load_runner(tmp_path)
+
+
+def test_weights_of_another_shape(llama: Path, tmp_path: Path) -> None:
+    rewrite(llama, tmp_path, lambda weights: weights.update({"model.norm.weight": torch.ones(5)}))
+    with pytest.raises(LoadError, match=r"model.norm.weight .* is of shape \(5,\), of the model \(64,\)"):
+        load_runner(tmp_path)
+
+
+def test_experts_that_do_not_make_a_stack(tmp_path: Path) -> None:
+    folder = architecture_named("qwen3_moe").write(tmp_path)
+    name = "model.layers.0.mlp.experts.2.gate_proj.weight"
+    assert name in load_file(folder / "model.safetensors"), "experts apart, which the module stacks"
+    rewrite(folder, tmp_path / "fewer", lambda weights: weights.pop(name))
+    with pytest.raises(LoadError, match=r"do not make model.layers.0.mlp.experts.gate_up_proj"):
+        load_runner(tmp_path / "fewer")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "gpt_oss", "gemma2", "phi3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weights_read_one_by_one_are_those_that_transformers_reads(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, from a checkpoint in another dtype."""
+    folder = architecture_named(name).write(tmp_path, dtype="float32" if dtype == "bfloat16" else "bfloat16")
+    params = SamplingParams(temperature=1.0, logprobs=3)
+    outputs = []
+    for reason in (None, "for the test"):
+        monkeypatch.setattr(modules, "read_by_transformers", lambda *_, reason=reason: reason)
+        runner, ready = load_runner(folder, dtype=dtype)
+        requests = Driver(runner).run(PROMPTS, 4, params)
+        outputs.append((ready.weight_bytes, [(request.output, request.logprobs) for request in requests]))
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("tensor", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_tied_weights_may_have_either_name(tensor: str, tmp_path: Path) -> None:
+    folder = Architecture("llama", GROUPED | {"tie_word_embeddings": True}).write(tmp_path)
+
+    def rename(weights: dict[str, torch.Tensor]) -> None:
+        [embedding] = [
+            weights.pop(name) for name in list(weights) if "embed_tokens" in name or "lm_head" in name
+        ]
+        weights[tensor] = embedding
+
+    renamed = rewrite(folder, tmp_path / "renamed", rename)
+    assert our_tokens(renamed, PROMPTS) == transformers_tokens(folder, PROMPTS)
+
+
+def test_a_reading_of_everything_at_once_is_logged(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "pagewire.worker"):
+        load_runner(llama)
+        assert "at once" not in caplog.text
+        shutil.copy(llama / "config.json", tmp_path)
+        torch.save(load_file(llama / "model.safetensors"), tmp_path / "pytorch_model.bin")
+        load_runner(tmp_path, load_format="pt")
+    assert "transformers reads the whole checkpoint at once: load_format is 'pt'" in caplog.text
+
+
+def test_tables_of_another_version_of_transformers(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import conversion_mapping
+
+    expected = our_tokens(llama, PROMPTS)
+    monkeypatch.delattr(conversion_mapping, "get_model_conversion_mapping")
+    with caplog.at_level("INFO", "pagewire.worker"):
+        assert our_tokens(llama, PROMPTS) == expected
+    assert "reads the whole checkpoint at once: this version has other tables" in caplog.text
+
+
+def test_a_module_that_does_not_call_its_layers(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = our_tokens(llama, PROMPTS)
+    monkeypatch.setattr(CheckpointWeights, "_stream", lambda *_: None)  # as if no layer were ever called
+    with caplog.at_level("INFO", "pagewire.worker"):
+        assert our_tokens(llama, PROMPTS) == expected
+    assert "LlamaForCausalLM does not run with one layer at a time" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["llama", "granite", "gpt2", "qwen3_moe"])
+def test_packed_weights_are_not_kept_beside_their_packed_form(name: str, tmp_path: Path) -> None:
+    """No dense matrix of the checkpoint is left in the module but its embeddings."""
+    runner, _ = load_runner(architecture_named(name).write(tmp_path))
+    model = runner.model.model
+    parts = [part for part in (model.base, model.head) if isinstance(part, ModuleBase | ModuleHead)]
+    modules = [part.module for part in parts]
+    tables: list[Any] = [model.base.words] if isinstance(model.base, Network) else []
+    kept = [
+        name
+        for module in modules
+        for name, tensor in module.named_parameters()
+        if tensor.dim() > 1
+        and not name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight", "gate.weight"))
+    ]
+    assert kept == []
+    tensors = [
+        tensor for module in (*modules, *tables) for tensor in (*module.parameters(), *module.buffers())
+    ]
+    assert all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+def test_broken_files(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"holds no config.json"):
+        load_runner(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(LoadError, match=r"config.json of .* cannot be used"):
+        load_runner(tmp_path)
+    shutil.copy(llama / "config.json", tmp_path)
+    with pytest.raises(LoadError, match="cannot load"):
+        load_runner(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes()[:2000])
+    with pytest.raises(LoadError, match="cannot load"):
+        load_runner(tmp_path)
+
+
+def test_what_is_no_causal_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(LoadError, match="encoder-decoder"):
+        load_runner(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    with pytest.raises(LoadError, match=r"config.json of .* cannot be used"):
+        load_runner(tmp_path)
+
+
+def test_devices_and_dtypes_that_are_not_served(llama: Path) -> None:
+    with pytest.raises(LoadError, match="device 'tpu' is not supported"):
+        load_runner(llama, device="tpu")
+    with pytest.raises(LoadError, match="dtype must be one of auto"):
+        load_runner(llama, dtype="int3")
+
+
+def test_kv_sizes() -> None:
+    load = WorkerConfig("", max_num_seqs=4, block_size=16)
+    assert num_kv_blocks(load, 100, 10, budget=10_000) == 4 * 7
+    assert num_kv_blocks(load, 100, 1000, budget=10_000) == 10
+    with pytest.raises(LoadError, match=r"needs 7 KV blocks .* only 5 fit; max_model_len 80 would fit"):
+        num_kv_blocks(load, 100, 1000, budget=5_999)
+    assert num_kv_blocks(WorkerConfig("", num_blocks=9), 100, 1000, budget=0) == 9
+
+
+def test_kv_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGEWIRE_CPU_KVCACHE_SPACE", raising=False)
+    load = WorkerConfig("", gpu_memory_utilization=0.5)
+    assert kv_budget(load, 64 * GIB, headroom=GIB) == 4 * GIB
+    assert kv_budget(load, 6 * GIB, headroom=GIB) == 2 * GIB
+    assert kv_budget(load, GIB, headroom=GIB) == 0
+    monkeypatch.setenv("PAGEWIRE_CPU_KVCACHE_SPACE", "1.5")
+    assert kv_budget(load, 64 * GIB, headroom=GIB) == GIB * 3 // 2
+    assert kv_budget(WorkerConfig("", kv_cache_memory_bytes=5), GIB, headroom=GIB) == 5
+    monkeypatch.setenv("PAGEWIRE_CPU_KVCACHE_SPACE", "much")
+    with pytest.raises(LoadError, match="must be a number of GiB"):
+        kv_budget(load, GIB, headroom=0)
+
+
+def test_thread_binding(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_cpus("0-2,5") == {0, 1, 2, 5}
+    monkeypatch.setenv("PAGEWIRE_CPU_OMP_THREADS_BIND", "first")
+    with pytest.raises(LoadError, match="PAGEWIRE_CPU_OMP_THREADS_BIND='first'"):
+        bind_threads(None)
+    monkeypatch.setenv("PAGEWIRE_CPU_OMP_THREADS_BIND", "auto")
+    assert bind_threads(3) == 3
+    assert bind_threads(None) >= 1
+
+
+def test_workers_of_a_machine_have_processors_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (Parallel(rank=n, size=2, local_rank=n, local_size=2) for n in range(2))
+    monkeypatch.setenv("PAGEWIRE_CPU_OMP_THREADS_BIND", "0-31|32-47,63")
+    assert bound_cpus(first) == set(range(32)) and bound_cpus(second) == {*range(32, 48), 63}
+    assert (default_threads(first), default_threads(second)) == (32, 17)
+    monkeypatch.setenv("PAGEWIRE_CPU_OMP_THREADS_BIND", "0-31")
+    with pytest.raises(LoadError, match="binds 1 workers, but this machine has 2"):
+        bound_cpus(second)
+    monkeypatch.delenv("PAGEWIRE_CPU_OMP_THREADS_BIND")
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 8)
+    monkeypatch.setattr(machine.psutil, "cpu_count", lambda logical: 8)
+    assert [default_threads(Parallel(local_size=n)) for n in (1, 2, 3, 9)] == [8, 4, 2, 1]

@@ -1,0 +1,190 @@
+"""Builds the flat batch of tokens that one step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagewire.ipc.wire.worker_messages import Row
+from pagewire.kernels.data.paging import AttentionBatch
+from pagewire.workers.batch.slots import Slots
+from pagewire.workers.module.overlay import Overlay, overlay_of
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOrder:
+    """The rows of a batch that have adapters, ordered by adapter; see `kernels.deltas.AdapterRows`."""
+
+    adapters: list[int]
+    """The index of each adapter."""
+    rows: Tensor
+    """int64 [n]."""
+    starts: Tensor
+    """int64 [len(adapters) + 1]."""
+    num_rows: int
+
+    @classmethod
+    def of(cls, adapters: NDArray[np.int64]) -> AdapterOrder | None:
+        """The order of rows with these adapters int64 [R], 0 for none; None if none has one."""
+        if not adapters.any():
+            return None
+        rows = adapters.argsort(kind="stable")
+        rows = rows[np.count_nonzero(adapters == 0) :]
+        indices, starts = np.unique(adapters[rows], return_index=True)
+        ends = torch.from_numpy(np.append(starts, len(rows)).astype(np.int64))
+        return cls(indices.tolist(), torch.from_numpy(rows), ends, len(adapters))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The input of one step: T tokens of R requests in the order of the plan's rows, then padding, if any."""
+
+    input_ids: Tensor
+    """int64 [T]; -1 - slot stands for the last token of that slot, which only the device knows yet (`relay.py`)."""
+    positions: Tensor
+    """int64 [T]; of long sequences, rows in tables of angles (`Slots.long_from`)."""
+    attention: AttentionBatch
+    sample_rows: list[int]
+    """For each sample, the index of its row in the plan."""
+    sample_indices: Tensor
+    """int64 [len(sample_rows)]: for each sample, the index in the batch of the token before it."""
+    sample_slots: Tensor
+    """int64 [len(sample_rows)]: the slot of each sample."""
+    starts: list[int]
+    """For each row, the index of its first token in the batch."""
+    needs_relay: bool
+    """True if `input_ids` has placeholders for tokens that only the device knows."""
+    drafted: bool
+    """True if some rows have drafts."""
+    token_types: Tensor | None = None
+    """int64 [T]: 1 in the second texts of pairs; None if no row has one."""
+    adapters: AdapterOrder | None = None
+    """The tokens that have adapters; None: none has."""
+    sample_adapters: AdapterOrder | None = None
+    """The samples that have adapters; None: none has."""
+    overlay: Overlay | None = None
+    """Embeddings that rows bring; None if none does."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that the device reads, in the order that `with_tensors` takes."""
+        a = self.attention
+        about_attention = (a.query_start_loc, a.seq_lens, a.block_table, a.slot_mapping)
+        about_tokens = (self.input_ids, self.positions, self.sample_indices, self.sample_slots)
+        token_types = () if self.token_types is None else (self.token_types,)
+        embeddings = () if self.overlay is None else (self.overlay.places, self.overlay.rows)
+        return (*about_tokens, *about_attention, *token_types, *embeddings)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
+        """A copy with other `tensors`, such as their copies on the device."""
+        input_ids, positions, sample_indices, sample_slots, starts, lens, table, kv_slots, *others = tensors
+        token_types = None if self.token_types is None else others.pop(0)
+        attention = replace(
+            self.attention, query_start_loc=starts, seq_lens=lens, block_table=table, slot_mapping=kv_slots
+        )
+        return replace(
+            self,
+            input_ids=input_ids,
+            positions=positions,
+            sample_indices=sample_indices,
+            sample_slots=sample_slots,
+            attention=attention,
+            token_types=token_types,
+            overlay=Overlay(*others) if others else None,
+        )
+
+
+def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch:
+    """The batch of `rows`; `slots.apply` must have been called for their plan.
+
+    num_padded: pad the batch to this many requests of one token (CUDA graphs have fixed sizes). A padding request
+    has seq_len 0 and KV slot -1, so it reads and writes no KV.
+    """
+    per_row = [[row.slot for row in rows], [row.start for row in rows], [row.num_tokens for row in rows]]
+    slot_ids, starts, lengths = np.array(per_row, np.int64)
+    ends = lengths.cumsum()
+    num_tokens, max_query_len = int(ends[-1]), int(lengths.max())
+    query_start_loc = np.zeros(len(rows) + 1, np.int32)
+    query_start_loc[1:] = ends
+
+    token_slots, positions = slot_ids, starts
+    if max_query_len > 1 or num_tokens < len(rows):
+        token_slots = np.repeat(slot_ids, lengths)
+        positions = np.arange(num_tokens) + np.repeat(starts - (ends - lengths), lengths)
+    input_ids = slots.tokens[token_slots, positions]
+    on_device = positions >= slots.num_tokens[token_slots]
+    needs_relay = bool(on_device.any())
+    if needs_relay:
+        input_ids[on_device] = -1 - token_slots[on_device]
+    drafted = any(row.drafts for row in rows)
+    if drafted:
+        for row, end in zip(rows, ends, strict=True):
+            input_ids[end - len(row.drafts) : end] = row.drafts
+    blocks = positions // slots.block_size
+    # A token is as far into its block in the cache as it is in the request.
+    kv_slot_mapping = positions + (slots.block_table[token_slots, blocks] - blocks) * slots.block_size
+
+    seq_lens = starts + lengths
+    max_seq_len = int(seq_lens.max())
+    block_table = slots.block_table[slot_ids, : -(-max_seq_len // slots.block_size)]
+    sample_rows, sample_indices = _samples(rows, ends, drafted)
+    more = max(0, num_padded - len(rows))
+    adapters = slots.adapters[slot_ids]
+    places = query_start_loc[:-1].tolist()
+    return Batch(
+        input_ids=_padded(input_ids, more),
+        positions=_padded(positions + slots.long_from[token_slots], more),
+        attention=AttentionBatch(
+            query_start_loc=_padded(query_start_loc, more, num_tokens),
+            seq_lens=_padded(seq_lens.astype(np.int32), more),
+            block_table=_padded(block_table, more),
+            slot_mapping=_padded(kv_slot_mapping, more, -1),
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        ),
+        sample_rows=sample_rows,
+        sample_indices=torch.from_numpy(sample_indices),
+        sample_slots=torch.from_numpy(slot_ids[sample_rows]),
+        starts=places,
+        needs_relay=needs_relay,
+        drafted=drafted,
+        token_types=_token_types(rows, slots, positions),
+        adapters=AdapterOrder.of(np.repeat(adapters, lengths)) if adapters.any() else None,
+        sample_adapters=AdapterOrder.of(adapters[sample_rows]) if adapters.any() else None,
+        overlay=overlay_of(rows, places),
+    )
+
+
+def _samples(
+    rows: Sequence[Row], ends: NDArray[np.int64], drafted: bool
+) -> tuple[list[int], NDArray[np.int64]]:
+    """`Batch.sample_rows` and `sample_indices`. ends: of the rows in the batch. drafted: some have drafts."""
+    if not drafted:
+        sample_rows = [i for i, row in enumerate(rows) if row.num_samples]
+        return sample_rows, ends[sample_rows] - 1
+    sample_rows = [i for i, row in enumerate(rows) for _ in range(row.num_samples)]
+    num_later = [n for row in rows for n in range(row.num_samples)[::-1]]
+    return sample_rows, ends[sample_rows] - 1 - np.array(num_later, np.int64)
+
+
+def _token_types(rows: Sequence[Row], slots: Slots, positions: NDArray[np.int64]) -> Tensor | None:
+    """`Batch.token_types`; positions: of all tokens."""
+    tasks = [slots.pooling[row.slot].task if row.pool else None for row in rows]
+    if not any(task is not None and task.second_segment for task in tasks):
+        return None
+    seconds = [(task.second_segment if task is not None else 0) or positions.max() + 1 for task in tasks]
+    starts = np.repeat(np.array(seconds, np.int64), [row.num_tokens for row in rows])
+    return torch.from_numpy((positions >= starts).astype(np.int64))
+
+
+def _padded(array: NDArray[Any], more: int, value: int = 0) -> Tensor:
+    """`array` followed by `more` rows of `value`, as a tensor."""
+    if more:
+        array = np.concatenate((array, np.full((more, *array.shape[1:]), value, array.dtype)))
+    return torch.from_numpy(array)

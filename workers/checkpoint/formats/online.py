@@ -1,0 +1,73 @@
+"""Weights quantised while they are loaded: what `quantization=` means for a checkpoint of plain numbers.
+
+Which scheme keeps how much accuracy was measured on SmolLM2-135M; ARCHITECTURE.md has the figures. Imports torch
+only to quantise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pagewire.ipc.quantization import ONLINE
+from pagewire.kernels.cpu.panels import NumberFormat
+from pagewire.workers.checkpoint.formats.format import wider
+from pagewire.workers.errors import LoadError
+
+if TYPE_CHECKING:
+    from pagewire.kernels.data.weight import Weight
+
+ROUTERS = {"gate", "router", "shared_expert_gate"}
+"""Last parts of the names of matrices that choose experts: small, and every choice depends on them."""
+IN_LAYERS = re.compile(r"\.\d+\.")
+EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
+
+
+def quantised_as(quantization: str, name: str, num_in: int) -> NumberFormat | None:
+    """How a matrix of plain numbers will be held; None: as it is. name: of its module. num_in: its columns.
+
+    Matrices outside of the layers (embedding and output) have 8 bits in 4-bit schemes too, and so do matrices whose
+    columns are no multiple of a group. What chooses among experts stays as it is.
+    """
+    if name.rpartition(".")[2] in ROUTERS or (quantization == "experts_int8" and not EXPERTS.search(name)):
+        return None
+    if quantization not in ("int4", "bitsandbytes") or not IN_LAYERS.search(name) or num_in % 32:
+        return wider(num_in)
+    return (
+        NumberFormat(4, 32, has_offsets=True)
+        if quantization == "int4"
+        else NumberFormat(4, 32 if num_in % 64 else 64)
+    )
+
+
+def online(quantization: str) -> Callable[[str, Weight], Weight]:
+    """A function from the name of a module and its dense weight to the quantised weight, or the same one.
+
+    quantization: one of `ONLINE`.
+
+    Raises:
+        LoadError: it is none of them.
+    """
+    from pagewire.kernels.data.integers import Integers
+    from pagewire.kernels.data.weight import DENSE
+    from pagewire.workers.checkpoint.formats.reexpress import as_integers, rounded_to_fp8
+    from pagewire.workers.checkpoint.formats.tables import nf4
+
+    if quantization not in ONLINE:
+        raise LoadError(
+            f"quantization={quantization!r} cannot be done while plain numbers are loaded: {', '.join(ONLINE)} can"
+        )
+
+    def apply(name: str, weight: Weight) -> Weight:
+        held = quantised_as(quantization, name, weight.shape[1])
+        if held is None or weight.scheme is not DENSE:
+            return weight
+        if quantization == "fp8" and IN_LAYERS.search(name):
+            return rounded_to_fp8(weight)
+        if quantization == "bitsandbytes" and held.bits == 4:
+            return nf4(weight)
+        scheme = Integers(held.bits, held.group, 0 if held.has_offsets else 128)
+        return as_integers(f"weights quantised by int{held.bits}", weight, scheme)
+
+    return apply

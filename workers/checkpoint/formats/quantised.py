@@ -1,0 +1,103 @@
+"""Quantised checkpoints: several tensors make a weight, which a `Format` knows how to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.data.weight import Weight
+from pagewire.kernels.quantising import dense
+from pagewire.workers.checkpoint.formats.format import Format, StackFormat, parts_by_weight
+from pagewire.workers.checkpoint.source import Checkpoint, WeightSource
+from pagewire.workers.errors import LoadError, first_line
+
+
+class QuantisedCheckpoint(WeightSource):
+    """The weights of a quantised checkpoint, by the names that they would have in a dense one.
+
+    What belongs to no quantised matrix (norms, biases, modules that were left out) is read as it is.
+    """
+
+    def __init__(self, files: Checkpoint, form: Format) -> None:
+        """Find the tensors of each matrix.
+
+        Raises:
+            LoadError: the format refuses the checkpoint.
+        """
+        super().__init__()
+        self._files, self._form = files, form
+        with _named(f"a checkpoint in format {form.name}"):
+            form.check(files.names)
+        plain, self._parts = parts_by_weight(form, map(files.header, files.names))
+        self._plain = {tensor.name for tensor in plain}
+
+    @property
+    def names(self) -> Iterable[str]:
+        """See `WeightSource.names`."""
+        return self._plain | self._parts.keys()
+
+    def on_meta(self, name: str) -> Tensor:
+        """See `WeightSource.on_meta`."""
+        if name in self._plain:
+            return self._files.on_meta(name)
+        with _named(name):
+            shape, _ = self._form.stored(_module(name), self._parts[name])
+        return torch.empty(shape, dtype=torch.float32, device="meta")
+
+    def read(self, name: str) -> Tensor:
+        """See `WeightSource.read`."""
+        if name in self._plain:
+            return self._files.read(name)
+        if self._is_stack(name):
+            transposed = isinstance(self._form, StackFormat) and self._form.transposed
+            matrices = [dense(matrix) for matrix in self.stacked(name, torch.float32, transposed)]
+            return torch.stack([matrix.T for matrix in matrices] if transposed else matrices)
+        return dense(self.weight(name, torch.float32))
+
+    def weight(self, name: str, dtype: torch.dtype) -> Weight:
+        """See `WeightSource.weight`."""
+        if name in self._plain:
+            return self._files.weight(name, dtype)
+        with _named(name):
+            return self._form.weight(_module(name), self._tensors(name), dtype)
+
+    def stacked(self, name: str, dtype: torch.dtype, transposed: bool) -> Iterator[Weight]:
+        """See `WeightSource.stacked`."""
+        if name in self._plain:
+            yield from self._files.stacked(name, dtype, transposed)
+            return
+        form = self._form
+        if not isinstance(form, StackFormat) or form.transposed != transposed:
+            raise LoadError(f"{name}: format {form.name} holds no stacks of matrices of this form")
+        with _named(name):
+            yield from form.stacked(_module(name), self._tensors(name), dtype)
+
+    def let_go(self) -> None:
+        """See `WeightSource.let_go`."""
+        self._files.let_go()
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        return {suffix: self._files.read(part.name) for suffix, part in self._parts[name].items()}
+
+    def _is_stack(self, name: str) -> bool:
+        return all(suffix.startswith("_") for suffix in self._parts[name])
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """A context whose errors of reading become LoadErrors that say what was read."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except KeyError as error:
+        raise LoadError(f"{what}: its tensor {error.args[0]!r} is missing") from error
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        raise LoadError(f"{what}: {first_line(error)}") from error

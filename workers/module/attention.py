@@ -1,0 +1,280 @@
+"""Runs the attention of a Hugging Face module on the paged KV cache.
+
+`attend` is registered in transformers' `AttentionInterface` under `NAME`. It takes the step's metadata from
+`current_step`, so a module need not hand anything down to its layers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from pagewire.kernels.data.deltas import AdapterRows
+from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.ops import paged_attention, store_kv
+from pagewire.workers.device.interface import Device
+from pagewire.workers.errors import LoadError
+from pagewire.workers.module.caches import PAGE, KVShape, Pages
+from pagewire.workers.module.overlay import Overlay
+
+NAME = "pagewire"
+
+
+class RowsContext:
+    """What linear layers know of the rows that they are given; within `with rows:` they get it.
+
+    adapters: the rows that have adapters; None: none has.
+    """
+
+    __slots__ = ("_outer", "adapters")
+
+    def __init__(self, adapters: AdapterRows | None = None) -> None:
+        self.adapters = adapters
+        self._outer: RowsContext | None = None
+
+    def __enter__(self) -> None:
+        """Make this the thread's current context."""
+        self._outer, _running.rows = _running.rows, self
+
+    def __exit__(self, *_: object) -> None:
+        """Make the context before it the current one again, as a rule none."""
+        _running.rows = self._outer
+
+
+class StepContext(RowsContext):
+    """What a step's layers take beside hidden states.
+
+    Within `with step:`, attention and linear layers get it from `current_step`.
+
+    Args:
+        batch: whose attention it is. A model that encodes has it `in_pages`.
+        positions: int64 [T]; of long sequences, rows in tables of angles (`Slots.long_from`).
+        caches: of all layers from `first_layer` on; those before it are on other stages of a pipeline.
+        adapters: the rows that have adapters; None: none has.
+        overlay: embeddings that take the place of those of tokens; None: there are none.
+        token_types: int64 [T], 1 in the second texts of pairs; None: all 0.
+        starts: the index in the batch of each request's first token, for a model that runs prompt by prompt.
+        received: hidden states [T, H] of the stage before, which are overwritten; None where the model begins.
+    """
+
+    __slots__ = (
+        "_num_pages",
+        "batch",
+        "caches",
+        "first_layer",
+        "overlay",
+        "pages",
+        "positions",
+        "received",
+        "starts",
+        "token_types",
+    )
+
+    def __init__(
+        self,
+        batch: AttentionBatch,
+        positions: Tensor,
+        caches: Sequence[Cache] = (),
+        first_layer: int = 0,
+        *,
+        adapters: AdapterRows | None = None,
+        overlay: Overlay | None = None,
+        token_types: Tensor | None = None,
+        starts: Sequence[int] = (),
+        received: Tensor | None = None,
+    ) -> None:
+        super().__init__(adapters)
+        self.batch, self.positions, self.caches, self.first_layer = batch, positions, caches, first_layer
+        self.overlay, self.token_types, self.starts, self.received = overlay, token_types, starts, received
+        self.pages: Pages | None = None
+        self._num_pages = 0
+
+    def use(self, pages: Pages) -> None:
+        """Take these for keys and values: the model encodes, and the batch is `in_pages`."""
+        self.pages, self._num_pages = pages, sum(-(-length // PAGE) for length in self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each request."""
+        return [end - start for start, end in pairwise([*self.starts, len(self.positions)])]
+
+    def cache(self, layer: int, shape: KVShape, window: int | None) -> Cache:
+        """The cache of a layer. In a model that encodes, pages that the next layer may overwrite.
+
+        window: keys per query, which the dry run records.
+        """
+        if self.pages is not None:
+            return self.pages.of(shape, self._num_pages, self.positions.device)
+        return self.caches[layer - self.first_layer]
+
+    def future(self, window: int | None) -> int:
+        """How many keys after its own a query sees, given the layer's window.
+
+        In a model that encodes all, or those of a window to each side that has the query's own in it.
+        """
+        return 0 if self.pages is None else LogitTerms.two_sided(window).future
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store k [T, Hkv, D] and v [T, Hkv, Dv] of a layer, then attend with q [T, Hq, D]. Returns [T, Hq, Dv]."""
+        shape = KVShape(k.shape[1], k.shape[2], v.shape[2], v.dtype)
+        cache = self.cache(layer, shape, window)
+        store_kv(k, v, cache, self.batch.slot_mapping)
+        terms = LogitTerms(window, self.future(window), softcap, sinks)
+        return paged_attention(q, cache, self.batch, scale, terms)
+
+
+class _Running(threading.local):
+    rows: RowsContext | None = None
+
+
+_running = _Running()
+
+
+def current_step() -> StepContext:
+    """The step whose layers are running.
+
+    Raises:
+        RuntimeError: none is.
+    """
+    if not isinstance(step := _running.rows, StepContext):
+        raise RuntimeError("attention or a linear layer was called outside of a step")
+    return step
+
+
+def current_adapters() -> AdapterRows | None:
+    """The rows with adapters, of those that linear layers are given now; None if there are none."""
+    return None if (rows := _running.rows) is None else rows.adapters
+
+
+@dataclass
+class AttentionCalls:
+    """The calls of attention in some steps: each layer's cache shape, last window and number of calls."""
+
+    num_steps: int = 0
+    shapes: dict[int, KVShape] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
+    num_calls: dict[int, int] = field(default_factory=dict)
+
+    def add(self, layer: int, shape: KVShape, window: int | None) -> None:
+        """Record a call."""
+        self.shapes.setdefault(layer, shape)
+        self.windows[layer] = window
+        self.num_calls[layer] = self.num_calls.get(layer, 0) + 1
+
+
+@dataclass
+class DryRunRecorder:
+    """Records a dry run: its calls of attention, and what each layer has of the KV cache.
+
+    sources: the layer whose keys and values each layer reads; as a rule itself.
+    """
+
+    num_blocks: int
+    block_size: int
+    device: Device
+    calls: AttentionCalls = field(default_factory=AttentionCalls)
+    sources: dict[int, int] = field(default_factory=dict)
+    caches: dict[int, Cache] = field(default_factory=dict)
+
+    def step(self, batch: AttentionBatch, positions: Tensor, starts: Sequence[int] = ()) -> StepContext:
+        """The context of a step that is recorded here; positions, starts: see `StepContext`."""
+        self.calls.num_steps += 1
+        return _RecordingContext(batch, positions, starts, self)
+
+    def kv_shapes(self) -> list[KVShape]:
+        """The shape of each layer's cache, from the first layer on. One that never attends has the first one's."""
+        first, last = min(self.calls.shapes), max(self.calls.shapes)
+        shapes = []
+        for layer in range(first, last + 1):
+            shape = self.calls.shapes.get(layer, self.calls.shapes[first])
+            source = self.sources.get(layer, layer if layer in self.calls.shapes else first)
+            shapes.append(replace(shape, source=None if source == layer else source - first))
+        return shapes
+
+
+class _RecordingContext(StepContext):
+    __slots__ = ("_keys", "recorder")
+
+    def __init__(
+        self, batch: AttentionBatch, positions: Tensor, starts: Sequence[int], recorder: DryRunRecorder
+    ) -> None:
+        super().__init__(batch, positions, recorder.caches, starts=starts)  # type: ignore[arg-type]
+        self.recorder = recorder
+        self._keys: dict[tuple[object, ...], tuple[int, Tensor, Tensor]] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.pages is not None:
+            return super().attend(layer, q, k, v, *args, **kwargs)
+        # A layer that shares another one's keys and values gets the same tensors; here all stay in memory.
+        place = (k.data_ptr(), v.data_ptr(), k.shape, k.stride())
+        source = self._keys.setdefault(place, (layer, k, v))[0]
+        if self.recorder.sources.setdefault(layer, source) != source:
+            raise LoadError(f"layer {layer} does not always read the keys and values of the same layer")
+        return super().attend(layer, q, k, v, *args, **kwargs)
+
+    def cache(self, layer: int, shape: KVShape, window: int | None) -> Cache:
+        if self.pages is not None:
+            return super().cache(layer, shape, window)
+        recorder = self.recorder
+        recorder.calls.add(layer, shape, window)
+        if layer not in recorder.caches:
+            shared = recorder.caches.get(recorder.sources.get(layer, layer))
+            recorder.caches[layer] = shared or shape.allocate(
+                recorder.num_blocks, recorder.block_size, recorder.device
+            )
+        return super().cache(layer, shape, window)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls.
+
+    query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv]; returns [1, T, Hq, Dv].
+
+    Raises:
+        LoadError: the model builds a mask of its own, or runs several batches at once.
+    """
+    if attention_mask is not None:
+        raise LoadError("it builds its own attention mask or bias")
+    if len(query) != 1:
+        raise LoadError("it runs attention over several batches at once")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if not q.dtype == k.dtype == v.dtype:  # norms of some models leave queries and keys in float32
+        q, k = q.to(v.dtype), k.to(v.dtype)
+    scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    layer: Any = getattr(module, "layer_idx", -1)  # some encoders do not number their layers
+    out = current_step().attend(layer, q, k, v, scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+    return out[None], None
+
+
+def register() -> None:
+    """Register `attend` with transformers under `NAME`, without a mask function."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)

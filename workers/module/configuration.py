@@ -1,0 +1,132 @@
+"""What a model's configuration says of it: its dtypes, its length, its main token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagewire.ipc.counts import check_counts
+from pagewire.ipc.environment import env_flag
+from pagewire.ipc.files.hub import read_configs
+from pagewire.ipc.gguf.file import is_gguf
+from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
+from pagewire.workers.device.interface import Device
+from pagewire.workers.errors import LoadError
+
+DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+KV_DTYPES = {
+    "int8": KV_CODES,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def load_config(worker_config: WorkerConfig) -> Any:
+    """The model's transformers configuration, built with `hf_overrides` merged in.
+
+    Raises:
+        LoadError: no config.json or GGUF file, an unknown model type, or one that is not a causal language model.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    is_file = is_gguf(worker_config.model_path)
+    if not is_file and not (Path(worker_config.model_path) / "config.json").is_file():
+        raise LoadError(f"{worker_config.model_path} holds no config.json: not a Hugging Face model folder")
+    try:
+        values = read_configs(Path(worker_config.model_path))[0] | worker_config.hf_overrides
+        check_counts(values)
+        if is_file:
+            return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+        values = PretrainedConfig.get_config_dict(worker_config.model_path)[0] | worker_config.hf_overrides
+        kind = values.get("model_type")
+        if kind in CONFIG_MAPPING and not (worker_config.trust_remote_code and "auto_map" in values):
+            return CONFIG_MAPPING[kind].from_dict(values)
+        return AutoConfig.from_pretrained(
+            worker_config.model_path,
+            trust_remote_code=worker_config.trust_remote_code,
+            **worker_config.hf_overrides,
+        )
+    except Exception as error:
+        source = "the metadata" if is_file else "config.json"
+        raise LoadError(f"{source} of {worker_config.model_path} cannot be used: {error}") from error
+
+
+def checkpoint_dtype(config: Any) -> torch.dtype:
+    """The dtype given in the checkpoint's configuration; float32 if there is none."""
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return DTYPES.get(str(dtype).removeprefix("torch."), torch.float32)
+
+
+def resolve_dtype(name: str, config: Any) -> torch.dtype:
+    """The dtype of weights and activations.
+
+    Raises:
+        LoadError: an unknown name.
+    """
+    if name == "auto":
+        return checkpoint_dtype(config)
+    if name not in DTYPES:
+        raise LoadError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype, device: Device) -> torch.dtype:
+    """The dtype of the KV cache of a model of `dtype`.
+
+    Raises:
+        LoadError: an unknown name, or a dtype that the device does not support.
+    """
+    if name != "auto" and name not in KV_DTYPES:
+        raise LoadError(f"kv_cache_dtype must be one of auto, {', '.join(KV_DTYPES)}, got {name!r}")
+    kv_dtype = KV_DTYPES.get(name, dtype)
+    if kv_dtype in device.kv_dtypes(dtype):
+        return kv_dtype
+    if kv_dtype == KV_CODES:
+        raise LoadError(f"kv_cache_dtype 'int8' is for CPUs, not for {device.name}: 'fp8' has 8 bits there")
+    instead = ": 'int8' has 8 bits there" if KV_CODES in device.kv_dtypes(dtype) else ""
+    raise LoadError(
+        f"kv_cache_dtype {name!r} needs a model in bfloat16 or float16 on a GPU, "
+        f"not {dtype} on {device.name}{instead}"
+    )
+
+
+def resolve_max_model_len(requested: int | None, config: Any) -> int:
+    """Maximum tokens of a request: `requested`, or else the model's own limit (2048 if it has none).
+
+    Raises:
+        LoadError: `requested` exceeds the model's limit, unless `PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1`.
+    """
+    text = config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+    model_limit = next(
+        (n for name in names if isinstance(n := getattr(text, name, None), int) and n > 0), None
+    )
+    if requested is None:
+        return model_limit or 2048
+    if (
+        model_limit is not None
+        and requested > model_limit
+        and not env_flag("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN")
+    ):
+        raise LoadError(
+            f"max_model_len {requested} exceeds the model's limit of {model_limit} positions; "
+            "PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1 allows it"
+        )
+    return requested
+
+
+def end_of_sequence(config: Any) -> int | None:
+    """The main end-of-sequence token of a configuration; None if it has none."""
+    eos = getattr(config.get_text_config(), "eos_token_id", None)
+    return eos[0] if isinstance(eos, list) and eos else eos if isinstance(eos, int) else None

@@ -1,0 +1,156 @@
+"""Experts of transformers' modules, as products of all experts of a layer in one call.
+
+The activation between an expert's two products, and how a router makes weights of its logits, are found by trying:
+one that the kernels have is taken where its results are those of the module, on random input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pagewire.kernels.data.layer import Activation, Experts, Router
+from pagewire.kernels.experts import GroupedExperts
+from pagewire.kernels.linear import Linear, dense_weight
+from pagewire.kernels.ops import activate_and_mul, route
+from pagewire.workers.errors import LoadError
+from pagewire.workers.module.attention import NAME
+from pagewire.workers.module.matrices import is_experts
+from pagewire.workers.module.products import packed
+from pagewire.workers.module.transforms import tolerance
+from pagewire.workers.module.weights import Weights
+
+MAGNITUDES = (0.1, 1.0, 10.0, 100.0)  # of inputs that are tried: limits leave small ones alone
+ROUTER_ROWS = 64
+
+
+def pack_experts(module: nn.Module, weights: Weights, device: torch.device) -> None:
+    """Pack the matrices of every expert, and make transformers call `run_experts`."""
+    experts: list[Any] = [child for child in module.modules() if is_experts(child)]
+    for child in experts:
+        child.ranks = None if weights.shards is None else weights.shards.collective
+        child.grouped = grouped_experts(child, weights, device)
+        for owned in (up_name(child), "down_proj"):
+            delattr(child, owned)
+            if child.has_bias:  # it is in the packed layers
+                setattr(child, f"{owned}_bias", None)
+        child.config._experts_implementation = NAME
+    if experts:
+        from transformers.integrations.moe import ExpertsInterface
+
+        ExpertsInterface.register(NAME, run_experts)
+
+
+def run_experts(module: Any, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum [T, H] of each token's experts; hidden [T, H], expert_ids and weights [T, k]."""
+    grouped: GroupedExperts = module.grouped
+    out = grouped(hidden, expert_ids, weights)
+    if module.ranks is None or module.has_post_expert_norm:
+        return out
+    return module.ranks.all_reduce(out)  # type: ignore[no-any-return]
+
+
+def up_name(module: Any) -> str:
+    """The attribute that holds the experts' first matrices."""
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def grouped_experts(module: Any, weights: Weights, device: torch.device) -> GroupedExperts:
+    """The experts of a module, packed and proven.
+
+    Raises:
+        LoadError: a product is wrong.
+    """
+    up, down = (expert_linears(module, name, weights, device) for name in (up_name(module), "down_proj"))
+    between = module._apply_gate if module.has_gate else module.act_fn
+    # On a GPU experts run one by one, with the module's own activation.
+    activation = (
+        activation_of(between, up[0].out_features) if device.type == "cpu" and module.has_gate else None
+    )
+    experts = Experts(up, down, activation)
+    if device.type == "cpu":
+        check_experts(GroupedExperts(experts, device, between))
+    after = normed(module, weights) if module.has_post_expert_norm else None
+    return GroupedExperts(experts, device, between, after)
+
+
+def normed(module: Any, weights: Weights) -> Callable[[Tensor], Tensor]:
+    """The experts' norm of whole rows [R, H]: each rank's are added up before."""
+    norm: Callable[[Tensor], Tensor] = module.post_expert_norm
+    if weights.shards is None:
+        return norm
+    ranks = weights.shards.collective
+    return lambda rows: norm(ranks.all_reduce(rows))
+
+
+def expert_linears(module: Any, name: str, weights: Weights, device: torch.device) -> list[Linear]:
+    """A packed linear for each expert, from the matrices [E, N, K] (or transposed) in attribute `name`."""
+    biases = weights.part(module, f"{name}_bias") if module.has_bias else None
+    linears = []
+    for expert, matrix in enumerate(weights.stacked(module, name)):
+        bias = None if biases is None else biases[expert]
+        linears.append(packed(matrix, bias, device))
+        weights.let_go()
+    return linears
+
+
+def activation_of(between: Callable[[Tensor], Tensor], size: int) -> Activation | None:
+    """The activation that a function of rows [R, size] computes; None if the kernels have none like it."""
+    x = torch.randn(16, size, generator=torch.Generator().manual_seed(0))
+    for activation in Activation:
+        # Of a nearly closed gate all digits may be lost; what remains is of the size of input squared.
+        if all(
+            torch.allclose(
+                activate_and_mul(m * x, activation),
+                between(m * x),
+                rtol=tolerance(x.dtype),
+                atol=1e-6 * m * m,
+            )
+            for m in MAGNITUDES
+        ):
+            return activation
+    return None
+
+
+def check_experts(grouped: GroupedExperts) -> None:
+    """Compare the products of all experts at once with a product for each expert; every expert has rows.
+
+    Raises:
+        LoadError: a bit differs.
+    """
+    experts = grouped.experts
+    num_experts, first = len(experts.up), experts.up[0]
+    x = torch.randn(num_experts, first.in_features, generator=torch.Generator().manual_seed(0)).to(
+        first.dtype
+    )
+    ids = (torch.arange(num_experts)[:, None] + torch.arange(min(2, num_experts))) % num_experts
+    weights = torch.linspace(0.25, 1.0, ids.numel()).view(ids.shape)
+    if not torch.equal(grouped(x, ids, weights), grouped.one_by_one(x, ids, weights)):
+        raise LoadError(f"the grouped product of {num_experts} experts differs from that of each")
+
+
+def router_of(gate: Any, weights: Weights, device: torch.device) -> Router | None:
+    """The router that computes what a module does, a softmax of its logits; None if the module does not."""
+    if [name for name, _ in (*gate.named_parameters(), *gate.named_buffers())] != ["weight"]:
+        return None
+    weights.fill(gate)
+    x = torch.randn(ROUTER_ROWS, gate.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    found = gate(x.to(gate.weight.dtype))
+    if not isinstance(found, tuple) or len(found) != 3:
+        return None
+    logits, expected, ids = found
+    linear = packed(dense_weight(gate.weight.detach()), None, device)
+    for normalised in (False, True):
+        router = Router(linear, ids.shape[1], normalised, rounded=expected.dtype == logits.dtype)
+        our_ids, ours = route(logits, router)
+        # Of experts with equal logits either may be chosen.
+        same = torch.equal(logits.gather(1, our_ids).sort(1).values, logits.gather(1, ids).sort(1).values)
+        close = torch.allclose(
+            ours.sort(1).values, expected.float().sort(1).values, rtol=tolerance(expected.dtype), atol=1e-6
+        )
+        if same and close:
+            return router
+    return None

@@ -1,0 +1,128 @@
+"""Which weights of a model are divided over ranks, and how: by transformers' plan and a table of ours.
+
+Plans have transformers' words: "colwise" divides a linear layer's outputs (the rows of its weight), "rowwise" its
+inputs, "packed_colwise" the outputs of two layers that lie one below the other. Those of ours are:
+
+- "qkv_colwise": the outputs of a projection to queries, keys and values, one below the other
+- "gathered": a norm over what is divided; it gets all ranks' inputs, and gives each rank its part
+
+Embedding and output layer are divided by vocabulary in every model, so no plan needs to name them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from pagewire.workers.errors import LoadError
+from pagewire.workers.module.text_base import base_path
+
+Plan = dict[str, str]
+"""Styles by the names of modules or parameters, within the base model; "*" stands for a layer's number."""
+
+STYLES = {"colwise", "rowwise", "packed_colwise", "qkv_colwise", "gathered"}
+WHOLE = {"moe_tp_experts", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicated"}
+"""Styles of what every rank has as a whole, or whose parts have styles of their own."""
+BY_VOCABULARY = {"colwise_gather_output", "embedding_rowwise"}
+
+
+def _linears(path: str, columns: Iterable[str], rows: Iterable[str]) -> Plan:
+    """The plan of linear layers in a module: those that divide outputs, and those that divide inputs."""
+    return {f"{path}.{name}": "colwise" for name in columns} | {f"{path}.{name}": "rowwise" for name in rows}
+
+
+def _gated(path: str) -> Plan:
+    return _linears(path, ("gate_proj", "up_proj"), ("down_proj",))
+
+
+def _packed(path: str) -> Plan:
+    return {f"{path}.gate_up_proj": "packed_colwise", f"{path}.down_proj": "rowwise"}
+
+
+ATTENTION = _linears("layers.*.self_attn", ("q_proj", "k_proj", "v_proj"), ("o_proj",))
+LATENT_ATTENTION = _linears("layers.*.self_attn", ("q_proj", "q_b_proj", "kv_b_proj"), ("o_proj",))
+NORMED_ATTENTION = ATTENTION | {
+    "layers.*.self_attn.q_norm": "gathered",
+    "layers.*.self_attn.k_norm": "gathered",
+}
+NORMS_BY_HEAD = {"layers.*.self_attn.q_norm": "colwise", "layers.*.self_attn.k_norm": "colwise"}
+SHARED_EXPERTS = _gated("layers.*.mlp.shared_experts")
+
+TABLE: dict[str, Plan] = {
+    "afmoe": ATTENTION
+    | {"layers.*.self_attn.gate_proj": "colwise"}
+    | _gated("layers.*.mlp")
+    | SHARED_EXPERTS,
+    "biogpt": _linears("layers.*.self_attn", ("q_proj", "k_proj", "v_proj"), ("out_proj",))
+    | _linears("layers.*", ("fc1",), ("fc2",)),
+    "bitnet": ATTENTION
+    | _gated("layers.*.mlp")
+    | {"layers.*.self_attn.attn_sub_norm": "gathered", "layers.*.mlp.ffn_sub_norm": "gathered"},
+    "cohere": NORMS_BY_HEAD,
+    "ctrl": _linears("h.*.multi_head_attention", ("Wq", "Wk", "Wv"), ("dense",))
+    | _linears("h.*.ffn", ("0",), ("2",)),
+    "deepseek_v3": LATENT_ATTENTION,
+    "flex_olmo": NORMED_ATTENTION,
+    "glm": _packed("layers.*.mlp"),
+    "glm4": _packed("layers.*.mlp"),
+    "glm4_moe_lite": LATENT_ATTENTION | SHARED_EXPERTS,
+    "gpt2": {"h.*.attn.c_attn": "qkv_colwise", "h.*.attn.c_proj": "rowwise"}
+    | _linears("h.*.mlp", ("c_fc",), ("c_proj",)),
+    "gpt_bigcode": {"h.*.attn.c_attn": "qkv_colwise", "h.*.attn.c_proj": "rowwise"}
+    | _linears("h.*.mlp", ("c_fc",), ("c_proj",)),
+    "gpt_oss": ATTENTION | {"layers.*.self_attn.sinks": "colwise"} | _packed("layers.*.mlp.experts"),
+    "granitemoe": ATTENTION,
+    "granitemoeshared": ATTENTION
+    | {"layers.*.shared_mlp.input_linear": "packed_colwise", "layers.*.shared_mlp.output_linear": "rowwise"},
+    "hunyuan_v1_dense": ATTENTION | _gated("layers.*.mlp"),
+    "hunyuan_v1_moe": ATTENTION | _gated("layers.*.mlp.shared_mlp"),
+    "minimax_m2": NORMED_ATTENTION,
+    "olmo2": NORMED_ATTENTION,
+    "olmo3": NORMED_ATTENTION,
+    "olmoe": NORMED_ATTENTION,
+    "opt": _linears("decoder.layers.*.self_attn", ("q_proj", "k_proj", "v_proj"), ("out_proj",))
+    | _linears("decoder.layers.*", ("fc1",), ("fc2",)),
+    "persimmon": _linears("layers.*.self_attn", ("query_key_value",), ("dense",))
+    | _linears("layers.*.mlp", ("dense_h_to_4h",), ("dense_4h_to_h",)),
+    "phi3": {"layers.*.self_attn.qkv_proj": "qkv_colwise", "layers.*.self_attn.o_proj": "rowwise"}
+    | _packed("layers.*.mlp"),
+    "phimoe": ATTENTION,
+    "qwen2_moe": _gated("layers.*.mlp.shared_expert"),
+    "stablelm": ATTENTION
+    | _gated("layers.*.mlp")
+    | {"layers.*.self_attn.q_layernorm.norms": "colwise", "layers.*.self_attn.k_layernorm.norms": "colwise"},
+    "youtu": LATENT_ATTENTION,
+}
+"""By model type: families without a plan, and what plans leave to every rank as a whole."""
+
+
+def plan_of(causal: Any) -> Plan:
+    """The plan of a causal module, by the full names of its modules and parameters.
+
+    Raises:
+        LoadError: transformers' plan divides something in a way that is not served.
+    """
+    config = causal.config.get_text_config()
+    is_base = not hasattr(causal, causal.base_model_prefix)
+    prefix = "" if is_base else f"{base_path(causal)}."
+    others = "" if is_base else f"{causal.base_model_prefix}."  # with the names of what is not for texts, too
+    plan = {
+        name: style
+        for name, style in (getattr(causal, "_tp_plan", None) or {}).items()
+        if name.startswith(prefix) or not name.startswith(others)
+    }
+    plan |= {f"{prefix}{name}": style for name, style in TABLE.get(config.model_type, {}).items()}
+    for name, style in plan.items():
+        outside = "*" not in name and style in BY_VOCABULARY
+        if style not in STYLES | WHOLE and not outside:
+            raise LoadError(
+                f"{type(causal).__name__} cannot be divided over several ranks: its plan has the style "
+                f"{style!r} for {name}, which is not served; use tensor_parallel_size=1"
+            )
+    return {name: style for name, style in plan.items() if style in STYLES}
+
+
+def style_of(plan: Plan, name: str) -> str | None:
+    """The style of a module or parameter; None if every rank has it as a whole."""
+    return plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", name)) or plan.get(name)

@@ -1,0 +1,207 @@
+"""Builds the network of a transformers module: its layers as one stack, with joined and packed weights.
+
+It is built if the module has one of the known structures (`structures.py`), and used only if it then computes what
+the module computes (`proof.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagewire.kernels.data.layer import Activation, Angles, Layer, LayerNorm, Mixture, Norm
+from pagewire.kernels.data.paging import LogitTerms
+from pagewire.kernels.data.reduced import Reduced, Sum
+from pagewire.kernels.linear import Linear
+from pagewire.kernels.stack import Stack
+from pagewire.workers.module.caches import KVShape
+from pagewire.workers.module.experts import grouped_experts, router_of
+from pagewire.workers.module.transforms import RotaryTable, embedding, pack_joined
+from pagewire.workers.module.weights import Weights
+from pagewire.workers.network.network import Embeddings, KVPlace, Network
+from pagewire.workers.network.structures import (
+    TABLES,
+    LayerParts,
+    OtherStructureError,
+    Structure,
+    children,
+    layer_norm_of,
+    require,
+    rms_norm_of,
+    structure_of,
+)
+from pagewire.workers.ranks.stages import Stage
+
+
+def build_network(
+    base: Any, weights: Weights, device: torch.device, stage: Stage | None = None, *, encodes: bool = False
+) -> Network | None:
+    """The network of a base model, with its weights packed on `device`; None if it has another structure.
+
+    stage: of a pipeline, whose layers alone are packed. encodes: tokens attend to later ones, too.
+
+    Raises:
+        LoadError: a packed product is wrong.
+    """
+    try:
+        return _NetworkBuilder(base, structure_of(base, encodes=encodes), weights, device).network(stage)
+    except (OtherStructureError, AttributeError):
+        return None
+
+
+@dataclass
+class _NetworkBuilder:
+    """Makes a network of a base model's parts."""
+
+    base: Any
+    structure: Structure
+    weights: Weights
+    device: torch.device
+
+    def network(self, stage: Stage | None) -> Network:
+        """The network, or what a stage has of it."""
+        base, structure = self.base, self.structure
+        is_first, is_last = (True, True) if stage is None else (stage.is_first, stage.is_last)
+        rotary = getattr(base, "rotary_emb", None)
+        require(isinstance(rotary, RotaryTable) or (rotary is None and not structure.causal))
+        require(getattr(base, "embeddings_project", None) is None)  # Electra's, if its embeddings are small
+        parts = list(structure.layers(base, None if stage is None else stage.layers))
+        require(len(parts) > 0 and all(self._heads(part)[1] == self._heads(part)[2] for part in parts))
+        # Experts on a GPU are called one by one, between which the host waits: that cannot be recorded as a graph.
+        require(self.device.type == "cpu" or all(part.mixture is None for part in parts))
+        activation = structure.activation(base.config)
+        embedding = self._embedding() if is_first else None
+        norms = [norm for part in parts for norm in part.norms]
+        first = None
+        if structure.final_norm is not None:
+            # A stage before the last has no final norm; one must be there, and what it makes is dropped.
+            first, *norms = *norms, structure.final_norm(base) if is_last else parts[-1].norms[0]
+        kinds = [] if rotary is None else list(dict.fromkeys(part.kind for part in parts))
+        terms = self._logit_terms(parts)
+        packed = [self._norm(norm) for norm in norms]
+        layers = [
+            self._layer(part, (packed[2 * i], packed[2 * i + 1]), activation, kinds, terms[i])
+            for i, part in enumerate(parts)
+        ]
+        # ModernBERT's first layer has no norm of its own: its input is normed already.
+        input_norm = None if first is None or isinstance(first, nn.Identity) else self._norm(first)
+        stack = Stack(input_norm, layers, norm_first=structure.final_norm is not None)
+        places = [
+            KVPlace(part.index, kv_shape(layer), part.window)
+            for part, layer in zip(parts, layers, strict=True)
+        ]
+        angles = self._tables(rotary, kinds, layers[0].qkv.dtype)
+        return Network(embedding, angles, stack, places, is_last)
+
+    def _heads(self, part: LayerParts) -> list[int]:
+        """The numbers of this rank's query, key and value heads of a layer."""
+        heads = [self.weights.num_rows(linear) // part.head_dim for linear in part.qkv]
+        return [heads[0] // 3] * 3 if len(heads) == 1 else heads
+
+    def _embedding(self) -> Embeddings:
+        structure = self.structure
+        if structure.causal:
+            return Embeddings(self._table(getattr(self.base, structure.words)))
+        module = self.base.embeddings
+        require(children(module) <= {*TABLES, structure.words, structure.norm, "dropout", "drop"})
+        norm = (
+            None
+            if structure.norm is None
+            else layer_norm_of(getattr(module, structure.norm), self.weights, self.device)
+        )
+        tables = [getattr(module, name, None) for name in (structure.words, *TABLES)]
+        words, positions, token_types = (None if table is None else self._table(table) for table in tables)
+        return Embeddings(words, positions, token_types, norm)
+
+    def _table(self, module: nn.Module) -> nn.Module:
+        return embedding(module, self.weights, self.device).to(self.device)
+
+    def _norm(self, module: nn.Module) -> Norm | LayerNorm:
+        return self.structure.norm_of(module, self.weights, self.device)
+
+    def _logit_terms(self, parts: Sequence[LayerParts]) -> list[LogitTerms]:
+        """The terms of each layer's attention."""
+        if self.structure.causal:
+            return [LogitTerms(part.window) for part in parts]
+        relative_bias = self.structure.relative_bias
+        bias = None if relative_bias is None else relative_bias(self.base, self.weights).to(self.device)
+        return [LogitTerms.two_sided(part.window, bias) for part in parts]
+
+    def _tables(self, rotary: Any, kinds: Sequence[str | None], dtype: torch.dtype) -> list[Angles]:
+        """Cosines and sines [P, rot_dim] of all positions, of each kind of angles."""
+        if rotary is None:
+            return []
+        rotary.to(self.device)
+        like = torch.empty(1, 1, 1, dtype=dtype, device=self.device)
+        tables = (rotary.table(like, *([] if kind is None else [kind])) for kind in kinds)
+        return [(cos[0], sin[0]) for cos, sin in tables]
+
+    def _layer(
+        self,
+        part: LayerParts,
+        norms: tuple[Norm | LayerNorm, Norm | LayerNorm],
+        activation: Activation,
+        kinds: Sequence[str | None],
+        terms: LogitTerms,
+    ) -> Layer:
+        """A layer of the stack, with joined and packed linear layers. norms: of the sums in it."""
+        ranks = None if self.weights.shards is None else self.weights.shards.collective
+        mixture = None if part.mixture is None else self._mixture(part.mixture, ranks)
+        num_heads, num_kv_heads, _ = self._heads(part)
+        return Layer(
+            qkv=self._joined(part.qkv),
+            out=_of_rank(self._joined([part.out]), ranks),
+            attention_norm=norms[0],
+            up=self._joined(part.up) if part.up else None,
+            down=None if part.down is None else _of_rank(self._joined([part.down]), ranks),
+            output_norm=norms[1],
+            activation=activation,
+            gated=part.gated,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=part.head_dim,
+            scale=part.head_dim**-0.5 if part.scale is None else part.scale,
+            angles=kinds.index(part.kind) if kinds else None,
+            terms=terms,
+            head_norms=None if part.head_norms is None else self._head_norms(part),
+            mixture=mixture,
+            ranks=ranks,
+        )
+
+    def _head_norms(self, part: LayerParts) -> tuple[Norm, Norm]:
+        assert part.head_norms is not None
+        query, key = (rms_norm_of(norm, self.weights, self.device) for norm in part.head_norms)
+        require(len(query.weight) == part.head_dim)
+        return query, key
+
+    def _mixture(self, module: Any, ranks: Sum | None) -> Mixture:
+        """The feed-forward half of experts that a module holds, packed."""
+        require((self.weights.cut(module.experts, "down_proj") is None) == (ranks is None))
+        router = router_of(module.gate, self.weights, self.device)
+        if router is None:
+            raise OtherStructureError
+        experts = grouped_experts(module.experts, self.weights, self.device).experts
+        require(experts.activation is not None and not module.experts.has_post_expert_norm)
+        shared_gate = getattr(module, "shared_expert_gate", None)
+        return Mixture(router, experts, None if shared_gate is None else self._joined([shared_gate]))
+
+    def _joined(self, linears: Sequence[Any]) -> Linear:
+        """One packed linear layer in place of several with the same input."""
+        require(all(type(linear) is nn.Linear for linear in linears))
+        require(len({linear.bias is None for linear in linears}) == 1)
+        return pack_joined(linears, self.weights, self.device)
+
+
+def kv_shape(layer: Layer) -> KVShape:
+    """The shape of a layer's keys and values."""
+    return KVShape(layer.num_kv_heads, layer.head_dim, layer.head_dim, layer.qkv.dtype)
+
+
+def _of_rank(linear: Linear, ranks: Sum | None) -> Linear:
+    """This rank's part of a layer whose outputs the stack itself adds up over the ranks."""
+    require(isinstance(linear, Reduced) == (ranks is not None))
+    return linear.linear if isinstance(linear, Reduced) else linear

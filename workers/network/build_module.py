@@ -1,0 +1,241 @@
+"""Builds the module of a model, with the source of its weights."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from pagewire.ipc.gguf.file import is_gguf
+from pagewire.ipc.quantization import GGUF, resolve_quantization, settings_of
+from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.workers.adapters.merge import Merge
+from pagewire.workers.checkpoint.conversion import check_report
+from pagewire.workers.checkpoint.formats.format import Format
+from pagewire.workers.checkpoint.formats.online import online
+from pagewire.workers.checkpoint.formats.quantised import QuantisedCheckpoint
+from pagewire.workers.checkpoint.formats.registry import format_of
+from pagewire.workers.checkpoint.gguf.reader import GgufCheckpoint
+from pagewire.workers.checkpoint.headers import weight_files
+from pagewire.workers.checkpoint.source import Checkpoint, WeightSource
+from pagewire.workers.device.interface import Device
+from pagewire.workers.errors import LoadError, first_line
+from pagewire.workers.module.configuration import resolve_max_model_len
+from pagewire.workers.module.refusals import refuse
+from pagewire.workers.module.text_base import takes_more_than_text
+from pagewire.workers.module.weights import CheckpointWeights, Quantise, Weights, keep
+from pagewire.workers.network.rehearsal import rehearse
+
+logger = logging.getLogger("pagewire.worker")
+
+DUMMY_SEED = 0
+
+
+class ModelClass(NamedTuple):
+    """The class of transformers that makes a model's module: its name, and whether it has a head."""
+
+    name: str
+    has_head: bool = True
+
+    def load(self, config: Any) -> Any:
+        """The class for a model of this configuration.
+
+        A language model that takes pictures as well is made as a whole, for so its checkpoint names its parts.
+
+        Raises:
+            LoadError: transformers has no language model of this type.
+        """
+        import transformers
+
+        own = getattr(transformers, self.name)
+        if self.name != CAUSAL.name or getattr(config, "auto_map", None):
+            return own
+        wider = transformers.AutoModelForImageTextToText
+        if takes_more_than_text(config) and type(config) in wider._model_mapping:
+            return wider
+        if type(config) in own._model_mapping:
+            return own
+        raise refuse(config, f"transformers has no language model of the type {config.model_type!r}")
+
+
+CAUSAL = ModelClass("AutoModelForCausalLM")
+BASE = ModelClass("AutoModel", has_head=False)
+CLASSIFIER = ModelClass("AutoModelForSequenceClassification")
+TOKEN_CLASSIFIER = ModelClass("AutoModelForTokenClassification")
+
+
+def build_module(
+    worker_config: WorkerConfig, config: Any, dtype: torch.dtype, device: Device, kind: ModelClass = CAUSAL
+) -> Weights:
+    """The module of a configuration, and its weights: as a rule still in the checkpoint.
+
+    Raises:
+        LoadError: not a model of this kind, weights missing or broken, a quantisation that is not served or is
+            not the checkpoint's, or code that may not be run.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        form, quantise = quantisation(worker_config, config)
+        if worker_config.merged_adapter:
+            check_merges(worker_config, config, form)
+            merge = Merge.of(worker_config.merged_adapter)
+            weights = _on_meta(worker_config, config, dtype, None, merge.before(quantise), kind)
+            merge.check(weights.causal)
+            return weights
+        if worker_config.load_format == "dummy":
+            return _random(worker_config, config, dtype, device, quantise, kind)
+        reason = read_by_transformers(worker_config, config)
+        if reason is None:
+            try:
+                return _on_meta(worker_config, config, dtype, form, quantise, kind)
+            except (ImportError, AttributeError, TypeError) as error:
+                reason = f"this version has other tables for converting checkpoints ({first_line(error)})"
+        if form is not None:
+            raise LoadError(f"a checkpoint quantised with {form.name} cannot be read as a whole: {reason}")
+        logger.info("transformers reads the whole checkpoint at once: %s", reason)
+        return Weights(_from_pretrained(worker_config, config, dtype, kind), quantise)
+    except LoadError:
+        raise
+    except Exception as error:
+        raise LoadError(f"cannot load {worker_config.model_path}: {first_line(error)}") from error
+
+
+def check_merges(worker_config: WorkerConfig, config: Any, form: Format | None) -> None:
+    """Refuse weights to which no adapter can be added. form: of a quantised checkpoint.
+
+    Raises:
+        LoadError: they are quantised, random, or not read one by one.
+    """
+    if form is not None or is_gguf(worker_config.model_path):
+        raise LoadError(
+            "an adapter cannot be merged into quantised weights, whose numbers would be rounded anew; serve it "
+            "with enable_lora instead"
+        )
+    reason = read_by_transformers(worker_config, config)
+    if reason is not None or worker_config.load_format == "dummy":
+        raise LoadError(f"an adapter cannot be merged: {reason or 'the weights are random'}")
+
+
+def quantisation(worker_config: WorkerConfig, config: Any) -> tuple[Format | None, Quantise]:
+    """The format of a quantised checkpoint, and how dense matrices are quantised while they are read.
+
+    Transformers' own readers of quantised checkpoints are never used: the settings are removed from `config`.
+
+    Raises:
+        LoadError, ValueError: a format that is not served, or another one than `WorkerConfig.quantization` names.
+    """
+    own = vars(config).pop("quantization_config", None)
+    own = own.to_dict() if hasattr(own, "to_dict") else own
+    settings = settings_of(worker_config.model_path, {"quantization_config": own})
+    chosen = resolve_quantization(worker_config.quantization, worker_config.load_format, settings)
+    if settings is None:
+        return None, keep if chosen is None else online(chosen)
+    if settings is GGUF:
+        return None, keep  # a source of weights of its own
+    if worker_config.load_format == "dummy":
+        logger.info("load_format is 'dummy': random weights are plain numbers, not quantised with %s", chosen)
+        return None, keep
+    return format_of(settings), keep
+
+
+def _random(
+    worker_config: WorkerConfig,
+    config: Any,
+    dtype: torch.dtype,
+    device: Device,
+    quantise: Quantise,
+    kind: ModelClass,
+) -> Weights:
+    torch.manual_seed(DUMMY_SEED)
+    with device.torch_device:  # random weights are made a hundred times faster on a GPU
+        return Weights(_from_config(worker_config, config, dtype, kind), quantise)
+
+
+def read_by_transformers(worker_config: WorkerConfig, config: Any) -> str | None:
+    """Why the weights are not read one by one; None if they are."""
+    if worker_config.load_format == "pt":
+        return "load_format is 'pt'"
+    if worker_config.trust_remote_code and getattr(config, "auto_map", None):
+        return "the model runs the code of its repository"
+    return None
+
+
+def _options(worker_config: WorkerConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+        "trust_remote_code": worker_config.trust_remote_code,
+    }
+
+
+def _from_config(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, kind: ModelClass) -> Any:
+    module = kind.load(config).from_config(config, **_options(worker_config, dtype)).eval()
+    if not kind.has_head and getattr(module, "pooler", None) is not None:
+        module.pooler = None  # of BERT: made for its classifier, and not in every checkpoint
+    return module
+
+
+def _on_meta(
+    worker_config: WorkerConfig,
+    config: Any,
+    dtype: torch.dtype,
+    form: Format | None,
+    quantise: Quantise,
+    kind: ModelClass,
+) -> Weights:
+    """The module on the meta device, with only its buffers in memory.
+
+    Raises:
+        ImportError, AttributeError, TypeError: transformers' tables are not those of the versions tested.
+    """
+    source = weight_source(worker_config, config, form)
+    causal = module_on_meta(worker_config, config, dtype, kind)
+    if kind is CAUSAL:
+        rehearse(causal, resolve_max_model_len(worker_config.max_model_len, config))
+    return CheckpointWeights(causal, source, dtype, quantise, with_heads=not kind.has_head)
+
+
+def weight_source(worker_config: WorkerConfig, config: Any, form: Format | None) -> WeightSource:
+    """The weights of the checkpoint that a configuration names. form: in which it is quantised.
+
+    Raises:
+        LoadError: a file is missing or broken, or the format refuses the checkpoint.
+    """
+    path = worker_config.model_path
+    if is_gguf(path):
+        return GgufCheckpoint(path, config)
+    return Checkpoint(path) if form is None else QuantisedCheckpoint(Checkpoint(path), form)
+
+
+def module_on_meta(
+    worker_config: WorkerConfig, config: Any, dtype: torch.dtype, kind: ModelClass = CAUSAL
+) -> Any:
+    """The module of a configuration without memory for its weights."""
+    with torch.device("meta"):
+        return _from_config(worker_config, config, dtype, kind)
+
+
+def _from_pretrained(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, kind: ModelClass) -> Any:
+    """The module with all its weights, by transformers' own loader."""
+    if is_gguf(worker_config.model_path):
+        raise LoadError("GGUF files need the tables for converting checkpoints of transformers 5 or later")
+    pickles = worker_config.load_format == "pt"
+    if not pickles:
+        weight_files(Path(worker_config.model_path))
+    module, report = kind.load(config).from_pretrained(
+        worker_config.model_path,
+        config=config,
+        use_safetensors=not pickles,
+        local_files_only=True,
+        output_loading_info=True,
+        **_options(worker_config, dtype),
+    )
+    unexpected = report["unexpected_keys"] if kind.has_head else ()
+    check_report(config.model_type, report["missing_keys"], unexpected)
+    return module.eval()

@@ -1,0 +1,485 @@
+"""Loads a model: reads the checkpoint, replaces modules by faster ones, and proves the result.
+
+All models take this way, whether they generate, embed, classify or encode:
+
+    configuration -> module without weights -> what it computes of a few requests -> network, or module with our
+    attention -> the same of it, compared -> head, classifier and pooler
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagewire.ipc.host.heap import release_spare_memory
+from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
+from pagewire.kernels.cpu.memory import forget_mapped_files
+from pagewire.kernels.data.paging import KVScales
+from pagewire.kernels.experts import GroupedExperts
+from pagewire.workers.checkpoint.kv_scales import kv_scales
+from pagewire.workers.device.interface import Device
+from pagewire.workers.errors import DisprovenError, LoadError
+from pagewire.workers.module import attention
+from pagewire.workers.module.caches import KVShape
+from pagewire.workers.module.configuration import (
+    end_of_sequence,
+    load_config,
+    resolve_dtype,
+    resolve_kv_dtype,
+)
+from pagewire.workers.module.experts import pack_experts
+from pagewire.workers.module.layer_configs import head_dims
+from pagewire.workers.module.parallel_layers import fit_modules
+from pagewire.workers.module.refusals import refuse
+from pagewire.workers.module.shards import Shards
+from pagewire.workers.module.stage_cut import CutBase, check_cuts
+from pagewire.workers.module.text_base import base_path, takes_more_than_text, without_picture_layers
+from pagewire.workers.module.transforms import (
+    LinearModule,
+    QuantisedEmbedding,
+    pack_embeddings,
+    pack_linears,
+    replace_norms,
+    short_length,
+    tabulate_rotary,
+)
+from pagewire.workers.module.weights import Weights
+from pagewire.workers.network.build import build_network
+from pagewire.workers.network.build_module import build_module
+from pagewire.workers.network.loaded import LoadedModel, Phases
+from pagewire.workers.network.model import Head, Model
+from pagewire.workers.network.module_base import (
+    ModuleBase,
+    ModuleHead,
+    ModuleScores,
+    arithmetic,
+    position_offset,
+)
+from pagewire.workers.network.network import Network
+from pagewire.workers.network.pooler import Pooler
+from pagewire.workers.network.pooling_heads import load_dense, load_head
+from pagewire.workers.network.pooling_info import max_length, max_prompt, module_class, pooling_info, spec_of
+from pagewire.workers.network.pooling_spec import PoolingSpec
+from pagewire.workers.network.proof import check_config, check_scores, prove
+from pagewire.workers.network.reference import DryRun, Expected
+from pagewire.workers.network.sharded_state import ShardedState
+from pagewire.workers.ranks.agreement import all_have
+from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.ranks.parts import shards_of
+from pagewire.workers.ranks.shares import stage_layers
+from pagewire.workers.ranks.stages import Stage
+from pagewire.workers.ranks.turns import own_turn
+
+logger = logging.getLogger("pagewire.worker")
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What a model is to be, as far as its configuration says.
+
+    spec: how it pools; None: it generates. scales: see `kv_scales`. max_len: tokens of a request; 0 for an encoder,
+    whose module has its positions.
+    """
+
+    config: Any
+    spec: PoolingSpec | None
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    scales: list[KVScales]
+    max_len: int
+
+    @classmethod
+    def of(cls, worker_config: WorkerConfig, device: Device) -> ModelSettings:
+        """Those of a worker.
+
+        Raises:
+            LoadError: the model is not supported, or options contradict it; the text says why.
+        """
+        spec = spec_of(worker_config)
+        config = load_config(worker_config)
+        check_config(config)
+        dtype = resolve_dtype(worker_config.dtype, config)
+        kv_dtype = resolve_kv_dtype(worker_config.kv_cache_dtype, dtype, device)
+        if spec is not None and spec.encoder:
+            return cls(config, spec, dtype, kv_dtype, [], 0)
+        if spec is None and takes_more_than_text(config):
+            logger.info(
+                "%s is served for text only: pictures, videos and sound are not taken", config.model_type
+            )
+        scales = kv_scales(worker_config, kv_dtype, config.get_text_config().num_hidden_layers)
+        return cls(config, spec, dtype, kv_dtype, scales, max_length(worker_config, config, spec))
+
+    @property
+    def encodes(self) -> bool:
+        """True if tokens attend to later ones, too."""
+        return self.spec is not None and self.spec.encoder
+
+
+@torch.inference_mode()
+def load_model(
+    worker_config: WorkerConfig, phases: Phases, device: Device, collective: Collective
+) -> LoadedModel:
+    """Load, transform and prove the model of `worker_config`, or the part of it that a rank of a group has.
+
+    All ranks call this together, since the proof needs their parts.
+
+    Raises:
+        LoadError: the model cannot be loaded or is not supported; the text says why.
+    """
+    import transformers.modeling_utils  # noqa: F401 - slow, so imported within this phase
+
+    phases.end("import")
+    settings = ModelSettings.of(worker_config, device)
+    config, spec, dtype = settings.config, settings.spec, settings.dtype
+    phases.end("config")
+    parallel = worker_config.parallel
+    stage = own_stage(parallel, collective, config, dtype, device)
+    saved: ShardedState | None = None
+    weights: Weights
+    if spec is None and worker_config.load_format == "sharded_state":
+        saved = ShardedState(worker_config, config, collective, stage)
+        weights = saved.weights(dtype)
+    else:
+        weights = build_module(worker_config, config, dtype, device, module_class(spec))
+    device.prepare(dtype, settings.kv_dtype, head_dims(config), encodes=settings.encodes)
+    module = weights.causal
+    base = module.get_submodule(base_path(module))
+    shards = weights.shards or own_shards(module, collective, parallel)
+    phases.end("weights")
+    if settings.encodes:
+        assert spec is not None
+        settings = replace(settings, max_len=max_prompt(worker_config, config, spec, base))
+    run, expected = reference(settings, weights, base, device, collective, saved)
+    vocab_size = vocabulary_size(module, expected, spec)
+    forget_mapped_files(worker_config.model_path)  # packing reads them again
+    phases.end("reference")
+    if shards is not None:
+        weights.divide(shards)
+    turn = partial(own_turn, collective, parallel)
+    apart = worker_config.lora is not None and settings.encodes
+    parts = Transformation(
+        weights, spec, run, expected, settings.max_len, device, collective, stage, turn, apart
+    )
+    model, shapes = parts.proven_model()
+    num_bytes = weight_bytes(model, parts.scores)
+    forget_mapped_files(worker_config.model_path)
+    release_spare_memory()
+    for note, count in weights.notes.items():
+        logger.info("weights of %d products: %s", count, note)
+    phases.end("transform")
+    return LoadedModel(
+        model=model,
+        architecture=type(module).__name__,
+        dtype=dtype,
+        vocab_size=vocab_size,
+        max_model_len=settings.max_len,
+        short_length=run.short_length,
+        eos_token_id=end_of_sequence(config),
+        kv_shapes=[replace(shape, dtype=settings.kv_dtype) for shape in shapes],
+        kv_scales=settings.scales,
+        weight_bytes=num_bytes,
+        pooler=None
+        if spec is None
+        else make_pooler(worker_config, settings, spec, base, parts.scores, device),
+        cuts={} if shards is None else shards.cuts,
+    )
+
+
+def own_stage(
+    parallel: Parallel, collective: Collective, config: Any, dtype: torch.dtype, device: Device
+) -> Stage | None:
+    """The stage of a rank in a pipeline; None if there is one stage only.
+
+    Raises:
+        LoadError: the layers cannot be divided so.
+    """
+    if parallel.stages == 1:
+        return None
+    text = config.get_text_config()
+    check_cuts(config)
+    layers = stage_layers(text.num_hidden_layers, parallel)
+    return Stage(
+        layers, parallel.stage, parallel.stages, collective, text.hidden_size, dtype, device.torch_device
+    )
+
+
+def own_shards(causal: Any, collective: Collective, parallel: Parallel) -> Shards | None:
+    """What a rank has of each layer of its stage; None if that is all.
+
+    Raises:
+        LoadError: the layers cannot be divided so.
+    """
+    return None if parallel.num_shards == 1 else Shards(causal, shards_of(collective, parallel))
+
+
+def reference(
+    settings: ModelSettings,
+    weights: Weights,
+    base: Any,
+    device: Device,
+    collective: Collective,
+    saved: ShardedState | None,
+) -> tuple[DryRun, Expected]:
+    """The requests by which a model is proven, and what its module makes of them before anything is replaced.
+
+    Replaces rotary modules by tables afterwards. saved: the parts of ranks, which hold both already.
+
+    Raises:
+        LoadError: the module's forward pass fails, or it is not served in this way.
+    """
+    module = weights.causal
+    if saved is not None:
+        run, expected = saved.reference()
+    else:
+        check_served(module, settings, collective)
+        run = dry_run(module.config, base, settings)
+    num_positions = max(settings.max_len, run.end)
+    if not settings.encodes:
+        run = replace(run, short_length=short_length(module, num_positions))
+    if saved is None:
+        expected = Expected.of(weights, run, device, collective, pools=settings.spec is not None)
+    tabulate_rotary(module, num_positions, run.short_length)
+    return run, expected
+
+
+def dry_run(config: Any, base: Any, settings: ModelSettings) -> DryRun:
+    """The requests by which a model is proven."""
+    if settings.encodes:
+        return DryRun.whole(config.vocab_size, settings.max_len, position_offset(base))
+    return DryRun.make(config.get_text_config().vocab_size, settings.max_len)
+
+
+def check_served(module: Any, settings: ModelSettings, collective: Collective) -> None:
+    """Refuse an encoder that is a decoder here, and logits of several ranks that no output layer makes.
+
+    Raises:
+        LoadError: says which.
+    """
+    if settings.encodes and getattr(module.config, "is_decoder", False):
+        raise refuse(module.config, "is_decoder is set: as a decoder it is not served")
+    if settings.spec is None and collective.size > 1 and module.get_output_embeddings() is None:
+        raise refuse(module.config, "it has no output layer that could be divided over several ranks")
+
+
+def vocabulary_size(module: Any, expected: Expected, spec: PoolingSpec | None) -> int:
+    """The number of a model's logits; that of its tokens, if it pools."""
+    if spec is not None:
+        return int(module.config.get_text_config().vocab_size)
+    output = module.get_output_embeddings()
+    return expected.results[0].shape[-1] if output is None else output.weight.shape[0]
+
+
+def make_pooler(
+    worker_config: WorkerConfig,
+    settings: ModelSettings,
+    spec: PoolingSpec,
+    base: Any,
+    scores: ModuleScores | None,
+    device: Device,
+) -> Pooler:
+    """The pooler of a model. base: the original one. scores: its classifier, transformed.
+
+    Raises:
+        LoadError: files of what lies behind the pooling are missing or broken.
+    """
+    config, dtype, folder = settings.config, settings.dtype, Path(worker_config.model_path)
+    size = config.get_text_config().hidden_size if spec.kind == "embed" else config.num_labels
+    dense = load_dense(spec, dtype, device) or load_head(spec, folder, dtype, device)
+    if dense:
+        size = dense[-1].product.out_features
+    info = pooling_info(spec, config, worker_config.pooler_config, base, size)
+    # Adapters find the layers of a classifier by their names.
+    is_short = device.torch_device.type == "cpu" and worker_config.lora is None
+    classifier = scores.shortened() if scores is not None and is_short else scores
+    return Pooler(replace(spec, dense=()), info, dense, classifier, dtype)
+
+
+@dataclass
+class Transformation:
+    """Makes a model of a module, which it takes apart, and proves it.
+
+    weights, run, expected: the module's, and what it computes. stage: of a pipeline. turn: a context for packing,
+    which takes memory. apart: linear layers must stay modules, so it may not become a network.
+
+    scores: the classifier behind the base, which is proven with the model; None: there is none.
+    """
+
+    weights: Weights
+    spec: PoolingSpec | None
+    run: DryRun
+    expected: Expected
+    max_model_len: int
+    device: Device
+    collective: Collective
+    stage: Stage | None
+    turn: Callable[[], AbstractContextManager[None]]
+    apart: bool = False
+    scores: ModuleScores | None = None
+    _head: ModuleHead | None = None
+    _path: str = field(init=False)
+    _base: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        module = self.weights.causal
+        self._path = base_path(module)
+        self._base = without_picture_layers(module.get_submodule(self._path))
+        self._arithmetic = arithmetic(self.device.batch_invariant)
+        attention.register()
+        # Prompts of an encoder with attention of its own run one by one.
+        self._packed = not self._encodes or replaces_attention(self._base)
+        if self._packed:
+            module.set_attn_implementation(attention.NAME)
+        if self.spec is None:
+            self._head = ModuleHead(module, self._arithmetic)
+        elif self._base is not module and hasattr(module, module.base_model_prefix):
+            self.scores = ModuleScores(module, self._base, self._arithmetic)
+
+    @property
+    def _encodes(self) -> bool:
+        return self.spec is not None and self.spec.encoder
+
+    @property
+    def _is_last(self) -> bool:
+        return self.stage is None or self.stage.is_last
+
+    @property
+    def _behind(self) -> Any:
+        """The module of what is behind the base; None if there is nothing."""
+        behind = self._head or self.scores
+        return None if behind is None else behind.module
+
+    def proven_model(self) -> tuple[Model, list[KVShape]]:
+        """The model with a network, if that is possible, else with the module's own forward; and its KV shapes.
+
+        Raises:
+            LoadError: the proof fails.
+        """
+        parts = {} if self._behind is None else dict(self._behind.named_children())
+        network = None
+        with suppress(LoadError), self.turn():
+            network = self._network()
+        # What one rank cannot pack, such as groups of columns that only its part cuts, none runs as a network.
+        if all_have(network is not None, self.collective, self.device.torch_device):
+            assert network is not None
+            # An error of one rank alone ends the group, for others wait for what this one would send.
+            with suppress(LoadError if self.collective.size == 1 else DisprovenError):
+                return self._proven(network)
+        for name, child in parts.items():
+            setattr(self._behind, name, child)
+        with self.turn():
+            base = self._module_base()
+            self._transform_behind()
+        return self._proven(base)
+
+    def _network(self) -> Network | None:
+        """The network, with what is behind it transformed; None if the module has another structure."""
+        device = self.device.torch_device
+        if self.apart:
+            return None
+        network = build_network(self._base, self.weights, device, self.stage, encodes=self._encodes)
+        if network is not None:
+            self._transform_behind()
+        return network
+
+    def _module_base(self) -> ModuleBase:
+        """The base, transformed part by part, or what a rank has of it."""
+        cut = None
+        if self.weights.shards is not None:
+            fit_modules(self._base, self._path, self.weights.shards)
+        if self.stage is not None:
+            cut = CutBase(self._base, self._base.get_input_embeddings(), self.stage)
+        transform_parts(self._base, self.weights, self.device.torch_device)
+        return ModuleBase(self._base, self._arithmetic, cut, encodes=self._encodes, packed=self._packed)
+
+    def _transform_behind(self) -> None:
+        """Transform what makes logits or scores of hidden states; a stage before the last drops it."""
+        if (behind := self._behind) is None:
+            return
+        if self._is_last:
+            transform_parts(behind, self.weights, self.device.torch_device)
+            return
+        for name, _ in list(behind.named_children()):
+            setattr(behind, name, nn.Identity())
+
+    def _proven(self, base: Network | ModuleBase) -> tuple[Model, list[KVShape]]:
+        """A model with this base, and the KV shapes of its layers.
+
+        Raises:
+            LoadError: the proof fails.
+        """
+        device, config = self.device, self.weights.causal.config
+        head: Head | None = None
+        output = ""
+        if self._head is not None and self._is_last:
+            # From here on the ranks of a group wait for each other.
+            head, output = self._head.shortened(device.torch_device)
+        first = position_offset(self._base) if self._encodes else 0
+        model = Model(base, head, self._path, output, self.stage, self._encodes, first)
+        results, schemes = self.expected.results, self.weights.schemes
+        shapes = prove(model, config, self.run, results, schemes, self.max_model_len, device, self.collective)
+        if self.scores is not None:
+            assert self.spec is not None
+            check_scores(self.scores, self.spec, self.expected, schemes, device)
+        return model, shapes
+
+
+def replaces_attention(base: Any) -> bool:
+    """True if transformers lets the attention of a base be replaced."""
+    return bool(getattr(base, "_supports_sdpa", False) or getattr(base, "_supports_attention_backend", False))
+
+
+def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.device) -> None:
+    """Replace linears, experts and norms, and keep the module's own forward; the result is on a device."""
+    pack_experts(module, weights, device)
+    pack_embeddings(module, weights, device)
+    pack_linears(module, weights, device)
+    weights.fill(module)
+    module.to(device)
+    replace_norms(module)
+
+
+def weight_bytes(model: Model, scores: ModuleScores | None) -> int:
+    """Bytes of all weights of a model and its classifier, including packed ones."""
+    base, head = model.base, model.head
+    modules: list[nn.Module] = []
+    total = 0
+    if isinstance(base, ModuleBase):
+        modules.append(base.module)
+    else:
+        total += base.num_bytes
+        tables = base.embedding
+        if tables is not None:
+            modules += filter(None, (tables.words, tables.positions, tables.token_types))
+    if isinstance(head, ModuleHead):
+        modules.append(head.module)
+    elif head is not None:
+        total += head.num_bytes
+    if scores is not None:
+        modules.append(scores.module)
+    return total + module_bytes(modules)
+
+
+def module_bytes(modules: Iterable[nn.Module]) -> int:
+    """Bytes of all weights of modules, including packed ones."""
+    total, seen = 0, set()
+    for module in modules:
+        for child in module.modules():
+            if isinstance(child, LinearModule):
+                total += child.product.num_bytes
+            if isinstance(grouped := getattr(child, "grouped", None), GroupedExperts):
+                total += grouped.num_bytes
+            if isinstance(child, QuantisedEmbedding):
+                total += child.num_bytes
+        for parameter in module.parameters():
+            if parameter.device.type != "meta" and parameter.data_ptr() not in seen:
+                seen.add(parameter.data_ptr())
+                total += parameter.nbytes
+    return total

@@ -1,0 +1,100 @@
+"""A model that runs: a network, or a base model of transformers, and the head that makes logits of its states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from pagewire.kernels.data.deltas import AdapterRows
+from pagewire.kernels.data.paging import AttentionBatch
+from pagewire.kernels.linear import Linear
+from pagewire.workers.module.attention import RowsContext, StepContext
+from pagewire.workers.module.caches import Pages, in_pages
+from pagewire.workers.module.overlay import embedding_size, laid_over
+from pagewire.workers.network.module_base import ModuleBase, ModuleHead
+from pagewire.workers.network.network import Network
+from pagewire.workers.ranks.stages import Stage
+
+Head: TypeAlias = ModuleHead | Linear
+
+
+@dataclass
+class Model:
+    """Tokens to hidden states, and hidden states to logits, if it generates and is the last stage of a pipeline.
+
+    A rank of a group has its part of both.
+    """
+
+    base: Network | ModuleBase
+    head: Head | None
+    """Hidden states [n, H] to logits [n, V]; None where a later stage has it, or the states are pooled."""
+    path: str = ""
+    """Of the base in the module that was loaded; empty if it was a base itself."""
+    output: str = ""
+    """The name of the output layer there, where the head is that layer alone."""
+    stage: Stage | None = None
+    """The part of a pipeline that it is; None: it is whole."""
+    encodes: bool = False
+    """Its tokens attend to later ones, too, so prompts run as a whole, and nothing is cached."""
+    first_position: int = 0
+    """Of a prompt's first token: RoBERTa and its descendants count from behind the padding token."""
+    _pages: Pages = field(default_factory=Pages, init=False)
+
+    @property
+    def is_last(self) -> bool:
+        """False for a stage before the last, which has no results."""
+        return self.stage is None or self.stage.is_last
+
+    @property
+    def first_layer(self) -> int:
+        """The number of its first layer in the whole model."""
+        return 0 if self.stage is None else self.stage.layers.start
+
+    def laid_out(self, batch: AttentionBatch, positions: Tensor) -> AttentionBatch:
+        """A step's attention as the model needs it, on the host; positions: int64 [T], from 0 on in each prompt."""
+        return in_pages(batch, positions) if self.encodes else batch
+
+    def received(self, num_tokens: int) -> Tensor | None:
+        """The hidden states [T, H] that the stage before has made of a step; None where the model begins.
+
+        It waits for them.
+        """
+        return None if self.stage is None else self.stage.receive(num_tokens)
+
+    def hidden_states(self, input_ids: Tensor, step: StepContext) -> Tensor:
+        """Final hidden states [T, H] of the tokens int64 [T] of a step; or those that go to the next stage."""
+        positions = step.positions
+        if self.encodes:
+            step.use(self._pages)
+            positions = positions + self.first_position if self.first_position else positions
+        overlay = step.overlay if step.received is None else None
+        with step, laid_over(self.base, overlay):
+            states = self.base(input_ids, positions, step)
+            if self.stage is not None:  # the next stage waits, also where embeddings turn out not to be taken
+                self.stage.send(states)
+        return states
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding that may take the place of a token's; 0: none may."""
+        if isinstance(self.base, ModuleBase):
+            # Where each prompt looks up its own tokens, none may.
+            return embedding_size(self.base.module) if self.base.packed else 0
+        size: Any = getattr(self.base.words, "embedding_dim", 0)
+        return size if isinstance(size, int) else 0
+
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """Logits [n, V] of hidden states [n, H].
+
+        adapters: those of the n rows. Where they bring tokens, there are as many logits more, which are -inf in
+        rows without these tokens.
+        """
+        assert self.head is not None, "the model generates, and this is its last stage"
+        if adapters is None:
+            return self.head(hidden)
+        with RowsContext(adapters):
+            logits = self.head(hidden)
+        adapters.close(logits)
+        return logits

@@ -1,0 +1,232 @@
+"""Models that run the code of transformers: a base model with our attention, and the head behind it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pagewire.kernels.linear import Linear
+from pagewire.workers.module.attention import StepContext
+from pagewire.workers.module.invariant import Invariant
+from pagewire.workers.module.overlay import input_embedding
+from pagewire.workers.module.stage_cut import CutBase
+from pagewire.workers.module.transforms import LinearModule
+from pagewire.workers.network.dense import FUNCTIONS, Dense, chain
+
+Arithmetic = Callable[[], AbstractContextManager[object]]
+"""Makes a context in which transformers' code is batch-invariant, see `Invariant`."""
+
+
+def arithmetic(batch_invariant: bool) -> Arithmetic:
+    """That of a device."""
+    return Invariant if batch_invariant else nullcontext
+
+
+class ModuleBase:
+    """A base model of transformers with its own forward, in place of a `Network`.
+
+    module: the base. cut: of a base that runs as a stage of a pipeline. encodes: its tokens attend to later ones,
+    too. packed: all prompts of a step are one sequence; otherwise it encodes prompt by prompt.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        arithmetic: Arithmetic,
+        cut: CutBase | None = None,
+        *,
+        encodes: bool = False,
+        packed: bool = True,
+    ) -> None:
+        self.module, self.cut, self.encodes, self.packed = module, cut, encodes, packed
+        self._arithmetic = arithmetic
+        self._accepts = set(inspect.signature(module.forward).parameters)
+        self._takes_types = takes_token_types(module)
+
+    @property
+    def name(self) -> str:
+        """That of the module's class."""
+        return type(self.module).__name__
+
+    @property
+    def words(self) -> Any:
+        """The module that looks tokens up."""
+        return input_embedding(self.module)
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """Hidden states [T, H] of the tokens int64 [T] of a step at positions int64 [T]."""
+        with self._arithmetic():
+            if self.encodes:
+                return self._encoded(input_ids, positions, step)
+
+            def forward() -> Any:
+                return self.module(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+
+            return forward()[0][0] if self.cut is None else self.cut.run(forward, step.received)
+
+    def _encoded(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        inputs = {"input_ids": input_ids, "position_ids": positions}
+        if self._takes_types:
+            types = step.token_types
+            inputs["token_type_ids"] = torch.zeros_like(input_ids) if types is None else types
+        inputs = {name: value[None] for name, value in inputs.items() if name in self._accepts}
+        if self.packed:
+            return self.module(**inputs)[0][0]  # type: ignore[no-any-return]
+        parts = [torch.split(x, step.lengths, dim=1) for x in inputs.values()]
+        each = [dict(zip(inputs, part, strict=True)) for part in zip(*parts, strict=True)]
+        return torch.cat([self.module(**part)[0][0] for part in each])
+
+
+class ModuleHead:
+    """The part of a causal module behind its base, whose place a stub takes that passes hidden states through.
+
+    So the module's own treatment of logits (scaling, soft caps) is kept.
+    """
+
+    def __init__(self, causal: Any, arithmetic: Arithmetic) -> None:
+        self.module, self._arithmetic = causal, arithmetic
+        setattr(causal, causal.base_model_prefix, BaseStub())
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits [n, V] of hidden states [n, H]."""
+        with self._arithmetic():
+            return self.module(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+    def shortened(self, device: torch.device) -> tuple[ModuleHead | Linear, str]:
+        """The output layer alone where its product is all that the causal module does, to the bit; and its name.
+
+        That is tried on states of all sizes, since a cap leaves small logits nearly alone, and a limit all of them.
+        """
+        linears = {n: child for n, child in self.module.named_children() if isinstance(child, LinearModule)}
+        if len(linears) != 1:
+            return self, ""
+        ((name, linear),) = linears.items()
+        generator = torch.Generator().manual_seed(0)
+        sizes = torch.logspace(-2, 4, 7)[:, None]
+        states = sizes * torch.randn(len(sizes), linear.in_features, generator=generator)
+        hidden = states.to(device, linear.weight.dtype)
+        expected, short = self(hidden), linear.product(hidden)
+        is_all = short.dtype == expected.dtype and torch.equal(short, expected)
+        return (linear.product if is_all else self), name
+
+
+class ModuleScores:
+    """The part of a classifier behind its base, whose place a stub takes.
+
+    The stub passes on a pooled state as a sequence of one token: the first token and the last are then the same.
+    """
+
+    def __init__(self, classifier: Any, base: Any, arithmetic: Arithmetic) -> None:
+        self.module, self._arithmetic = classifier, arithmetic
+        setattr(classifier, classifier.base_model_prefix, PooledStub(getattr(base, "pooler", None)))
+        if getattr(classifier.config, "pad_token_id", None) is None:
+            classifier.config.pad_token_id = (
+                0  # without one, transformers classifies a single sequence at a time
+            )
+
+    def __call__(self, pooled: Tensor) -> Tensor:
+        """Logits float32 [n, L] of classes, from pooled hidden states [n, H]."""
+        with self._arithmetic():
+            return self.module(inputs_embeds=pooled[:, None]).logits.reshape(len(pooled), -1).float()  # type: ignore[no-any-return]
+
+    def shortened(self) -> ModuleScores | list[Dense]:
+        """The classifier's linear layers alone, where they give its own scores to the bit."""
+        linears = [child.product for child in self.module.modules() if isinstance(child, LinearModule)]
+        if len(linears) not in (1, 2):
+            return self
+        states = torch.randn(5, linears[0].in_features, generator=torch.Generator().manual_seed(0))
+        states = states.to(linears[0].dtype)
+        expected = self(states)
+        for between in (None, *FUNCTIONS) if len(linears) == 2 else (None,):
+            layers = [Dense(linears[0], between), *(Dense(linear, None) for linear in linears[1:])]
+            fits = all(a.out_features == b.in_features for a, b in pairwise(linears))
+            if fits and torch.equal(chain(layers, states), expected):
+                return layers
+        return self
+
+
+class BaseStub(nn.Module):
+    """Stands in for a base model, and returns the hidden states that it is given."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseStubOutput:
+        """`inputs_embeds` in the form of a base model's output."""
+        return BaseStubOutput((inputs_embeds,))
+
+    @property
+    def decoder(self) -> BaseStub:
+        """This stub: some causal modules call their base's decoder directly."""
+        return self
+
+
+class BaseStubOutput(tuple[Tensor]):
+    """A base model's output with hidden states only."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """Hidden states [1, T, H]."""
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        """None for all other outputs: caches, attentions, router logits."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class PooledStub(nn.Module):
+    """Stands in for the base of a classifier, and returns the hidden states that it is given.
+
+    pooler: the part of the base, if any, that prepares the first token's state for the classifier, as BERT's.
+    """
+
+    def __init__(self, pooler: nn.Module | None) -> None:
+        super().__init__()
+        self.pooler = pooler
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> PooledStubOutput:
+        """`inputs_embeds` [n, 1, H] in the form of a base model's output."""
+        pooled = None if self.pooler is None else self.pooler(inputs_embeds)
+        return PooledStubOutput((inputs_embeds, pooled))
+
+
+class PooledStubOutput(tuple[Any, ...]):
+    """A base model's output: hidden states, and BERT's pooled state."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """Hidden states [n, 1, H]."""
+        return self[0]  # type: ignore[no-any-return]
+
+    @property
+    def pooler_output(self) -> Tensor:
+        """BERT's pooled state [n, H]."""
+        return self[1]  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> None:
+        """None for all other outputs: caches, attentions."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def base_of(module: Any) -> Any:
+    """The base of a classifier, or the module itself if it is a base."""
+    return getattr(module, module.base_model_prefix, module)
+
+
+def position_offset(base: Any) -> int:
+    """The position of a prompt's first token: RoBERTa and its descendants count from behind the padding token."""
+    embeddings: Any = getattr(base, "embeddings", None)
+    if hasattr(embeddings, "create_position_ids_from_inputs_embeds"):
+        return int(embeddings.padding_idx) + 1
+    return 0
+
+
+def takes_token_types(base: Any) -> bool:
+    """True if the model has embeddings of more than one token type."""
+    table = getattr(getattr(base, "embeddings", None), "token_type_embeddings", None)
+    return table is not None and table.weight.shape[0] > 1

@@ -1,0 +1,99 @@
+"""A loaded network as plain data: what looks tokens up, a stack of layers, and where their keys and values lie.
+
+    token ids -> Embeddings -> Stack -> hidden states
+
+Decoders and encoders are the same object with other parts, as `build.py` finds them in a module of transformers, or
+`saved.py` in a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.data.layer import Angles, LayerNorm
+from pagewire.kernels.ops import layer_norm
+from pagewire.kernels.stack import Stack
+from pagewire.workers.module.attention import StepContext
+from pagewire.workers.module.caches import KVShape
+
+
+@dataclass
+class Embeddings:
+    """The sum of a token's embeddings: of the word, and where there are any, of its type and its position."""
+
+    words: Any
+    """A module of token ids int64 [T] to [T, H]; it has `embedding_dim`."""
+    positions: Any = None
+    token_types: Any = None
+    norm: LayerNorm | None = None
+    """Of the sum; None: it is not normed."""
+
+    def __call__(self, ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """States [T, H] of tokens int64 [T] at positions int64 [T]."""
+        x: Tensor = self.words(ids)
+        if self.token_types is not None:
+            types = step.token_types
+            x = x + self.token_types(torch.zeros_like(ids[:1]) if types is None else types)
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        return x if self.norm is None else layer_norm(x, self.norm.weight, self.norm.bias, self.norm.eps)
+
+
+@dataclass(frozen=True)
+class KVPlace:
+    """Where the keys and values of a layer lie: as those of this layer in the KV cache, or in pages.
+
+    window: keys that a query sees; None: all.
+    """
+
+    layer: int
+    shape: KVShape
+    window: int | None = None
+
+
+@dataclass
+class Network:
+    """An embedding and a stack of layers; of a pipeline's stage, what it has of them.
+
+    Between stages goes what is added up in all layers; each norms it for its first layer.
+    """
+
+    embedding: Embeddings | None
+    """None in a stage behind the first."""
+    angles: list[Angles]
+    """Cosines and sines [P, rot_dim] by position, of each kind that the layers number."""
+    stack: Stack
+    places: list[KVPlace]
+    """Of each layer."""
+    is_last: bool = True
+    """It ends with the final norm; otherwise it gives the sum itself."""
+
+    name = "Network"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the layers' weights, and of the norms of sums."""
+        norm = None if self.embedding is None else self.embedding.norm
+        return self.stack.num_bytes + (0 if norm is None else norm.num_bytes)
+
+    @property
+    def words(self) -> Any:
+        """The module that looks tokens up; None in a stage behind the first."""
+        return None if self.embedding is None else self.embedding.words
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
+        """Hidden states [T, H] of the tokens int64 [T] of a step at positions int64 [T]."""
+        states = step.received
+        if states is None:
+            assert self.embedding is not None, "a stage that has no embedding is behind another one"
+            states = self.embedding(input_ids, positions, step)
+        angles = [
+            (cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in self.angles
+        ]
+        caches = [step.cache(place.layer, place.shape, place.window) for place in self.places]
+        normed = self.stack(states, step.batch, caches, angles)
+        return normed if self.is_last else states

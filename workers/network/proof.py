@@ -1,0 +1,240 @@
+"""Proves at load that the transformed model computes the logits of the original module.
+
+The dry run has two requests, one of them in two chunks; its logits are compared with those of transformers' own
+attention and the original weights. In a group of several ranks, rank 0 computes these for all; every rank compares
+the logits that the group has computed, and a model is right only if all ranks find it so.
+
+Models that cannot be supported (other layer types, ignored settings, attention biases) are refused with the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.data.integers import Integers
+from pagewire.kernels.data.paging import AttentionBatch
+from pagewire.kernels.data.weight import Scheme
+from pagewire.workers.device.interface import Device
+from pagewire.workers.errors import DisprovenError, LoadError, first_line
+from pagewire.workers.module.attention import AttentionCalls, DryRunRecorder
+from pagewire.workers.module.caches import KVShape
+from pagewire.workers.module.layer_configs import layer_configs
+from pagewire.workers.module.refusals import refuse
+from pagewire.workers.module.text_base import picture_layers
+from pagewire.workers.module.transforms import tolerance
+from pagewire.workers.network.model import Model
+from pagewire.workers.network.module_base import ModuleScores
+from pagewire.workers.network.pooling_spec import PoolingSpec
+from pagewire.workers.network.reference import LENGTHS, DryRun, Expected
+from pagewire.workers.ranks.interface import Collective
+
+logger = logging.getLogger("pagewire.worker")
+
+BLOCK = 16
+REQUEST_FACTOR = 3  # in a request of a few tokens, one that goes to other experts weighs as much more
+ROUNDED = 0.15  # permitted difference of logits where activations are rounded
+SERVED_LAYERS = {"full_attention", "sliding_attention", "attention"}
+
+
+def check_config(config: Any) -> None:
+    """Refuse a model that its configuration shows to be unsupported.
+
+    Raises:
+        LoadError: an encoder-decoder, or layers that are not attention over a KV cache.
+    """
+    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise refuse(config, "it is an encoder-decoder model")
+    other = set(getattr(text, "layer_types", None) or ()) - SERVED_LAYERS
+    if other:
+        raise refuse(config, f"it has layers of type {', '.join(sorted(map(str, other)))}")
+
+
+def results(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]:
+    """Logits [n, V] of each request on a paged cache, with the requests batched and chunked.
+
+    Hidden states [n, H], if the model pools. Empty in a stage before the last, which takes its part in the same
+    steps.
+    """
+    done = [0] * len(run.token_ids)
+    parts: list[list[Tensor]] = [[] for _ in run.token_ids]
+    for lengths in run.chunks:
+        places = [torch.arange(d, d + n) for d, n in zip(done, lengths, strict=True)]
+        done = [d + n for d, n in zip(done, lengths, strict=True)]
+        ids = torch.cat([t[p] for t, p in zip(run.token_ids, places, strict=True)])
+        # A model that encodes counts from its own first position.
+        positions = torch.cat([p if model.encodes else run.rows(i, p) for i, p in enumerate(places)])
+        batch = model.laid_out(dry_batch(places, done), positions)
+        starts = batch.query_start_loc[:-1].tolist()
+        about_attention = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
+        uploaded = recorder.device.upload([ids, positions, *about_attention])
+        ids, positions, query_start_loc, lens, table, kv_slots = uploaded
+        longest = batch.max_query_len, batch.max_seq_len
+        batch = AttentionBatch(query_start_loc, lens, table, kv_slots, *longest)
+        step = recorder.step(batch, positions, starts)
+        step.received = model.received(len(ids))
+        states = model.hidden_states(ids, step)
+        if not model.is_last:
+            continue
+        rows = (states if model.head is None else model.logits(states)).cpu()
+        for part, own in zip(parts, torch.split(rows, list(lengths)), strict=True):
+            part.append(own)
+    return [torch.cat(part) for part in parts if part]
+
+
+def dry_batch(places: list[Tensor], seq_lens: list[int]) -> AttentionBatch:
+    """A batch of requests with 3 interleaved KV blocks each. places: each request's tokens, as indices into it."""
+    num_requests = len(places)
+    lengths = torch.tensor([len(p) for p in places])
+    table = torch.arange(3 * num_requests, dtype=torch.int32).view(3, num_requests).T.contiguous()
+    kv_slots = [table[r][p // BLOCK].long() * BLOCK + p % BLOCK for r, p in enumerate(places)]
+    return AttentionBatch(
+        query_start_loc=torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table=table,
+        slot_mapping=torch.cat(kv_slots),
+        max_query_len=int(lengths.max()),
+        max_seq_len=max(seq_lens),
+    )
+
+
+def prove(
+    model: Model,
+    config: Any,
+    run: DryRun,
+    expected: Sequence[Tensor],
+    schemes: Iterable[Scheme],
+    max_model_len: int,
+    device: Device,
+    collective: Collective,
+) -> list[KVShape]:
+    """Run the transformed model and compare its logits, or its hidden states if it pools.
+
+    Returns the KV shape of each layer; none if the model encodes.
+
+    expected: of the original module, with dequantised weights. schemes: of the weights, which say how much the
+    rounding of activations may cost.
+
+    Raises:
+        LoadError: the architecture is not supported; the text says why. If all ranks of the group raise it, it is a
+            `DisprovenError`.
+    """
+    recorder = DryRunRecorder(3 * len(LENGTHS), BLOCK, device)
+    attends = "packed prompts do" if model.encodes else "paged attention does"
+    try:
+        actual = results(model, run, recorder)
+    except LoadError as error:
+        raise refuse(config, str(error)) from error
+    except Exception as error:
+        raise refuse(config, f"{attends} not fit it: {first_line(error)}") from error
+    if not model.encodes:
+        check_calls(config, recorder.calls, None if model.stage is None else model.stage.layers)
+        check_windows(config, recorder.calls, max_model_len)
+    difference = worst_difference(actual, expected) if actual else 0.0
+    wrong = torch.tensor([difference > permitted_difference(expected[0].dtype, schemes)], dtype=torch.float32)
+    # All ranks must come to the same conclusion.
+    if collective.all_reduce(wrong.to(device.torch_device)).item():
+        by = f"by {difference:.1%}" if actual else "the last stage has them"
+        what = "logits with paged attention" if model.head is not None or not actual else "hidden states"
+        raise DisprovenError(str(refuse(config, f"its {what} are wrong ({by})")))
+    logger.debug("results differ from the original module's by %.2f%%", 100 * difference)
+    return [] if model.encodes else recorder.kv_shapes()
+
+
+def check_scores(
+    scores: ModuleScores,
+    spec: PoolingSpec,
+    expected: Expected,
+    schemes: Iterable[Scheme],
+    device: Device,
+) -> None:
+    """Compare a classifier's logits with those of the untouched module, given its hidden states on the host.
+
+    schemes: of the weights, see `prove`.
+
+    Raises:
+        LoadError: they differ.
+    """
+    actual = []
+    for states in expected.results:
+        if spec.kind != "token_classify":
+            pooled = {"LAST": states[-1], "CLS": states[0], "MEAN": states.float().mean(0)}[spec.pooling_type]
+            states = pooled.to(states.dtype)[None]
+        actual.append(scores(states.to(device.torch_device)).cpu())
+    difference = relative_difference(actual, expected.scores)
+    if difference > permitted_difference(expected.results[0].dtype, schemes):
+        raise refuse(scores.module.config, f"its scores are wrong (by {difference:.1%})")
+
+
+def permitted_difference(dtype: torch.dtype, schemes: Iterable[Scheme]) -> float:
+    """Permitted relative difference of logits in this dtype, if products have weights of these schemes.
+
+    Products with quantised weights round most activations to 8 bits. That costs about 1% in the 30 layers of
+    SmolLM2, and before outliers were exempt it cost at most 3% in random models. A wrong order of rows, columns or
+    halves of a byte makes over 100%, and so does a zero of 4 bits that is off by 1. Single products are proven more
+    sharply (`products.py`).
+    """
+    return ROUNDED if any(isinstance(scheme, Integers) for scheme in schemes) else tolerance(dtype)
+
+
+def check_calls(config: Any, calls: AttentionCalls, layers: range | None = None) -> None:
+    """Check that each of these decoder layers, and no other, called attention once per step.
+
+    layers: None: all that run without pictures.
+
+    Raises:
+        LoadError: a layer did not.
+    """
+    if not calls.num_calls:
+        raise refuse(config, "it does not let its attention be replaced")
+    layers = range(config.get_text_config().num_hidden_layers) if layers is None else layers
+    for layer in sorted({*layers, *calls.num_calls} - picture_layers(config)):
+        if (num_calls := calls.num_calls.get(layer, 0) / calls.num_steps) != 1:
+            raise refuse(config, f"layer {layer} calls attention {num_calls:g} times, not once")
+
+
+def check_windows(config: Any, calls: AttentionCalls, max_model_len: int) -> None:
+    """Check that sliding-window layers passed their window to attention; the dry run is too short to show it.
+
+    Raises:
+        LoadError: a layer did not.
+    """
+    layers = layer_configs(config)
+    for layer in calls.shapes:
+        kinds = getattr(layers[layer], "layer_types", None)
+        window = getattr(layers[layer], "sliding_window", None)
+        sliding = kinds is None or kinds[layer] == "sliding_attention"
+        if window is None or window >= max_model_len or not sliding:
+            continue
+        if calls.windows[layer] is None:
+            raise refuse(config, f"layer {layer} does not hand its sliding window to attention")
+
+
+def worst_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The relative difference of logits [n, V]: over all requests, or of a request alone if that is much larger.
+
+    Models may compute the requests in different ways, as they are at different positions. Of a request alone,
+    tokens count only if their expected logits are numbers.
+    """
+    worst = relative_difference(actual, expected)
+    for a, b in zip(actual, expected, strict=True):
+        numbers = b.isfinite().all(1)
+        if numbers.any():
+            worst = max(worst, relative_difference([a[numbers]], [b[numbers]]) / REQUEST_FACTOR)
+    return worst
+
+
+def relative_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Relative difference of logits [n, V], as the median over tokens.
+
+    The median, because rounding may send single tokens to other experts, while an error in the model affects most
+    tokens.
+    """
+    a, b = torch.cat(list(actual)).float(), torch.cat(list(expected)).float()
+    errors = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-6)
+    return float(errors.nan_to_num(torch.inf).median())

@@ -1,0 +1,185 @@
+"""What the original module of a model makes of a few requests, which the transformed model must make, too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagewire.workers.device.interface import Device
+from pagewire.workers.errors import first_line
+from pagewire.workers.module.lockstep import Lockstep
+from pagewire.workers.module.refusals import refuse
+from pagewire.workers.module.weights import Weights
+from pagewire.workers.network.module_base import base_of
+from pagewire.workers.ranks.interface import Collective
+
+logger = logging.getLogger("pagewire.worker")
+
+LENGTHS = (20, 9)
+"""Tokens of each request. The first starts at position 0, the second ends at the last possible position."""
+CHUNKS = ((12, 0), (5, 9), (3, 0))
+"""Tokens of each request in each of the steps."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The requests of a dry run: token ids int64 [n] of each, and the position of its first token.
+
+    chunks: tokens of each request in each of the steps. short_length: see `transforms.short_length`.
+    """
+
+    token_ids: list[Tensor]
+    offsets: list[int]
+    chunks: tuple[tuple[int, ...], ...] = CHUNKS
+    short_length: int = 0
+
+    @property
+    def end(self) -> int:
+        """The first position after all requests."""
+        return max(map(self._end, range(len(self.offsets))))
+
+    def _end(self, index: int) -> int:
+        return self.offsets[index] + len(self.token_ids[index])
+
+    def rows(self, index: int, places: Tensor) -> Tensor:
+        """The rows of these tokens of a request in tables of angles, int64 [n]; see `RotaryTable`."""
+        is_long = 0 < self.short_length < self._end(index)
+        return places + self.offsets[index] + (self.short_length if is_long else 0)
+
+    @classmethod
+    def make(cls, vocab_size: int, max_model_len: int) -> DryRun:
+        """Random tokens at the first and last positions, since some models change behaviour at high positions."""
+        generator = torch.Generator().manual_seed(0)
+        token_ids = [torch.randint(0, vocab_size, (n,), generator=generator) for n in LENGTHS]
+        return cls(token_ids, [0, max(0, max_model_len - LENGTHS[1])])
+
+    @classmethod
+    def whole(cls, vocab_size: int, max_model_len: int, first_position: int) -> DryRun:
+        """Random prompts that run as a whole, in one step. first_position: of a prompt's first token."""
+        generator = torch.Generator().manual_seed(0)
+        lengths = tuple(min(length, max_model_len) for length in LENGTHS)
+        first = min(5, vocab_size - 1)  # those before it are special tokens as a rule
+        ids = [torch.randint(first, vocab_size, (n,), generator=generator) for n in lengths]
+        return cls(ids, [first_position] * len(ids), (lengths,))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the original module makes of each request of a dry run.
+
+    results: logits [n, V], or hidden states [n, H] of a model that pools. scores: [1 or n, L] of a classifier.
+    """
+
+    results: list[Tensor]
+    scores: list[Tensor]
+
+    @classmethod
+    def of(
+        cls, weights: Weights, run: DryRun, device: Device, collective: Collective, *, pools: bool
+    ) -> Expected:
+        """Computed by rank 0, for all ranks.
+
+        Raises:
+            LoadError: on rank 0, the module's forward pass fails.
+        """
+        results: list[Tensor] = []
+        scores: list[Tensor] = []
+        if collective.rank == 0:
+            results, scores = (
+                reference_states(weights, run) if pools else (reference_logits(weights, run), [])
+            )
+        return cls(*(from_first(tensors, collective, device) for tensors in (results, scores)))
+
+
+def reference_logits(weights: Weights, run: DryRun) -> list[Tensor]:
+    """Logits [n, V] of each request by the original module; see `reference`."""
+
+    def forward(ids: Tensor, positions: Tensor) -> Tensor:
+        output = weights.causal(input_ids=ids, position_ids=positions, use_cache=False)
+        return output.logits[0]  # type: ignore[no-any-return]
+
+    return reference(weights, run, forward)
+
+
+def reference(weights: Weights, run: DryRun, forward: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+    """What the original module makes of each request.
+
+    The module's weights are read layer by layer, so it never needs to be in memory as a whole; both requests run a
+    layer before the next one is read.
+
+    forward: of the module, with token ids and positions int64 [1, n]; gives a tensor [n, ...]. It is called in
+    threads, of which one runs at a time.
+
+    Raises:
+        LoadError: the module's forward pass fails.
+    """
+    causal = weights.causal
+
+    @torch.inference_mode()
+    def logits(ids: Tensor, offset: int) -> Tensor:
+        device = causal.get_input_embeddings().weight.device
+        positions = torch.arange(offset, offset + len(ids), device=device)[None]
+        return forward(ids[None].to(device), positions).cpu()
+
+    passes = [partial(logits, *request) for request in zip(run.token_ids, run.offsets, strict=True)]
+    lockstep = Lockstep()
+    try:
+        with weights.streamed(lockstep):
+            return lockstep.run(passes)
+    except Exception as error:
+        name, reason = type(causal).__name__, first_line(error)
+        logger.info("%s does not run with one layer at a time, so it is read as a whole: %s", name, reason)
+    weights.fill(causal)
+    try:
+        return [one_pass() for one_pass in passes]
+    except Exception as error:
+        raise refuse(causal.config, f"its forward pass fails: {first_line(error)}") from error
+
+
+def reference_states(weights: Weights, run: DryRun) -> tuple[list[Tensor], list[Tensor]]:
+    """Hidden states [n, H] of each request of a dry run by the untouched module; and logits, if it classifies.
+
+    Raises:
+        LoadError: the module's forward pass fails.
+    """
+    module, base = weights.causal, base_of(weights.causal)
+    scores: list[Tensor] = []
+    states: list[Tensor] = []
+
+    def keep(_: Any, __: Any, output: Any) -> None:
+        states.append(output[0][0].cpu())
+
+    def forward(ids: Tensor, positions: Tensor) -> Tensor:
+        output = module(input_ids=ids, position_ids=positions)
+        if base is not module:
+            scores.append(output.logits.reshape(-1, output.logits.shape[-1]).float().cpu())
+        return states[-1]
+
+    hook = base.register_forward_hook(keep)
+    try:
+        hidden = reference(weights, run, forward)
+    finally:
+        hook.remove()
+    return hidden, scores[-len(hidden) :]
+
+
+def from_first(tensors: list[Tensor], collective: Collective, device: Device) -> list[Tensor]:
+    """The matrices that rank 0 has, on all ranks: on the host, and of rank 0's dtypes."""
+    if collective.size == 1:
+        return tensors
+    is_first, own = collective.rank == 0, device.torch_device
+    count = collective.broadcast(torch.tensor([len(tensors)], device=own), 0).item()
+    shared = []
+    for index in range(int(count)):
+        form = [*tensors[index].shape, FLOATS.index(tensors[index].dtype)] if is_first else [0, 0, 0]
+        rows, columns, dtype = collective.broadcast(torch.tensor(form, device=own), 0).tolist()
+        values = tensors[index].float() if is_first else torch.zeros(rows, columns)
+        shared.append(collective.broadcast(values.to(own).contiguous(), 0).cpu().to(FLOATS[dtype]))
+    return shared

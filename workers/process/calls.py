@@ -1,0 +1,169 @@
+"""The worker's side of `ipc.calls`. Each function takes the runner, and returns what msgpack can hold."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagewire.ipc.errors import error_text
+from pagewire.ipc.wire.calls import CALLS, RunsIn
+from pagewire.workers.errors import LoadError, LostRankError
+from pagewire.workers.network import sharded_state
+from pagewire.workers.ranks.agreement import all_have
+from pagewire.workers.run.runner import Runner
+
+
+def ping(runner: Runner) -> str:
+    """Answer, as a sign that the worker is alive."""
+    return "pong"
+
+
+def memory(runner: Runner) -> dict[str, int]:
+    """Bytes of memory: of the device, of this process, of weights and KV cache."""
+    return runner.memory()
+
+
+def model_info(runner: Runner) -> dict[str, Any]:
+    """The loaded model: its architecture and dtype, and the sizes of the model and of its KV cache."""
+    loaded = runner.model
+    return {
+        "architecture": loaded.architecture,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "num_layers": len(loaded.kv_shapes),
+        "vocab_size": loaded.vocab_size,
+        "max_model_len": loaded.max_model_len,
+        "weight_bytes": loaded.weight_bytes,
+        "num_blocks": runner.num_blocks,
+        "num_threads": runner.device.num_threads,
+        "forward": loaded.model.base.name,
+        "drafter": runner.drafter.name,
+    }
+
+
+def sleep(runner: Runner, level: int) -> None:
+    """Give memory back: level 1 the KV cache, level 2 the weights as well. Forgets every request."""
+    runner.free()
+    if level == 2:
+        runner.drop_weights()
+    gc.collect()
+    runner.device.give_back()
+
+
+def wake_up(runner: Runner, tags: Sequence[str] | None) -> None:
+    """Load the weights if they were dropped, and allocate the KV cache unless `tags` leaves "kv_cache" out.
+
+    Raises:
+        ValueError: an unknown tag. RuntimeError: the model cannot be loaded, or there is too little memory now.
+        LostRankError: see `together`.
+    """
+    if unknown := set(tags or ()) - {"weights", "kv_cache"}:
+        raise ValueError(f"wake_up knows the tags weights and kv_cache, not {', '.join(sorted(unknown))}")
+    try:
+        with together(runner):
+            runner.load_weights()
+        if not runner.caches and (tags is None or "kv_cache" in tags):
+            allocate_kv(runner)
+            with together(runner):
+                runner.warm_up()
+    except LoadError as error:  # not the caller's mistake, as a ValueError would be
+        raise RuntimeError(str(error)) from error
+
+
+@contextmanager
+def together(runner: Runner) -> Iterator[None]:
+    """A context of work in which the ranks of a group wait for each other, so that none can fail alone and go on.
+
+    Raises:
+        LostRankError: it fails in a group of several ranks.
+    """
+    try:
+        yield
+    except Exception as error:
+        if runner.collective.size == 1:
+            raise
+        raise LostRankError(error_text(error)) from error
+
+
+def allocate_kv(runner: Runner) -> None:
+    """Allocate the KV cache of every rank, or of none.
+
+    Raises:
+        LoadError: a rank of the group has too little memory.
+    """
+    shortage = None
+    try:
+        runner.allocate_kv()
+    except LoadError as error:
+        shortage = error
+    if not all_have(shortage is None, runner.collective, runner.device.torch_device):
+        runner.free()
+        raise shortage or LoadError("another rank of the group has too little memory for its KV cache")
+
+
+def save_sharded_state(runner: Runner, path: str, pattern: str | None, max_size: int) -> None:
+    """Write this rank's part of the weights: see `sharded_state.save_sharded_state`."""
+    length = runner.model.max_model_len
+    sharded_state.save_sharded_state(
+        runner.config,
+        runner.device,
+        runner.collective,
+        length,
+        path,
+        pattern or sharded_state.PATTERN,
+        max_size,
+        runner.model.model.stage,
+    )
+
+
+def start_profile(runner: Runner) -> None:
+    """Start PyTorch's profiler.
+
+    Raises:
+        RuntimeError: a recording is going on.
+    """
+    if runner.profile is not None:
+        raise RuntimeError("a profile is being recorded already")
+    runner.profile = torch.profiler.profile(activities=runner.device.activities)
+    runner.profile.start()
+
+
+def stop_profile(runner: Runner) -> str:
+    """Stop PyTorch's profiler. Returns the path of a trace in Chrome's format, in `$PAGEWIRE_TORCH_PROFILER_DIR`.
+
+    Raises:
+        RuntimeError: nothing is being recorded.
+    """
+    if runner.profile is None:
+        raise RuntimeError("no profile is being recorded: call start_profile first")
+    profile, runner.profile = runner.profile, None
+    profile.stop()
+    folder = Path(os.environ.get("PAGEWIRE_TORCH_PROFILER_DIR") or tempfile.mkdtemp(prefix="pagewire-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"worker-{os.getpid()}-{time.time_ns()}.json"
+    profile.export_chrome_trace(str(path))
+    return str(path)
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    name: globals()[name] for name, entry in CALLS.items() if entry.runs_in is not RunsIn.CORE
+}
+
+
+def call(runner: Runner, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Check the arguments of one of `METHODS`, and run it.
+
+    Raises:
+        ValueError: no such method, or an argument out of its bounds. TypeError: wrong arguments. Others: whatever
+            the method raises.
+    """
+    if name not in METHODS:
+        raise ValueError(f"the worker has no method {name!r}; it has {', '.join(sorted(METHODS))}")
+    return METHODS[name](runner, **CALLS[name].receive(args, kwargs))

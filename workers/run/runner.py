@@ -1,0 +1,346 @@
+"""Owns model, KV cache and slots, and runs steps on a device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from pagewire.ipc.wire.worker_messages import Masks, Ready, StepPlan, StepResult, WorkerConfig
+from pagewire.kernels.data.deltas import AdapterRows
+from pagewire.kernels.data.paging import Cache
+from pagewire.workers.batch.flat_batch import AdapterOrder, Batch, build_batch
+from pagewire.workers.batch.slots import Slots
+from pagewire.workers.device.interface import PendingTokens
+from pagewire.workers.device.kv_size import ledger, num_kv_blocks
+from pagewire.workers.device.open import open_device
+from pagewire.workers.device.relay import Relay
+from pagewire.workers.errors import LoadError
+from pagewire.workers.module.attention import StepContext
+from pagewire.workers.module.caches import memory_of
+from pagewire.workers.network.loaded import LoadedModel, Phases
+from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.ranks.single import SingleRank
+from pagewire.workers.run.graphs import DecodeGraphs
+from pagewire.workers.run.step import RunningStep
+from pagewire.workers.run.trial_steps import GREEDY, TrialSteps, check_room, of_first_stage
+from pagewire.workers.sample.typical import TypicalAcceptance
+from pagewire.workers.speculation.interface import Drafter, NoDrafter
+from pagewire.workers.weight_cache.ahead import WeightsAhead
+from pagewire.workers.weight_cache.cached_loading import load
+
+if TYPE_CHECKING:
+    from pagewire.workers.adapters.loader import Adapters
+
+logger = logging.getLogger("pagewire.worker")
+
+MOST_LIKELY = 20  # most likely tokens that a GPU's sampler finds per row; a row that needs more is slower
+
+
+def max_samples(config: WorkerConfig) -> int:
+    """The most tokens that a step samples: one for each sequence, and one for each draft."""
+    num_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    most = config.max_num_seqs * (1 + num_drafts)
+    return max(config.max_num_seqs, min(most, config.max_num_batched_tokens))
+
+
+class Runner:
+    """A loaded model with its KV cache and slots.
+
+    collective: the operations of this rank with the others of its group.
+    wake: called by other threads when `adapters` has messages.
+    adapters: None where they are not served.
+    loaded: None while the weights are dropped. caches: of each layer; empty while their memory is released.
+    drafter: proposes tokens. typical: accepts proposed tokens that were not drawn; None: none is accepted.
+    spare_work: optional work for idle moments, a few milliseconds with each `next`.
+    embedding_size: numbers of an embedding that may take the place of a token's; 0: none may.
+    """
+
+    spare_work: Iterator[None]
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        phases: Phases,
+        ahead: WeightsAhead,
+        collective: Collective,
+        wake: Callable[[], None],
+    ) -> None:
+        self.config, self.phases, self.collective = config, phases, collective
+        self.device = open_device(config)
+        self.adapters = self._open_adapters(wake)
+        self.loaded: LoadedModel | None = self._load(ahead, phases)
+        self.slots = Slots(
+            config.max_num_seqs,
+            self.loaded.max_model_len,
+            config.block_size,
+            self.loaded.vocab_size,
+            num_extra_tokens=None if self.adapters is None else self.adapters.num_extra_tokens,
+            short_length=self.loaded.short_length,
+        )
+        self.sampler = self.device.sampler(max_samples(config), self.loaded.vocab_size, MOST_LIKELY)
+        self.drafter = self._open_drafter(self.loaded)
+        self.block_bytes = sum(shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
+        self.block_bytes += self.drafter.block_bytes
+        self.typical = TypicalAcceptance.of(config.speculative)
+        self.relay = Relay(config.max_num_seqs, self.device.torch_device)
+        self.caches: list[Cache] = []
+        self.graphs: DecodeGraphs | None = None
+        self.profile: Any = None
+        self.embedding_size = 0
+        self.num_blocks = self._size_kv(self.loaded)
+        self.allocate_kv()
+
+    def _open_adapters(self, wake: Callable[[], None]) -> Adapters | None:
+        if self.config.lora is None:
+            return None
+        from pagewire.workers.adapters.loader import Adapters  # engines without adapters start sooner
+
+        return Adapters(self.config, self.device, wake)
+
+    def _open_drafter(self, target: LoadedModel) -> Drafter:
+        if self.config.speculative is None or self.config.speculative.in_core:
+            return NoDrafter()
+        from pagewire.workers.speculation.open import open_drafter  # as with adapters
+
+        return open_drafter(
+            self.config, target, self.slots, self.phases, self.device, self.sampler, self.collective
+        )
+
+    @classmethod
+    def start(
+        cls,
+        config: WorkerConfig,
+        report: Callable[[str, float], None],
+        ahead: WeightsAhead | None = None,
+        collective: Collective | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> tuple[Runner, Ready]:
+        """Load the model, allocate the KV cache and run a first step.
+
+        report: called with the name and seconds of each phase of the start. ahead: reads packed weights already.
+        collective: of this rank's group; default: a group of one. wake: see `Runner`.
+
+        Raises:
+            LoadError: the configuration cannot work; the text says why.
+        """
+        phases = Phases(report)
+        runner = cls(config, phases, ahead or WeightsAhead(config), collective or SingleRank(), wake)
+        phases.end("kv")
+        runner.warm_up()
+        phases.end("warmup")
+        logger.info("memory: %s", ledger(runner.memory()))
+        return runner, runner.ready()
+
+    def ready(self) -> Ready:
+        """The message that describes the loaded model and its memory."""
+        loaded = self.model
+        return Ready(
+            architecture=loaded.architecture,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            device=self.device.name,
+            vocab_size=loaded.vocab_size,
+            max_model_len=loaded.max_model_len,
+            num_blocks=self.num_blocks,
+            bytes_per_block=self.block_bytes,
+            weight_bytes=self.weight_bytes,
+            eos_token_id=loaded.eos_token_id,
+            startup_seconds=dict(self.phases.seconds),
+            memory=self.memory(),
+            pooling=None if loaded.pooler is None else loaded.pooler.info,
+            embedding_size=self.embedding_size,
+            short_length=loaded.short_length,
+        )
+
+    @property
+    def model(self) -> LoadedModel:
+        """The loaded model.
+
+        Raises:
+            RuntimeError: its weights are dropped, because the worker sleeps.
+        """
+        if self.loaded is None:
+            raise RuntimeError("the worker is asleep and its weights are dropped: call wake_up first")
+        return self.loaded
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, the drafter's included; 0 while they are dropped."""
+        own = 0 if self.loaded is None else self.loaded.weight_bytes
+        return own + self.drafter.weight_bytes
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by use: `Device.memory`, weights and kv_cache."""
+        kv = sum(cache.nbytes for cache in memory_of([*self.caches, *self.drafter.caches]))
+        adapters = {} if self.adapters is None else {"adapters": self.adapters.num_bytes}
+        return {**self.device.memory(), "weights": self.weight_bytes, "kv_cache": kv, **adapters}
+
+    def adapter_rows(self, order: AdapterOrder | None) -> AdapterRows | None:
+        """The rows of a batch with their adapters; None if none has one.
+
+        Raises:
+            RuntimeError: an adapter is not loaded.
+        """
+        if order is None:
+            return None
+        if self.adapters is None:
+            raise RuntimeError("a row has an adapter, but enable_lora is off")
+        return self.adapters.rows(order)
+
+    def load_more(self) -> bool:
+        """Go on with adapters that are being loaded; see `Adapters.advance`."""
+        return self.adapters is not None and self.adapters.advance()
+
+    def step(self, plan: StepPlan, masks: Callable[[], Masks | None] = lambda: None) -> StepResult:
+        """Launch, sample and finish a plan. masks: see `RunningStep.sample`."""
+        step = self.launch(plan)
+        step.sample(masks)
+        return step.finish()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> RunningStep:
+        """Launch the model for a plan. Tokens that the previous step still samples are taken from the device."""
+        model = self.model.model
+        self.slots.apply(plan, with_tokens=not model.is_last)
+        self.drafter.apply(plan)
+        received = model.received(sum(row.num_tokens for row in plan.rows)) if plan.rows else None
+        step = RunningStep(self, plan, self.device.record_event())
+        if plan.rows:
+            batch, hidden = self._run(plan, received)
+            if model.is_last:
+                step.run(batch, hidden)
+            else:
+                step.pass_on()
+        return step
+
+    def _run(self, plan: StepPlan, received: Tensor | None) -> tuple[Batch, Tensor]:
+        """Launch the model; returns the batch on the device and its hidden states.
+
+        received: see `Model.received`.
+        """
+        size = None if self.graphs is None else self.graphs.size_for(plan, self.slots, self.adapters)
+        batch = build_batch(plan.rows, self.slots, size or 0)
+        batch = replace(batch, attention=self.model.model.laid_out(batch.attention, batch.positions))
+        if self.device.asynchronous:
+            batch = batch.with_tensors(self.device.upload(batch.tensors))
+        adapters = self.adapter_rows(batch.adapters)
+        with self.span("model"):
+            if size is not None and self.graphs is not None:
+                return batch, self.graphs.replay(batch, adapters)
+            return batch, self._forward(batch, adapters, received)
+
+    def _forward(self, batch: Batch, adapters: AdapterRows | None, received: Tensor | None = None) -> Tensor:
+        input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
+        model = self.model.model
+        context = StepContext(
+            batch.attention,
+            batch.positions,
+            self.caches,
+            model.first_layer,
+            adapters=adapters,
+            overlay=batch.overlay,
+            token_types=batch.token_types,
+            starts=batch.starts,
+            received=received,
+        )
+        return model.hidden_states(input_ids, context)
+
+    def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
+        """Keep sampled tokens on the device for the next step, which may start before the host has read them."""
+        if self.device.asynchronous:
+            self.relay.keep(slots, sampled.token_ids.to(self.device.torch_device))
+
+    def allocate_kv(self) -> None:
+        """Take KV memory, zeroed.
+
+        Raises:
+            LoadError: there is not enough.
+        """
+        self.caches = self._allocate(self.num_blocks)
+        self.spare_work = self.device.populate(memory_of([*self.caches, *self.drafter.caches]))
+
+    def warm_up(self) -> None:
+        """Do once what no request shall pay for: run a token, and record graphs. Writes nowhere that matters."""
+        trials = TrialSteps(self.step, self.config, self.model)
+        trials.run([1], GREEDY)
+        # The first stage has the embedding. All ranks of a group try together whether others are taken.
+        size = of_first_stage(self.model.model.embedding_size, self.collective, self.device)
+        size = size if size and trials.take_embeddings(size) else 0
+        self.embedding_size = of_first_stage(size, self.collective, self.device)
+        # No graph can send and receive.
+        eager = self.config.enforce_eager or self.config.parallel.stages > 1
+        if not eager and self.model.is_stack and self.device.can_record(self.model.dtype):
+            length, forward = self.model.max_model_len, self._forward
+            self.graphs = DecodeGraphs.recorded(self.config, self.device, length, forward, self.adapters)
+        for cache in self.caches:
+            cache.k[0].zero_()
+            cache.v[0].zero_()
+
+    def free(self) -> None:
+        """Give the KV memory back, and forget every request."""
+        self.slots.clear()
+        self.graphs, self.caches = None, []
+        self.drafter.free()
+
+    def drop_weights(self) -> None:
+        """Let go of all weights; the KV memory must be given back before."""
+        self.loaded = None
+        self.drafter.unload()
+
+    def load_weights(self) -> None:
+        """Load the weights again, if they were dropped.
+
+        Raises:
+            LoadError: they cannot be loaded.
+        """
+        if self.loaded is None:
+            self.loaded = self._load(WeightsAhead(self.config), Phases(lambda phase, seconds: None))
+        self.drafter.load(self.model)
+
+    def _load(self, ahead: WeightsAhead, phases: Phases) -> LoadedModel:
+        """Load the model, and make it ask for adapters if they are served."""
+        loaded = load(ahead, phases, self.device, self.collective)
+        if self.adapters is not None:
+            self.adapters.attach(loaded, self.collective)
+        return loaded
+
+    def _allocate(self, num_blocks: int) -> list[Cache]:
+        try:
+            self.drafter.allocate(num_blocks)
+            return self.model.allocate(num_blocks, self.config.block_size, self.device)
+        except OSError as error:
+            raise LoadError(
+                f"cannot allocate {num_blocks * self.block_bytes} bytes of KV memory: {error}"
+            ) from error
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """A named part of a step for the profiler, which cannot see into compiled kernels."""
+        return nullcontext() if self.profile is None else record_function(f"pagewire.{name}")
+
+    def _size_kv(self, loaded: LoadedModel) -> int:
+        """The number of KV blocks, by what the largest steps leave of the device's memory.
+
+        Raises:
+            LoadError: there is not enough memory.
+        """
+        config, device = self.config, self.device
+        budget = partial(device.kv_budget, config, loaded.vocab_size, self._run_widest)
+        if not loaded.kv_shapes:  # the model encodes: a block of the core stands for a prompt
+            if device.asynchronous:
+                check_room(config, device, budget)
+            return config.max_num_seqs
+        left = budget() - self.drafter.spare_bytes
+        return num_kv_blocks(config, loaded.max_model_len, self.block_bytes, left)
+
+    def _run_widest(self) -> None:
+        """Run the largest steps, with KV memory for one block."""
+        self.caches = self._allocate(1)
+        TrialSteps(self.step, self.config, self.model).run_widest(MOST_LIKELY)
+        self.caches = []

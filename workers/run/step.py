@@ -1,0 +1,284 @@
+"""One step on the device: launched, then sampled, then finished.
+
+On an asynchronous device the next step is launched before this one is finished, taking this one's tokens from the
+device (`relay.py`). The next step is sampled after this one is finished: penalties and grammars need its tokens on
+the host.
+
+What takes the other ranks of a group is launched by `Runner.launch` and `sample`, not when a step is found to be
+over: whether that is before the next one is launched or after it differs between ranks. So a step of a group that
+drafts is finished at once, behind its sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagewire.ipc.wire.codec import Tensor as PlainTensor
+from pagewire.ipc.wire.items import LogprobRows
+from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, StepPlan, StepResult
+from pagewire.kernels.data.deltas import AdapterRows
+from pagewire.workers.batch.flat_batch import AdapterOrder, Batch
+from pagewire.workers.batch.slots import Slots
+from pagewire.workers.device.interface import Device, Event, PendingTokens, TokenSampler
+from pagewire.workers.device.kv_size import LOGIT_CHUNK
+from pagewire.workers.network.loaded import LoadedModel
+from pagewire.workers.network.pooler import PoolingSlot
+from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.sample.masks import TokenMasks
+from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, logprob_rows
+from pagewire.workers.sample.typical import Candidate, TypicalAcceptance
+from pagewire.workers.speculation.interface import Drafter, RowOver
+
+
+class ModelOnDevice(Protocol):
+    """The part of a runner that its steps need."""
+
+    slots: Slots
+    device: Device
+    sampler: TokenSampler
+    drafter: Drafter
+    typical: TypicalAcceptance | None
+    collective: Collective
+
+    @property
+    def model(self) -> LoadedModel:
+        """The loaded model."""
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """A named part of a step, for the profiler."""
+
+    def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
+        """Keep sampled tokens on the device for the next step, which may start before the host has read them."""
+
+    def adapter_rows(self, order: AdapterOrder | None) -> AdapterRows | None:
+        """The rows of a batch with their adapters; None if none has one."""
+
+
+NOTHING = torch.empty(0)
+
+
+@dataclass(frozen=True)
+class PromptLogprobsRequest:
+    """A row whose prompt log probabilities are requested."""
+
+    row: int
+    start: int
+    """Index of its first token in the batch."""
+    successors: list[int]
+    """The prompt tokens whose log probabilities are requested: each follows one of the row's first tokens."""
+    num_most_likely: int
+
+
+class RunningStep:
+    """A plan whose model work has been launched; made by `Runner.launch`."""
+
+    def __init__(self, runner: ModelOnDevice, plan: StepPlan, begin: Event) -> None:
+        self._runner, self.plan, self._begin = runner, plan, begin
+        self._end = begin
+        self._sampled: PendingTokens | None = None
+        self._passed_on = False
+        self._batch: Batch | None = None
+        self._hidden = self._sampled_hidden = NOTHING
+        self._features: Tensor | None = None
+        self._slots: list[SamplingSlot] = []
+        self._sequences: list[SamplingSlot | None] = []  # of each row, if a drafter is to see them
+        self._prompts: list[PromptLogprobsRequest] = []
+        self._prompt_logprobs: dict[int, LogprobRows] = {}  # by row
+        self._pooled: list[tuple[int, PoolingSlot]] = []
+
+    def run(self, batch: Batch, hidden: Tensor) -> None:
+        """Take over the launched work. batch: on the device. hidden: its final hidden states [T or more, H]."""
+        slots = self._runner.slots
+        self._batch, self._hidden = batch, hidden
+        self._slots = [slots.sampling[self.plan.rows[i].slot] for i in batch.sample_rows]
+        if self._runner.drafter.follows or any(row.num_drafts for row in self.plan.rows):
+            self._sequences = [slots.sampling.get(row.slot) for row in self.plan.rows]
+            self._features = self._runner.drafter.features(hidden)
+        self._pooled = [(i, slots.pooling[row.slot]) for i, row in enumerate(self.plan.rows) if row.pool]
+        for i, row in enumerate(self.plan.rows):
+            if row.num_prompt_logprobs:
+                first = row.start + 1
+                successors = slots.tokens[row.slot, first : first + row.num_prompt_logprobs].tolist()
+                k = slots.sampling[row.slot].params.prompt_logprobs or 0
+                self._prompts.append(PromptLogprobsRequest(i, batch.starts[i], successors, k))
+        self._end = self._runner.device.record_event()
+
+    def pass_on(self) -> None:
+        """The launched work is that of a stage before the last: nothing is sampled, and the result has no rows."""
+        self._passed_on = True
+        self._end = self._runner.device.record_event()
+
+    @torch.inference_mode()
+    def sample(self, masks: Callable[[], Masks | None]) -> None:
+        """Launch sampling; all earlier steps must be finished. masks: waits for the masks of a masked plan.
+
+        Log probabilities of prompts are computed here, for which it waits until the model has run.
+        """
+        runner, batch = self._runner, self._batch
+        for request in self._prompts:
+            self._prompt_logprobs[request.row] = self._logprobs_of(request)
+        if batch is None or not self._slots:
+            return
+        with runner.span("logits"):
+            adapters = runner.adapter_rows(batch.sample_adapters)
+            self._sampled_hidden = self._hidden.index_select(0, batch.sample_indices)
+            logits = runner.model.model.logits(self._sampled_hidden, adapters)
+        with runner.span("masks"):
+            allowed = TokenMasks.of(masks() if self.plan.masked else None).widened(logits.shape[1])
+        with runner.span("sample"):
+            self._sampled = runner.sampler.launch(logits, self._states(), allowed)
+            runner.keep_tokens(batch.sample_slots, self._sampled)
+        self._end = runner.device.record_event()
+
+    def reached(self) -> bool:
+        """True if `finish` is to be called now: it would not have to wait, or it drafts with other ranks."""
+        if self._sequences and self._runner.collective.size > 1:
+            return True
+        return self._end.reached() and (self._sampled is None or self._sampled.reached())
+
+    def finish(self, since: Event | None = None) -> StepResult:
+        """Wait for the step and append its tokens to their slots. since: the end of the previous step."""
+        rows = [] if self._passed_on else self.plan.rows
+        result = StepResult(self.plan.step_id, [RowResult() for _ in rows])
+        if self._sampled is not None:
+            self._take(self._sampled.finish(), result)
+        for row, logprobs in self._prompt_logprobs.items():
+            result.rows[row].prompt_logprobs = logprobs
+        if self._pooled:
+            self._pool(result)
+        if self._sequences:
+            self._draft(result)
+        self._end.wait()
+        result.busy_us = int(self._end.seconds_since(self._begin) * 1e6)
+        if since is not None:
+            result.idle_us = max(0, int(self._begin.seconds_since(since) * 1e6))
+        return result
+
+    @torch.inference_mode()
+    def _pool(self, result: StepResult) -> None:
+        """Add the hidden states of rows to their prompts' pooled results, and return those that are whole."""
+        pooler, batch = self._runner.model.pooler, self._batch
+        assert pooler is not None and batch is not None, "rows to pool are of a model that pools"
+        with self._runner.span("pool"):
+            for i, slot in self._pooled:
+                row, first = self.plan.rows[i], batch.starts[i]
+                ids = torch.from_numpy(
+                    self._runner.slots.tokens[row.slot, row.start : row.start + row.num_tokens]
+                )
+                try:
+                    pooled = pooler.add(slot, self._hidden[first : first + row.num_tokens], row.start, ids)
+                except ValueError as error:
+                    result.rows[i] = RowResult(error=str(error))
+                    continue
+                if pooled is not None:
+                    values = pooled.cpu().contiguous()
+                    data = values.numpy().tobytes()
+                    result.rows[i].pooled = PlainTensor("float32", tuple(values.shape), data)
+        self._end = self._runner.device.record_event()
+
+    @property
+    def end(self) -> Event:
+        """The event behind the step's last work."""
+        return self._end
+
+    def _states(self) -> Sequence[SamplingSlot]:
+        """The sampler's state at each sample: that of its slot, with the drafts before the sample appended."""
+        if self._batch is None or not self._batch.drafted:
+            return self._slots
+        sampling, rule = self._runner.slots.sampling, self._runner.typical
+        return [
+            sampling[row.slot].ahead(row.drafts[:n], candidate(row, n, rule))
+            for row in self.plan.rows
+            for n in range(row.num_samples)
+        ]
+
+    def _take(self, output: SampleOutput, result: StepResult) -> None:
+        slots, first = self._runner.slots, 0
+        for i, row in enumerate(self.plan.rows):
+            if not row.num_samples:
+                continue
+            result.rows[i] = row_result(row, output, first)
+            # Otherwise the slot has a new sequence, and the tokens are dropped.
+            if slots.sampling.get(row.slot) is self._slots[first]:
+                for token_id in result.rows[i].token_ids or output.token_ids[first : first + 1]:
+                    slots.append(row.slot, token_id)
+            first += row.num_samples
+
+    @torch.inference_mode()
+    def _draft(self, result: StepResult) -> None:
+        """Add drafts to the results of rows that want some."""
+        runner = self._runner
+        drafter, rows = runner.drafter, self._rows_over(result)
+        if not rows:
+            return
+        with runner.span("draft"):
+            for i, drafts in zip(rows, drafter.propose(list(rows.values()), self._features), strict=True):
+                result.rows[i].drafts = drafts
+        self._end = runner.device.record_event()
+
+    def _rows_over(self, result: StepResult) -> dict[int, RowOver]:
+        """The rows that the drafter is to see, by index; without those whose slot has a new sequence by now."""
+        batch, sampling, sample = self._batch, self._runner.slots.sampling, 0
+        rows: dict[int, RowOver] = {}
+        for i, (row, sequence) in enumerate(zip(self.plan.rows, self._sequences, strict=True)):
+            first, sample = sample, sample + row.num_samples
+            count = len(result.rows[i].token_ids)
+            if not (row.num_drafts or self._runner.drafter.follows) or sampling.get(row.slot) is not sequence:
+                continue
+            if sequence is None or batch is None or (row.num_samples and not count):
+                continue
+            hidden = self._sampled_hidden[first + count - 1] if count else None
+            num_tokens = row.num_tokens - (row.num_samples - count)
+            num_drafts = row.num_drafts if count else 0
+            rows[i] = RowOver(row.slot, row.start, num_tokens, batch.starts[i], num_drafts, hidden)
+        return rows
+
+    def _logprobs_of(self, request: PromptLogprobsRequest) -> LogprobRows:
+        """Log probabilities of prompt tokens, from the logits at the tokens before them."""
+        model = self._runner.model
+        size = max(1, LOGIT_CHUNK // model.vocab_size)
+        end = request.start + len(request.successors)
+        adapter = self._runner.slots.adapters[self.plan.rows[request.row].slot]
+
+        parts = []
+        for start in range(request.start, end, size):  # the logits of all of them may not fit into memory
+            hidden = self._hidden[start : min(start + size, end)]
+            order = AdapterOrder.of(np.full(len(hidden), adapter))
+            logits = model.model.logits(hidden, self._runner.adapter_rows(order)).cpu()
+            successors = request.successors[start - request.start :][: len(hidden)]
+            parts.append(logprob_rows(logits, successors, request.num_most_likely))
+        rows = LogprobRows.join(parts)
+        assert rows is not None, "a request has at least one token"
+        return rows
+
+
+def candidate(row: Row, sample: int, rule: TypicalAcceptance | None) -> Candidate | None:
+    """The draft in the place of one of a row's samples, if it may count without being drawn."""
+    return Candidate(row.drafts[sample], rule) if rule is not None and sample < len(row.drafts) else None
+
+
+def row_result(row: Row, output: SampleOutput, first: int) -> RowResult:
+    """The result of a row whose samples begin at `first`; they count up to the first that is not the draft.
+
+    A draft that typical acceptance has accepted is the sample in its place (`sample/typical.py`).
+    """
+    if (error := output.errors.get(first)) is not None:  # a mistake of the request, or of the model
+        return RowResult(error=error, error_type="ValueError" if error == NO_TOKEN_POSSIBLE else None)
+    if not row.drafts:
+        return RowResult([output.token_ids[first]], output.logprobs.get(first))
+    count = 1
+    for draft in row.drafts:
+        sample = first + count
+        if output.token_ids[sample - 1] != draft or sample in output.errors:
+            break
+        count += 1
+    here = range(first, first + count)
+    logprobs = LogprobRows.join([output.logprobs[sample] for sample in here if sample in output.logprobs])
+    return RowResult(output.token_ids[first : first + count], logprobs)

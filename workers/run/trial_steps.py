@@ -1,0 +1,99 @@
+"""Steps that no request has asked for: they warm a model up, and find what it takes and what memory it needs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pagewire.ipc.wire.codec import Tensor as PlainTensor
+from pagewire.ipc.wire.items import Media, Task
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, StepResult, WorkerConfig
+from pagewire.workers.device.interface import Device
+from pagewire.workers.errors import LoadError
+from pagewire.workers.network.loaded import LoadedModel
+from pagewire.workers.ranks.interface import Collective
+
+logger = logging.getLogger("pagewire.worker")
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class TrialSteps:
+    """Runs prompts through a model, with all their KV in block 0, and frees their slots.
+
+    step: runs a plan, see `Runner.step`.
+    """
+
+    def __init__(
+        self, step: Callable[[StepPlan], StepResult], config: WorkerConfig, loaded: LoadedModel
+    ) -> None:
+        self._step, self._config, self._loaded = step, config, loaded
+
+    def run(self, lengths: Sequence[int], params: SamplingParams, media: Sequence[Media] = ()) -> None:
+        """Run prompts of these lengths in one step.
+
+        params: of a model that generates; one that pools makes its default results. media: of each prompt.
+        """
+        size, pooler = self._config.block_size, self._loaded.pooler
+        task: Task = params if pooler is None else PoolingParams(task=pooler.info.tasks[0])
+        samples = int(pooler is None)
+        inits, rows = [], []
+        for slot, length in enumerate(lengths):
+            blocks = [0] * -(-length // size)
+            inits.append(SlotInit(slot, [0] * length, length, blocks, task, 0))
+            row = Row(slot, 0, length, num_samples=samples, pool=not samples, num_drafts=1, media=list(media))
+            rows.append(row)
+        self._step(StepPlan(-1, rows, inits))
+        self._step(StepPlan(-1, [], [], list(range(len(lengths)))))
+
+    def run_widest(self, num_most_likely: int) -> None:
+        """Run the largest steps, by tokens and by rows, with all sampling stages, to measure their memory."""
+        config, longest = self._config, self._loaded.max_model_len
+        most = config.max_num_batched_tokens
+        if self._loaded.model.encodes:  # the longest prompt runs in one step in any case
+            most = max(most, longest)
+        num_long, rest = divmod(most, longest)
+        prompts = [*[longest] * num_long, *([rest] if rest else [])][: config.max_num_seqs]
+        params = SamplingParams(top_k=2, top_p=0.5, logprobs=num_most_likely)
+        self.run(prompts, params)
+        self.run([1] * min(config.max_num_seqs, config.max_num_batched_tokens), params)
+
+    def take_embeddings(self, size: int) -> bool:
+        """True if the model takes an embedding of this size in the place of a token's."""
+        data = PlainTensor("float32", (1, size), bytes(4 * size))
+        try:
+            self.run([1], GREEDY, [Media(0, 1, b"", data, True)])
+        except RuntimeError as error:
+            logger.info("prompts of embeddings are not taken: %s", error)
+            self._step(StepPlan(-1, [], [], [0]))
+            return False
+        return True
+
+
+def check_room(config: WorkerConfig, device: Device, budget: Callable[[], int]) -> None:
+    """Check that the largest steps of a model that encodes fit on a GPU: they are all that it needs beside weights.
+
+    budget: runs them, and gives the bytes that they leave.
+
+    Raises:
+        LoadError: there is not enough memory for them.
+    """
+    try:
+        room = budget()
+    except torch.OutOfMemoryError:
+        room = 0
+    if room <= 0:
+        raise LoadError(
+            f"steps of {config.max_num_batched_tokens} tokens (max_num_batched_tokens) do not fit into the memory "
+            f"of {device.name} beside the weights: lower it, or max_model_len, or raise gpu_memory_utilization"
+        )
+
+
+def of_first_stage(number: int, collective: Collective, device: Device) -> int:
+    """A number of rank 0, which is on the first stage; all ranks of a group call this together."""
+    numbers = torch.tensor([number], device=device.torch_device)
+    return int(collective.broadcast(numbers, 0).item())
