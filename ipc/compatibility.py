@@ -144,6 +144,10 @@ OPTIONS: Mapping[str, Absent] = {
         "start `pagewire serve --attach ADDRESS` several times, on one core",
         silent=(1,),
     ),
+    "code_revision": Absent(
+        "the code of a repository is that of its revision, and runs with trust_remote_code only",
+        "give revision, or a local folder with other code",
+    ),
     "collect_detailed_traces": Absent(
         "there is one span per request", "start_profile and stop_profile trace the workers", pending=True
     ),

@@ -94,7 +94,7 @@ def report(options: argparse.Namespace) -> ModelReport:
     config = EngineConfig.resolve(args).worker_config()
     num_local = config.parallel.size if starts_here(args) else 1
     headers, isa, memory = (
-        read_headers(config.model_path, config.hf_overrides),
+        read_headers(config.model_path, config.hf_overrides, config.trust_remote_code),
         expected_isa(),
         machine_memory(num_local),
     )

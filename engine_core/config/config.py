@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pagewire.engine_core.config.rotary import rotary_overrides
 from pagewire.engine_core.config.scaling_factors import read_scaling_factors
 from pagewire.engine_core.config.speculative_model import resolve_speculation
 from pagewire.engine_core.schedule.adapter import AdapterLimits
@@ -36,6 +38,7 @@ class EngineConfig:
     speculation: what proposes tokens, with its model's folder; None if nothing does.
     merged_adapter: folder of the adapter that is added to the weights; None for none.
     first_adapter: the adapter that is loaded at the start; None for none.
+    overrides: what is merged into config.json: `hf_overrides`, and those of the rotary embedding.
     """
 
     args: EngineArgs
@@ -46,6 +49,7 @@ class EngineConfig:
     speculation: SpeculativeConfig | None = None
     merged_adapter: Path | None = None
     first_adapter: AdapterSource | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def resolve(cls, args: EngineArgs) -> EngineConfig:
@@ -66,8 +70,10 @@ class EngineConfig:
             trust_remote_code=args.trust_remote_code,
             ignore_patterns=args.ignore_patterns,
         )
-        model, generation = read_configs(path)
-        model |= args.hf_overrides
+        model, generation = read_configs(path, args.trust_remote_code)
+        rotary = rotary_overrides(model | args.hf_overrides, args.rope_scaling, args.rope_theta)
+        overrides = args.hf_overrides | rotary
+        model |= overrides
         check_counts(model)
         resolve_quantization(args.quantization, args.load_format, settings_of(path, model))
         factors = args.quantization_param_path
@@ -83,6 +89,7 @@ class EngineConfig:
             speculation,
             merged_adapter=merged_adapter(args),
             first_adapter=first_adapter(args),
+            overrides=overrides,
         )
 
     @property
@@ -120,7 +127,7 @@ class EngineConfig:
             device=args.device,
             load_format=args.load_format,
             trust_remote_code=args.trust_remote_code,
-            hf_overrides=args.hf_overrides,
+            hf_overrides=dict(self.overrides),
             max_model_len=args.max_model_len,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,

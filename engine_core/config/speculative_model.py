@@ -41,7 +41,7 @@ def resolve_speculation(args: EngineArgs, served: Mapping[str, Any]) -> Speculat
             cache_dir=args.download_dir,
             ignore_patterns=args.ignore_patterns,
         )
-        own, _ = read_configs(path)
+        own, _ = read_configs(path, args.trust_remote_code)
         check_counts(own)
         config = msgspec.structs.replace(config, model=str(path))
     if config.method == "auto":

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.ipc.errors import ModelNotFoundError
+from pagewire.ipc.families.family import ForeignModel
+from pagewire.ipc.families.registry import foreign_model
 from pagewire.ipc.gguf.config import generation_config, model_config
 from pagewire.ipc.gguf.file import is_gguf, parts_of, read_gguf
 from pagewire.ipc.gguf.locate import check_format, in_repository, model_in
@@ -235,13 +237,28 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_configs(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_configs(path: Path, trust_remote_code: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """A model's configuration and generation settings: of a folder's JSON files, or of a GGUF file's metadata.
 
+    The configuration is that of the module which runs: for a family whose repositories bring code (`families/`),
+    that of transformers' module, unless `trust_remote_code` lets their code run.
+
     Raises:
-        ValueError: a file is broken. ModelNotFoundError: it is a GGUF file of an architecture that is not served.
+        ValueError: a file is broken, or the family is not served. ModelNotFoundError: it is a GGUF file of an
+            architecture that is not served.
     """
     if is_gguf(path):
         file = read_gguf(path)
         return model_config(file), generation_config(file)
-    return read_json(path / "config.json"), read_json(path / "generation_config.json")
+    values = read_json(path / "config.json")
+    foreign = foreign_model(values, trust_remote_code)
+    return values if foreign is None else dict(foreign.config), read_json(path / "generation_config.json")
+
+
+def read_foreign(path: Path, trust_remote_code: bool) -> ForeignModel | None:
+    """The model in a folder as one of a family; None as for `foreign_model`, and for a GGUF file.
+
+    Raises:
+        ValueError: config.json is broken, or the family is not served.
+    """
+    return None if is_gguf(path) else foreign_model(read_json(path / "config.json"), trust_remote_code)

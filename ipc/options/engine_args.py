@@ -104,6 +104,8 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
         for name in ("num_threads", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_model_len"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
+        if self.rope_theta is not None:
+            check_number("rope_theta", self.rope_theta, 0.0, math.inf, above=True)
         check_int("seed", self.seed, 0)
         check_int("max_prompt_adapters", self.max_prompt_adapters, 1)
         check_int("max_prompt_adapter_token", self.max_prompt_adapter_token, 0)

@@ -55,6 +55,16 @@ class ModelOptions:
     hf_overrides: dict[str, Any] = option(
         None, "Model", "JSON merged into the model's config.json", make=dict
     )
+    rope_scaling: dict[str, Any] = option(
+        None,
+        "Model",
+        'JSON of a scaling of the rotary embedding, such as {"rope_type": "yarn", "factor": 4.0}; '
+        "hf_overrides gives the model more positions (max_position_embeddings)",
+        make=dict,
+    )
+    rope_theta: float | None = option(
+        None, "Model", "base of the rotary embedding's angles; default: the model's"
+    )
     download_dir: str | None = option(None, "Model", "folder for downloads; default: the hub's cache")
     ignore_patterns: str | list[str] = option(
         None,

@@ -113,6 +113,15 @@ MINISTRAL_ROPE = {
     "mscale_all_dim": 1.0,
 }
 
+DBRX = {
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 2,
+    "max_seq_len": 128,
+    "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+    "ffn_config": {"ffn_hidden_size": 36, "moe_num_experts": 4, "moe_top_k": 2},
+}
+
 ARCHITECTURES = [
     Architecture("afmoe", GROUPED | EXPERTS | {"sliding_window": 7}),
     Architecture("apertus", GROUPED),
@@ -190,6 +199,21 @@ ARCHITECTURES = [
     Architecture("ctrl", GPT2_SIZES | {"dff": 96}),
     Architecture("nemotron", GROUPED),
     Architecture("stablelm", GROUPED),
+    Architecture("bloom", {"n_head": 4, "n_layer": 2}),
+    Architecture("codegen", GPT2_SIZES | {"rotary_dim": 8}),
+    Architecture("falcon", {"alibi": False}),
+    Architecture("falcon with ALiBi", {"alibi": True, "multi_query": False}, model_type="falcon"),
+    Architecture(
+        "falcon with groups", {"new_decoder_architecture": True, "num_kv_heads": 2}, model_type="falcon"
+    ),
+    Architecture("dbrx", DBRX),
+    Architecture(
+        "gpt_neo", {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 7}
+    ),
+    Architecture("gptj", GPT2_SIZES | {"rotary_dim": 8}),
+    Architecture(
+        "mpt", {"hidden_size": 96, "num_attention_heads": 6, "n_layers": 2, "max_seq_len": 128}
+    ),  # heads that are no power of 2
     # Refused: no KV cache that could be paged, or attention that cannot be replaced.
     Architecture(
         "phimoe with a window",
@@ -205,11 +229,8 @@ ARCHITECTURES = [
         MLA | {"num_layers": 2, "head_dim": 8, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
         "multiplies by the weight of a linear layer",
     ),
-    Architecture("bloom", {"n_head": 4, "n_layer": 2}, OWN_ATTENTION),
     Architecture("diffllama", GROUPED, "calls attention 2 times"),
     Architecture("doge", GROUPED, "mask or bias"),
-    Architecture("falcon", {"alibi": False}, OWN_ATTENTION),
-    Architecture("gptj", GPT2_SIZES | {"rotary_dim": 8}, OWN_ATTENTION),
     Architecture(
         "jamba", GROUPED | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}, NO_CACHE
     ),
@@ -220,7 +241,6 @@ ARCHITECTURES = [
         GROUPED | {"num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
         NO_CACHE,
     ),
-    Architecture("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}, OWN_ATTENTION),
     Architecture(
         "qwen3_next", GROUPED | EXPERTS | {"layer_types": ["linear_attention", "full_attention"]}, NO_CACHE
     ),

@@ -72,12 +72,17 @@ def write_quantised(
     return _write(source, folder / "quantised", parts, settings), _write(source, folder / "plain", dense)
 
 
-def write_awq(source: Path, folder: Path, group: int = 32) -> tuple[Path, Path]:
-    """An AWQ checkpoint of a dense one, and one with the same numbers, dequantised."""
+def write_awq(
+    source: Path, folder: Path, group: int = 32, packed: tuple[str, ...] = ("_proj.weight",)
+) -> tuple[Path, Path]:
+    """An AWQ checkpoint of a dense one, and one with the same numbers, dequantised.
+
+    packed: how the names of the matrices end that are quantised.
+    """
     parts: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(packed):
             parts[name] = dense[name] = tensor
             continue
         matrix = rounded(tensor, 4, group, symmetric=False)

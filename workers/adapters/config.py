@@ -212,7 +212,7 @@ def check_context_length(context_length: int, config: WorkerConfig) -> None:
     Raises:
         ValueError: the text says with which options it can be served.
     """
-    values = read_configs(Path(config.model_path))[0] | config.hf_overrides
+    values = read_configs(Path(config.model_path), config.trust_remote_code)[0] | config.hf_overrides
     text = {**values, **(values.get("text_config") or {})}
     limit = next((n for name in POSITIONS if isinstance(n := text.get(name), int) and n > 0), context_length)
     if context_length > limit:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.ipc.counts import check_counts
-from pagewire.ipc.files.hub import read_json
+from pagewire.ipc.families.family import ForeignModel
+from pagewire.ipc.files.hub import read_configs, read_foreign, read_json
 from pagewire.ipc.files.safetensors import LENGTH_BYTES, parse_header
 from pagewire.ipc.gguf.config import model_config
 from pagewire.ipc.gguf.file import GgufError, is_gguf, read_gguf
@@ -53,22 +54,31 @@ class Headers:
     """All that is known of a checkpoint before its tensors are read.
 
     config: the model's, with the names of a `config.json`. form: of the files: "safetensors", "GGUF".
+    foreign: the family that gives the tensors their names, if these are not transformers'.
     """
 
     config: Mapping[str, Any]
     tensors: Sequence[TensorHeader]
     num_files: int
     form: str
+    foreign: ForeignModel | None = None
 
 
-def read_headers(model_path: str | Path, hf_overrides: Mapping[str, Any] | None = None) -> Headers:
+def read_headers(
+    model_path: str | Path, hf_overrides: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+) -> Headers:
     """The headers of a model folder or GGUF file; `hf_overrides` are merged into its configuration.
+
+    trust_remote_code: as in `read_configs`.
 
     Raises:
         LoadError: a file is missing or broken, or of a model that is not served.
     """
-    read = _gguf_headers if is_gguf(model_path) else _safetensors_headers
-    headers = read(Path(model_path), hf_overrides or {})
+    path, overrides = Path(model_path), hf_overrides or {}
+    if is_gguf(path):
+        headers = _gguf_headers(path, overrides)
+    else:
+        headers = _safetensors_headers(path, overrides, trust_remote_code)
     try:
         check_counts(headers.config)
     except ValueError as error:
@@ -76,14 +86,15 @@ def read_headers(model_path: str | Path, hf_overrides: Mapping[str, Any] | None 
     return headers
 
 
-def _safetensors_headers(folder: Path, hf_overrides: Mapping[str, Any]) -> Headers:
+def _safetensors_headers(folder: Path, hf_overrides: Mapping[str, Any], trust_remote_code: bool) -> Headers:
     files = weight_files(folder)
     try:
-        config = read_json(folder / "config.json")
+        config, _ = read_configs(folder, trust_remote_code)
+        foreign = read_foreign(folder, trust_remote_code)
     except (ValueError, OSError) as error:
         raise LoadError(f"cannot load {folder}: {error}") from error
     tensors = [tensor for path in files for tensor in safetensors_header(path)]
-    return Headers({**config, **hf_overrides}, tensors, len(files), "safetensors")
+    return Headers({**config, **hf_overrides}, tensors, len(files), "safetensors", foreign)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -9,15 +9,16 @@ from typing import Any
 from pagewire.workers.estimate.inventory import Matrix
 
 NAMES = {
-    "num_layers": ("num_hidden_layers", "n_layer"),
-    "hidden_size": ("hidden_size", "n_embd"),
-    "num_heads": ("num_attention_heads", "n_head"),
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "max_positions": (
         "max_position_embeddings",
         "n_positions",
         "max_sequence_length",
         "seq_length",
         "n_ctx",
+        "max_seq_len",  # of MPT and DBRX
     ),
     "num_experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
     "experts_per_token": (
@@ -120,7 +121,7 @@ def _num_without(text: Mapping[str, Any]) -> int:
 
 
 def _kv_heads(text: Mapping[str, Any]) -> int:
-    if text.get("multi_query"):
+    if text.get("multi_query") and not text.get("new_decoder_architecture"):  # which Falcon has with groups
         return 1
     return _number(text, ("num_key_value_heads", "num_kv_heads", *NAMES["num_heads"]))
 

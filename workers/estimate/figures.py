@@ -125,7 +125,7 @@ def footprint(
         LoadError: its configuration has sizes of another form, or its tensors are of a format that is not served.
     """
     try:
-        found = list(matrices(headers.tensors, headers.config))
+        found = list(matrices(headers.tensors, headers.config, headers.foreign))
         dimensions = Dimensions.of(headers.config, found)
     except LoadError:
         raise

@@ -183,7 +183,8 @@ def sizes_of(headers: Headers, config: WorkerConfig, isa: str) -> Footprint:
     if speculative is not None and speculative.method == "mtp":
         headers, layers = divided(headers)
     elif speculative is not None and speculative.model is not None:
-        layers, quantization = read_headers(speculative.model), speculative.quantization
+        layers = read_headers(speculative.model, trust_remote_code=config.trust_remote_code)
+        quantization = speculative.quantization
     whole = footprint(headers, isa, config.dtype, config.quantization, config.kv_cache_dtype)
     own = of_rank(whole, config.parallel)
     if layers is None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from pagewire.ipc.families.family import ForeignModel
 from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.workers.checkpoint.formats.format import parts_by_weight
 from pagewire.workers.checkpoint.gguf_names import BLOCKS
@@ -129,16 +130,33 @@ class Matrix:
         return self.count * self.rows * self.columns
 
 
-def matrices(tensors: Iterable[TensorHeader], config: Mapping[str, Any]) -> Iterator[Matrix]:
+def matrices(
+    tensors: Iterable[TensorHeader], config: Mapping[str, Any], foreign: ForeignModel | None = None
+) -> Iterator[Matrix]:
     """The matrices and vectors of a checkpoint. Of a quantised one, several tensors make one.
 
     Those that only pictures or sound need are left out, for they are not loaded.
 
-    config: the model's configuration, whose `quantization_config` names the format.
+    config: the model's configuration, whose `quantization_config` names the format. foreign: of a family with names
+    of its own, under whose module's names they come.
 
     Raises:
         ValueError, KeyError, ...: as `format_of` and `Format.stored`.
     """
+    found = _in_files(tensors, config)
+    if foreign is None:
+        yield from found
+        return
+    held = {matrix.name: matrix for matrix in found}
+    for name, excerpt in foreign.excerpts(held).items():
+        whole = held[excerpt.tensor]
+        rows = whole.rows if excerpt.num_rows is None else excerpt.num_rows
+        size = whole.num_bytes * rows // max(1, whole.rows)
+        yield replace(whole, name=name, part=part_of(name), rows=rows, num_bytes=size)
+
+
+def _in_files(tensors: Iterable[TensorHeader], config: Mapping[str, Any]) -> Iterator[Matrix]:
+    """See `matrices`, under the names in the files."""
     if text := config.get("text_config"):
         layers = [f".layers.{layer}." for layer in text.get("cross_attention_layers") or ()]
         beside = (*BESIDE_TEXT, *layers)

@@ -129,12 +129,13 @@ class StepContext(RowsContext):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
     ) -> Tensor:
         """Store k [T, Hkv, D] and v [T, Hkv, Dv] of a layer, then attend with q [T, Hq, D]. Returns [T, Hq, Dv]."""
         shape = KVShape(k.shape[1], k.shape[2], v.shape[2], v.dtype)
         cache = self.cache(layer, shape, window)
         store_kv(k, v, cache, self.batch.slot_mapping)
-        terms = LogitTerms(window, self.future(window), softcap, sinks)
+        terms = LogitTerms(window, self.future(window), softcap, sinks, alibi)
         return paged_attention(q, cache, self.batch, scale, terms)
 
 
@@ -154,6 +155,11 @@ def current_step() -> StepContext:
     if not isinstance(step := _running.rows, StepContext):
         raise RuntimeError("attention or a linear layer was called outside of a step")
     return step
+
+
+def is_in_step() -> bool:
+    """True while layers run in a step, so that attention is ours; False while the original module runs."""
+    return isinstance(_running.rows, StepContext)
 
 
 def current_adapters() -> AdapterRows | None:

@@ -9,7 +9,7 @@ import torch
 
 from pagewire.ipc.counts import check_counts
 from pagewire.ipc.environment import env_flag
-from pagewire.ipc.files.hub import read_configs
+from pagewire.ipc.files.hub import read_configs, read_foreign
 from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
@@ -40,26 +40,42 @@ def load_config(worker_config: WorkerConfig) -> Any:
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    import pagewire.workers.module.own_models  # noqa: F401 - makes models known to transformers
+
     is_file = is_gguf(worker_config.model_path)
     if not is_file and not (Path(worker_config.model_path) / "config.json").is_file():
         raise LoadError(f"{worker_config.model_path} holds no config.json: not a Hugging Face model folder")
+    path, trusts = Path(worker_config.model_path), worker_config.trust_remote_code
     try:
-        values = read_configs(Path(worker_config.model_path))[0] | worker_config.hf_overrides
+        values = read_configs(path, trusts)[0] | worker_config.hf_overrides
         check_counts(values)
-        if is_file:
-            return CONFIG_MAPPING[values["model_type"]].from_dict(values)
-        values = PretrainedConfig.get_config_dict(worker_config.model_path)[0] | worker_config.hf_overrides
+        if is_file or read_foreign(path, trusts) is not None:
+            return _with_rotary(CONFIG_MAPPING[values["model_type"]].from_dict(values), worker_config)
+        values = PretrainedConfig.get_config_dict(path)[0] | worker_config.hf_overrides
         kind = values.get("model_type")
-        if kind in CONFIG_MAPPING and not (worker_config.trust_remote_code and "auto_map" in values):
-            return CONFIG_MAPPING[kind].from_dict(values)
-        return AutoConfig.from_pretrained(
-            worker_config.model_path,
-            trust_remote_code=worker_config.trust_remote_code,
-            **worker_config.hf_overrides,
-        )
+        if kind in CONFIG_MAPPING and not (trusts and "auto_map" in values):
+            return _with_rotary(CONFIG_MAPPING[kind].from_dict(values), worker_config)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trusts, **worker_config.hf_overrides)
     except Exception as error:
         source = "the metadata" if is_file else "config.json"
         raise LoadError(f"{source} of {worker_config.model_path} cannot be used: {error}") from error
+
+
+def _with_rotary(config: Any, worker_config: WorkerConfig) -> Any:
+    """The configuration, if it has the rotary embedding that overrides change.
+
+    Raises:
+        ValueError: it has none, so that the change would have no effect.
+    """
+    names = {"rope_parameters", "rope_scaling", "rope_theta"}
+    text = config.get_text_config()
+    changed = names & worker_config.hf_overrides.keys()
+    without = text.model_type == "alibi_llama" or getattr(text, "alibi", False)
+    if changed and (without or not any(hasattr(type(text)(), name) for name in names)):
+        raise ValueError(
+            f"{text.model_type} has no rotary embedding that {', '.join(sorted(changed))} changes"
+        )
+    return config
 
 
 def checkpoint_dtype(config: Any) -> torch.dtype:
@@ -108,7 +124,14 @@ def resolve_max_model_len(requested: int | None, config: Any) -> int:
         LoadError: `requested` exceeds the model's limit, unless `PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1`.
     """
     text = config.get_text_config()
-    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+    names = (
+        "max_position_embeddings",
+        "n_positions",
+        "max_sequence_length",
+        "seq_length",
+        "n_ctx",
+        "max_seq_len",
+    )
     model_limit = next(
         (n for name in names if isinstance(n := getattr(text, name, None), int) and n > 0), None
     )

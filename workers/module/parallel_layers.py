@@ -14,7 +14,7 @@ from pagewire.kernels.data.weight import Linear
 from pagewire.workers.module.shards import Cut, Shards, head_size
 from pagewire.workers.ranks.interface import Collective
 
-QUERY_COUNTS = ("num_heads", "num_attention_heads")
+QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
 KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 QUERY_WIDTHS, KEY_WIDTHS = ("split_size", "embed_dim"), ("kv_dim",)
 
@@ -118,6 +118,7 @@ def fit_modules(base: nn.Module, prefix: str, shards: Shards) -> None:
         attention: Any = base.get_submodule(name.removeprefix(f"{prefix}."))
         query, kv = heads.share(shards.collective.rank, shards.collective.size)
         _fit_attention(attention, heads.num, len(query), heads.num_kv, len(kv))
+        attention.all_heads, attention.first_head = heads.num, query.start  # for what depends on the head
     for name, cut in shards.gathered.items():
         parent, _, leaf = name.removeprefix(f"{prefix}.").rpartition(".")
         owner = base.get_submodule(parent)

@@ -59,6 +59,8 @@ TABLE: dict[str, Plan] = {
     "bitnet": ATTENTION
     | _gated("layers.*.mlp")
     | {"layers.*.self_attn.attn_sub_norm": "gathered", "layers.*.mlp.ffn_sub_norm": "gathered"},
+    "bloom": _linears("h.*.self_attention", ("query_key_value",), ("dense",))
+    | _linears("h.*.mlp", ("dense_h_to_4h",), ("dense_4h_to_h",)),
     "cohere": NORMS_BY_HEAD,
     "ctrl": _linears("h.*.multi_head_attention", ("Wq", "Wk", "Wv"), ("dense",))
     | _linears("h.*.ffn", ("0",), ("2",)),
@@ -71,13 +73,21 @@ TABLE: dict[str, Plan] = {
     | _linears("h.*.mlp", ("c_fc",), ("c_proj",)),
     "gpt_bigcode": {"h.*.attn.c_attn": "qkv_colwise", "h.*.attn.c_proj": "rowwise"}
     | _linears("h.*.mlp", ("c_fc",), ("c_proj",)),
+    "gpt_neo": _linears("h.*.attn.attention", ("q_proj", "k_proj", "v_proj"), ("out_proj",))
+    | _linears("h.*.mlp", ("c_fc",), ("c_proj",)),
+    "gptj": _linears("h.*.attn", ("q_proj", "k_proj", "v_proj"), ("out_proj",))
+    | _linears("h.*.mlp", ("fc_in",), ("fc_out",)),
     "gpt_oss": ATTENTION | {"layers.*.self_attn.sinks": "colwise"} | _packed("layers.*.mlp.experts"),
     "granitemoe": ATTENTION,
     "granitemoeshared": ATTENTION
     | {"layers.*.shared_mlp.input_linear": "packed_colwise", "layers.*.shared_mlp.output_linear": "rowwise"},
     "hunyuan_v1_dense": ATTENTION | _gated("layers.*.mlp"),
     "hunyuan_v1_moe": ATTENTION | _gated("layers.*.mlp.shared_mlp"),
+    "jais": {"h.*.attn.c_attn": "qkv_colwise", "h.*.attn.c_proj": "rowwise"}
+    | _linears("h.*.mlp", ("c_fc", "c_fc2"), ("c_proj",)),
     "minimax_m2": NORMED_ATTENTION,
+    "mpt": {"blocks.*.attn.Wqkv": "qkv_colwise", "blocks.*.attn.out_proj": "rowwise"}
+    | _linears("blocks.*.ffn", ("up_proj",), ("down_proj",)),
     "olmo2": NORMED_ATTENTION,
     "olmo3": NORMED_ATTENTION,
     "olmoe": NORMED_ATTENTION,

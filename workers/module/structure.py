@@ -11,7 +11,7 @@ MLP = {"gate_proj", "up_proj", "down_proj"}
 SPARSE = {"gate", "experts"}
 SHARED = {"shared_expert", "shared_expert_gate"}
 NORMS = {"input_layernorm", "post_attention_layernorm"}
-OTHER_ARITHMETIC = {"ernie4_5", "granite", "helium", "ministral3", "smollm3"}
+OTHER_ARITHMETIC = {"alibi_llama", "ernie4_5", "granite", "helium", "ministral3", "smollm3"}
 """Model types with the structure of a stack that compute something else. The proof would refuse their stacks, too,
 but only after packing all of them."""
 SPARSE_MODELS = {"mixtral", "qwen2_moe", "qwen3_moe"}
@@ -29,7 +29,7 @@ def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[s
     activation = text.get("hidden_act") or text.get("hidden_activation") or DEFAULT_ACTIVATION
     if model_type in OTHER_ARITHMETIC | OTHER_EMBEDDING or activation not in ACTIVATIONS:
         return False
-    names = list(names)
+    names = [name for name in names if not name.endswith(".inv_freq")]  # in old checkpoints; not read
     if any(name.endswith("norm.bias") for name in names):  # of a norm that is no RMSNorm
         return False
     inner = (name.partition("model.layers.")[2].split(".")[1:3] for name in names)

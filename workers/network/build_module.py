@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pagewire.ipc.files.hub import read_foreign
 from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.quantization import GGUF, resolve_quantization, settings_of
 from pagewire.ipc.wire.worker_messages import WorkerConfig
@@ -19,11 +20,13 @@ from pagewire.workers.checkpoint.formats.quantised import QuantisedCheckpoint
 from pagewire.workers.checkpoint.formats.registry import format_of
 from pagewire.workers.checkpoint.gguf.reader import GgufCheckpoint
 from pagewire.workers.checkpoint.headers import weight_files
+from pagewire.workers.checkpoint.mapped import MappedCheckpoint
 from pagewire.workers.checkpoint.source import Checkpoint, WeightSource
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.module.configuration import resolve_max_model_len
 from pagewire.workers.module.refusals import refuse
+from pagewire.workers.module.replaced_methods import replace_methods
 from pagewire.workers.module.text_base import takes_more_than_text
 from pagewire.workers.module.weights import CheckpointWeights, Quantise, Weights, keep
 from pagewire.workers.network.rehearsal import rehearse
@@ -178,6 +181,7 @@ def _from_config(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, k
     module = kind.load(config).from_config(config, **_options(worker_config, dtype)).eval()
     if not kind.has_head and getattr(module, "pooler", None) is not None:
         module.pooler = None  # of BERT: made for its classifier, and not in every checkpoint
+    replace_methods(module)
     return module
 
 
@@ -210,7 +214,9 @@ def weight_source(worker_config: WorkerConfig, config: Any, form: Format | None)
     path = worker_config.model_path
     if is_gguf(path):
         return GgufCheckpoint(path, config)
-    return Checkpoint(path) if form is None else QuantisedCheckpoint(Checkpoint(path), form)
+    source = Checkpoint(path) if form is None else QuantisedCheckpoint(Checkpoint(path), form)
+    foreign = read_foreign(Path(path), worker_config.trust_remote_code)
+    return source if foreign is None else MappedCheckpoint(source, foreign)
 
 
 def module_on_meta(
@@ -226,6 +232,11 @@ def _from_pretrained(worker_config: WorkerConfig, config: Any, dtype: torch.dtyp
     if is_gguf(worker_config.model_path):
         raise LoadError("GGUF files need the tables for converting checkpoints of transformers 5 or later")
     pickles = worker_config.load_format == "pt"
+    if read_foreign(Path(worker_config.model_path), worker_config.trust_remote_code) is not None:
+        raise LoadError(
+            "a file of pickles has no weights that are read one by one, as those of this family must be, for they "
+            "have names of their own: save them as safetensors"
+        )
     if not pickles:
         weight_files(Path(worker_config.model_path))
     module, report = kind.load(config).from_pretrained(

@@ -28,7 +28,10 @@ def spec_of(worker_config: WorkerConfig) -> PoolingSpec | None:
         LoadError: the options contradict each other, or ask for ranks over which it cannot be divided.
     """
     try:
-        values = read_configs(Path(worker_config.model_path))[0] | worker_config.hf_overrides
+        values = (
+            read_configs(Path(worker_config.model_path), worker_config.trust_remote_code)[0]
+            | worker_config.hf_overrides
+        )
     except ValueError:
         return None  # the file is broken, and loading says so
     if not pools(worker_config, values):

@@ -282,7 +282,7 @@ def expected_sizes(config: WorkerConfig) -> Footprint | None:
     """
     if not runs_on_cpu(config.device) or config.load_format in WITHOUT_HEADERS:
         return None
-    headers = read_headers(config.model_path, config.hf_overrides)
+    headers = read_headers(config.model_path, config.hf_overrides, config.trust_remote_code)
     try:
         sizes = check_fit(headers, config, expected_isa(), *machine_memory(config.parallel.local_size))
     except MemoryShortageError:

@@ -113,7 +113,7 @@ def draft_config(
         LoadError: it has another vocabulary, or its configuration cannot be read.
     """
     try:
-        sizes = Dimensions.of(read_configs(Path(path))[0], ())
+        sizes = Dimensions.of(read_configs(Path(path), config.trust_remote_code)[0], ())
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise LoadError(f"the configuration of the draft model {path} cannot be used: {error}") from error
     if sizes.vocab_size and sizes.vocab_size != target.vocab_size:
@@ -150,7 +150,7 @@ def check_mlp(drafter: MlpSpeculator, speculative: SpeculativeConfig, config: Wo
         LoadError: says why.
     """
     settings = drafter.settings
-    values = read_configs(Path(config.model_path))[0] | config.hf_overrides
+    values = read_configs(Path(config.model_path), config.trust_remote_code)[0] | config.hf_overrides
     hidden_size = Dimensions.of(values, ()).hidden_size
     if hidden_size and hidden_size != settings.emb_dim:
         raise LoadError(

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from pagewire import kernels, workers
+from pagewire.ipc import families
 from pagewire.ipc.environment import env_flag
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cpu import library
@@ -101,9 +102,9 @@ def reason_against(config: WorkerConfig) -> str | None:
 
 
 def code_digest() -> str:
-    """A hash of our code that packs, loads and proves: all sources of `kernels` and `workers`."""
+    """A hash of our code that packs, loads and proves: all sources of `kernels`, `workers` and `ipc/families`."""
     digest = hashlib.sha256()
-    for folder in map(Path, (*kernels.__path__, *workers.__path__)):
+    for folder in map(Path, (*kernels.__path__, *workers.__path__, *families.__path__)):
         for path in sorted(folder.rglob("*")):
             if path.suffix in (".py", ".cpp", ".h"):
                 digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")

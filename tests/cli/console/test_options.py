@@ -98,6 +98,8 @@ def test_engine_options_stand_in_the_groups_of_their_definition(command: str) ->
         (["--block-size", "32"], "block_size", 32),
         (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
         (["--hf-overrides", '{"a": [1]}'], "hf_overrides", {"a": [1]}),
+        (["--rope-scaling", '{"factor": 2.0}'], "rope_scaling", {"factor": 2.0}),
+        (["--rope-theta", "1e6"], "rope_theta", 1e6),
         (["--served-model-name", "a", "b"], "served_model_name", ["a", "b"]),
         (["--hf-token", "hf_abc"], "hf_token", "hf_abc"),
         (["--hf-token", "True"], "hf_token", True),

@@ -140,6 +140,8 @@ def test_choices(name: str) -> None:
         ("tokenizer", 5),
         ("skip_tokenizer_init", "yes"),
         ("trust_remote_code", 1),
+        ("rope_theta", "x"),
+        ("rope_scaling", 2.0),
         ("hf_token", 5),
         ("hf_overrides", [1]),
         ("max_model_len", "2048"),

@@ -189,6 +189,7 @@ def test_quantised_while_loading_a_model_takes_what_was_expected(tmp_path: Path,
 
 def test_an_embedding_of_another_dtype_is_a_copy() -> None:
     class Headers:
+        foreign = None
         form, num_files, config = (
             "safetensors",
             1,

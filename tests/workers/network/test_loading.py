@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pagewire.engine_core.config.config import EngineConfig
+from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.workers.device import machine
@@ -28,7 +30,7 @@ from pagewire.workers.network.network import Network
 from pagewire.workers.network.proof import prove
 from tests.workers.architectures import ARCHITECTURES, GROUPED, VOCAB_SIZE, Architecture
 from tests.workers.driver import Driver, load_runner
-from tests.workers.parity import make_prompts, our_tokens, transformers_tokens
+from tests.workers.parity import NUM_TOKENS, make_prompts, our_tokens, transformers_tokens
 
 PROMPTS = make_prompts(VOCAB_SIZE)
 
@@ -47,7 +49,7 @@ def test_plain_models_run_as_a_stack(name: str, tmp_path: Path) -> None:
     assert runner.model.is_stack
 
 
-@pytest.mark.parametrize("name", sorted({*OTHER_ARITHMETIC, "hyperclovax"}))
+@pytest.mark.parametrize("name", sorted({*OTHER_ARITHMETIC, "hyperclovax"} - {"alibi_llama"}))
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
 def test_models_of_that_structure_with_other_arithmetic_do_not(
     name: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,6 +104,35 @@ def test_the_output_layer_is_called_alone_where_it_is_all_there_is(
 def test_rotary_variants(rope: dict[str, Any], tmp_path: Path) -> None:
     folder = Architecture("llama", GROUPED | {"rope_parameters": rope}).write(tmp_path)
     assert our_tokens(folder, PROMPTS) == transformers_tokens(folder, PROMPTS)
+
+
+@pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling"])
+def test_the_options_change_the_rotary_embedding(form: str, tmp_path: Path) -> None:
+    """Whichever way config.json has it: before version 5, transformers wrote its base and its scaling apart."""
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    wanted = Architecture("llama", GROUPED | {"rope_parameters": {**scaling, "rope_theta": 500.0}})
+    expected = transformers_tokens(wanted.write(tmp_path / "wanted"), PROMPTS)
+    other = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 32}
+    folder = Architecture("llama", GROUPED | {"rope_parameters": other}).write(tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text())
+    if form == "rope_scaling":
+        config |= {"rope_theta": 100.0, "rope_scaling": {**config.pop("rope_parameters")}}
+        del config["rope_scaling"]["rope_theta"]
+        (folder / "config.json").write_text(json.dumps(config))
+    resolved = EngineConfig.resolve(EngineArgs(str(folder), rope_scaling=scaling, rope_theta=500.0))
+    overrides = resolved.worker_config().hf_overrides
+    runner, _ = load_runner(folder, hf_overrides=overrides)
+    assert Driver(runner).generate(PROMPTS, NUM_TOKENS) == expected
+    assert Driver(load_runner(folder)[0]).generate(PROMPTS, NUM_TOKENS) != expected
+
+
+def test_rotary_options_without_an_effect_are_refused(tmp_path: Path) -> None:
+    gemma = architecture_named("gemma3_text").write(tmp_path / "gemma3")
+    with pytest.raises(ValueError, match="this one may have several"):
+        EngineConfig.resolve(EngineArgs(str(gemma), rope_theta=500.0))
+    gpt2 = architecture_named("gpt2").write(tmp_path / "gpt2")
+    with pytest.raises(LoadError, match="gpt2 has no rotary embedding that rope_theta changes"):
+        load_runner(gpt2, hf_overrides={"rope_theta": 500.0})
 
 
 def test_sharded_checkpoints(llama: Path, tmp_path: Path) -> None:

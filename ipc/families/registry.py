@@ -1,0 +1,48 @@
+"""The families that are known, by the names in their config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pagewire.ipc.families.baichuan import BAICHUAN
+from pagewire.ipc.families.chatglm import CHATGLM
+from pagewire.ipc.families.decilm import DECILM
+from pagewire.ipc.families.exaone import EXAONE
+from pagewire.ipc.families.family import Family, ForeignModel
+from pagewire.ipc.families.internlm2 import INTERNLM2
+from pagewire.ipc.families.jais import JAIS
+from pagewire.ipc.families.plain import AQUILA, INTERNLM, KIMI, MINICPM, ORION, XVERSE
+from pagewire.ipc.families.qwen import QWEN
+from pagewire.ipc.families.refused import ARCTIC, PHI3_SMALL
+
+FAMILIES = (
+    *(AQUILA, ARCTIC, BAICHUAN, CHATGLM, DECILM, EXAONE, INTERNLM, INTERNLM2, JAIS, KIMI, MINICPM, ORION),
+    *(PHI3_SMALL, QWEN, XVERSE),
+)
+OTHER_HEADS = ("RewardModel", "ForSequenceClassification", "ForTokenClassification")
+"""How the names of classes end that no family has: their heads are the repository's own."""
+
+
+def foreign_model(values: Mapping[str, Any], trust_remote_code: bool) -> ForeignModel | None:
+    """The model of a config.json as one of a family; None if it is of none, or if its own code runs.
+
+    Raises:
+        ValueError: the family is not served, or not with these settings.
+    """
+    if trust_remote_code and "auto_map" in values:
+        return None
+    family = _family(values)
+    return None if family is None else ForeignModel.of(family, values)
+
+
+def _family(values: Mapping[str, Any]) -> Family | None:
+    named = values.get("architectures")
+    architectures = {name for name in named if isinstance(name, str)} if isinstance(named, list) else set()
+    for family in FAMILIES:
+        if family.architectures & architectures:
+            return family
+    if any(name.endswith(OTHER_HEADS) for name in architectures):
+        return None
+    kind = values.get("model_type")  # less telling: a DeciLM may call itself a Llama
+    return next((family for family in FAMILIES if isinstance(kind, str) and kind in family.model_types), None)
