@@ -6,6 +6,7 @@ the module computes (`proof.py`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,8 @@ from pagewire.workers.network.structures import (
 )
 from pagewire.workers.ranks.stages import Stage
 
+logger = logging.getLogger("pagewire.worker")
+
 
 def build_network(
     base: Any, weights: Weights, device: torch.device, stage: Stage | None = None, *, encodes: bool = False
@@ -49,7 +52,8 @@ def build_network(
     """
     try:
         return _NetworkBuilder(base, structure_of(base, encodes=encodes), weights, device).network(stage)
-    except (OtherStructureError, AttributeError):
+    except (OtherStructureError, AttributeError) as error:
+        logger.debug("%s runs as a module: %s", type(base).__name__, str(error) or "it has another structure")
         return None
 
 
