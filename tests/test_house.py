@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
-from tests.test_imports import MODULES, SOURCES, modules_imported, name_of, parse
+from tests.test_imports import FOLDERS, MODULES, ROOT, SOURCES, modules_imported, name_of, parse
 
 MAX_LINES = 300  # of a class: what a reader can hold
 MAX_METHODS = 25
@@ -20,6 +21,12 @@ MUTUAL = {
         {"workers/adapters", "workers/network"}
     ): "an adapter can be merged into weights as they are loaded",
 }
+
+
+DOCUMENTS = [
+    *(ROOT / name for name in ("ARCHITECTURE.md", "README.md", "CONTRIBUTING.md", "tests/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 @cache
@@ -86,3 +93,20 @@ def test_nothing_is_packed_to_fit_a_line() -> None:
     switch = re.compile(r"#\s*fmt:\s*(off|skip)")
     unformatted = [name_of(path) for path in SOURCES if switch.search(path.read_text(encoding="utf-8"))]
     assert packed + unformatted == []
+
+
+def test_documents_name_files_that_exist() -> None:
+    """A path from the root, or the name alone of a file that the text has placed before."""
+    files = re.compile(r"`([\w./*]+\.(?:py|cpp|h|cuh?))`")
+    named = [
+        (document, path) for document in DOCUMENTS for path in files.findall(document.read_text("utf-8"))
+    ]
+    inner = [path for folder in (*FOLDERS, "tests", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
+    names = {path.name for path in (*inner, *ROOT.glob("*.py"))}
+
+    def exists(path: str) -> bool:
+        return any(ROOT.glob(path)) if "/" in path else any(fnmatch(name, path) for name in names)
+
+    assert len(named) > 100
+    missing = {f"{name_of(document)}: {path}" for document, path in named if not exists(path)}
+    assert missing == set()

@@ -1,7 +1,7 @@
 """A GGUF file's metadata as the configuration files of a Hugging Face model folder.
 
 The keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; what no key says is what llama.cpp
-takes for granted of the architecture. The worker's `checkpoint/gguf/names.py` has the names of the tensors.
+takes for granted of the architecture. The worker's `checkpoint/gguf_names.py` has the names of the tensors.
 """
 
 from __future__ import annotations

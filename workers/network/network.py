@@ -3,7 +3,7 @@
     token ids -> Embeddings -> Stack -> hidden states
 
 Decoders and encoders are the same object with other parts, as `build.py` finds them in a module of transformers, or
-`saved.py` in a file.
+`workers/weight_cache/forms.py` in a file.
 """
 
 from __future__ import annotations

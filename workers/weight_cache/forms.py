@@ -6,7 +6,7 @@ whatever a file says, nothing but these can be made of it. A group of ranks is s
 the process that reads.
 
 What runs code of transformers has no form. The rest was proven against it when it was first loaded, by the process
-that wrote the file (`model/proof.py`), so running it again needs neither transformers nor the checkpoint.
+that wrote the file (`network/proof.py`), so running it again needs neither transformers nor the checkpoint.
 """
 
 from __future__ import annotations
