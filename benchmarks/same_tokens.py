@@ -31,10 +31,8 @@ STACKS = ("llama", "qwen3", "qwen3_moe", "mistral", "gemma3_text", "gpt2")
 PROGRAM = """
 import hashlib, json, logging, random, sys
 from pathlib import Path
-from pagewire.ipc.wire.params import SamplingParams
-from pagewire.ipc.wire.pooling import PoolingParams
-from tests.workers.driver import Driver, load_runner
-from tests.workers.pooled import pool
+from tests.workers.driver import Driver, SamplingParams, load_runner  # whatever rooms a version has
+from tests.workers.pooled import PoolingParams, pool
 
 logging.disable()
 numbers = random.Random(0)
