@@ -13,7 +13,7 @@ compiled; it is used if all linear layers are packed weights, dense or quantised
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -63,6 +63,8 @@ class Stack:
         batch: AttentionBatch,
         caches: Sequence[Cache],
         angles: Sequence[Angles] = (),
+        x: Tensor | None = None,
+        taps: Mapping[int, Tensor] = {},
     ) -> Tensor:
         """Run the batch's tokens through all layers.
 
@@ -71,18 +73,24 @@ class Stack:
             batch: see `AttentionBatch`; for layers that attend to later keys, of whole prompts without padding.
             caches: of each layer; they may be the same one where all prompts are whole.
             angles: tables of cosines and sines [T, rot_dim], see `Kernels.rotary`; a layer says which is its own.
+            x: what the first product takes, in place of the normed states: [T, K], which may be wider.
+            taps: tensors [T, H] by numbers of layers, from 1 on: each gets the states behind that layer.
 
         Returns:
             [T, H], normed by the last layer's `output_norm`.
         """
         if self.compiled is not None:
-            return self.compiled(states, batch, caches, angles)
-        x = states if self.input_norm is None else _normed(states, self.input_norm)
-        for layer, experts, cache in zip(self.layers, self._experts, caches, strict=True):
+            return self.compiled(states, batch, caches, angles, x, taps)
+        if x is None:
+            x = normed_by(self.input_norm, states)
+        parts = zip(self.layers, self._experts, caches, strict=True)
+        for number, (layer, experts, cache) in enumerate(parts, 1):
             x = layer.out(_attend(layer, layer.qkv(x), angles, batch, cache))
             x, states = self._add(layer, x, states, layer.attention_norm)
             x = _feed_forward(layer, x) if experts is None else _mixture(layer, x, experts)
             x, states = self._add(layer, x, states, layer.output_norm)
+            if number in taps:
+                taps[number].copy_(states)
         return x
 
     @property
@@ -99,7 +107,7 @@ class Stack:
             x = add_rms_norm(x, states, norm.weight, norm.eps, offset=norm.offset)
         else:
             states += x
-            x = _normed(states, norm)
+            x = normed_by(norm, states)
         return x, states if self.norm_first else x
 
 
@@ -120,7 +128,10 @@ def _mixture(layer: Layer, x: Tensor, experts: GroupedExperts) -> Tensor:
     return out
 
 
-def _normed(x: Tensor, norm: Norm | LayerNorm) -> Tensor:
+def normed_by(norm: Norm | LayerNorm | None, x: Tensor) -> Tensor:
+    """What a norm makes of x [T, H]; without one: x itself."""
+    if norm is None:
+        return x
     if isinstance(norm, Norm):
         return rms_norm(x, norm.weight, norm.eps, offset=norm.offset)
     return layer_norm(x, norm.weight, norm.bias, norm.eps)

@@ -273,6 +273,7 @@ struct Layer {
   Norm query_norm, key_norm, attention_norm, output_norm;
   void* k_cache;
   void* v_cache;
+  void* tap;  // [tokens, hidden]: gets the states behind the layer; null: they are not kept
   LogitTerms terms;
   int64_t angles;  // the number of those that turn queries and keys; -1: none do
   float scale;
@@ -283,6 +284,7 @@ struct Layer {
 struct StackCall {
   const Layer* layers;
   Norm input_norm;  // before the first layer
+  const void* x;    // [tokens, k of the first product]: what it takes in place of the normed states; null: those
   void* states;     // [tokens, hidden]: the input; in the end the last sum, or where norms come last, its norm
   void* normed;     // [tokens, hidden]: in the end the norm of the last sum; null: norms come last
   // Scratch, of all tokens or those of a group.

@@ -48,14 +48,15 @@ class Requests {
 
   // As `pagewire_attention`; 2: a slot lies outside the cache.
   int run() {
-    const void* x = states_;
-    if (call_.input_norm.weight) x = first_norm(call_.input_norm);
+    const void* x = first_input();
     for (int64_t i = 0; i < call_.num_layers; ++i) {
       const Layer& layer = call_.layers[i];
       if (const int failure = attend(layer, x)) return failure;
       x = add_norm(layer.attention_norm);
       if (const int failure = feed_forward(layer, x)) return failure;
       x = add_norm(layer.output_norm);
+      const int64_t size = hidden_ * element_;
+      if (layer.tap) std::copy_n(states_, tokens_ * size, static_cast<char*>(layer.tap) + first_token_ * size);
     }
     return 0;
   }
@@ -145,6 +146,12 @@ class Requests {
     return pagewire_store(heads, cache, slots_, tokens_, batch_.num_kv_heads, batch_.head_dim, qkv_width_,
                           batch_.head_dim, block_stride, head_stride, batch_.num_blocks, batch_.block_size, values,
                           batch_.dtype, batch_.cache_dtype, batch_.num_threads);
+  }
+
+  // What the first product takes.
+  const void* first_input() const {
+    if (call_.x) return static_cast<const char*>(call_.x) + first_token_ * call_.layers[0].qkv.k * element_;
+    return call_.input_norm.weight ? first_norm(call_.input_norm) : states_;
   }
 
   const void* first_norm(const Norm& norm) const {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,12 +120,12 @@ class CompiledStack:
         *,
         norm_first: bool,
     ) -> None:
-        self._library, self._norm_first = library, norm_first
+        self._library, self._layers, self._norm_first = library, layers, norm_first
         first = layers[0]
         self._num_kv_heads, self._head_dim = first.num_kv_heads, first.head_dim
         self._attended_size = first.num_heads * first.head_dim
         self._qkv_size = self._attended_size + 2 * first.num_kv_heads * first.head_dim
-        self._hidden_size = first.out.out_features
+        self._hidden_size, self._input_size = first.out.out_features, first.qkv.in_features
         self._dtype = first.attention_norm.weight.dtype
         self._experts = [
             None if layer.mixture is None else CompiledExperts.of(library, layer.mixture.experts)
@@ -137,7 +137,7 @@ class CompiledStack:
         num_tables = 1 + max(-1 if layer.angles is None else layer.angles for layer in layers)
         self._tables = (AnglesParameters * num_tables)()
         self._in_groups = any(layer.terms.future > 0 for layer in layers)  # so all prompts are whole
-        self._owners: list[Any] = [input_norm, layers]  # the structs point to their memory
+        self._owners: list[Any] = [input_norm]  # the structs point to their memory
         self._structs = (LayerParameters * len(layers))(*map(self._struct, layers, self._experts))
         self._rows = RunningRows(linear for layer in layers for linear in layer.all_linears())
         self._known_caches: list[weakref.ref[Cache]] = []
@@ -184,7 +184,9 @@ class CompiledStack:
 
     def _struct(self, layer: Layer, experts: CompiledExperts | None) -> ctypes.Structure:
         linears, hidden = layer.linears(), self._hidden_size
-        shapes = {"qkv": (self._qkv_size, hidden), "out": (hidden, self._attended_size)}
+        # The first layer may take something wider than the states.
+        input_size = self._input_size if layer is self._layers[0] else hidden
+        shapes = {"qkv": (self._qkv_size, input_size), "out": (hidden, self._attended_size)}
         if layer.mixture is None or layer.mixture.shared_gate is not None:
             intermediate = linears["down"].in_features
             shapes |= {
@@ -239,16 +241,18 @@ class CompiledStack:
         batch: AttentionBatch,
         caches: Sequence[Cache],
         angles: Sequence[Angles] = (),
+        x: Tensor | None = None,
+        taps: Mapping[int, Tensor] = {},
     ) -> Tensor:
         """states [T, H], overwritten, to [T, H], normed; where norms come last, it is the same tensor.
 
         Raises:
-            ValueError: the batch, the caches, the angles or the adapters do not fit.
+            ValueError: x, taps, the batch, the caches, the angles or the adapters do not fit.
         """
         num_tokens, call = len(states), self._call
-        fits = states.dtype == self._dtype and states.is_contiguous()
-        if states.shape != (num_tokens, self._hidden_size) or not fits:
-            raise ValueError(f"contiguous states [T, {self._hidden_size}] of {self._dtype} expected")
+        for each in (states, *taps.values()):
+            self._check(each, num_tokens, self._hidden_size)
+        self._check(states if x is None else x, num_tokens, self._input_size)
         held = self._take_angles(angles, num_tokens)
         self._take_caches(caches)
         call.slots = _set_batch(call.attention, batch, num_tokens)
@@ -271,13 +275,23 @@ class CompiledStack:
         ids = torch.empty(most, self._num_chosen, dtype=torch.int64)
         weights = torch.empty(most, self._num_chosen)
         call.ids, call.weights = ids.data_ptr(), weights.data_ptr()
+        call.x = None if x is None else x.data_ptr()
+        for number, tap in taps.items():
+            self._structs[number - 1].tap = tap.data_ptr()
         failed = self._library.pagewire_stack(ctypes.byref(call))
+        for number in taps:
+            self._structs[number - 1].tap = None
         del held
         if self._sum is not None:
             self._sum.check()
         if failed:
             raise ValueError("lengths, slots or block numbers of the batch do not fit its tensors")
         return normed
+
+    def _check(self, x: Tensor, num_tokens: int, size: int) -> None:
+        """Raises ValueError unless x is a contiguous tensor [num_tokens, size] of the layers' dtype."""
+        if x.shape != (num_tokens, size) or x.dtype != self._dtype or not x.is_contiguous():
+            raise ValueError(f"contiguous states [T, {size}] of {self._dtype} expected")
 
     def _take_angles(self, angles: Sequence[Angles], num_tokens: int) -> object:
         """Point the call to tables of cosines and sines; returns what must live until it is over."""

@@ -200,7 +200,7 @@ def drafter_of_rank(whole: Footprint, config: WorkerConfig) -> Footprint:
     divisible = size <= whole.kv_heads or size % whole.kv_heads == 0
     if speculative.draft_tensor_parallel_size == 1 or not divisible:
         return whole
-    # An EAGLE-3 head may have an embedding of its own, which every rank has as a whole (`eagle3_division.py`).
+    # An EAGLE-3 head may have an embedding of its own, which every rank has as a whole (`eagle3_checkpoint.py`).
     return of_rank(whole, config.parallel, (Part.EMBEDDING,) if speculative.method == "eagle3" else ())
 
 

@@ -106,10 +106,11 @@ class _NetworkBuilder:
         heads = [self.weights.num_rows(linear) // part.head_dim for linear in part.qkv]
         return [heads[0] // 3] * 3 if len(heads) == 1 else heads
 
-    def _embedding(self) -> Embeddings:
+    def _embedding(self) -> Embeddings | None:
         structure = self.structure
         if structure.causal:
-            return Embeddings(self._table(getattr(self.base, structure.words)))
+            module = getattr(self.base, structure.words)
+            return None if type(module) is nn.Identity else Embeddings(self._table(module))
         module = self.base.embeddings
         require(children(module) <= {*TABLES, structure.words, structure.norm, "dropout", "drop"})
         norm = (

@@ -8,7 +8,8 @@ Decoders and encoders are the same object with other parts, as `build.py` finds 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Network:
     """
 
     embedding: Embeddings | None
-    """None in a stage behind the first."""
+    """None in a stage behind the first, and where another network looks the tokens up."""
     angles: list[Angles]
     """Cosines and sines [P, rot_dim] by position, of each kind that the layers number."""
     stack: Stack
@@ -71,6 +72,10 @@ class Network:
     """Of each layer."""
     is_last: bool = True
     """It ends with the final norm; otherwise it gives the sum itself."""
+    taps: Sequence[int] = field(default=(), init=False)
+    """The numbers of layers, from 1 on, whose results before their norm are kept."""
+    tapped: dict[int, Tensor] = field(default_factory=dict, init=False)
+    """These results [T, H] for the tokens of the last call, by layer."""
 
     name = "Network"
 
@@ -82,8 +87,12 @@ class Network:
 
     @property
     def words(self) -> Any:
-        """The module that looks tokens up; None in a stage behind the first."""
+        """The module that looks tokens up; None where there is none."""
         return None if self.embedding is None else self.embedding.words
+
+    def angles_at(self, positions: Tensor) -> list[Angles]:
+        """Cosines and sines [T, rot_dim] at positions int64 [T], of each kind."""
+        return [(cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in self.angles]
 
     def __call__(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """Hidden states [T, H] of the tokens int64 [T] of a step at positions int64 [T]."""
@@ -91,9 +100,8 @@ class Network:
         if states is None:
             assert self.embedding is not None, "a stage that has no embedding is behind another one"
             states = self.embedding(input_ids, positions, step)
-        angles = [
-            (cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in self.angles
-        ]
+        angles = self.angles_at(positions)
         caches = [step.cache(place.layer, place.shape, place.window) for place in self.places]
-        normed = self.stack(states, step.batch, caches, angles)
+        self.tapped = {number: torch.empty_like(states) for number in self.taps}
+        normed = self.stack(states, step.batch, caches, angles, taps=self.tapped)
         return normed if self.is_last else states

@@ -332,6 +332,6 @@ def structure_of(base: Any, *, encodes: bool) -> Structure:
     if encodes:
         require(model_type in STRUCTURES)
         return STRUCTURES[model_type]
-    require(children(base) == DECODER and type(base.embed_tokens) is nn.Embedding)
+    require(children(base) == DECODER and type(base.embed_tokens) in (nn.Embedding, nn.Identity))
     require(model_type not in OTHER_ARITHMETIC)
     return LLAMA_LIKE

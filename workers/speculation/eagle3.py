@@ -16,44 +16,36 @@ Training-Time Test" (2025), and the layout of its published checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pagewire.ipc.files.hub import read_json
 from pagewire.ipc.wire.worker_messages import WorkerConfig
-from pagewire.kernels.data.paging import AttentionBatch, Cache
-from pagewire.kernels.ops import (
-    activate_and_mul,
-    add_rms_norm,
-    paged_attention,
-    rms_norm,
-    rotate_and_store,
-)
+from pagewire.kernels.data.paging import AttentionBatch
+from pagewire.kernels.stack import normed_by
 from pagewire.workers.checkpoint.formats.online import online
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.module.caches import KVShape
 from pagewire.workers.module.weights import keep
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.network import Network
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.speculation.eagle3_checkpoint import EagleLayer, EagleSettings, read_layer
-from pagewire.workers.speculation.eagle3_division import EagleDivision
 from pagewire.workers.speculation.state_drafter import Caches
-from pagewire.workers.speculation.taps import TappedStack, features_of
 
 
 class Parts(NamedTuple):
-    """What is dropped and loaded with the weights. embed: the model's embedding. angles: cosines and sines."""
+    """What is dropped and loaded with the weights.
+
+    network: the model's. embed: token ids int64 [T] to embeddings [T, H], the head's own or the model's.
+    """
 
     layer: EagleLayer
-    stack: TappedStack
+    network: Network
+    places: Sequence[int]
     embed: Callable[[Tensor], Tensor]
-    angles: tuple[Tensor, Tensor]
 
 
 class Eagle3:
@@ -73,9 +65,10 @@ class Eagle3:
         """Load it. config, target: of the model. ranks: that divide it.
 
         Raises:
-            LoadError: it cannot be loaded, or has another vocabulary. IndivisibleError: see `EagleDivision.of`.
+            LoadError: it cannot be loaded, or has another vocabulary. IndivisibleError: see `read_layer`.
         """
-        self._path, self._vocab_size, self._device = path, target.vocab_size, device
+        self._config, self._path, self._vocab_size = config, path, target.vocab_size
+        self._device, self._ranks = device, ranks
         self._quantise = keep if quantization is None else online(quantization)
         self.settings = EagleSettings.read(path)
         if self.settings.vocab_size != target.vocab_size:
@@ -87,12 +80,9 @@ class Eagle3:
             raise LoadError(
                 "an EAGLE-3 head takes states from within the model, so it needs --enforce-eager on a GPU"
             )
-        size = self.settings.size_of_head
-        self._division = EagleDivision.of(path, self.settings.heads, size, ranks)
-        self._heads = self._division.own_heads
         self._parts: Parts | None = None
         self.load(target)
-        self.shapes = [KVShape(self._heads.num_kv, size, size, target.dtype)]
+        self.shapes = [place.shape for place in self._loaded.layer.network.places]
 
     @property
     def weight_bytes(self) -> int:
@@ -105,31 +95,31 @@ class Eagle3:
         return self._parts
 
     def load(self, target: LoadedModel) -> None:
-        """See `Drafter.load`. The model's stack is divided where states are taken."""
+        """See `Drafter.load`. The model's network keeps the states that the head takes from then on."""
         if self._parts is not None:
             return
-        base, settings = target.model.base, self.settings
+        base = target.model.base
         if not isinstance(base, Network):
             raise LoadError(
                 f"an EAGLE-3 head needs a model whose layers run in one call, and those of {target.architecture} "
                 "run one by one: take a draft model (method 'draft_model')"
             )
-        norm = base.stack.layers[0].attention_norm.weight
-        hidden_size = len(norm)
+        size = base.stack.layers[0].out.out_features
         layer = read_layer(
+            self._config,
             self._path,
-            target.dtype,
+            self.settings,
+            target,
+            size,
             self._device.torch_device,
             self._quantise,
-            settings.shapes(hidden_size),
-            self._division,
+            self._ranks,
         )
-        check_sizes(self._path, layer, settings, hidden_size)
-        stack = TappedStack(base.stack, settings.places(len(base.stack.layers)))
-        angles = rotary_angles(self._path, target.max_model_len, norm)
-        base.stack = stack
-        assert base.words is not None, "it is there on the first stage"
-        self._parts = Parts(layer, stack, base.words, angles)
+        check_sizes(self._path, layer, self.settings, size)
+        base.taps = places = self.settings.places(len(base.stack.layers))
+        words = layer.network.words or base.words
+        assert words is not None, "it is there on the first stage"
+        self._parts = Parts(layer, base, places, words)
 
     def unload(self) -> None:
         """See `Drafter.unload`."""
@@ -137,7 +127,8 @@ class Eagle3:
 
     def features(self, hidden: Tensor) -> Tensor:
         """See `Drafter.features`: states after three layers, side by side."""
-        return features_of(self._loaded.stack)
+        tapped = self._loaded.network.tapped
+        return torch.cat([tapped[place] for place in self._loaded.places], -1)
 
     def begin(self, features: Tensor) -> Tensor:
         """See `StateLayers.begin`."""
@@ -162,26 +153,13 @@ class Eagle3:
         caches: Caches,
     ) -> tuple[Tensor, Tensor]:
         """See `StateLayers.forward`: the layer's output [T, H], and the same normed."""
-        layer, embed, eps = self._loaded.layer, self._loaded.embed, self.settings.rms_norm_eps
-        embedded = embed(token_ids) if layer.embedding is None else layer.embedding.index_select(0, token_ids)
-        normed = rms_norm(state, layer.hidden_norm, eps)
-        x = torch.cat([rms_norm(embedded, layer.input_norm, eps), normed], -1)
-        residual = normed if self.settings.norm_before_residual else state.clone()
-        attended = self._attend(layer.qkv(x), positions, batch, caches[index])
-        x = add_rms_norm(attended, residual, layer.attention_norm, eps)
-        x = layer.down(activate_and_mul(layer.gate_up(x), self.settings.activation))
-        normed = add_rms_norm(x, residual, layer.norm, eps)
-        return residual, normed
-
-    def _attend(self, qkv: Tensor, positions: Tensor, batch: AttentionBatch, cache: Cache) -> Tensor:
-        """Attention over the layer's own KV cache, and the product behind it."""
-        head_dim, own, (cos, sin) = self.settings.size_of_head, self._heads, self._loaded.angles
-        heads = qkv.view(len(qkv), -1, head_dim)
-        q, k, v = torch.split(heads, [own.num, own.num_kv, own.num_kv], 1)
-        angles = cos.index_select(0, positions), sin.index_select(0, positions)
-        q = rotate_and_store(q, k, v, angles, None, cache, batch.slot_mapping)
-        out = paged_attention(q, cache, batch, head_dim**-0.5)
-        return self._loaded.layer.out(out.view(len(qkv), -1))
+        layer, embed = self._loaded.layer, self._loaded.embed
+        stack, angles = layer.network.stack, layer.network.angles_at(positions)
+        normed = normed_by(layer.hidden_norm, state)
+        x = torch.cat([normed_by(stack.input_norm, embed(token_ids)), normed], -1)
+        out = normed if self.settings.norm_before_residual else state.clone()
+        normed = stack(out, batch, caches, angles, x)
+        return out, normed
 
 
 def check_sizes(path: str, layer: EagleLayer, settings: EagleSettings, hidden_size: int) -> None:
@@ -190,7 +168,7 @@ def check_sizes(path: str, layer: EagleLayer, settings: EagleSettings, hidden_si
     Raises:
         LoadError: says which.
     """
-    size, (num_logits, _) = settings.hidden_size, settings.shapes(hidden_size)["head"]
+    size, num_logits = settings.hidden_size, settings.draft_vocab_size or settings.vocab_size
     if size != hidden_size:
         raise LoadError(
             f"the EAGLE-3 head {path} has states of {size} numbers, and the model of {hidden_size}"
@@ -200,14 +178,3 @@ def check_sizes(path: str, layer: EagleLayer, settings: EagleSettings, hidden_si
         raise LoadError(
             f"d2t of the EAGLE-3 head {path} does not name a token for each of {num_logits} logits"
         )
-
-
-def rotary_angles(path: str, num_positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [positions, D] by the configuration of a head, which has Llama's names."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    values = read_json(Path(path) / "config.json")
-    rotary = LlamaRotaryEmbedding(LlamaConfig.from_dict(values))
-    cos, sin = rotary(like[None, None], torch.arange(num_positions)[None])
-    return cos[0].to(like.device), sin[0].to(like.device)

@@ -1,37 +1,35 @@
-"""Reads the checkpoint of an EAGLE-3 head."""
+"""Reads the checkpoint of an EAGLE-3 head.
+
+Its layer is one of Llama's whose queries, keys and values are made of two states. So a Llama of that one layer is
+built without memory, filled from the checkpoint's tensors, divided over ranks and packed as any model is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pagewire.ipc.files.hub import read_json
-from pagewire.kernels.data.joining import joined
-from pagewire.kernels.data.layer import Activation
-from pagewire.kernels.data.weight import Linear, dense_weight
-from pagewire.workers.checkpoint.source import Checkpoint
+from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.kernels.data.layer import Norm
+from pagewire.kernels.data.weight import Linear, Weight
+from pagewire.workers.checkpoint.source import Checkpoint, WeightSource
 from pagewire.workers.errors import LoadError, first_line
-from pagewire.workers.module.products import packed
-from pagewire.workers.module.shards import Cut, own_part
-from pagewire.workers.module.weights import Quantise
-from pagewire.workers.network.structures import SWIGLU
-from pagewire.workers.ranks.shares import Heads
-from pagewire.workers.speculation.eagle3_division import (
-    KEY_VALUE,
-    LOGITS,
-    NARROW,
-    OUT,
-    QUERY,
-    WIDE,
-    EagleDivision,
-)
+from pagewire.workers.module.shards import Shards
+from pagewire.workers.module.transforms import pack_joined, tabulate_rotary
+from pagewire.workers.module.weights import CheckpointWeights, Quantise
+from pagewire.workers.network.build import build_network
+from pagewire.workers.network.build_module import module_on_meta
+from pagewire.workers.network.loaded import LoadedModel
+from pagewire.workers.network.network import Network
+from pagewire.workers.network.structures import SWIGLU, rms_norm_of
+from pagewire.workers.ranks.interface import Collective
 
 LAYER_NAMES = ("midlayer.", "layers.0.")
 """How checkpoints call the layer."""
@@ -85,29 +83,15 @@ class EagleSettings(msgspec.Struct):
             )
         return settings
 
-    @property
-    def activation(self) -> Activation:
-        """Of the feed-forward half."""
-        return SWIGLU[self.hidden_act]
-
-    @property
-    def heads(self) -> Heads:
-        """Its attention heads."""
-        return Heads(self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads)
-
-    @property
-    def size_of_head(self) -> int:
-        """Numbers of a head."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    def shapes(self, hidden_size: int) -> dict[str, tuple[int, int]]:
-        """The shapes [N, K] of the products, by name. hidden_size: of the model."""
-        size, width = self.hidden_size, self.num_attention_heads * self.size_of_head
+    def as_llama(self) -> dict[str, Any]:
+        """What its configuration as a Llama of one layer has to say, besides what the file says."""
         return {
-            "fc": (size, 3 * hidden_size),
-            "qkv": (width + 2 * self.heads.num_kv * self.size_of_head, 2 * size),
-            "out": (size, width),
-            "head": (self.draft_vocab_size or self.vocab_size, size),
+            "vocab_size": self.draft_vocab_size or self.vocab_size,
+            "num_key_value_heads": self.num_key_value_heads or self.num_attention_heads,
+            "head_dim": self.head_dim or self.hidden_size // self.num_attention_heads,
+            "tie_word_embeddings": False,
+            "pad_token_id": None,
+            "sliding_window": None,
         }
 
     def places(self, num_layers: int) -> list[int]:
@@ -128,132 +112,165 @@ class EagleSettings(msgspec.Struct):
 
 @dataclass(frozen=True)
 class EagleLayer:
-    """The weights of a head, in the model's dtype, or the part of them that a rank has.
+    """A head, or the part of it that a rank has.
 
-    Norms are [H]; products are packed.
-
-    embedding: [V, H]; None: the model's own. target_ids: int64, the token of each logit; None: in order.
+    network: the layer; it has an embedding if the head has one of its own, and its `input_norm` is of embeddings.
+    hidden_norm: of states. target_ids: int64, the token of each logit; None: in order.
     """
 
     fc: Linear
-    qkv: Linear
-    out: Linear
-    gate_up: Linear
-    down: Linear
+    hidden_norm: Norm
+    network: Network
     head: Linear
-    input_norm: Tensor
-    hidden_norm: Tensor
-    attention_norm: Tensor
-    norm: Tensor
-    embedding: Tensor | None
     target_ids: Tensor | None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
-        parts = [part for part in vars(self).values() if part is not None]
-        return sum(part.nbytes if isinstance(part, Tensor) else part.num_bytes for part in parts)
+        """Bytes of all weights."""
+        words, ids = self.network.words, self.target_ids
+        parts = (self.fc, self.hidden_norm, self.network, self.head)
+        tensors = [tensor for tensor in (None if words is None else words.weight, ids) if tensor is not None]
+        return sum(part.num_bytes for part in parts) + sum(tensor.nbytes for tensor in tensors)
 
 
+class HeadSource(WeightSource):
+    """The tensors of a head by the names of its module's parameters."""
+
+    def __init__(self, checkpoint: Checkpoint, stored: Mapping[str, str]) -> None:
+        """stored: the checkpoint's names by those of parameters."""
+        super().__init__()
+        self._checkpoint, self._stored = checkpoint, stored
+
+    @property
+    def names(self) -> Iterable[str]:
+        """See `WeightSource.names`."""
+        return self._stored.keys()
+
+    def on_meta(self, name: str) -> Tensor:
+        """See `WeightSource.on_meta`."""
+        return self._checkpoint.on_meta(self._stored[name])
+
+    def read(self, name: str) -> Tensor:
+        """See `WeightSource.read`."""
+        return self._checkpoint.read(self._stored[name])
+
+    def let_go(self) -> None:
+        """See `WeightSource.let_go`."""
+        self._checkpoint.let_go()
+
+
+@torch.inference_mode()
 def read_layer(
+    config: WorkerConfig,
     folder: str,
-    dtype: torch.dtype,
+    settings: EagleSettings,
+    target: LoadedModel,
+    hidden_size: int,
     device: torch.device,
     quantise: Quantise,
-    shapes: Mapping[str, tuple[int, int]],
-    division: EagleDivision,
+    ranks: Collective,
 ) -> EagleLayer:
-    """The weights of a head, or a rank's part of them.
+    """The head in a folder, or a rank's part of it.
 
-    dtype: of the model. quantise: applied to matrices before they are packed. shapes: of products, by name.
+    config, target, hidden_size: of the model. quantise: applied to matrices before they are packed.
 
     Raises:
         LoadError: weights are missing, have another shape, or do not fit each other.
+        IndivisibleError: it cannot be divided over these ranks.
     """
-    reader = _Reader(folder, Checkpoint(folder), dtype, device, quantise, shapes, division)
     try:
-        return reader.layer()
+        checkpoint = Checkpoint(folder)
+        stored = {_own_name(name): name for name in checkpoint.names}
+        causal = head_on_meta(config, folder, settings, target.dtype, hidden_size, stored)
+        names = {name: stored.get(_own_name(name), "") for name in causal.state_dict()}
+        check_tensors(folder, causal, checkpoint, names)
+        target_ids = None
+        if "d2t" in stored:
+            offsets = checkpoint.read(stored["d2t"]).long()
+            target_ids = (offsets + torch.arange(len(offsets))).to(device)
+
+        def quantised(name: str, matrix: Weight) -> Weight:
+            """All of it but an embedding counts as a part of the layer."""
+            return matrix if name.endswith("embed_tokens") else quantise(f"layers.0.{name}", matrix)
+
+        weights = CheckpointWeights(causal, HeadSource(checkpoint, names), target.dtype, quantised)
+        if ranks.size > 1:
+            shards = Shards(causal, ranks)
+            shards.keep_only(("model.layers.", "lm_head."))
+            weights.divide(shards)
+        tabulate_rotary(causal.model, target.max_model_len)
+        network = build_network(causal.model, weights, device)
+        if network is None:
+            raise LoadError(f"the layer of the EAGLE-3 head {folder} is not one of Llama's with wider inputs")
+        fc, head = (pack_joined([linear], weights, device) for linear in (causal.fc, causal.lm_head))
+        return EagleLayer(fc, rms_norm_of(causal.hidden_norm, weights, device), network, head, target_ids)
     except LoadError:
         raise
-    except KeyError as error:
-        raise LoadError(f"the EAGLE-3 head {folder} lacks the weight {error.args[0]}") from error
     except (ValueError, RuntimeError) as error:
         raise LoadError(
             f"the weights of the EAGLE-3 head {folder} do not fit: {first_line(error)}"
         ) from error
 
 
-class _Reader:
-    """Reads the parts of a layer; `KeyError` names one that is missing."""
+def head_on_meta(
+    worker_config: WorkerConfig,
+    folder: str,
+    settings: EagleSettings,
+    dtype: torch.dtype,
+    hidden_size: int,
+    stored: Iterable[str],
+) -> Any:
+    """A head as a Llama of one layer, without memory, with the further parts `fc` and `hidden_norm`.
 
-    def __init__(
-        self,
-        folder: str,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
-        quantise: Quantise,
-        shapes: Mapping[str, tuple[int, int]],
-        division: EagleDivision,
-    ) -> None:
-        self._folder, self._checkpoint, self._dtype, self._device = folder, checkpoint, dtype, device
-        self._quantise, self._shapes, self._division = quantise, shapes, division
-        self._names = {_own_name(name): name for name in checkpoint.names}
-
-    def layer(self) -> EagleLayer:
-        """All of them."""
-        embedding = self._vector("embed_tokens") if "embed_tokens.weight" in self._names else None
-        target_ids = None
-        if "d2t" in self._names:
-            offsets = self._tensor("d2t").long()
-            target_ids = (offsets + torch.arange(len(offsets))).to(self._device)
-        return EagleLayer(
-            fc=self._product("fc", "fc"),
-            qkv=self._product("qkv", QUERY, *KEY_VALUE),
-            out=self._product("out", OUT),
-            gate_up=self._product("gate_up", *WIDE),
-            down=self._product("down", NARROW),
-            head=self._product("head", LOGITS),
-            input_norm=self._vector("input_layernorm"),
-            hidden_norm=self._vector("hidden_norm"),
-            attention_norm=self._vector("post_attention_layernorm"),
-            norm=self._vector("norm"),
-            embedding=embedding,
-            target_ids=target_ids,
+    hidden_size: of the model. stored: names of the checkpoint, which say whether there are biases and an embedding.
+    """
+    values = read_json(Path(folder) / "config.json") | settings.as_llama()
+    causal = module_on_meta(worker_config, llama_config(values), dtype)
+    size, layer = settings.hidden_size, causal.model.layers[0]
+    with torch.device("meta"):
+        for name in ("q_proj", "k_proj", "v_proj"):
+            num_out = getattr(layer.self_attn, name).out_features
+            setattr(layer.self_attn, name, nn.Linear(2 * size, num_out, dtype=dtype))
+        causal.fc = nn.Linear(3 * hidden_size, size, dtype=dtype)
+        causal.hidden_norm = type(causal.model.norm)(size, eps=settings.rms_norm_eps).to(dtype)
+        causal.model.embed_tokens = (
+            nn.Embedding(settings.vocab_size, size, dtype=dtype)
+            if "embed_tokens.weight" in stored
+            else nn.Identity()
         )
+        for name, module in causal.named_modules():
+            if type(module) is nn.Linear:
+                has_bias = f"{_own_name(name)}.bias" in stored
+                module.bias = (
+                    nn.Parameter(torch.empty(module.out_features, dtype=dtype)) if has_bias else None
+                )
+    return causal
 
-    def _tensor(self, name: str) -> Tensor:
-        return self._checkpoint.read(self._names[name])
 
-    def _vector(self, name: str) -> Tensor:
-        return self._tensor(f"{name}.weight").to(self._device, self._dtype)
+def llama_config(values: dict[str, Any]) -> Any:
+    """A configuration with Llama's names, as transformers has it."""
+    from transformers import LlamaConfig
 
-    def _product(self, name: str, *parts: str) -> Linear:
-        """The product with matrices one below the other, or this rank's part of it."""
-        whole = [dense_weight(self._tensor(f"{part}.weight"), self._dtype) for part in parts]
-        found = sum(matrix.shape[0] for matrix in whole), whole[0].shape[1]
-        if found != (shape := self._shapes.get(name, found)):
+    return LlamaConfig.from_dict(values)
+
+
+def check_tensors(folder: str, causal: Any, checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
+    """Refuse a checkpoint that lacks a parameter of a head's module, or has it in another shape.
+
+    names: in the checkpoint, by those of parameters; empty: it is not there.
+
+    Raises:
+        LoadError: says which.
+    """
+    for name, wanted in sorted(causal.state_dict().items()):
+        own = _own_name(name)
+        if not names[name]:
+            raise LoadError(f"the EAGLE-3 head {folder} lacks the weight {own}")
+        if (found := tuple(checkpoint.header(names[name]).shape)) != (shape := tuple(wanted.shape)):
             raise LoadError(
-                f"{name} of the EAGLE-3 head {self._folder} has the shape {found}, not {shape}: it was made for "
-                "another model"
+                f"{own.removesuffix('.weight')} of the EAGLE-3 head {folder} has the shape {found}, not {shape}: "
+                "it was made for another model"
             )
-        cuts = [self._division.cut(part, matrix.shape) for part, matrix in zip(parts, whole, strict=True)]
-        own = [
-            own_part(matrix, cut, partial(self._quantise, f"layers.0.{part}"))
-            for part, matrix, cut in zip(parts, whole, cuts, strict=True)
-        ]
-        biases = [
-            bias
-            for part, cut in zip(parts, cuts, strict=True)
-            if f"{part}.bias" in self._names and (bias := self._bias(part, cut)) is not None
-        ]
-        product = packed(joined(own), torch.cat(biases) if biases else None, self._device)
-        return self._division.over_ranks(product, parts[0], cuts[0])
-
-    def _bias(self, part: str, cut: Cut | None) -> Tensor | None:
-        """This rank's part of a bias; None if another rank adds it."""
-        bias = self._tensor(f"{part}.bias")
-        return bias if cut is None else cut.vector(bias)
 
 
 def _own_name(name: str) -> str:
