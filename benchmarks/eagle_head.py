@@ -19,8 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pagewire.workers.speculation.eagle3 import rotary_angles
-
 MAX_LENGTH = 1024
 """Tokens of a line that it is trained on, at most."""
 
@@ -104,7 +102,10 @@ class EagleHead(nn.Module):
         self._folder = folder
         self._embedding = model.get_input_embeddings().weight.detach().float()
         self._head = model.get_output_embeddings().weight.detach().float()[target_ids]
-        self._angles = rotary_angles(str(folder), MAX_LENGTH, self.norm.weight.detach())
+        cos, sin = model.model.rotary_emb(
+            self.norm.weight.detach()[None, None], torch.arange(MAX_LENGTH)[None]
+        )
+        self._angles = cos[0], sin[0]
         self._begin_as(model)
 
     @torch.no_grad()

@@ -182,6 +182,9 @@ def read_layer(
         checkpoint = Checkpoint(folder)
         stored = {_own_name(name): name for name in checkpoint.names}
         causal = head_on_meta(config, folder, settings, target.dtype, hidden_size, stored)
+        shards = None if ranks.size == 1 else Shards(causal, ranks)
+        if "embed_tokens.weight" not in stored:
+            causal.model.embed_tokens = nn.Identity()
         names = {name: stored.get(_own_name(name), "") for name in causal.state_dict()}
         check_tensors(folder, causal, checkpoint, names)
         target_ids = None
@@ -194,8 +197,7 @@ def read_layer(
             return matrix if name.endswith("embed_tokens") else quantise(f"layers.0.{name}", matrix)
 
         weights = CheckpointWeights(causal, HeadSource(checkpoint, names), target.dtype, quantised)
-        if ranks.size > 1:
-            shards = Shards(causal, ranks)
+        if shards is not None:
             shards.keep_only(("model.layers.", "lm_head."))
             weights.divide(shards)
         tabulate_rotary(causal.model, target.max_model_len)
@@ -222,7 +224,7 @@ def head_on_meta(
 ) -> Any:
     """A head as a Llama of one layer, without memory, with the further parts `fc` and `hidden_norm`.
 
-    hidden_size: of the model. stored: names of the checkpoint, which say whether there are biases and an embedding.
+    hidden_size: of the model. stored: names of the checkpoint, which say where there are biases.
     """
     values = read_json(Path(folder) / "config.json") | settings.as_llama()
     causal = module_on_meta(worker_config, llama_config(values), dtype)
@@ -233,11 +235,7 @@ def head_on_meta(
             setattr(layer.self_attn, name, nn.Linear(2 * size, num_out, dtype=dtype))
         causal.fc = nn.Linear(3 * hidden_size, size, dtype=dtype)
         causal.hidden_norm = type(causal.model.norm)(size, eps=settings.rms_norm_eps).to(dtype)
-        causal.model.embed_tokens = (
-            nn.Embedding(settings.vocab_size, size, dtype=dtype)
-            if "embed_tokens.weight" in stored
-            else nn.Identity()
-        )
+        causal.model.embed_tokens = nn.Embedding(settings.vocab_size, size, dtype=dtype)
         for name, module in causal.named_modules():
             if type(module) is nn.Linear:
                 has_bias = f"{_own_name(name)}.bias" in stored
