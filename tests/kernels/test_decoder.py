@@ -175,6 +175,31 @@ def check_one_call(dtype: torch.dtype, cache_dtype: torch.dtype, options: dict[s
     assert found[0].isfinite().all() and found[0].std() > 0.1 and found[2].any()
 
 
+@pytest.mark.usefixtures("served_kernels")
+def test_a_wider_first_input_and_states_behind_layers_are_those_of_all_the_kernels() -> None:
+    stack = make_stack(torch.bfloat16)
+    qkv = torch.randn(
+        (HEADS + 2 * KV_HEADS) * HEAD_DIM, 2 * HIDDEN, generator=torch.Generator().manual_seed(3)
+    )
+    first, second = stack.layers
+    wide = dataclasses.replace(first, qkv=pack(dense_weight((qkv / 10).bfloat16()), None))
+    stack = Stack(None, [wide, second])
+    assert stack.compiled is not None
+    found, wanted = [], []
+    for results in (found, wanted):
+        states, angles, batch = make_step(torch.bfloat16)
+        x, sums = torch.cat([states, -states.flip(1)], 1), states.clone()
+        taps = {number: torch.empty_like(states) for number in (1, 2)}
+        normed = stack(sums, batch, make_caches(torch.bfloat16), [angles], x, taps)
+        assert torch.equal(taps[2], sums) and not torch.equal(taps[1], sums)
+        results += [normed, sums, taps[1]]
+        with pytest.raises((ValueError, RuntimeError)):
+            stack(states, batch, make_caches(torch.bfloat16), [angles], x[:, 1:].contiguous())
+        stack.compiled = None
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert found[0].isfinite().all() and found[0].std() > 0.1
+
+
 def test_layers_of_two_forms_run_kernel_by_kernel(served_kernels: CpuKernels) -> None:
     stack = make_stack(torch.float32)
     first, second = stack.layers

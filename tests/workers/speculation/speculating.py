@@ -69,6 +69,7 @@ class Speculated:
     drafts: list[int] = field(default_factory=list)
     proposals: list[Proposal] = field(default_factory=list)
     num_accepted: int = 0
+    adapter: int = 0
     is_new: bool = True
     content: Prompt = field(default_factory=lambda: Prompt([]))
 
@@ -166,7 +167,7 @@ class SpeculativeDriver:
     @staticmethod
     def _init(s: Speculated) -> SlotInit:
         fields = (s.slot, list(s.tokens), s.num_prompt_tokens, list(s.blocks), s.params, s.seed)
-        return SlotInit(*fields, media=s.content.places())
+        return SlotInit(*fields, media=s.content.places(), adapter=s.adapter)
 
 
 class DraftOracle:
