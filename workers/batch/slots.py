@@ -55,6 +55,10 @@ class Slots:
         self.sampling: dict[int, SamplingSlot] = {}
         self.pooling: dict[int, PoolingSlot] = {}
 
+    def in_vocabulary(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Token ids for what knows no tokens of adapters: the last id of the vocabulary stands for these."""
+        return np.minimum(token_ids, self.vocab_size - 1)
+
     def apply(self, plan: StepPlan, *, with_tokens: bool = False) -> None:
         """Free slots, fill slots, then append the rows' new blocks.
 

@@ -176,6 +176,7 @@ class DraftModel:
         """Run what is missing of the runs' tokens, and draw first drafts."""
         tokens = self._slots.tokens
         input_ids = np.concatenate([tokens[run.slot, run.start : run.end] for run in runs])
+        input_ids = self._slots.in_vocabulary(input_ids)
         lengths = [run.end - run.start for run in runs]
         hidden = self._forward(runs, places, input_ids, [run.start for run in runs], lengths)
         whole = [run for run in runs if run.draft.goes_on]

@@ -239,9 +239,8 @@ def head_on_meta(
         for name, module in causal.named_modules():
             if type(module) is nn.Linear:
                 has_bias = f"{_own_name(name)}.bias" in stored
-                module.bias = (
-                    nn.Parameter(torch.empty(module.out_features, dtype=dtype)) if has_bias else None
-                )
+                bias = nn.Parameter(torch.empty(module.out_features, dtype=dtype)) if has_bias else None
+                module.register_parameter("bias", bias)
     return causal
 
 

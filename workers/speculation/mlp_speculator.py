@@ -228,7 +228,8 @@ class MlpSpeculator:
         state = torch.stack(hidden).to(self._dtype)
         if self.settings.scale_input:
             state = rms_norm(state, torch.ones_like(state[0]), EPS) / math.sqrt(2)
-        last = [int(slots.tokens[row.slot, slots.num_tokens[row.slot] - 1]) for row in rows]
+        ends = [int(slots.num_tokens[row.slot]) - 1 for row in rows]
+        last = slots.in_vocabulary(slots.tokens[[row.slot for row in rows], ends]).tolist()
         active = drafts
         for step in self._steps:
             state = self._next(step, state, torch.tensor(last, device=state.device))

@@ -249,5 +249,5 @@ class StateDrafter:
     ) -> tuple[Tensor, Tensor]:
         """A layer at positions [start, start + length) of rows; see `StateLayers.forward`."""
         positions, batch = places.tensors(rows, starts, lengths)
-        (ids,) = self._device.upload([torch.from_numpy(token_ids)])
+        (ids,) = self._device.upload([torch.from_numpy(self._slots.in_vocabulary(token_ids))])
         return self.layers.forward(index, state, ids, positions, batch, self.caches)

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
@@ -23,7 +22,6 @@ from pagewire.workers.run.runner import Runner
 from tests.workers.architectures import GROUPED, SERVED, VOCAB_SIZE, Architecture
 from tests.workers.driver import GREEDY, Driver
 from tests.workers.parity import make_prompts
-from tests.workers.peft_adapters import AdaptedRunner, write_adapter
 from tests.workers.speculation.speculating import Proposal, SpeculativeDriver, open_for, runner_with
 
 NUM_LAYERS, PLACES = 7, (2, 3, 4)
@@ -206,27 +204,6 @@ def test_states_within_the_model_cost_no_bit(tmp_path: Path) -> None:
         for runner in (runner_with(folder, None), runner_with(folder, tmp_path / "head", "eagle3", 4))
     )
     assert [(s.output, s.logprobs) for s in parts] == [(s.output, s.logprobs) for s in whole]
-
-
-def test_rows_with_adapters_get_the_tokens_of_the_adapted_model(model: Path, tmp_path: Path) -> None:
-    """Beside one without; the head itself has no adapter."""
-    write(tmp_path / "head")
-    adapter = write_adapter(model, tmp_path / "adapter", r=4, target_modules="all-linear")
-    prompts, speculative = (
-        make_prompts(VOCAB_SIZE)[:2],
-        SpeculativeConfig("eagle3", str(tmp_path / "head"), 4),
-    )
-    plain, drafted = AdaptedRunner(model), AdaptedRunner(model, speculative=speculative)
-    for runner in (plain, drafted):
-        runner.load_all([adapter])
-    expected = Driver(plain.runner).generate(prompts, 9, adapters=[1, 0])
-    driver = SpeculativeDriver(drafted.runner, wanted=lambda *_: 4)
-    sequences = [driver.add(i, prompt, GREEDY) for i, prompt in enumerate(prompts)]
-    sequences[0].adapter = 1
-    driver.run(sequences, 9)
-    assert [s.output[:9] for s in sequences] == expected
-    assert expected[0] != Driver(plain.runner).generate(prompts[:1], 9)[0]
-    assert all(s.proposals for s in sequences)
 
 
 def test_sleep_includes_the_head(model: Path, tmp_path: Path) -> None:
