@@ -202,20 +202,11 @@ def _add_parts(layer: Any, prefix: str, names: Iterable[str], config: Any, dtype
     size, vocab_size = config.hidden_size, config.vocab_size
     norm, eps = type(layer.input_layernorm), config.rms_norm_eps
     with torch.device("meta"):
-        layer.enorm, layer.hnorm = norm(size, eps=eps), norm(size, eps=eps)
-        layer.eh_proj = nn.Linear(2 * size, size, bias=False)
         layer.shared_head = nn.Module()
-        layer.shared_head.norm = norm(size, eps=eps)
+        for part, name in ((layer, "enorm"), (layer, "hnorm"), (layer.shared_head, "norm")):
+            setattr(part, name, norm(size, eps=eps).to(dtype))
+        layer.eh_proj = nn.Linear(2 * size, size, bias=False, dtype=dtype)
         if f"{prefix}shared_head.head.weight" in names:
-            layer.shared_head.head = nn.Linear(size, vocab_size, bias=False)
+            layer.shared_head.head = nn.Linear(size, vocab_size, bias=False, dtype=dtype)
         if f"{prefix}embed_tokens.weight" in names:
-            layer.embed_tokens = nn.Embedding(vocab_size, size)
-    for part in (
-        layer.enorm,
-        layer.hnorm,
-        layer.eh_proj,
-        layer.shared_head,
-        getattr(layer, "embed_tokens", None),
-    ):
-        if part is not None:
-            part.to(dtype)
+            layer.embed_tokens = nn.Embedding(vocab_size, size, dtype=dtype)
