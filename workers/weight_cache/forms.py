@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -55,59 +54,15 @@ class NotStoredError(TypeError):
 
 @dataclass(frozen=True)
 class Form:
-    """How objects of a type are stored: as fields, of which `make` makes an object again."""
+    """How objects of a type are stored: `make` makes one of the values of these attributes, given by name."""
 
-    fields: Callable[[Any], dict[str, Any]]
+    attributes: Sequence[str]
     make: Callable[..., Any]
 
 
-def fields_of(instance: Any) -> dict[str, Any]:
-    """The fields by which a dataclass is made, by name."""
-    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance) if field.init}
-
-
-def stack_fields(stack: Stack) -> dict[str, Any]:
-    """What a stack is made of.
-
-    Raises:
-        NotStoredError: it is not compiled as a whole.
-    """
-    if stack.compiled is None:
-        raise NotStoredError("its layers are not compiled as a whole")
-    return {"input_norm": stack.input_norm, "layers": list(stack.layers), "norm_first": stack.norm_first}
-
-
-def stack_of(input_norm: Norm | LayerNorm | None, layers: Sequence[Layer], norm_first: bool) -> Stack:
-    """The stack with these fields."""
-    return Stack(input_norm, layers, norm_first=norm_first)
-
-
-def packed_fields(linear: PackedLinear) -> dict[str, Any]:
-    """What a packed linear layer is made of."""
-    return {
-        "packed": linear.packed,
-        "bias": linear.bias,
-        "shape": (linear.out_features, linear.in_features),
-    }
-
-
-def packed_linear(packed: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> PackedLinear:
-    """A packed linear layer, by the kernels of this process.
-
-    Raises:
-        ValueError: there are none, or the parts do not fit each other.
-    """
-    return cpu().packed_linear(packed, bias, shape)
-
-
-def quantised_fields(linear: QuantisedLinear) -> dict[str, Any]:
-    """What a packed quantised linear layer is made of."""
-    return {"packed": linear.packed, "form": linear.form, "bias": linear.bias}
-
-
-def quantised_linear(packed: Tensor, form: PackedForm, bias: Tensor | None) -> QuantisedLinear:
-    """A packed quantised linear layer; raises as `packed_linear`."""
-    return cpu().quantised_linear(packed, form, bias)
+def by_fields(kind: Any) -> Form:
+    """The form of a dataclass: the fields that its constructor takes."""
+    return Form([field.name for field in dataclasses.fields(kind) if field.init], kind)
 
 
 def cpu() -> CpuKernels:
@@ -153,24 +108,26 @@ STORED = (
 )
 """Dataclasses that are stored by their fields."""
 FORMS: dict[type, Form] = {
-    **{kind: Form(fields_of, kind) for kind in STORED},
-    **{kind: Form(lambda member: {"value": member.value}, kind) for kind in (Activation, Axis)},
-    range: Form(
-        lambda span: {"start": span.start, "stop": span.stop}, lambda start, stop: range(start, stop)
+    **{kind: by_fields(kind) for kind in STORED},
+    **{kind: Form(["value"], kind) for kind in (Activation, Axis)},
+    range: Form(["start", "stop"], lambda start, stop: range(start, stop)),
+    torch.device: Form(["type"], torch.device),
+    nn.Embedding: Form(["weight"], embedding_of),
+    QuantisedEmbedding: Form(["rows"], QuantisedEmbedding),
+    DividedEmbedding: Form(["rows", "own", "collective"], DividedEmbedding),
+    PackedLinear: Form(
+        ["packed", "bias", "out_features", "in_features"],
+        lambda packed, bias, out_features, in_features: cpu().packed_linear(
+            packed, bias, (out_features, in_features)
+        ),
     ),
-    torch.device: Form(lambda device: {"type": device.type}, torch.device),
-    nn.Embedding: Form(lambda embedding: {"weight": embedding.weight}, embedding_of),
-    QuantisedEmbedding: Form(lambda embedding: {"rows": embedding.rows}, QuantisedEmbedding),
-    DividedEmbedding: Form(
-        lambda embedding: {"rows": embedding.rows, "own": embedding.own, "collective": embedding.collective},
-        DividedEmbedding,
+    QuantisedLinear: Form(
+        ["packed", "form", "bias"], lambda packed, form, bias: cpu().quantised_linear(packed, form, bias)
     ),
-    PackedLinear: Form(packed_fields, packed_linear),
-    QuantisedLinear: Form(quantised_fields, quantised_linear),
-    GatheredLinear: Form(lambda linear: {"linear": linear.linear, "gather": linear.gather}, GatheredLinear),
-    Gather: Form(lambda gather: {"spans": list(gather.spans), "collective": gather.collective}, Gather),
-    Stack: Form(stack_fields, stack_of),
-    PoolingInfo: Form(msgspec.structs.asdict, PoolingInfo),
+    GatheredLinear: Form(["linear", "gather"], GatheredLinear),
+    Gather: Form(["spans", "collective"], Gather),
+    Stack: Form(["input_norm", "layers", "norm_first"], Stack),
+    PoolingInfo: Form(PoolingInfo.__struct_fields__, PoolingInfo),
 }
 """A linear layer or a scheme of another type is stored once it has an entry here."""
 BY_NAME = {kind.__name__: form for kind, form in FORMS.items()}
@@ -209,7 +166,9 @@ def _marked(value: Any, tensors: list[Tensor], everyone: Collective) -> dict[str
         return {"ranks": "all" if value is everyone else "shards"}
     if (form := FORMS.get(type(value))) is None:
         raise NotStoredError(f"a {type(value).__name__} has no form in a file of packed weights")
-    fields = {name: describe(field, tensors, everyone) for name, field in form.fields(value).items()}
+    if isinstance(value, Stack) and value.compiled is None:
+        raise NotStoredError("its layers are not compiled as a whole")
+    fields = {name: describe(getattr(value, name), tensors, everyone) for name in form.attributes}
     return {type(value).__name__: fields}
 
 
