@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pagewire.engine_core.schedule.adapter import Adapter, key_of
-from pagewire.ipc.wire.adapters import AdapterSource
+from pagewire.ipc.wire.lora import AdapterSource
 
 MAX_REGISTERED = 100_000
 

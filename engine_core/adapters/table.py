@@ -21,8 +21,7 @@ from pagewire.engine_core.adapters.resident import LOAD_SECONDS, Command, Reside
 from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits, Residence
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.errors import AdapterCrashedWorkerError
-from pagewire.ipc.wire.adapters import AdapterSource
-from pagewire.ipc.wire.lora import AdapterLoaded
+from pagewire.ipc.wire.lora import AdapterLoaded, AdapterSource
 
 Refusal: TypeAlias = tuple[Sequence, Exception]
 

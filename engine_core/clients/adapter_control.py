@@ -10,7 +10,7 @@ from pagewire.engine_core.clients import reports
 from pagewire.engine_core.clients.access import may_name_paths
 from pagewire.engine_core.clients.frontend_call import FrontendCall
 from pagewire.engine_core.clients.reports import ReportedEngine
-from pagewire.ipc.wire.adapters import AdapterSource
+from pagewire.ipc.wire.lora import AdapterSource
 
 
 class AdapterControl:

@@ -19,8 +19,8 @@ from pagewire.ipc.files.hub import model_folder, read_configs
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.quantization import resolve_quantization, settings_of
 from pagewire.ipc.speculative import SpeculativeConfig
-from pagewire.ipc.wire.adapters import MAX_ADAPTER_ID, AdapterSource
 from pagewire.ipc.wire.embeddings import EmbeddingsInfo
+from pagewire.ipc.wire.lora import MAX_ADAPTER_ID, AdapterSource
 from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.params import max_n
 from pagewire.ipc.wire.pooling import PoolerConfig

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pagewire.ipc.wire.adapters import AdapterSource
+from pagewire.ipc.wire.lora import AdapterSource
 
 
 class Residence(Enum):

@@ -20,7 +20,7 @@ from pagewire.ipc.compatibility import KnowsArguments
 from pagewire.ipc.files.adapter_files import adapter_folder, adapter_version
 from pagewire.ipc.files.hub import TOKENIZER_FILES, read_file
 from pagewire.ipc.quoting import quoted
-from pagewire.ipc.wire.adapters import MAX_ADAPTER_ID, AdapterSource
+from pagewire.ipc.wire.lora import MAX_ADAPTER_ID, AdapterSource
 from pagewire.ipc.wire.messages import EngineInfo
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a folder without any has no tokenizer

@@ -22,7 +22,7 @@ import msgspec
 from pagewire.frontend.core.client import CoreClient
 from pagewire.frontend.route.replica import Replica
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
-from pagewire.ipc.wire.adapters import AdapterSource
+from pagewire.ipc.wire.lora import AdapterSource
 from pagewire.ipc.wire.messages import Request
 
 logger = logging.getLogger("pagewire.route")

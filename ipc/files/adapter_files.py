@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.files.hub import TOKENIZER_FILES, download
-from pagewire.ipc.wire.adapters import ADAPTER_FILES
+from pagewire.ipc.wire.lora import ADAPTER_FILES
 
 CONFIG = ADAPTER_FILES[0]
 # A pickle is not downloaded: if it must be, the program does so and gives the folder.

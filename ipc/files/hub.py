@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import stat
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pagewire.ipc.errors import ModelNotFoundError
@@ -14,7 +15,6 @@ from pagewire.ipc.families.family import ForeignModel
 from pagewire.ipc.families.registry import foreign_model
 from pagewire.ipc.gguf.config import generation_config, model_config
 from pagewire.ipc.gguf.file import is_gguf, parts_of, read_gguf
-from pagewire.ipc.gguf.locate import check_format, in_repository, model_in
 
 DEMO = "demo"
 TOKENIZER_FILES = [
@@ -39,6 +39,7 @@ WEIGHT_FILES = {  # by load format
     "dummy": [],
     "sharded_state": ["*.safetensors"],
 }
+GGUF_LOAD_FORMATS = ("auto", "gguf", "dummy")  # those that a GGUF file can be read with
 IGNORED_FILES = ("original/**/*",)  # by default: weights in their authors' form, beside those of transformers
 # Never read: Mistral's form of weights that the repository has in transformers' form as well.
 DOUBLED_FILES = ("consolidated*.safetensors", "consolidated*.safetensors.index.json")
@@ -98,10 +99,10 @@ def model_folder(
 
         return Path(pagewire.demo.__path__[0])
     if is_gguf(name) and not is_folder:
-        check_format(name, load_format)
+        check_gguf_format(name, load_format)
         return parts_of(path.absolute())[0] if is_file else download_file(name, revision, token, cache_dir)
     if is_folder:
-        if (file := model_in(path.resolve(), load_format)) is not None:
+        if (file := gguf_model_in(path.resolve(), load_format)) is not None:
             return file
         if not (path / "config.json").is_file() and not tokenizer_only:
             raise ModelNotFoundError(f"{path} holds no config.json: not a Hugging Face model folder")
@@ -129,7 +130,7 @@ def download_file(name: str, revision: str | None, token: str | bool | None, cac
     Raises:
         ModelNotFoundError: the repository has no such file, or as `download`.
     """
-    if (found := in_repository(name)) is None:
+    if (found := gguf_in_repository(name)) is None:
         raise ModelNotFoundError(f"no GGUF file {name}; of the hub, it would be owner/repository/file.gguf")
     repository, file, patterns = found
     path = download(repository, patterns, revision, token, cache_dir) / file
@@ -262,3 +263,44 @@ def read_foreign(path: Path, trust_remote_code: bool) -> ForeignModel | None:
         ValueError: config.json is broken, or the family is not served.
     """
     return None if is_gguf(path) else foreign_model(read_json(path / "config.json"), trust_remote_code)
+
+
+def check_gguf_format(name: str, load_format: str) -> None:
+    """Raise ValueError if a GGUF file is named together with a load format of other files."""
+    if load_format not in GGUF_LOAD_FORMATS:
+        raise ValueError(f"load_format={load_format!r} reads no GGUF files, but {name} is one; leave it out")
+
+
+def gguf_model_in(folder: Path, load_format: str) -> Path | None:
+    """The GGUF model of a folder, where it is that what `load_format` takes; None if other files are.
+
+    Raises:
+        ModelNotFoundError: there are several, or none although the load format is "gguf".
+    """
+    if load_format not in GGUF_LOAD_FORMATS:
+        return None
+    # Projectors of pictures ("mmproj") are no models.
+    files = (file for file in folder.iterdir() if is_gguf(file) and file.is_file())
+    models = sorted({parts_of(file)[0] for file in files if not file.name.startswith("mmproj")})
+    has_other_files = (folder / "config.json").is_file() and (
+        any(folder.glob("*.safetensors")) or load_format == "dummy"
+    )
+    if load_format != "gguf" and (has_other_files or not models):
+        return None
+    if len(models) != 1:
+        names = ", ".join(path.name for path in models[:10]) or "none"
+        raise ModelNotFoundError(f"{folder} does not hold one GGUF model, but {names}; name the file itself")
+    return models[0]
+
+
+def gguf_in_repository(name: str) -> tuple[str, str, list[str]] | None:
+    """The repository, the file, and patterns of all its parts, of a name `owner/repository/file.gguf`.
+
+    None if the name is of another form.
+    """
+    owner, _, rest = name.partition("/")
+    repository, _, file = rest.partition("/")
+    if not (is_gguf(name) and owner.strip("~.") and repository and file) or ".." in PurePosixPath(file).parts:
+        return None
+    first, *others = parts_of(Path(file))
+    return f"{owner}/{repository}", str(first), [glob.escape(str(path)) for path in (first, *others)]

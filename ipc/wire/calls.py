@@ -26,7 +26,7 @@ from msgspec import Meta
 from pagewire.ipc.bounds import converted
 from pagewire.ipc.compatibility import KnowsAttributes
 from pagewire.ipc.errors import ProtocolError
-from pagewire.ipc.wire.adapters import AdapterId, AdapterName, AdapterPath, AdapterVersion
+from pagewire.ipc.wire.lora import AdapterId, AdapterName, AdapterPath, AdapterVersion
 
 P = ParamSpec("P")
 R = TypeVar("R")

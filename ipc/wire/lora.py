@@ -1,4 +1,4 @@
-"""How a worker serves LoRA adapters, and the messages that load and drop them.
+"""How a frontend names a LoRA adapter to the core, and the messages with which workers load and drop them.
 
 The core numbers the adapters that are loaded; 0 is the model without one. It decides which ones are, by their
 bytes, and plans no row of an adapter before its `AdapterLoaded`. Plans and these messages are handled in order:
@@ -7,9 +7,42 @@ what was planned before a `DropAdapter` still runs with the adapter.
 
 from __future__ import annotations
 
-import msgspec
+from typing import Annotated, TypeAlias
 
-from pagewire.ipc.wire.items import Message
+import msgspec
+from msgspec import Meta
+
+from pagewire.ipc.wire.budget import MAX_NAME_CHARS
+from pagewire.ipc.wire.items import Item, Message
+
+MAX_PATH_CHARS = 4096  # as Linux has it
+MAX_ADAPTER_ID = 2**31 - 1
+# What belongs to an adapter in its folder: a change of any of these makes another version of it.
+ADAPTER_FILES = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+    "new_embeddings.safetensors",
+)
+
+AdapterName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+AdapterId: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_ADAPTER_ID)]
+AdapterPath: TypeAlias = Annotated[str, Meta(max_length=MAX_PATH_CHARS, pattern=r"^(/[^\x00]*)?$")]
+AdapterVersion: TypeAlias = Annotated[str, Meta(max_length=128)]
+
+
+class AdapterSource(Item):
+    """An adapter, as a request names it.
+
+    name, adapter_id: chosen by the program; for people, metrics and calls.
+    path: its folder, absolute, on the machines of the workers; empty: the adapter that is registered as `name`.
+    version: of the folder's files, as the frontend saw them; with another version the core reads them again.
+    """
+
+    name: AdapterName
+    adapter_id: AdapterId
+    path: AdapterPath = ""
+    version: AdapterVersion = ""
 
 
 class LoRAConfig(msgspec.Struct, omit_defaults=True, frozen=True):

@@ -14,7 +14,6 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from pagewire.ipc.errors import ProtocolError
-from pagewire.ipc.wire.adapters import AdapterSource
 from pagewire.ipc.wire.budget import (
     MAX_ABORTS_PER_MESSAGE,
     MAX_ARGUMENTS,
@@ -27,7 +26,7 @@ from pagewire.ipc.wire.budget import (
 from pagewire.ipc.wire.codec import Buffer, Tensor
 from pagewire.ipc.wire.embeddings import EmbeddingsInfo
 from pagewire.ipc.wire.items import Item, LogprobRows, Message, Prompt, Task, TokenIds
-from pagewire.ipc.wire.lora import LoRAConfig
+from pagewire.ipc.wire.lora import AdapterSource, LoRAConfig
 from pagewire.ipc.wire.model_figures import ModelFigures
 from pagewire.ipc.wire.params import Name, SamplingParams
 from pagewire.ipc.wire.pooling import PoolingInfo

@@ -38,7 +38,7 @@ class SchemeStruct:
 
 
 def quantise(library: ctypes.CDLL, weight: Weight, scheme: Integers, scale_dtype: torch.dtype) -> Weight:
-    """See `pagewire.kernels.quantising.quantise`."""
+    """See `pagewire.kernels.linear.quantise`."""
     num_rows, num_in = weight.shape
     codes = torch.empty(num_rows, num_in * scheme.bits // 8, dtype=torch.uint8)
     scales = torch.empty(num_rows, num_in // (scheme.group or num_in), dtype=scale_dtype)
@@ -63,7 +63,7 @@ def quantise(library: ctypes.CDLL, weight: Weight, scheme: Integers, scale_dtype
 
 
 def dense(library: ctypes.CDLL, weight: Weight) -> Tensor:
-    """See `pagewire.kernels.quantising.dense`."""
+    """See `pagewire.kernels.linear.dense`."""
     scheme = weight.scheme
     assert isinstance(scheme, Integers)
     codes, scales, *offsets = (part.contiguous() for part in weight.parts)

@@ -172,7 +172,7 @@ def quantise(weight: Weight, scheme: Integers, scale_dtype: torch.dtype = torch.
 
     Codes with zero 128 or 8 are symmetric; with zero 0 they go from the least value of a group, its offset, to the
     largest. Scales are rounded to `scale_dtype` first, so that codes fit the rounded ones. This defines the bits;
-    `quantising.py` gives the same ones faster.
+    `kernels/linear.py` gives the same ones faster.
 
     Raises:
         ValueError: the scheme has a table, K is no multiple of the group, or a number is not finite.

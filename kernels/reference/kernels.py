@@ -29,8 +29,14 @@ from pagewire.kernels.data.layer import (
 )
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight
-from pagewire.kernels.reference import attention, sampling
+from pagewire.kernels.reference import attention
 from pagewire.kernels.reference.quantised import UnpackedQuantisedLinear
+
+FRACTION_BITS = 44
+"""Bits of the fraction in `Kernels.fixed_point_probabilities`."""
+LOG2_E = 1.44269504
+LN_2 = (0.693359375, -2.12194440e-4)  # in two parts: the first has so few bits that its products are exact
+EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 ROWS = 16
 """Rows of every product in `Kernels.linear`."""
@@ -251,11 +257,11 @@ class Kernels:
         return out.flatten(0, 1)[:num_rows].view(*x.shape[:-1], len(weight))
 
     def quantise(self, weight: Weight, scheme: Integers, scale_dtype: torch.dtype) -> Weight:
-        """See `pagewire.kernels.quantising.quantise`; scheme and shape are checked."""
+        """See `pagewire.kernels.linear.quantise`; scheme and shape are checked."""
         return integers.quantise(weight, scheme, scale_dtype)
 
     def dense(self, weight: Weight) -> Tensor:
-        """See `pagewire.kernels.quantising.dense`; the scheme is `Integers`."""
+        """See `pagewire.kernels.linear.dense`; the scheme is `Integers`."""
         return weight.dense()
 
     def adapt(self, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:
@@ -308,11 +314,16 @@ class Kernels:
             values float32 [R], NaN for a row that contains NaN, and columns int64 [R] (arbitrary for such a row).
             A row without allowed columns has the value -inf.
         """
-        return sampling.largest(x, allowed)
+        if allowed is not None:
+            x = self.only_allowed(x, allowed)
+        values = x.amax(1)
+        # argmax of a comparison is the first True; argmax of 16-bit floats is slow on CPUs.
+        return values.float(), (x == values[:, None]).to(torch.uint8).argmax(1)
 
     def only_allowed(self, x: Tensor, allowed: Tensor) -> Tensor:
         """x as new float32 [R, V], with -inf in columns that are not allowed. Arguments as for `largest`."""
-        return sampling.only_allowed(x, allowed)
+        bits = allowed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=x.device) & 1
+        return x.float().masked_fill(bits.flatten(1)[:, : x.shape[1]] == 0, -torch.inf)
 
     def fixed_point_probabilities(self, depths: Tensor) -> Tensor:
         """exp(-depth) as a 64-bit fixed-point number with `FRACTION_BITS` bits of fraction, rounded down.
@@ -327,7 +338,16 @@ class Kernels:
         Returns:
             int64, of the same shape, from 0 to 2**FRACTION_BITS.
         """
-        return sampling.fixed_point_probabilities(depths)
+        # exp(r - n log 2) is 2**-n times Cephes' polynomial for exp(r).
+        depths = depths.clamp(max=32)
+        n = (depths * LOG2_E).round()
+        r = (n * LN_2[0] - depths) + n * LN_2[1]
+        p = torch.full_like(r, EXP[0])
+        for coefficient in EXP[1:]:
+            p = p.mul_(r).add_(coefficient)
+        p = p.mul_(r * r).add_(r).add_(1)
+        power = (n.neg_().int().add_(127 + FRACTION_BITS) << 23).view(torch.float32)
+        return p.mul_(power).long()
 
 
 reference = Kernels()

@@ -23,9 +23,9 @@ from pagewire.engine_core.workers.launchers.interface import Launcher
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
 from pagewire.ipc.host.gate import Gate
 from pagewire.ipc.options.engine_args import EngineArgs
-from pagewire.ipc.wire.adapters import AdapterSource
 from pagewire.ipc.wire.codec import Codec
 from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.lora import AdapterSource
 from pagewire.ipc.wire.messages import (
     PROTOCOL,
     Call,

@@ -15,7 +15,7 @@ import pytest
 
 from pagewire.engine_core.clients.access import Access
 from pagewire.ipc.errors import AdapterCrashedWorkerError
-from pagewire.ipc.wire.adapters import AdapterSource
+from pagewire.ipc.wire.lora import AdapterSource
 from tests.engine_core.conftest import RawFrontend, RunningCore
 from tests.engine_core.fake_worker import next_token
 

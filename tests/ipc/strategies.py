@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from pagewire.ipc.speculative import MAX_ALPHA, MAX_DRAFTS, MAX_LOOKUP, Acceptance, Method, SpeculativeConfig
 from pagewire.ipc.wire import messages, worker_messages
-from pagewire.ipc.wire.adapters import MAX_ADAPTER_ID, AdapterSource
 from pagewire.ipc.wire.codec import INLINE_BYTES, ITEM_SIZES, Tensor
+from pagewire.ipc.wire.lora import MAX_ADAPTER_ID, AdapterSource
 from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagewire.ipc.wire.pooling import POOLING_TYPES, TASKS, PoolerConfig, PoolingParams
 

@@ -21,9 +21,9 @@ from pagewire.engine_core.schedule.adapter import Adapter
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
-from pagewire.ipc.wire.adapters import AdapterSource
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import LogprobRows, Prompt
+from pagewire.ipc.wire.lora import AdapterSource
 from pagewire.ipc.wire.messages import Request, TokenDelta
 from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
 from pagewire.ipc.wire.worker_messages import Masks, StepPlan

@@ -19,10 +19,9 @@ from pagewire.workers.adapters.build import build
 from pagewire.workers.adapters.config import AdapterConfig, check_context_length
 from pagewire.workers.adapters.files import read_config, read_files
 from pagewire.workers.adapters.names import Parts, add_tensor, check_any
-from pagewire.workers.adapters.other_stages import add_other_stages
 from pagewire.workers.adapters.pieces import LARGE_BYTES, Piece, PieceRunner, Pieces
 from pagewire.workers.adapters.recorded import RecordedRows, max_width, why_not_recorded
-from pagewire.workers.adapters.targets import Targets
+from pagewire.workers.adapters.targets import Targets, add_other_stages
 from pagewire.workers.batch.flat_batch import AdapterOrder
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError

@@ -46,7 +46,7 @@ class Batch:
     """The input of one step: T tokens of R requests in the order of the plan's rows, then padding, if any."""
 
     input_ids: Tensor
-    """int64 [T]; -1 - slot stands for the last token of that slot, which only the device knows yet (`relay.py`)."""
+    """int64 [T]; -1 - slot stands for the last token of that slot, still on the device (`slots.Relay`)."""
     positions: Tensor
     """int64 [T]; of long sequences, rows in tables of angles (`Slots.long_from`)."""
     attention: AttentionBatch

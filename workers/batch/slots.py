@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pagewire.ipc.wire.items import Media
 from pagewire.ipc.wire.params import SamplingParams
@@ -127,3 +129,21 @@ def history(tokens: NDArray[np.int64], media: Sequence[Media]) -> NDArray[np.int
     for medium in media:
         tokens[medium.start : medium.end] = NO_TOKEN
     return tokens
+
+
+class Relay:
+    """The last sampled token of each slot, on the device: step N+1 is launched before the host has step N's.
+
+    tokens: int64 [max_num_seqs].
+    """
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+
+    def keep(self, slots: Tensor, token_ids: Tensor) -> None:
+        """Store the tokens int64 [n] sampled for slots int64 [n]."""
+        self.tokens.index_copy_(0, slots, token_ids)
+
+    def fill(self, input_ids: Tensor) -> Tensor:
+        """`input_ids` int64 [T], with placeholders -1 - slot (see `batch.Batch`) replaced by the slots' tokens."""
+        return torch.where(input_ids < 0, self.tokens[(-1 - input_ids).clamp_min(0)], input_ids)

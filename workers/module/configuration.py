@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,17 @@ def end_of_sequence(config: Any) -> int | None:
     """The main end-of-sequence token of a configuration; None if it has none."""
     eos = getattr(config.get_text_config(), "eos_token_id", None)
     return eos[0] if isinstance(eos, list) and eos else eos if isinstance(eos, int) else None
+
+
+def layer_configs(config: Any) -> Sequence[Any]:
+    """The configuration of each decoder layer, with its own heads, window and widths. config: of the model."""
+    text = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):
+        return text.per_layer_config  # type: ignore[no-any-return]
+    return [text] * text.num_hidden_layers
+
+
+def head_dims(config: Any) -> set[int]:
+    """The sizes of the attention heads in a model's layers."""
+    layers = layer_configs(config)
+    return {getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads for own in layers}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pagewire.kernels.data.joining import column_slice
 from pagewire.kernels.data.weight import Weight
 from pagewire.workers.errors import IndivisibleError, LoadError
-from pagewire.workers.module.layer_configs import layer_configs
+from pagewire.workers.module.configuration import layer_configs
 from pagewire.workers.module.matrices import is_experts, is_linear, is_stack, is_transposed
 from pagewire.workers.module.parallel_plan import plan_of, style_of
 from pagewire.workers.module.text_base import base_path

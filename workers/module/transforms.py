@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from pagewire.kernels.data.joining import joined
 from pagewire.kernels.data.reduced import Reduced
 from pagewire.kernels.data.weight import DENSE
-from pagewire.kernels.linear import Linear, Weight
+from pagewire.kernels.linear import Linear, Weight, dense
 from pagewire.kernels.ops import rms_norm
-from pagewire.kernels.quantising import dense
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.matrices import is_linear, is_plain_embedding
 from pagewire.workers.module.parallel_layers import (

@@ -21,7 +21,7 @@ from pagewire.ipc.host.heap import release_spare_memory
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.joining import joined
 from pagewire.kernels.data.weight import Scheme, Weight, dense_weight
-from pagewire.kernels.quantising import dense
+from pagewire.kernels.linear import dense
 from pagewire.workers.checkpoint.conversion import check_names, conversions
 from pagewire.workers.checkpoint.source import WeightSource
 from pagewire.workers.module.lockstep import Lockstep

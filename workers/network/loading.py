@@ -31,12 +31,12 @@ from pagewire.workers.module import attention
 from pagewire.workers.module.caches import KVShape
 from pagewire.workers.module.configuration import (
     end_of_sequence,
+    head_dims,
     load_config,
     resolve_dtype,
     resolve_kv_dtype,
 )
 from pagewire.workers.module.experts import pack_experts
-from pagewire.workers.module.layer_configs import head_dims
 from pagewire.workers.module.parallel_layers import fit_modules
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.shards import Shards
@@ -71,12 +71,11 @@ from pagewire.workers.network.pooling_spec import PoolingSpec
 from pagewire.workers.network.proof import check_config, check_scores, prove
 from pagewire.workers.network.reference import DryRun, Expected
 from pagewire.workers.network.sharded_state import ShardedState
-from pagewire.workers.ranks.agreement import all_have
+from pagewire.workers.ranks.agreement import all_have, own_turn
 from pagewire.workers.ranks.interface import Collective
-from pagewire.workers.ranks.parts import shards_of
 from pagewire.workers.ranks.shares import stage_layers
+from pagewire.workers.ranks.single import shards_of
 from pagewire.workers.ranks.stages import Stage
-from pagewire.workers.ranks.turns import own_turn
 
 logger = logging.getLogger("pagewire.worker")
 

@@ -3,21 +3,50 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pagewire.kernels.data.elementwise import elementwise
 from pagewire.kernels.linear import Linear
 from pagewire.workers.module.attention import StepContext
 from pagewire.workers.module.invariant import Invariant
 from pagewire.workers.module.overlay import input_embedding
 from pagewire.workers.module.stage_cut import CutBase
 from pagewire.workers.module.transforms import LinearModule
-from pagewire.workers.network.dense import FUNCTIONS, Dense, chain
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Tanh": torch.tanh,
+    "GELU": torch.nn.functional.gelu,
+    "ReLU": torch.relu,
+    "Sigmoid": torch.sigmoid,
+}
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A linear layer behind the pooling, and the function of `FUNCTIONS` behind it."""
+
+    product: Linear
+    activation: str | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """float32 [n, K] to float32 [n, N]."""
+        y = self.product(x.to(self.product.dtype)).float()
+        return y if self.activation is None else elementwise(FUNCTIONS[self.activation], y)
+
+
+def chain(layers: Sequence[Dense], x: Tensor) -> Tensor:
+    """Rows [n, K] through layer after layer to float32 [n, N]; their bits do not depend on each other."""
+    for layer in layers:
+        x = layer(x)
+    return x
+
 
 Arithmetic = Callable[[], AbstractContextManager[object]]
 """Makes a context in which transformers' code is batch-invariant, see `Invariant`."""

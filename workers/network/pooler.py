@@ -15,8 +15,7 @@ from torch import Tensor
 from pagewire.ipc.wire.pooling import TOKEN_TASKS, PoolingInfo, PoolingParams
 from pagewire.kernels.data.elementwise import elementwise
 from pagewire.kernels.ops import rms_norm
-from pagewire.workers.network.dense import Dense, chain
-from pagewire.workers.network.module_base import ModuleScores
+from pagewire.workers.network.module_base import Dense, ModuleScores, chain
 from pagewire.workers.network.pooling_spec import PoolingSpec
 
 FRACTION = 2.0**30  # of the integers of a mean; a sum may reach 2**33

@@ -23,7 +23,7 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
 from pagewire.workers.module.attention import AttentionCalls, DryRunRecorder
 from pagewire.workers.module.caches import KVShape
-from pagewire.workers.module.layer_configs import layer_configs
+from pagewire.workers.module.configuration import layer_configs
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.text_base import picture_layers
 from pagewire.workers.module.transforms import tolerance

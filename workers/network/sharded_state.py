@@ -31,7 +31,7 @@ from pagewire.workers.module.weights import CheckpointWeights, Weights, tied_nam
 from pagewire.workers.network.build_module import build_module, module_on_meta
 from pagewire.workers.network.reference import DryRun, Expected, reference_logits
 from pagewire.workers.ranks.interface import Collective
-from pagewire.workers.ranks.parts import shards_of
+from pagewire.workers.ranks.single import shards_of
 from pagewire.workers.ranks.stages import Stage
 
 logger = logging.getLogger("pagewire.worker")

@@ -1,8 +1,11 @@
-"""The collective of a group of one: its operations have nothing to do."""
+"""The collective of a group of one, and the group of the ranks that divide the layers of a stage."""
 
 from __future__ import annotations
 
 from torch import Tensor
+
+from pagewire.ipc.wire.worker_messages import Parallel
+from pagewire.workers.ranks.interface import Collective
 
 
 class SingleRank:
@@ -40,3 +43,13 @@ class SingleRank:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+def shards_of(ranks: Collective, parallel: Parallel) -> Collective:
+    """The ranks of this rank's stage, as a group of their own; all ranks of the group call this together.
+
+    ranks: all of them.
+    """
+    if parallel.stages == 1:
+        return ranks
+    return SingleRank() if parallel.num_shards == 1 else ranks.part(parallel.num_shards)

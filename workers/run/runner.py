@@ -17,11 +17,10 @@ from pagewire.ipc.wire.worker_messages import Masks, Ready, StepPlan, StepResult
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.paging import Cache
 from pagewire.workers.batch.flat_batch import AdapterOrder, Batch, build_batch
-from pagewire.workers.batch.slots import Slots
+from pagewire.workers.batch.slots import Relay, Slots
 from pagewire.workers.device.interface import PendingTokens
 from pagewire.workers.device.kv_size import ledger, num_kv_blocks
 from pagewire.workers.device.open import open_device
-from pagewire.workers.device.relay import Relay
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.attention import StepContext
 from pagewire.workers.module.caches import memory_of

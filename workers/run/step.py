@@ -1,8 +1,7 @@
 """One step on the device: launched, then sampled, then finished.
 
 On an asynchronous device the next step is launched before this one is finished, taking this one's tokens from the
-device (`relay.py`). The next step is sampled after this one is finished: penalties and grammars need its tokens on
-the host.
+device (`slots.Relay`). It is sampled after this one is finished: penalties and grammars need its tokens.
 
 What takes the other ranks of a group is launched by `Runner.launch` and `sample`, not when a step is found to be
 over: whether that is before the next one is launched or after it differs between ranks. So a step of a group that

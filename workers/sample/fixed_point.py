@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from pagewire.kernels import ops
-from pagewire.kernels.reference.sampling import FRACTION_BITS
+from pagewire.kernels.reference.kernels import FRACTION_BITS
 
 ONE = 2**FRACTION_BITS
 BLOCK = 256  # tokens per partial sum when the drawn token is searched

@@ -37,8 +37,8 @@ from pagewire.workers.network.build_module import (
 )
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.loading import module_bytes, transform_parts
+from pagewire.workers.ranks.agreement import own_turn
 from pagewire.workers.ranks.interface import Collective
-from pagewire.workers.ranks.turns import own_turn
 
 SERVED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 OTHER_LAYOUTS = ("ernie4_5_moe", "mimo_v2_flash")

@@ -16,8 +16,8 @@ from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.dimensions import Dimensions
 from pagewire.workers.network.loaded import LoadedModel, Phases
+from pagewire.workers.ranks.agreement import own_turn
 from pagewire.workers.ranks.interface import Collective
-from pagewire.workers.ranks.turns import own_turn
 from pagewire.workers.speculation.draft_model import DraftModel
 from pagewire.workers.speculation.eagle3 import Eagle3
 from pagewire.workers.speculation.interface import Drafter

@@ -17,7 +17,7 @@ from pagewire.workers.module.refusals import refusals
 from pagewire.workers.network.loaded import LoadedModel, Phases
 from pagewire.workers.ranks.agreement import all_have
 from pagewire.workers.ranks.interface import Collective
-from pagewire.workers.ranks.parts import shards_of
+from pagewire.workers.ranks.single import shards_of
 from pagewire.workers.weight_cache import file, folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.file import PackedFile

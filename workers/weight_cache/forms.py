@@ -37,9 +37,9 @@ from pagewire.workers.module.caches import KVShape
 from pagewire.workers.module.parallel_layers import DividedEmbedding, Gather, GatheredLinear
 from pagewire.workers.module.shards import Axis, Cut
 from pagewire.workers.module.transforms import QuantisedEmbedding
-from pagewire.workers.network.dense import Dense
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.model import Model
+from pagewire.workers.network.module_base import Dense
 from pagewire.workers.network.network import Embeddings, KVPlace, Network
 from pagewire.workers.network.pooler import Pooler
 from pagewire.workers.network.pooling_spec import PoolingSpec, TokenHead

@@ -25,7 +25,7 @@ from pagewire.frontend.server.http.tenants import require_admin
 from pagewire.frontend.server.openai.models import card
 from pagewire.frontend.server.openai.protocol import ModelCard
 from pagewire.frontend.server.serving.service import Service, service_of
-from pagewire.ipc.wire.adapters import MAX_PATH_CHARS, AdapterName
+from pagewire.ipc.wire.lora import MAX_PATH_CHARS, AdapterName
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

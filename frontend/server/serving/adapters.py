@@ -14,7 +14,7 @@ from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.ipc.bounds import unknown_name
 from pagewire.ipc.quoting import quoted
-from pagewire.ipc.wire.adapters import ADAPTER_FILES, MAX_ADAPTER_ID, AdapterName
+from pagewire.ipc.wire.lora import ADAPTER_FILES, MAX_ADAPTER_ID, AdapterName
 
 logger = logging.getLogger("pagewire.server")
 

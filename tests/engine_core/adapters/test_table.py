@@ -18,9 +18,8 @@ from pagewire.engine_core.adapters.table import AdapterTable
 from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.errors import AdapterCrashedWorkerError
-from pagewire.ipc.wire.adapters import AdapterSource
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.lora import AdapterLoaded, DropAdapter, LoadAdapter
+from pagewire.ipc.wire.lora import AdapterLoaded, AdapterSource, DropAdapter, LoadAdapter
 from pagewire.ipc.wire.messages import Request
 from pagewire.ipc.wire.params import SamplingParams
 

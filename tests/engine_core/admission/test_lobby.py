@@ -16,9 +16,8 @@ from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.shares import Name
-from pagewire.ipc.wire.adapters import AdapterSource
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.lora import AdapterLoaded
+from pagewire.ipc.wire.lora import AdapterLoaded, AdapterSource
 from pagewire.ipc.wire.messages import Request
 from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
 from pagewire.ipc.wire.pooling import PoolingParams

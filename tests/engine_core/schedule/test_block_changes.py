@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from pagewire.engine_core.schedule.block_changes import CLEARED, Removed, Stored, net_effect
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
-from pagewire.ipc.wire.adapters import AdapterSource
 from pagewire.ipc.wire.block_names import ROOT, prompt_names
 from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.lora import AdapterSource
 from pagewire.ipc.wire.messages import Request
 from pagewire.ipc.wire.params import SamplingParams
 

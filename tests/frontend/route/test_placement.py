@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pagewire.frontend.route.ledger import Work
 from pagewire.frontend.route.placement import RUNNING_TOKENS, CoreLoad, choose, cost, next_in_turn
 from pagewire.frontend.route.prefix_index import PrefixIndex
-from pagewire.ipc.wire.adapters import AdapterSource
 from pagewire.ipc.wire.block_names import prompt_names
 from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.lora import AdapterSource
 from pagewire.ipc.wire.messages import EngineInfo, Request
 from pagewire.ipc.wire.params import SamplingParams
 

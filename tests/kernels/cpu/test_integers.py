@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.kernels import quantising
+from pagewire.kernels import linear
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
@@ -149,11 +149,11 @@ def test_the_public_functions_take_the_kernels_or_plain_torch(
 
     for kernels in (Watched(best_kernels.isa, best_kernels._library), None):
         monkeypatch.setattr(cpu_kernels, "load", lambda kernels=kernels: kernels)
-        made = quantising.quantise(weight, Integers(4, 32, 0))
+        made = linear.quantise(weight, Integers(4, 32, 0))
         assert_same(made, quantise(weight, Integers(4, 32, 0)))
-        assert torch.equal(quantising.dense(made), made.dense())
-        assert torch.equal(quantising.dense(weight), weight.parts[0])
+        assert torch.equal(linear.dense(made), made.dense())
+        assert torch.equal(linear.dense(weight), weight.parts[0])
     assert calls == ["quantise", "dense"]
     for wrong in (TABLE, Integers(8, 48, 128), Integers(8, 32, 128)):
         with pytest.raises(ValueError, match=r"without a table|no kernel|no multiple of a group"):
-            quantising.quantise(weight.column_slice(0, 100), wrong)
+            linear.quantise(weight.column_slice(0, 100), wrong)

@@ -8,8 +8,7 @@ import torch
 
 from pagewire.kernels import ops
 from pagewire.kernels.cpu.kernels import CpuKernels
-from pagewire.kernels.reference.kernels import reference
-from pagewire.kernels.reference.sampling import FRACTION_BITS
+from pagewire.kernels.reference.kernels import FRACTION_BITS, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 3, 16, 100, 4096, 4097, 32001]

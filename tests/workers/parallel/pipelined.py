@@ -17,8 +17,8 @@ from pagewire.engine_core.schedule.adapter import Adapter
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import sequences
 from pagewire.engine_core.schedule.speculation import Speculation
-from pagewire.ipc.wire.adapters import AdapterSource
 from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.lora import AdapterSource
 from pagewire.ipc.wire.messages import Request, TokenDelta
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import StepPlan, StepResult

@@ -20,8 +20,8 @@ from pagewire.ipc.wire.worker_messages import Parallel
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.collective import SLOT_BYTES, SharedMemoryGroup, region_bytes
 from pagewire.workers.ranks import meeting
+from pagewire.workers.ranks.agreement import own_turn
 from pagewire.workers.ranks.open import open_collective
-from pagewire.workers.ranks.turns import own_turn
 from tests.workers.ranks import battery
 
 ROOT = Path(__file__).parents[3]

@@ -9,13 +9,14 @@ from pagewire.workers.checkpoint.formats.checks import (
     check_complete,
     check_divides,
     check_shape,
+    integer_setting,
     marlin_shape,
     need,
     need_scales,
     parts_by_module,
+    switch,
 )
 from pagewire.workers.checkpoint.formats.format import Dtype, Held, Parts, Tensors, Weight, described, grouped
-from pagewire.workers.checkpoint.formats.settings import integer_setting, switch
 from pagewire.workers.errors import LoadError
 
 BITS = 4

@@ -1,17 +1,59 @@
-"""Which tensors a module of a quantised checkpoint has, and whether they are of the right shapes and dtypes."""
+"""Checks of a quantised checkpoint: the fields of its `quantization_config`, and the tensors of its modules."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+from pagewire.ipc.quoting import quoted
 from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.workers.checkpoint.formats.format import grouped
 from pagewire.workers.checkpoint.headers import DTYPES, TensorHeader
 from pagewire.workers.errors import LoadError
+from pagewire.workers.name_patterns import MatchTime, NamePattern
 
 SCALE_DTYPES = ("F16", "BF16", "F32")
 MARLIN_TILE = 16
 """Rows and columns of a tile in the marlin layout."""
+
+
+def integer_setting(config: Mapping[str, Any], names: Iterable[str], default: int) -> int:
+    """The first of these fields that is set.
+
+    Raises:
+        LoadError: it is no integer.
+    """
+    for name in names:
+        if (value := config.get(name)) is not None:
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise LoadError(f"quantization_config: {name} must be an integer, not {quoted(value)}")
+            return value
+    return default
+
+
+def switch(config: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A field that is true or false.
+
+    Raises:
+        LoadError: it is neither.
+    """
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise LoadError(f"quantization_config: {name} must be true or false, not {quoted(value)}")
+    return value
+
+
+def pattern(text: str) -> NamePattern:
+    """A regular expression of names of modules.
+
+    Raises:
+        LoadError: it cannot be compiled.
+    """
+    each_only = MatchTime(math.inf)  # a name is matched several times while a model is loaded
+    return NamePattern(text, "quantization_config", each_only)
 
 
 def parts_by_module(names: Iterable[str], suffixes: Iterable[str]) -> dict[str, set[str]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagewire.ipc.quoting import quoted
-from pagewire.workers.checkpoint.formats.settings import integer_setting, pattern, switch
+from pagewire.workers.checkpoint.formats.checks import integer_setting, pattern, switch
 from pagewire.workers.errors import LoadError
 from pagewire.workers.name_patterns import NamePattern
 

@@ -10,10 +10,13 @@ from pagewire.workers.checkpoint.formats.checks import (
     check_complete,
     check_divides,
     check_shape,
+    integer_setting,
     marlin_shape,
     need,
     need_scales,
     parts_by_module,
+    pattern,
+    switch,
 )
 from pagewire.workers.checkpoint.formats.format import (
     Dtype,
@@ -25,7 +28,6 @@ from pagewire.workers.checkpoint.formats.format import (
     described,
     grouped,
 )
-from pagewire.workers.checkpoint.formats.settings import integer_setting, pattern, switch
 from pagewire.workers.errors import LoadError
 from pagewire.workers.name_patterns import NamePattern
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.data.weight import Weight
-from pagewire.kernels.quantising import dense
+from pagewire.kernels.linear import dense
 from pagewire.workers.checkpoint.formats.format import Format, StackFormat, parts_by_weight
 from pagewire.workers.checkpoint.source import Checkpoint, WeightSource
 from pagewire.workers.errors import LoadError, first_line

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagewire.kernels.data.integers import Integers, relative_error, row_blocks
 from pagewire.kernels.data.weight import Weight, dense_weight
-from pagewire.kernels.quantising import quantise
+from pagewire.kernels.linear import quantise
 from pagewire.workers.checkpoint.formats.format import wider
 
 logger = logging.getLogger("pagewire.worker")

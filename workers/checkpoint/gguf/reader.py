@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagewire.ipc.gguf.file import BLOCKS, GgufError, TensorInfo, read_gguf
 from pagewire.kernels.data.weight import Weight, dense_weight
-from pagewire.kernels.quantising import dense
+from pagewire.kernels.linear import dense
 from pagewire.workers.checkpoint.gguf.blocks import BLOCK_TYPES, quantised
 from pagewire.workers.checkpoint.gguf_names import MODELS, WeightPlace, places
 from pagewire.workers.checkpoint.source import WeightSource
