@@ -43,7 +43,7 @@ class FairQueue(Generic[T]):
         self._order = count()
 
     def num_before(self, tenant: Name) -> int:
-        """How much unfinished work there is; less for a tenant that has less than an equal share of it."""
+        """Number of unfinished items before a new one: fewer for a tenant with less than an equal share."""
         with self._changed:
             own = self._times.get(tenant)
             busy = {share for share in self._times if not share.idle}

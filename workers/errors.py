@@ -1,4 +1,4 @@
-"""Errors of the worker, most of which another start with the same configuration would repeat."""
+"""Errors of the worker. Another start with the same configuration would repeat most of them."""
 
 
 class LoadError(ValueError):

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: what it says of each tensor, checked before anything is made of it.
+"""The header of a safetensors file: the entry of each tensor, checked before it is used.
 
 8 bytes: length of the header    header: {name: {dtype, shape, data_offsets}, ...}    bytes of all tensors
 """

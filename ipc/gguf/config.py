@@ -184,7 +184,7 @@ def best_dtype(file: GgufFile) -> str:
 def rope_scaling(file: GgufFile, fields: Fields) -> Values | None:
     """How rotary frequencies are changed, as transformers names it.
 
-    A tensor of factors of the frequencies, as of Llama 3.1, is a "longrope" that does not depend on the length.
+    A tensor of factors of the frequencies, as Llama 3.1 has it, is a "longrope" that does not depend on the length.
     """
     length = fields.whole("context_length", 2048)
     original = fields.whole("rope.scaling.original_context_length", length)
@@ -413,4 +413,4 @@ ARCHITECTURES: dict[str, Callable[[GgufFile], Values]] = {
     "stablelm": stablelm,
     "gpt2": gpt2,
 }
-"""The settings of an architecture beside the common ones, by llama.cpp's name of it."""
+"""The settings of an architecture beside the common ones, by llama.cpp's name."""

@@ -132,7 +132,7 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The paths of all parts of a split file, of which any part may be named; else the path alone."""
+    """The paths of all parts of a split file, found by any one of them; else the path alone."""
     split = SPLIT.fullmatch(path.name)
     if split is None:
         return [path]

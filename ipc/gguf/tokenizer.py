@@ -1,6 +1,6 @@
 """A GGUF file's tokenizer as the files of a Hugging Face model folder: tokenizer.json and tokenizer_config.json.
 
-Two of llama.cpp's forms of it are read: "gpt2", byte-level BPE with merges, and "llama", SentencePiece's BPE, where
+Two of llama.cpp's forms are read: "gpt2", byte-level BPE with merges, and "llama", SentencePiece's BPE, where
 the scores of the tokens say which are merged first.
 """
 
@@ -78,7 +78,7 @@ def token_list(file: GgufFile) -> list[str]:
 
 
 def named_token(file: GgufFile, tokens: Sequence[str], key: str) -> str | None:
-    """A special token by llama.cpp's name of it: "bos", "eos", "unknown" or "padding"; None if there is none."""
+    """A special token by llama.cpp's name: "bos", "eos", "unknown" or "padding"; None if there is none."""
     token_id = file.get(f"tokenizer.ggml.{key}_token_id", int)
     return tokens[token_id] if token_id is not None and 0 <= token_id < len(tokens) else None
 

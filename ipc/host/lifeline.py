@@ -107,7 +107,7 @@ def exit_cause(status: int) -> str:
         return f"exited with status {status}"
     try:
         return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:  # a real-time signal, most of which have no name
+    except ValueError:  # a real-time signal; most have no name
         return f"was killed by signal {-status}"
 
 

@@ -77,7 +77,7 @@ def prompt_names(prompt: Prompt, block_size: int, short_length: int = 0) -> list
 
 
 def split_names(joined: bytes) -> Iterator[bytes]:
-    """The names of which `joined` is made.
+    """The names in `joined`, one after the other.
 
     Raises:
         ValueError: it is not made of whole names.

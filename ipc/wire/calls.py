@@ -467,4 +467,4 @@ class WorkerCalls(Caller):
 
     @remote(RunsIn.WORKER, right=Right.READ)
     def model_info(self) -> dict[str, Any]:
-        """The loaded model: architecture, dtype, and sizes of it and of its KV cache."""
+        """The loaded model: architecture, dtype, and the sizes of model and KV cache."""

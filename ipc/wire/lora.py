@@ -17,7 +17,7 @@ from pagewire.ipc.wire.items import Item, Message
 
 MAX_PATH_CHARS = 4096  # as Linux has it
 MAX_ADAPTER_ID = 2**31 - 1
-# What belongs to an adapter in its folder: a change of any of these makes another version of it.
+# What belongs to an adapter in its folder: a change of any of these makes another version.
 ADAPTER_FILES = (
     "adapter_config.json",
     "adapter_model.safetensors",

@@ -334,7 +334,7 @@ class SamplingParams(
 
     @classmethod
     def from_optional(cls, **fields: Any) -> SamplingParams:
-        """Build from fields of which any may be None, which means its default (max_tokens keeps None)."""
+        """Build from fields where None stands for the default; max_tokens keeps None."""
         return cls(**{k: v for k, v in fields.items() if v is not None or k == "max_tokens"})
 
     @property

@@ -17,7 +17,7 @@ PoolingTask: TypeAlias = Literal[
 PoolingType: TypeAlias = Literal["LAST", "MEAN", "CLS"]
 TASKS = ("encode", "embed", "classify", "reward", "score", "token_embed", "token_classify")
 ENGINE_TASKS = ("embed", "token_embed", "classify", "token_classify")
-"""The tasks of which an engine makes a result; a frontend asks for the others as one of these."""
+"""The tasks that an engine runs; a frontend asks for the others as one of these."""
 TOKEN_TASKS = ("token_embed", "token_classify")
 POOLING_TYPES = ("LAST", "MEAN", "CLS")
 MAX_POOLED_BYTES = 64 << 20  # of one result, such as a vector for each token of a long prompt

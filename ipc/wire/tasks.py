@@ -78,7 +78,7 @@ def share_tasks(requests: Sequence[Request]) -> None:
 
 
 def name_tasks_once(inits: Sequence[SlotInit]) -> None:
-    """Let a plan have each task once, and of it what workers read; other inits with it have an index instead."""
+    """Send each task of a plan once, with the fields that workers read; other inits name the first one's index."""
     first: dict[int, int] = {}
     for index, init in enumerate(inits):
         if not isinstance(init.task, int):
@@ -98,15 +98,15 @@ def restore_tasks(inits: Sequence[SlotInit]) -> None:
 
 
 def for_workers(task: Task) -> Task:
-    """A task with what workers read of it; the same object where that is all."""
+    """A task without the fields that no worker reads; the same object if there are none."""
     return without(task, UNREAD_BY_WORKERS) if isinstance(task, SamplingParams) else task
 
 
 def without(params: SamplingParams, names: Iterable[str]) -> SamplingParams:
     """Parameters without these, which are optional ones; the same object where they are not set."""
-    given = [name for name in names if getattr(params, name) is not None]
-    if given:
+    present = [name for name in names if getattr(params, name) is not None]
+    if present:
         params = copy.copy(params)
-        for name in given:
+        for name in present:
             setattr(params, name, None)
     return params

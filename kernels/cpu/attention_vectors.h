@@ -327,7 +327,7 @@ class VectorAttention {
       weighted_values<T>(work_.scores, rows_.count, rows, next.k, keys.begin, keys.end, values, width_, AsSummed{});
     };
     if constexpr (std::is_same_v<Staged, T>) {
-      // A pair of which one half is nobody's, too.
+      // Also a pair of keys that lies half outside the range.
       if (ragged || keys.begin % kPair<T>) stage(keys, keys.begin, ragged ? keys.end : keys.begin + 1, keys.v);
       if (!ragged && keys.end % kPair<T>) stage(keys, keys.end - 1, keys.end, keys.v);
       multiply(keys.v);

@@ -1,6 +1,6 @@
 // Numbers to integers with scales, and back, to the bits of kernels/data/integers.py.
 //
-// A group is read twice: for its extremes, of which its scale follows, and for its codes. All of it is float32, divided
+// A group is read twice: for its extremes, which give its scale, and for its codes. All of it is float32, divided
 // and rounded as IEEE 754 says, so the bits are the same for every instruction set. A work item is some rows.
 
 #include <algorithm>

@@ -30,7 +30,7 @@ INLINE Floats where_set(uint32_t bits, Floats x) {
 }
 
 // Calls see(i, v) for the columns [start, end), kLanes at a time, while it returns true: v is -inf where a column is
-// not allowed. Words of which nothing is allowed are passed over, if `skip`. start is a multiple of 32.
+// not allowed. Words that allow nothing are passed over, if `skip`. start is a multiple of 32.
 template <bool skip, class T, class See>
 INLINE void for_allowed(const T* x, const uint32_t* allowed, int64_t start, int64_t end, const See& see) {
   for (int64_t word = start; word < end; word += 32) {

@@ -29,7 +29,7 @@ PART_KEYS = 256
 """Minimum number of keys in a part (`LEAST_GROUPS` in decode_attention.cu)."""
 NO_WINDOW = 2**30
 STEP_KEYS = 64
-"""Maximum number of keys in a step of prefill, for all of which a bias by distance is read."""
+"""Maximum number of keys in a step of prefill; a bias by distance is read for all of them."""
 
 
 @dataclass(frozen=True, slots=True)

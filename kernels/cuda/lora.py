@@ -81,7 +81,7 @@ def _fields(delta: Delta, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def table_of(adapter: AdapterWeights, device: torch.device) -> Table:
-    """The table of an adapter, made when it is first used; its copy to a device then waits for it."""
+    """The table of an adapter, made at the first use, which waits for the copy to the device."""
     if adapter.table is None:
         adapter.table = Table(adapter, device)
     table: Table = adapter.table

@@ -28,8 +28,8 @@ TOLERANCE = {
     torch.float8_e4m3fn: 0.15,
     torch.float8_e5m2: 0.3,
 }
-"""The largest `difference` of right results, by the dtype in which they are rounded: one or two units in the last
-place of it, and of fp8 one."""
+"""The largest `difference` of right results, by the dtype in which they are rounded: one or two units in
+its last place; for fp8 one."""
 HEADS, KV_HEADS, BLOCK_SIZE = 8, 2, 16
 SCALES = KVScales(0.5, 2.0)
 Layout = Callable[[Tensor], Tensor]
@@ -50,7 +50,7 @@ class Trial:
     """On the CPU."""
     tolerance: float
     records: bool = True
-    """A CUDA graph can be recorded of it."""
+    """A CUDA graph can record it."""
 
     @torch.inference_mode()
     def why_wrong(self, kernels: CudaKernels, device: torch.device) -> str:

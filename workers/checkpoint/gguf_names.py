@@ -132,7 +132,7 @@ class WeightPlace:
     expert: int | None = None
     """Which matrix of a stack [E, N, K]; None: the tensor is no stack."""
     heads: int = 0
-    """The rows of so many heads must be put back in order; 0: they are in order."""
+    """Number of heads whose rows must be put back in order; 0: they are in order."""
     plus: float = 0.0
     """What must be subtracted."""
     transposed: bool = False

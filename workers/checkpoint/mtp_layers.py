@@ -23,7 +23,7 @@ def mtp_prefixes(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def divided(headers: Headers) -> tuple[Headers, Headers]:
-    """The headers of a model without its MTP layers, and those of these layers, as of a model of their own."""
+    """The headers of a model without its MTP layers, and the headers of these layers as a model of their own."""
     prefixes = mtp_prefixes(tensor.name for tensor in headers.tensors)
     copies = tuple(prefix + part for prefix in prefixes for part in COPIES)
     own, layers = [], []

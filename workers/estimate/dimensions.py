@@ -7,19 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagewire.workers.estimate.inventory import Matrix
+from pagewire.workers.module.structure import DEFAULT_POSITIONS, MAX_POSITIONS
 
 NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "max_positions": (
-        "max_position_embeddings",
-        "n_positions",
-        "max_sequence_length",
-        "seq_length",
-        "n_ctx",
-        "max_seq_len",  # of MPT and DBRX
-    ),
+    "max_positions": MAX_POSITIONS,
     "num_experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
     "experts_per_token": (
         "num_experts_per_tok",
@@ -29,12 +23,11 @@ NAMES = {
         "top_k_experts",
     ),
 }
-DEFAULT_POSITIONS = 2048  # of a model that gives no limit
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """The sizes of a model that memory and time depend on; 0 where the configuration does not tell."""
+    """The sizes of a model that memory and time depend on; 0 where the configuration does not say."""
 
     architecture: str
     model_type: str
@@ -62,15 +55,15 @@ class Dimensions:
         head_dim = _head_dim(text)
         architectures = config.get("architectures") or text.get("architectures") or []
         model_type = str(text.get("model_type") or config.get("model_type") or "")
-        own = sum(
+        kv_rows = sum(
             m.rows
             for m in matrices
             if m.name.endswith((".k_proj", ".k_proj.weight", ".v_proj", ".v_proj.weight"))
         )
         others = _other_layers(text)
         kv_elements, kv_scales = _kv_of_layers(text, sizes["num_layers"], others)
-        if own and not (others or _num_without(text)):
-            kv_elements, kv_scales = own, own // max(1, head_dim)
+        if kv_rows and not (others or _num_without(text)):
+            kv_elements, kv_scales = kv_rows, kv_rows // max(1, head_dim)
         sizes["max_positions"] = sizes["max_positions"] or DEFAULT_POSITIONS
         return cls(
             architecture=str(architectures[0]) if architectures else model_type,

@@ -167,7 +167,7 @@ def of_rank(whole: Footprint, parallel: Parallel, undivided: Sequence[Part] = ()
     undivided: parts that every rank has as a whole, beside `UNDIVIDED`.
 
     Raises:
-        LoadError: the layers cannot be divided into so many stages.
+        LoadError: the layers cannot be divided into that number of stages.
     """
     size, num_layers = parallel.num_shards, whole.dimensions.num_layers
     layers = 1.0
@@ -249,7 +249,7 @@ def _loading_bytes(held: Iterable[_Held], dtype: str) -> int:
     """What loading takes beside the weights: the largest layer in `dtype` while the model is proven, or packing.
 
     Weights that have that dtype in the file are not copied for the proof. Experts that it holds one by one are
-    put together for it in any case.
+    put together in any case.
     """
     itemsize, largest, outside = ITEM_BYTES[dtype], 0, 0
     layers: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""What a model's configuration says of it: its dtypes, its length, its main token."""
+"""Reads a model's configuration: its dtypes, its length, its main token, the settings of each layer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
+from pagewire.workers.module.structure import DEFAULT_POSITIONS, MAX_POSITIONS
 
 DTYPES = {
     "float32": torch.float32,
@@ -125,19 +126,10 @@ def resolve_max_model_len(requested: int | None, config: Any) -> int:
         LoadError: `requested` exceeds the model's limit, unless `PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1`.
     """
     text = config.get_text_config()
-    names = (
-        "max_position_embeddings",
-        "n_positions",
-        "max_sequence_length",
-        "seq_length",
-        "n_ctx",
-        "max_seq_len",
-    )
-    model_limit = next(
-        (n for name in names if isinstance(n := getattr(text, name, None), int) and n > 0), None
-    )
+    limits = (getattr(text, name, None) for name in MAX_POSITIONS)
+    model_limit = next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
     if requested is None:
-        return model_limit or 2048
+        return model_limit or DEFAULT_POSITIONS
     if (
         model_limit is not None
         and requested > model_limit

@@ -20,7 +20,7 @@ QUERY_WIDTHS, KEY_WIDTHS = ("split_size", "embed_dim"), ("kv_dim",)
 
 
 class Gather:
-    """Puts vectors together of which each rank has some places.
+    """Puts vectors together that are divided over the ranks.
 
     spans: the places of each rank; ranks may have the same ones. own: those of this rank. size: of all together.
     """
@@ -54,7 +54,7 @@ class GatheredLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in_features] to [..., out_features], the same on all ranks.
 
-        What each of them has behind its part (tokens that adapters bring) comes behind all of it.
+        Outputs after a rank's part (tokens that adapters bring) come after the parts of all ranks.
         """
         out = self.linear(x)
         num_own = self.linear.out_features
@@ -76,7 +76,7 @@ class GatheredNorm(nn.Module):
 
 
 class DividedEmbedding(nn.Module):
-    """An embedding of which each rank has some rows; others are looked up by other ranks.
+    """An embedding whose rows are divided over the ranks; each looks up the tokens of its own rows.
 
     rows: the embedding of this rank's tokens, whose ids count from the first of them. Tokens that adapters bring
     are behind those of the last rank.

@@ -3,7 +3,7 @@
 The forward runs as it is, over a list of layers of the same length. Layers of other stages do nothing. The first
 layer of this stage gets the hidden states of the stage before in place of what the forward has made so far, and the
 last one ends the forward, since whatever follows concerns the last stage only. What the forward makes beside hidden
-states (angles, masks) it makes in every stage. A model of which that is not true has other logits, and is refused.
+states (angles, masks) it makes in every stage. A model that needs more has other logits, and is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARED_SETTINGS = {
 
 
 class CutBase:
-    """A base model of which only the layers of a stage are left.
+    """A base model that has lost the layers of other stages.
 
     embedding: that of tokens, which the first stage has.
 
@@ -119,7 +119,7 @@ class AbsentLayer(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any]:
-        """Its input. A tuple of it, as some layers return: what others make of that, no layer reads."""
+        """Its input, in a tuple as some layers return: no layer reads what others return beside it."""
         return (args[0] if args else kwargs["hidden_states"],)
 
 

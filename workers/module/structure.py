@@ -1,4 +1,4 @@
-"""The structure of models whose layers run as the stack of a `Network`, by names. Imports no torch."""
+"""What names say: which models' layers run as the stack of a `Network`, and how long they are. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ SPARSE_MODELS = {"mixtral", "qwen2_moe", "qwen3_moe"}
 other arithmetic."""
 OTHER_EMBEDDING = {"gemma"}
 """Model types whose embedding does more than look rows up."""
+MAX_POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "seq_length",
+    "n_ctx",
+    "max_seq_len",  # of MPT and DBRX
+)
+"""The names that families give the setting of the longest sequence."""
+DEFAULT_POSITIONS = 2048  # of a model that gives no limit
 ACTIVATIONS = {"silu", "swish", "gelu_pytorch_tanh"}
 DEFAULT_ACTIVATION = "silu"  # of a configuration that names none
 

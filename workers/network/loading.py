@@ -126,7 +126,7 @@ class ModelSettings:
 def load_model(
     worker_config: WorkerConfig, phases: Phases, device: Device, collective: Collective
 ) -> LoadedModel:
-    """Load, transform and prove the model of `worker_config`, or the part of it that a rank of a group has.
+    """Load, transform and prove the model of `worker_config`, or this rank's part.
 
     All ranks call this together, since the proof needs their parts.
 
@@ -211,7 +211,7 @@ def own_stage(
 
 
 def own_shards(causal: Any, collective: Collective, parallel: Parallel) -> Shards | None:
-    """What a rank has of each layer of its stage; None if that is all.
+    """The rank's part of each layer of its stage; None if it has whole layers.
 
     Raises:
         LoadError: the layers cannot be divided so.
@@ -389,7 +389,7 @@ class Transformation:
         return network
 
     def _module_base(self) -> ModuleBase:
-        """The base, transformed part by part, or what a rank has of it."""
+        """The base, or this rank's part, transformed module by module."""
         cut = None
         if self.weights.shards is not None:
             fit_modules(self._base, self._path, self.weights.shards)

@@ -30,7 +30,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Dense:
-    """A linear layer behind the pooling, and the function of `FUNCTIONS` behind it."""
+    """A linear layer after the pooling, and the function of `FUNCTIONS` applied to its result."""
 
     product: Linear
     activation: str | None

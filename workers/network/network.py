@@ -58,13 +58,13 @@ class KVPlace:
 
 @dataclass
 class Network:
-    """An embedding and a stack of layers; of a pipeline's stage, what it has of them.
+    """An embedding and a stack of layers, or a pipeline stage's part of both.
 
     Between stages goes what is added up in all layers; each norms it for its first layer.
     """
 
     embedding: Embeddings | None
-    """None in a stage behind the first, and where another network looks the tokens up."""
+    """None in a stage after the first, and where another network looks the tokens up."""
     angles: list[Angles]
     """Cosines and sines [P, rot_dim] by position, of each kind that the layers number."""
     stack: Stack

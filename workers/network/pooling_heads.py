@@ -1,4 +1,4 @@
-"""Linear layers behind the pooling that a checkpoint holds apart from transformers' modules.
+"""Linear layers after the pooling that a checkpoint holds apart from transformers' modules.
 
 Those of sentence-transformers' Dense modules, of reward models, and classifiers made of rows of the output layer,
 as Qwen3-Reranker's: the score of a text is the probability of "yes", not "no", as its next token.
@@ -27,7 +27,7 @@ OUTPUT_LAYERS = ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.we
 
 
 def load_dense(spec: PoolingSpec, dtype: torch.dtype, device: Device) -> list[Dense]:
-    """The linear layers behind the pooling.
+    """The linear layers after the pooling.
 
     Raises:
         LoadError: a file is missing or broken, or a function behind a layer is not served.
@@ -44,10 +44,15 @@ def load_dense(spec: PoolingSpec, dtype: torch.dtype, device: Device) -> list[De
             raise LoadError(
                 f"{folder} must hold linear.weight, and linear.bias or not; it holds {sorted(names)}"
             )
-        bias = source.read("linear.bias").to(dtype) if "linear.bias" in names else None
-        weight = dense_weight(source.read("linear.weight").to(dtype).clone(), dtype)
-        layers.append(Dense(pack(weight, bias, device.torch_device), None if name == "Identity" else name))
+        layers.append(dense_layer(source, "linear", name, dtype, device))
     return layers
+
+
+def dense_layer(source: Checkpoint, name: str, function: str, dtype: torch.dtype, device: Device) -> Dense:
+    """The linear layer whose weight, and perhaps bias, have this name, with a function after it or "Identity"."""
+    bias = source.read(f"{name}.bias").to(dtype) if f"{name}.bias" in source.names else None
+    weight = dense_weight(source.read(f"{name}.weight").to(dtype).clone(), dtype)
+    return Dense(pack(weight, bias, device.torch_device), None if function == "Identity" else function)
 
 
 def load_head(spec: PoolingSpec, folder: Path, dtype: torch.dtype, device: Device) -> list[Dense]:
@@ -61,19 +66,14 @@ def load_head(spec: PoolingSpec, folder: Path, dtype: torch.dtype, device: Devic
     if is_gguf(str(folder)):
         raise LoadError("a GGUF file holds no head for rewards, and no tokens to make a classifier of")
     source = Checkpoint(folder)
-    names = set(source.names)
     if spec.token_head is not None:
         rows = dense_weight(rows_of(source, spec.token_head, folder).to(dtype), dtype)
         return [Dense(pack(rows, None, device.torch_device), None)]
     layers = []
     for name, function in spec.head:
-        if f"{name}.weight" not in names:
+        if f"{name}.weight" not in source.names:
             raise LoadError(f"{folder} lacks {name}.weight, a layer of its head for rewards")
-        bias = source.read(f"{name}.bias").to(dtype) if f"{name}.bias" in names else None
-        weight = dense_weight(source.read(f"{name}.weight").to(dtype).clone(), dtype)
-        layers.append(
-            Dense(pack(weight, bias, device.torch_device), None if function == "Identity" else function)
-        )
+        layers.append(dense_layer(source, name, function, dtype, device))
     return layers
 
 
@@ -109,8 +109,8 @@ def token_ids(tokens: Sequence[str | int], folder: Path) -> list[int]:
         raise LoadError(f"{path} cannot be read: {error}") from error
     ids = []
     for token in tokens:
-        found = token if isinstance(token, int) else tokenizer.token_to_id(token)
-        if found is None:
+        token_id = token if isinstance(token, int) else tokenizer.token_to_id(token)
+        if token_id is None:
             raise LoadError(f"classifier_from_token: the tokenizer has no token {quoted(token)}")
-        ids.append(found)
+        ids.append(token_id)
     return ids

@@ -115,7 +115,7 @@ def reference(weights: Weights, run: DryRun, forward: Callable[[Tensor, Tensor],
     layer before the next one is read.
 
     forward: of the module, with token ids and positions int64 [1, n]; gives a tensor [n, ...]. It is called in
-    threads, of which one runs at a time.
+    several threads; one runs at a time.
 
     Raises:
         LoadError: the module's forward pass fails.

@@ -72,9 +72,9 @@ class LayersOnly(TorchFunctionMode):
 
 @torch.inference_mode()
 def rehearse(causal: Any, max_model_len: int) -> None:
-    """Refuse a module on the meta device whose layers, or whose logits, are not as they must be.
+    """Refuse a module on the meta device if its layers or its logits are not as they must be.
 
-    A copy of it runs, since some modules remember what they have computed.
+    A copy runs, since some modules remember what they have computed.
 
     Raises:
         LoadError: it cannot be served; the text says why.

@@ -188,14 +188,10 @@ def _write(
         part.clear()
 
     for name, tensor in tensors:
-        if part and sum(map(_bytes, part.values())) + tensor.nbytes > max_bytes:
+        if part and sum(held.nbytes for held in part.values()) + tensor.nbytes > max_bytes:
             flush()
         part[name] = tensor.clone(memory_format=torch.contiguous_format)
     flush()
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.nbytes
 
 
 class ShardedState:
@@ -259,7 +255,7 @@ class ShardedState:
         return ShardedWeights(causal, source, self.manifest, shards, own.state_dict().keys())
 
     def reference(self) -> tuple[DryRun, Expected]:
-        """The dry run with which the model was saved, and the whole model's logits of it.
+        """The dry run with which the model was saved, and the logits that the whole model had in it.
 
         Raises:
             LoadError: they are missing or broken.

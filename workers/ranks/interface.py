@@ -41,7 +41,7 @@ class Collective(Protocol):
     def part(self, size: int) -> Collective:
         """The group of `size` neighbouring ranks that this rank is one of: [0, size), [size, 2 size), ...
 
-        All ranks call this together, with the same size, of which theirs is a multiple.
+        All ranks call this together, with the same size; the group's size is a multiple.
         """
 
     def send(self, x: Tensor, target: int) -> None:

@@ -131,7 +131,7 @@ class DecodeGraphs:
     def replay(self, batch: Batch, adapters: AdapterRows | None = None) -> Tensor:
         """Hidden states [size, H] of a batch that is padded to a recorded size. The next replay overwrites them.
 
-        adapters: the rows of the batch that have adapters, of which `RecordedRows` can hold each; None: none has.
+        adapters: the rows of the batch that have adapters, each one that `RecordedRows` can hold; None: none has.
         """
         size = len(batch.input_ids)
         given, static = batch.attention, self._static.attention

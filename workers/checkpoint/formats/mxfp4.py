@@ -39,7 +39,7 @@ class Mxfp4:
         Raises:
             ValueError: always: matrices of this format are stacked.
         """
-        raise ValueError(f"{name} is a stack of experts, of which `stacked` gives each")
+        raise ValueError(f"{name} is a stack of experts: `stacked` gives them one by one")
 
     def stacked(self, name: str, tensors: Tensors, dtype: Dtype) -> Iterator[Weight]:
         """See `StackFormat.stacked`."""
