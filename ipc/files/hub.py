@@ -8,13 +8,14 @@ import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.families.family import ForeignModel
-from pagewire.ipc.families.registry import foreign_model
 from pagewire.ipc.gguf.config import generation_config, model_config
 from pagewire.ipc.gguf.file import is_gguf, parts_of, read_gguf
+
+if TYPE_CHECKING:
+    from pagewire.ipc.families.family import ForeignModel
 
 DEMO = "demo"
 TOKENIZER_FILES = [
@@ -251,6 +252,8 @@ def read_configs(path: Path, trust_remote_code: bool = False) -> tuple[dict[str,
     if is_gguf(path):
         file = read_gguf(path)
         return model_config(file), generation_config(file)
+    from pagewire.ipc.families.registry import foreign_model  # a frontend that attaches reads no model
+
     values = read_json(path / "config.json")
     foreign = foreign_model(values, trust_remote_code)
     return values if foreign is None else dict(foreign.config), read_json(path / "generation_config.json")
@@ -262,6 +265,8 @@ def read_foreign(path: Path, trust_remote_code: bool) -> ForeignModel | None:
     Raises:
         ValueError: config.json is broken, or the family is not served.
     """
+    from pagewire.ipc.families.registry import foreign_model  # as above
+
     return None if is_gguf(path) else foreign_model(read_json(path / "config.json"), trust_remote_code)
 
 
