@@ -122,8 +122,8 @@ def main() -> None:
         differing, failing = 0, 0
         for _ in chosen:
             (name, own), (_, other) = (json.loads(process.stdout.readline()) for process in processes)  # type: ignore[union-attr]
-            failing += ": " in own and ": " in other
             if ": " in own and ": " in other:
+                failing += 1
                 print(f"{name} runs in neither: {own}", flush=True)
             elif own != other:
                 differing += 1

@@ -226,7 +226,9 @@ class Runner:
         """
         size = None if self.graphs is None else self.graphs.size_for(plan, self.slots, self.adapters)
         batch = build_batch(plan.rows, self.slots, size or 0)
-        batch = replace(batch, attention=self.model.model.laid_out(batch.attention, batch.positions))
+        attention = self.model.model.laid_out(batch.attention, batch.positions)
+        if attention is not batch.attention:
+            batch = replace(batch, attention=attention)
         if self.device.asynchronous:
             batch = batch.with_tensors(self.device.upload(batch.tensors))
         adapters = self.adapter_rows(batch.adapters)
