@@ -31,7 +31,7 @@ from pagewire.ipc.wire.model_figures import ModelFigures
 from pagewire.ipc.wire.params import Name, SamplingParams
 from pagewire.ipc.wire.pooling import PoolingInfo
 
-PROTOCOL = 8
+PROTOCOL = 9
 
 
 class EngineInfo(Message):

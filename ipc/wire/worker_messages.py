@@ -133,6 +133,10 @@ class Row(Item):
         which has sampled them, has them already; the others append them to the slot before the step.
     num_drafts: propose at most this many tokens to follow the samples that count; only if `num_samples` is not 0.
     media: the embeddings that take the place of some of its tokens.
+    state: of a model whose layers keep states: the state slot with those after the token before `start`; -1: there
+        is no token before.
+    states: where the states go: ends of parts of the row, ascending, each with the state slot for the states after
+        the token before that end. The last end is the row's. Nothing else of the plan reads these slots.
     """
 
     slot: int
@@ -146,6 +150,8 @@ class Row(Item):
     token_ids: list[int] = []
     num_drafts: int = 0
     media: list[Media] = []
+    state: int = -1
+    states: list[tuple[int, int]] = []
 
 
 class StepPlan(Message, tag="plan"):
@@ -227,6 +233,7 @@ class Ready(Message, tag="ready"):
     pooling: of a model that pools; None: it generates.
     embedding_size: numbers in the embedding of a token; 0: no other embeddings can take its place.
     short_length: the most tokens of a sequence whose rotary angles are those of short ones; 0: all are alike.
+    num_states: state slots; 0: its layers keep no states. bytes_per_state: of one, over all layers.
     """
 
     architecture: str
@@ -244,6 +251,8 @@ class Ready(Message, tag="ready"):
     pooling: PoolingInfo | None = None
     embedding_size: int = 0
     short_length: int = 0
+    num_states: int = 0
+    bytes_per_state: int = 0
 
 
 class RowResult(Item):
