@@ -17,7 +17,8 @@ The rows of a plan run at the same time, so none may read what another one write
 can therefore be used by the next one (`settle`). Workers run plans in order.
 
 Each running sequence has a slot that it can write, so it never waits for states, and is never preempted for them.
-Checkpoints, and drafts, are made of slots that nothing else needs.
+At most half of the slots are such ones. The others hold checkpoints and the states behind drafts, as long as there
+are free ones: without, a prefix is cached less far, or a row has no drafts.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class StateSlots:
     def __init__(self, num_slots: int, block_size: int, spacing: int) -> None:
         self.pool = BlockPool(num_slots)
         self.num_made = 0
+        self._num_running = 0
         self._block_size, self._spacing = block_size, spacing
         self._read: list[Block] = []  # by rows of this plan, which read them last
         self._writers: list[Sequence] = []  # whose rows in this plan, or earlier ones, write checkpoints
@@ -57,6 +59,8 @@ class StateSlots:
 
     def fits(self, sequence: Sequence, end: int) -> bool:
         """True if a sequence can be admitted with `end` cached tokens."""
+        if 2 * (self._num_running + 1) > len(self.pool):
+            return False
         found = self._found(sequence, end)
         return 1 + (found is not None and found.num_refs == 0) <= self.pool.num_free
 
@@ -71,6 +75,7 @@ class StateSlots:
             self.pool.share([found])
         (own,) = self.pool.allocate(1)
         sequence.states = HeldStates(own, found)
+        self._num_running += 1
 
     def _found(self, sequence: Sequence, end: int) -> Block | None:
         return self.pool.find(sequence.block_names[end // self._block_size - 1]) if end else None
@@ -145,6 +150,7 @@ class StateSlots:
     def free(self, sequence: Sequence) -> None:
         """Return a sequence's slots to the pool. No row of the plan that is being made uses them."""
         held, sequence.states = held_by(sequence), None
+        self._num_running -= 1
         self.pool.free([checkpoint.slot for checkpoint in held.unnamed])
         self.pool.free([*self._shared(held, held.latest), *self._shared(held, held.tried), held.own])
 
