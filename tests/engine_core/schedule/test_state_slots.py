@@ -98,13 +98,26 @@ def test_the_last_boundary_of_an_output_replaces_the_one_before() -> None:
     }
 
 
-def test_checkpoints_are_named_only_when_the_plan_is_over() -> None:
-    """The second of two equal prompts in one plan cannot go on from states that the first writes in it."""
+def test_a_prefix_that_two_prompts_share_is_cached_for_the_third() -> None:
+    """The second has a checkpoint where it leaves the first, whose own is behind that."""
     simulation = hybrid()
-    first, second = simulation.submit(PROMPT, n=2, max_tokens=1)
-    plan = simulation.step()
-    assert plan is not None and [row.start for row in plan.rows] == [0, 0]
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 0)
+    cached = []
+    for tail in range(3):
+        (sequence,) = simulation.submit([*PROMPT[:8], *[tail] * 7], max_tokens=1)
+        simulation.drain()
+        cached.append(sequence.num_cached_tokens)
+    assert cached == [0, 0, 8]
+
+
+def test_checkpoints_of_a_plan_are_for_the_next_one() -> None:
+    """The others of n equal sequences wait for it. What would save less than half of the work is computed again."""
+    simulation = hybrid(num_states=16)
+    simulation.submit(PROMPT, n=3, max_tokens=1)
+    plans = [simulation.step(), simulation.step()]
+    assert [[row.start for row in plan.rows] for plan in plans if plan is not None] == [[0], [8, 8]]
+    simulation.submit([3, *PROMPT], max_tokens=1)
+    simulation.submit([3, *PROMPT, *[4] * 16], max_tokens=1)
+    assert [row[0] for row in rows(simulation)] == [0, 0]
 
 
 @pytest.mark.parametrize("num_wrong", [0, 1, 2])
