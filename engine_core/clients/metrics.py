@@ -340,6 +340,9 @@ def summary(core: MeasuredEngine) -> tuple[str, dict[str, Any]]:
         "KV cache usage: {kv_cache_usage:.1%}, Prefix cache hit rate: {prefix_cache_hit_rate:.1%}, "
         "Preemptions: {preemptions}"
     )
+    for group in scheduler.kv.groups:
+        facts["state_usage"] = group.usage
+        line += ", State slot usage: {state_usage:.1%}"
     if core.config.speculation is not None and rates.gain:
         facts |= {"speculation_tokens_per_step": rates.tokens_per_step, "speculation_gain": rates.gain}
         line += ", speculation: {speculation_tokens_per_step:.1f} tokens a step, {speculation_gain:.1f} x"

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pagewire.engine_core.schedule.blocks import Block, BlockPool
-from pagewire.engine_core.schedule.held_states import Checkpoint, HeldStates
+from pagewire.engine_core.schedule.held_states import HeldStates, StateCheckpoint
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.wire.worker_messages import Row
 
@@ -49,6 +49,11 @@ class StateSlots:
         self._read: list[Block] = []  # by rows of this plan, which read them last
         self._writers: list[Sequence] = []  # whose rows in this plan, or earlier ones, write checkpoints
         self._coming: set[bytes] = set()  # names of this plan's checkpoints
+
+    @property
+    def usage(self) -> float:
+        """Fraction of the slots that running sequences use, 0 to 1."""
+        return self.pool.num_used / len(self.pool)
 
     # ------------------------------------------------------------ admission
 
@@ -171,7 +176,7 @@ class StateSlots:
 
     def _keep(self, sequence: Sequence, row: Row, end: int, rolling: bool) -> None:
         (slot,) = self.pool.allocate(1)
-        held_by(sequence).unnamed.append(Checkpoint(end, slot, rolling))
+        held_by(sequence).unnamed.append(StateCheckpoint(end, slot, rolling))
         row.states.append((end, slot.block_id))
         if end <= len(sequence.token_ids):
             sequence.name_blocks(self._block_size)
@@ -180,8 +185,8 @@ class StateSlots:
     def _checkpoints(self, sequence: Sequence, row: Row) -> Iterator[tuple[int, bool]]:
         """Where a row keeps states, in order, and whether only until the sequence's next checkpoint.
 
-        In a prompt: every `spacing` tokens; where it leaves what is cached of another prompt, since a third may share
-        that, too; and where the same prompt can go on. Behind it: at the last block boundary, where a next turn can.
+        In a prompt: every `spacing` tokens; where it leaves what is cached of another one, as a third may do; and
+        where the same prompt can go on. Behind it: at the last block boundary, where a next turn can.
         """
         size, start, end = self._block_size, row.start, row.start + row.num_tokens
         last = end - end % size

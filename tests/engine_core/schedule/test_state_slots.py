@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from pagewire.engine_core.schedule.held_states import Checkpoint
+from pagewire.engine_core.schedule.held_states import StateCheckpoint
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence
@@ -220,7 +220,7 @@ def names_one_block_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def shifted(self: StateSlots, sequence: Sequence) -> None:
         held, size = held_by(sequence), self._block_size
-        moved = [Checkpoint(each.end + size, each.slot, each.rolling) for each in held.unnamed]
+        moved = [StateCheckpoint(each.end + size, each.slot, each.rolling) for each in held.unnamed]
         held.unnamed, kept = moved, held.unnamed
         register(self, sequence)
         held.unnamed = kept[len(kept) - len(held.unnamed) :]
