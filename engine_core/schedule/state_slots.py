@@ -86,6 +86,8 @@ class StateSlots:
 
     def _awaits(self, sequence: Sequence, end: int) -> bool:
         """True if a checkpoint that this plan writes would save a sequence more than half of its work."""
+        if not self._coming:
+            return False
         first = (end + len(sequence.token_ids)) // 2 // self._block_size
         usable = sequence.block_names[first : sequence.shared_end // self._block_size]
         return not self._coming.isdisjoint(usable)
