@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pagewire.engine_core.config.config import EngineConfig, first_adapter
-from pagewire.engine_core.schedule.scheduler import CHECKPOINT_TOKENS
+from pagewire.engine_core.schedule.state_slots import CHECKPOINT_TOKENS
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.embeddings import EmbeddingsInfo
