@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from pagewire.frontend.server.http.api_shapes import OPENAI
 from pagewire.frontend.server.http.connections import Connections, HttpConnection
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.limits import KEEP_ALIVE_SECONDS, connection_limits
@@ -84,7 +85,7 @@ class HTTPServer(uvicorn.Server):
             new_protocol,
             context=self.config.ssl,
             handshake_seconds=self._options.head_seconds,
-            refusal=self._refusal.encode(),
+            refusal=OPENAI.encode(self._refusal),
             backlog=self.config.backlog,
         )
 

@@ -141,7 +141,7 @@ class StoredResponses:
             raise APIError(400, message, param="stream")
         after = number(request, AFTER, -1)
         headers = {name.decode(): value.decode() for name, value in sse.HEADERS}
-        return StreamingResponse(stored.follow(after), headers=headers)
+        return StreamingResponse(stored.follow(after), headers=headers, media_type="text/event-stream")
 
     async def cancel(self, request: Request) -> HTTPResponse:
         """POST /v1/responses/{response_id}/cancel."""
