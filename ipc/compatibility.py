@@ -375,6 +375,22 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
             ("mm_processor_kwargs", OPTIONS["mm_processor_kwargs"]),
         )
     },
+    **{
+        f"{kind}.{name}": absent
+        for kind in ("CountTokensRequest", "MessagesRequest")
+        for name, absent in (
+            ("container", Absent("the server runs no code", "give a tool that runs it")),
+            (
+                "context_management",
+                Absent(
+                    "the server sends the model all messages that it gets",
+                    "leave out what the model is not to see",
+                    silent=({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+                ),
+            ),
+            ("mcp_servers", Absent("the server calls no tools", "call them and send a tool_result")),
+        )
+    },
     "ChatRequest.metadata": Absent("nothing is stored", "the log names the user of a request", warned=dict),
     "ChatRequest.prediction": Absent(
         "the text of a prediction is not read", "the engine's speculative_model proposes tokens", warned=dict

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.requests.answer_budget import AnswerMemory
+from pagewire.frontend.server.anthropic import routes as anthropic
 from pagewire.frontend.server.http import openapi
 from pagewire.frontend.server.http.body import LARGE_BODIES, IncomingBodies
 from pagewire.frontend.server.http.errors import APIError
@@ -39,7 +40,7 @@ HANDLED = (
     msgspec.MsgspecError,
     Exception,
 )
-MODULES = (completions, chat, responses, pooling, models, tokenization, monitoring, admin, cores)
+MODULES = (completions, chat, responses, anthropic, pooling, models, tokenization, monitoring, admin, cores)
 
 
 def create_app(
