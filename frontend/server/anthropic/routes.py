@@ -31,7 +31,9 @@ from pagewire.frontend.server.serving.service import Service
 from pagewire.ipc.quoting import quoted
 
 PATH = "/v1/messages"
-VERSION = "2023-06-01"  # of Anthropic's API: the header `anthropic-version`
+# Of Anthropic's API, as in the header `anthropic-version`. Answers are the same in both. The later one has lost the
+# sampling parameters, which are taken all the same: models that are served here need them.
+VERSIONS = ("2023-06-01", "2026-10-21")
 COUNTED = Decoder(CountTokensRequest)
 
 
@@ -70,8 +72,9 @@ def routes(service: Service) -> list[Operation]:
 
 def check_version(headers: Mapping[str, str]) -> None:
     """Refuse a version of the API that would have other answers; raises APIError."""
-    if (given := headers.get("anthropic-version", VERSION)) != VERSION:
-        raise APIError(400, f"anthropic-version: only {VERSION} is served, got {quoted(given)}")
+    if (given := headers.get("anthropic-version", VERSIONS[0])) not in VERSIONS:
+        message = f"anthropic-version must be one of {', '.join(VERSIONS)}, got {quoted(given)}"
+        raise APIError(400, message)
 
 
 async def answer(service: Service, request: MessagesRequest, exchange: Exchange) -> bytes | Events:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Literal
-
-import msgspec
+from typing import Literal
 
 from pagewire.frontend.requests.outputs import CompletionOutput
 from pagewire.frontend.server.anthropic.protocol import (
@@ -20,7 +18,7 @@ from pagewire.frontend.server.anthropic.protocol import (
 )
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.openai.protocol import ToolCall
-from pagewire.frontend.server.openai.reply import ReplyDelta
+from pagewire.frontend.server.openai.reply import ReplyDelta, call_arguments
 from pagewire.frontend.server.serving.usage import Usage
 
 Kind = Literal["text", "thinking", "tool_use"]
@@ -36,18 +34,8 @@ def blocks_of(reply: ReplyDelta, omits_thoughts: bool) -> list[OutputBlock]:
         blocks.append(TextBlock(reply.content))
     for call in reply.tool_calls:
         function = call.function
-        blocks.append(ToolUseBlock(str(call.id), str(function.name), arguments_of(function.arguments)))
+        blocks.append(ToolUseBlock(str(call.id), str(function.name), call_arguments(function.arguments)))
     return blocks
-
-
-def arguments_of(text: Any) -> dict[str, Any]:
-    """Return the arguments of a call, given their JSON text (UNSET: none), which may be cut or invalid."""
-    if not isinstance(text, str) or not text.strip():
-        return {}
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError):
-        return {"INVALID_JSON": text}
 
 
 def end_of(part: CompletionOutput, called: bool, full: bool) -> tuple[str, str | None]:

@@ -15,9 +15,9 @@ import pytest
 from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.server.anthropic.conversation import chat_request, messages_of
 from pagewire.frontend.server.anthropic.protocol import MessagesRequest
-from pagewire.frontend.server.anthropic.writer import EventWriter, arguments_of
+from pagewire.frontend.server.anthropic.writer import EventWriter
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.openai.reply import ReplyWithCalls, read
+from pagewire.frontend.server.openai.reply import ReplyWithCalls, call_arguments, read
 from pagewire.frontend.server.parsing.choice import tool_use
 from pagewire.frontend.server.parsing.reasoning import parser_for, thinking
 from pagewire.ipc.errors import EngineBusyError
@@ -311,10 +311,10 @@ def test_blocks_do_not_depend_on_how_the_text_comes() -> None:
 
 
 def test_arguments_that_are_no_object() -> None:
-    assert arguments_of('{"a": [1]}') == {"a": [1]}
-    assert arguments_of("") == arguments_of(msgspec.UNSET) == {}
+    assert call_arguments('{"a": [1]}') == {"a": [1]}
+    assert call_arguments("") == call_arguments(msgspec.UNSET) == {}
     for text in ('{"a": [1', "[1]", "x", "[" * 100_000):
-        assert arguments_of(text) == {"INVALID_JSON": text}
+        assert call_arguments(text) == {"INVALID_JSON": text}
 
 
 # ---------------------------------------------------------------- counts, errors, access
