@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +22,9 @@ from pagewire.frontend.server.anthropic.protocol import (
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.warnings import warn
 from pagewire.frontend.server.openai.protocol import ChatRequest, JsonSchema, ResponseFormat
+from pagewire.frontend.server.openai.size import too_many
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire.budget import MAX_PARTS
 
 SAME_NAME = ("temperature", "top_p", "top_k", "stream", "seed", "priority", "cache_salt")
 KINDS: dict[str, dict[str, type[InputBlock]]] = {  # of blocks, by role
@@ -93,6 +95,7 @@ def messages_of(request: CountTokensRequest) -> list[JSON]:
     Raises:
         APIError: there are none, or one is malformed.
     """
+    check_number(request.messages)
     messages: list[JSON] = []
     if request.system:
         add(messages, {"role": "system", "content": texts(read_blocks(request.system, "system", "system"))})
@@ -116,18 +119,35 @@ def messages_of(request: CountTokensRequest) -> list[JSON]:
         raise bad("messages: the last tool_use block needs a tool_result in a message of the user")
     for message in messages:
         message["content"] = simplest(message["content"], None if message.get("tool_calls") else "")
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
     return messages
 
 
+def check_number(turns: Sequence[JSON]) -> None:
+    """Refuse more blocks than a chat may have parts, before any is looked at; raises APIError."""
+    number = 0
+    for turn in turns:
+        if not isinstance(blocks := turn.get("content"), list):
+            continue
+        number += len(blocks)
+        if number <= MAX_PARTS:
+            results = (block.get("content") for block in blocks if isinstance(block, dict))
+            number += sum(len(content) for content in results if isinstance(content, list))
+        if number > MAX_PARTS:
+            raise too_many("blocks", number, MAX_PARTS)
+
+
 def add(messages: list[JSON], message: JSON) -> None:
-    """Append a message, or extend the last one if it has the same role: templates expect turns that alternate."""
+    """Append a message, or extend the last one if it has the same role: templates expect turns that alternate.
+
+    Its fields but for the role are lists yet, so that many turns take no more time than their length.
+    """
     if message["role"] == "tool" or not messages or messages[-1]["role"] != message["role"]:
         messages.append(message)
         return
-    last = messages[-1]
-    last["content"] += message["content"]
-    for name in message.keys() & {"tool_calls", "reasoning_content"}:
-        last[name] = last[name] + message[name] if name in last else message[name]
+    for name in message.keys() - {"role"}:
+        messages[-1].setdefault(name, []).extend(message[name])
 
 
 def assistant_message(blocks: Iterable[InputBlock]) -> JSON:
@@ -140,8 +160,8 @@ def assistant_message(blocks: Iterable[InputBlock]) -> JSON:
     ]
     if calls:
         message["tool_calls"] = calls
-    if reasoning := "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)):
-        message["reasoning_content"] = reasoning
+    if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
+        message["reasoning_content"] = thoughts
     return message
 
 

@@ -201,6 +201,16 @@ def test_what_is_refused_by_name(turns: list[Any], message: str) -> None:
     assert message in str(refusal.value) and refusal.value.status == 400
 
 
+def test_many_turns_take_no_more_than_their_length() -> None:
+    thought = [{"type": "thinking", "thinking": "x" * 100}, {"type": "text", "text": "y"}]
+    (message,) = messages_of(request(messages=[{"role": "assistant", "content": thought}] * 8000))
+    assert message["reasoning_content"] == "x" * 800_000 and len(message["content"]) == 8000
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [1] * (1 << 14)}
+    for blocks in ([1] * (1 << 14 | 1), [result]):
+        with pytest.raises(APIError, match="blocks or more"):
+            messages_of(request(messages=[{"role": "user", "content": blocks}]))
+
+
 # ---------------------------------------------------------------- answers
 
 
@@ -333,6 +343,7 @@ def test_errors_have_its_shape(client: Client, core: FakeCore, monkeypatch: pyte
         "top_p": client.post(PATH, body | {"top_p": 7}),
         "messages[0].content": client.post(PATH + "/count_tokens", {"messages": [{"role": "user"}]}),
         "messages": client.post(PATH + "/count_tokens", {}),
+        "priority=5 has no effect": client.post(PATH, body | {"priority": 5}),
         "mcp_servers": client.post(PATH, body | {"mcp_servers": [{"url": "x"}]}),
         "anthropic-version": client.post(PATH, body, **{"anthropic-version": "2030-01-01"}),
         "tools[0]": client.post(PATH, body | {"tools": [{"type": "bash_20250124", "name": "bash"}]}),

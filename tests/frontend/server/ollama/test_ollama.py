@@ -177,6 +177,7 @@ def test_a_call_is_whole_when_the_next_begins() -> None:
     [
         ("/api/chat", {"messages": HELLO, "model": "x"}, 404, "there is no model 'x'"),
         ("/api/chat", {"messages": [1]}, 400, "Expected `object`"),
+        ("/api/chat", {"messages": HELLO, "priority": 5}, 400, "priority=5 has no effect"),
         ("/api/chat", {"messages": [{"role": "user", "images": ["x"]}]}, 400, "messages[0].images"),
         ("/api/chat", {"messages": HELLO, "think": True}, 400, "without --reasoning-parser"),
         ("/api/chat", {"messages": HELLO, "tools": [CLOCK]}, 400, "tools need a server with --enable-auto"),
@@ -195,7 +196,7 @@ def test_a_call_is_whole_when_the_next_begins() -> None:
         ("/api/show", {}, 400, "model is required"),
         ("/api/nothing", {}, 404, "unknown path"),
     ],
-    ids=range(19),
+    ids=range(20),
 )
 def test_what_is_refused_by_name(client: Client, path: str, body: Any, status: int, message: str) -> None:
     found, text = error_of(client.post(path, body))
