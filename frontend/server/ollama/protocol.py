@@ -112,7 +112,8 @@ class OllamaGenerateRequest(GenerationFields, kw_only=True):
     """POST /api/generate.
 
     prompt: message of the user; with `raw`, the whole prompt. Without it the answer is that the model is loaded.
-    system: message of the system before it. context, images, suffix, template: not supported.
+    system: message of the system before it. suffix: text after the answer, for models that fill in the middle.
+    context, images, template: not supported.
     """
 
     prompt: str | None = None

@@ -38,6 +38,7 @@ from pagewire.frontend.server.pooling.results import GAP, filled
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service
+from pagewire.frontend.text.infill import infill_prompt
 from pagewire.frontend.text.length import encode_within
 from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.ipc.quoting import quoted
@@ -132,15 +133,15 @@ async def generate(service: Service, request: OllamaGenerateRequest, exchange: E
     """Run a request to /api/generate; as `chat`."""
     if not request.prompt:
         return loaded(service.model(request.model), generates=True)
+    wanted, prompt = chat_request(service, request), request.prompt
     if request.suffix:
-        raise APIError(400, "suffix is not supported: give raw and a prompt with the model's own marks")
-    wanted = chat_request(service, request)
-    if not request.raw:
+        prompt = infill_prompt(service.tokenizer_of(request.model), prompt, request.suffix)
+    if not (request.raw or request.suffix):
         prepared = await prepare(service, wanted, exchange)
     elif request.system or request.think:
-        raise APIError(400, "raw: the prompt is the whole prompt, without system and think")
+        raise APIError(400, "raw and suffix: the prompt is the whole prompt, without system and think")
     else:
-        prepared = await prepare_raw(service, wanted, request.prompt, exchange)
+        prepared = await prepare_raw(service, wanted, prompt, exchange)
     return await answered(prepared, OllamaWriter(prepared, generates=True))
 
 
