@@ -26,7 +26,6 @@ WITH_BODIES = (
     "/v1/responses",
     "/v1/messages",
     "/api/chat",
-    "/api/generate",
     "/tokenize",
     "/detokenize",
     "/abort",

@@ -55,11 +55,12 @@ class ApiShape:
 
     Attributes:
         error: struct of an error's body. types: names of classes of errors, by status; other_type: of all others.
-        media: content type of streams.
+        media: content type of streams. id_headers: headers of responses that have the request's id.
     """
 
     error: Any = ErrorResponse
     media = "text/event-stream"
+    id_headers: ClassVar = [b"x-request-id"]
     types: ClassVar = {
         401: "authentication_error",
         403: "permission_error",
@@ -95,6 +96,7 @@ class AnthropicShape(ApiShape):
     """Anthropic's shape: classes of errors with its names, and an event `error`."""
 
     error = AnthropicError
+    id_headers: ClassVar = [b"x-request-id", b"request-id"]
     types: ClassVar = {
         401: "authentication_error",
         403: "permission_error",

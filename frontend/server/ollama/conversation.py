@@ -16,9 +16,11 @@ from pagewire.frontend.server.ollama.protocol import (
     OllamaOptions,
 )
 from pagewire.frontend.server.openai.protocol import ChatRequest, JsonSchema, ResponseFormat
+from pagewire.frontend.server.openai.size import too_many
 from pagewire.frontend.server.openai.terms import Terms
 from pagewire.frontend.server.serving.service import Service
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire.budget import MAX_PARTS
 
 SAME_NAME = (
     "temperature",
@@ -155,9 +157,9 @@ def with_call_ids(messages: Sequence[Any]) -> list[JSON]:
     """Return messages in the form of chat completions, where a call has an id, and its result names it.
 
     Raises:
-        APIError: a message is none, has images, or is the result of no call.
+        APIError: there are too many calls, or a message has images, or is the result of no call.
     """
-    calls = OpenCalls()
+    calls, number = OpenCalls(), 0
     result = []
     for index, message in enumerate(messages):
         if message.get("images"):
@@ -165,6 +167,8 @@ def with_call_ids(messages: Sequence[Any]) -> list[JSON]:
         converted = {name: value for name, value in message.items() if name not in ("images", "tool_name")}
         given = message.get("tool_calls")
         if isinstance(given, list):
+            if (number := number + len(given)) > MAX_PARTS:
+                raise too_many("tool calls", number, MAX_PARTS)
             converted["tool_calls"] = [with_id(call, calls) for call in given]
         if message.get("role") == "tool":
             name = message.get("tool_name", message.get("name"))

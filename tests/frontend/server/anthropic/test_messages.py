@@ -361,7 +361,8 @@ def test_errors_have_its_shape(client: Client, core: FakeCore, monkeypatch: pyte
     for text, answer in named.items():
         status, kind, message = error_of(answer)
         assert (status, kind) == (400, "invalid_request_error") and text in message, message
-    assert error_of(client.post(PATH, body | {"model": "x"}))[:2] == (404, "not_found_error")
+    unknown = client.post(PATH, body | {"model": "x"}, **{"x-request-id": "mine"})
+    assert error_of(unknown)[:2] == (404, "not_found_error") and unknown.headers["request-id"] == "mine"
     assert error_of(client.post(PATH + "/nothing"))[:2] == (404, "not_found_error")
     assert error_of(client.get(PATH))[0] == 405
     assert set(client.get("/v1/messagesx").json["error"]) == {"message", "type", "param", "code"}

@@ -156,6 +156,8 @@ def test_calls_get_ids_and_their_results_find_them() -> None:
         messages[4]["tool_calls"][1] == 3
         and messages[5]["tool_call_id"] == messages[4]["tool_calls"][0]["id"]
     )
+    with pytest.raises(APIError, match="tool calls or more"):
+        with_call_ids([{"role": "assistant", "tool_calls": [1] * 9000}] * 2)
     with pytest.raises(APIError, match=r"messages\[6\]: there is no call of 'f' before its result"):
         with_call_ids([*turns, {"role": "tool", "content": "", "tool_name": "f"}])
 
