@@ -201,7 +201,7 @@ class MessageEvent(msgspec.Struct, omit_defaults=True):
     usage: MessageUsage | UnsetType = UNSET
 
 
-class MessageTokens(msgspec.Struct):
+class CountTokensResponse(msgspec.Struct):
     """The response of /v1/messages/count_tokens."""
 
     input_tokens: int

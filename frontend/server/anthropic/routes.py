@@ -13,10 +13,10 @@ from pagewire.frontend.server.anthropic.conversation import chat_request
 from pagewire.frontend.server.anthropic.errors import in_message_terms
 from pagewire.frontend.server.anthropic.protocol import (
     CountTokensRequest,
+    CountTokensResponse,
     GeneratedMessage,
     MessageEvent,
     MessagesRequest,
-    MessageTokens,
 )
 from pagewire.frontend.server.anthropic.writer import EventWriter, blocks_of, end_of, message_usage
 from pagewire.frontend.server.http import sse
@@ -45,7 +45,7 @@ def routes(service: Service) -> list[Operation]:
         try:
             check_version(request.headers)
             counting = num_tokens(service.of(fields.model), fields)
-            return json_response(MessageTokens(await while_connected(counting, request.receive)))
+            return json_response(CountTokensResponse(await while_connected(counting, request.receive)))
         except (APIError, ValueError, TypeError) as error:
             raise in_message_terms(api_error(error, COUNTED.fields)) from error
 
@@ -65,7 +65,7 @@ def routes(service: Service) -> list[Operation]:
             count_tokens,
             "Count the tokens of the prompt that a request to /v1/messages would have.",
             body=CountTokensRequest,
-            result=MessageTokens,
+            result=CountTokensResponse,
         ),
     ]
 

@@ -125,7 +125,7 @@ def messages_of(request: GenerationFields) -> list[JSON]:
     return with_call_ids(request.messages or ())
 
 
-class OpenCalls:
+class UnansweredCalls:
     """The calls of a conversation whose results have not come yet. Ollama's have no ids; templates need some."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ def with_call_ids(messages: Sequence[Any]) -> list[JSON]:
     Raises:
         APIError: there are too many calls, or a message has images, or is the result of no call.
     """
-    calls, number = OpenCalls(), 0
+    calls, number = UnansweredCalls(), 0
     result = []
     for index, message in enumerate(messages):
         if message.get("images"):
@@ -181,7 +181,7 @@ def with_call_ids(messages: Sequence[Any]) -> list[JSON]:
     return result
 
 
-def with_id(call: Any, calls: OpenCalls) -> Any:
+def with_id(call: Any, calls: UnansweredCalls) -> Any:
     """Return a call with an id; what is no call is returned as it is, and refused later."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):

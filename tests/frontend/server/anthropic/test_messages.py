@@ -383,8 +383,9 @@ def test_a_stream_that_fails_ends_with_an_event(client: Client, core: FakeCore) 
         await asyncio.to_thread(core.expect, Submit)
         (key,) = core.submitted
         core.tokens(key, [2])
+        start = await call.message()
         core.tokens(key, [], finish_reason="abort")
-        return await call.answer()
+        return await call.answer(start)
 
     *_, last = events_of(client.run(fail))
     assert last == {"type": "error", "error": {"type": "api_error", "message": "the request was aborted"}}

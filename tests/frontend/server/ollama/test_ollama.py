@@ -213,8 +213,9 @@ def test_a_stream_that_fails_ends_with_a_line(client: Client, core: FakeCore) ->
         await asyncio.to_thread(core.expect, Submit)
         (key,) = core.submitted
         core.tokens(key, [2])
+        start = await call.message()
         core.tokens(key, [], finish_reason="abort")
-        return await call.answer()
+        return await call.answer(start)
 
     *_, last = lines_of(client.run(fail))
     assert last == {"error": "the request was aborted"}
