@@ -150,7 +150,7 @@ def add(messages: list[JSON], message: JSON) -> None:
         messages[-1].setdefault(name, []).extend(message[name])
 
 
-def assistant_message(blocks: Iterable[InputBlock]) -> JSON:
+def assistant_message(blocks: Sequence[InputBlock]) -> JSON:
     """Return a turn of the assistant as a message with its content, its reasoning and its calls."""
     message: JSON = {"role": "assistant", "content": texts(blocks)}
     calls = [
@@ -160,6 +160,8 @@ def assistant_message(blocks: Iterable[InputBlock]) -> JSON:
     ]
     if calls:
         message["tool_calls"] = calls
+    if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
+        warn("blocks of type redacted_thinking have no effect: only Anthropic can read them")
     if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
         message["reasoning_content"] = thoughts
     return message

@@ -17,6 +17,7 @@ from pagewire.frontend.server.anthropic.conversation import chat_request, messag
 from pagewire.frontend.server.anthropic.protocol import MessagesRequest
 from pagewire.frontend.server.anthropic.writer import EventWriter
 from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.warnings import begin_warnings
 from pagewire.frontend.server.openai.reply import ReplyWithCalls, call_arguments, read
 from pagewire.frontend.server.parsing.choice import tool_use
 from pagewire.frontend.server.parsing.reasoning import parser_for, thinking
@@ -92,6 +93,7 @@ def error_of(answer: Answer) -> tuple[int, str, str]:
 
 
 def test_turns_become_messages() -> None:
+    warnings = begin_warnings("id")
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "user", "content": "c"},
@@ -134,6 +136,7 @@ def test_turns_become_messages() -> None:
         {"role": "user", "content": "Well?"},
         {"role": "assistant", "content": "It is"},
     ]
+    assert ["redacted_thinking" in text for text in warnings.texts] == [True]
     assert chat_request(request(messages=turns), False).continue_final_message
     assert not chat_request(request(messages=turns[:-1]), False).continue_final_message
 
