@@ -38,7 +38,7 @@ from pagewire.frontend.server.pooling.results import GAP, filled
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.infill import infill_prompt
+from pagewire.frontend.text.infill import infill_form
 from pagewire.frontend.text.length import encode_within
 from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.ipc.quoting import quoted
@@ -135,7 +135,9 @@ async def generate(service: Service, request: OllamaGenerateRequest, exchange: E
         return loaded(service.model(request.model), generates=True)
     wanted, prompt = chat_request(service, request), request.prompt
     if request.suffix:
-        prompt = infill_prompt(service.tokenizer_of(request.model), prompt, request.suffix)
+        tokenizer = service.tokenizer_of(request.model)
+        form = infill_form(tokenizer)
+        prompt, wanted.stop_token_ids = form.prompt(prompt, request.suffix), form.end_token_ids(tokenizer)
     if not (request.raw or request.suffix):
         prepared = await prepare(service, wanted, exchange)
     elif request.system or request.think:

@@ -34,7 +34,7 @@ from pagewire.frontend.server.openai.size import check_amount, logprob_budget, w
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.infill import infill_prompt
+from pagewire.frontend.text.infill import infill_form
 from pagewire.frontend.text.length import ContextLengthError, check_characters, encode_within
 from pagewire.frontend.text.logprobs import PromptLogprobs
 from pagewire.frontend.text.offsets import TextOffsets, prompt_offsets
@@ -135,6 +135,8 @@ def prompts_in(service: Service, request: CompletionRequest) -> list[Any]:
 def infills(service: Service, request: CompletionRequest, suffix: str, prompts: list[Any]) -> list[str]:
     """Return prompts whose completions stand between the request's prompts and its suffix.
 
+    The tokens that end such a completion become stop tokens of the request.
+
     Raises:
         APIError: a prompt is no text, or `echo` is set. ValueError: the model cannot fill in the middle.
     """
@@ -145,7 +147,9 @@ def infills(service: Service, request: CompletionRequest, suffix: str, prompts: 
     if not all(isinstance(prompt, str) for prompt in prompts):
         raise APIError(400, "suffix needs prompts that are text", param="suffix")
     tokenizer = service.tokenizer_of(request.model)
-    return [infill_prompt(tokenizer, prompt, suffix) for prompt in prompts]
+    form = infill_form(tokenizer)
+    request.stop_token_ids = [*(request.stop_token_ids or ()), *form.end_token_ids(tokenizer)]
+    return [form.prompt(prompt, suffix) for prompt in prompts]
 
 
 async def without_special_tokens(
