@@ -6,7 +6,7 @@ import glob
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +31,11 @@ TOKENIZER_FILES = [
     "config.json",
     "generation_config.json",
 ]
+MODELOPT_FILE = "hf_quant_config.json"
+"""How ModelOpt has quantised a checkpoint; its newer versions write that to config.json, too."""
 WEIGHT_FILES = {  # by load format
-    "auto": ["*.safetensors", "*.safetensors.index.json"],
-    "safetensors": ["*.safetensors", "*.safetensors.index.json"],
+    "auto": ["*.safetensors", "*.safetensors.index.json", MODELOPT_FILE],
+    "safetensors": ["*.safetensors", "*.safetensors.index.json", MODELOPT_FILE],
     "bitsandbytes": ["*.safetensors", "*.safetensors.index.json"],
     "gguf": ["*.gguf"],
     "pt": ["*.bin", "*.bin.index.json"],  # pickles
@@ -256,7 +258,21 @@ def read_configs(path: Path, trust_remote_code: bool = False) -> tuple[dict[str,
 
     values = read_json(path / "config.json")
     foreign = foreign_model(values, trust_remote_code)
-    return values if foreign is None else dict(foreign.config), read_json(path / "generation_config.json")
+    config = values if foreign is None else dict(foreign.config)
+    if (settings := _quantisation(path, values)) is not None:
+        config["quantization_config"] = settings
+    return config, read_json(path / "generation_config.json")
+
+
+def _quantisation(path: Path, values: Mapping[str, Any]) -> Any:
+    """How a checkpoint says that it is quantised: in its config.json, in the part of that for text, or in the file
+    of ModelOpt; None if nowhere."""
+    text = values.get("text_config")
+    for config in (values, text if isinstance(text, dict) else {}):
+        if config.get("quantization_config") is not None:
+            return config["quantization_config"]
+    settings = read_json(path / MODELOPT_FILE).get("quantization")
+    return {"quant_method": "modelopt", **settings} if isinstance(settings, dict) else None
 
 
 def read_foreign(path: Path, trust_remote_code: bool) -> ForeignModel | None:

@@ -30,7 +30,7 @@ WITHOUT_HEADERS = ("pt", "dummy", "sharded_state")
 DTYPES = (
     {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     | {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
-    | {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+    | {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 )
 """Dtypes that are read, by their names in safetensors files: as PyTorch calls them."""
 FLOATS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}

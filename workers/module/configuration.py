@@ -53,7 +53,8 @@ def load_config(worker_config: WorkerConfig) -> Any:
         check_counts(values)
         if is_file or read_foreign(path, trusts) is not None:
             return _with_rotary(CONFIG_MAPPING[values["model_type"]].from_dict(values), worker_config)
-        values = PretrainedConfig.get_config_dict(path)[0] | worker_config.hf_overrides
+        quantised = {name: values[name] for name in ("quantization_config",) if name in values}
+        values = PretrainedConfig.get_config_dict(path)[0] | worker_config.hf_overrides | quantised
         kind = values.get("model_type")
         if kind in CONFIG_MAPPING and not (trusts and "auto_map" in values):
             return _with_rotary(CONFIG_MAPPING[kind].from_dict(values), worker_config)

@@ -182,7 +182,7 @@ def test_modules_of_other_settings() -> None:
         (gptq_config(dynamic={"+:(": {"bits": 8}}), "no regular expression"),
         (gptq_config(dynamic={"x": {"bits": 7}}), "GPTQ of 7 bits"),
         (gptq_config(dynamic=["x"]), "dynamic must be an object"),
-        ({"quant_method": "quip"}, "'quip' are not served; those of aqlm, awq"),
+        ({"quant_method": "quip"}, "'quip' are not served; those of aqlm, auto-round, awq"),
         ({}, "None are not served"),
     ],
 )

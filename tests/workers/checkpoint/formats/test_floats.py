@@ -12,7 +12,7 @@ from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.kernels.data import integers
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.weight import Weight
-from pagewire.workers.checkpoint.formats import fp8, reexpress
+from pagewire.workers.checkpoint.formats import floats, reexpress
 from pagewire.workers.checkpoint.formats.format import described
 from pagewire.workers.checkpoint.formats.reexpress import fp8_weight
 
@@ -82,16 +82,16 @@ def test_columns_that_are_no_multiple_of_a_group_share_a_scale() -> None:
 
 def test_the_formats_of_checkpoints() -> None:
     values, scales, dense = quantised(128, 128, torch.float8_e4m3fn)
-    deepseek = fp8.of({"quant_method": "fp8", "weight_block_size": [128, 128]})
+    deepseek = floats.of({"quant_method": "fp8", "weight_block_size": [128, 128]})
     tensors = {"weight": values, "weight_scale_inv": scales}
     assert deepseek.stored("a", described(tensors)) == ((ROWS, COLUMNS), NumberFormat(8, 32))
     assert error(deepseek.weight("a", tensors, torch.bfloat16), dense) < 0.006
     values, scales, dense = quantised(ROWS, COLUMNS, torch.float8_e4m3fn)
-    static = fp8.of({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]})
+    static = floats.of({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]})
     tensors = {"weight": values, "weight_scale": scales[0, 0], "input_scale": torch.tensor(0.1)}
     assert error(static.weight("a", tensors, torch.bfloat16), dense) < 0.006
     values, scales, dense = quantised(1, COLUMNS, torch.float8_e4m3fn)
-    fbgemm = fp8.of({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})
+    fbgemm = floats.of({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})
     tensors = {"weight": values, "weight_scale": scales, "input_scale_ub": torch.tensor([1200.0])}
     assert fbgemm.name == "fbgemm_fp8"
     assert error(fbgemm.weight("a", tensors, torch.bfloat16), dense) < 0.006
@@ -101,7 +101,7 @@ def test_what_is_said_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch
     monkeypatch.setattr(reexpress, "_logged", set())
     caplog.set_level(logging.INFO, "pagewire.worker")
     values, scales, _ = quantised(1, COLUMNS, torch.float8_e4m3fn)
-    form = fp8.of({"quant_method": "fp8", "activation_scheme": "static"})
+    form = floats.of({"quant_method": "fp8", "activation_scheme": "static"})
     for layer in ("a", "b"):
         form.check([f"{layer}.weight", f"{layer}.input_scale"])
         form.weight(layer, {"weight": values, "weight_scale": scales}, torch.float32)
@@ -117,8 +117,8 @@ def test_what_is_not_served_is_refused() -> None:
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "'fp4'"),
     ):
         with pytest.raises(ValueError, match=reason):
-            fp8.of(config)
-    form = fp8.of({"quant_method": "fp8"})
+            floats.of(config)
+    form = floats.of({"quant_method": "fp8"})
     with pytest.raises(ValueError, match="experts that lie in one tensor"):
         form.check(["model.layers.0.mlp.experts.gate_up_proj_scale_inv"])
     values, scales, _ = quantised(128, 128, torch.float8_e4m3fn)
