@@ -62,6 +62,8 @@ class WeightSettings:
             columns = group
         if strategy in ("group", "tensor_group", "block") and columns < 1:
             raise LoadError(f"{where}: groups of {columns} columns are not served")
+        if strategy == "tensor_group" and (kind, bits) != ("float", 4):
+            raise LoadError(f"{where}: the strategy {strategy!r} is served only for floats of 4 bits")
         symmetric = switch(config, "symmetric", True)
         if kind == "float" and not symmetric:
             raise LoadError(f"{where}: floats with zeros are not served")

@@ -118,13 +118,15 @@ def float_weight(
     codes = values.view(torch.uint8)
     if exponents.dtype == torch.uint8:
         return mxfp4_weight(codes, exponents, dtype)
-    return nvfp4_weight(codes, scales, torch.ones(()) if factor is None else factor, dtype)
+    if factor is None:
+        raise ValueError("the factor of its scales is missing")
+    return nvfp4_weight(codes, scales, factor, dtype)
 
 
 def nvfp4_weight(codes: Tensor, scales: Tensor, factor: Tensor, dtype: torch.dtype) -> Weight:
     """A matrix [N, K] in NVFP4: 4-bit floats (E2M1) in groups of 16, without a copy of its codes.
 
-    Scales are products of two numbers, which float32 holds without a further rounding of note: 28 bits of 24.
+    Its scales are products of two numbers, and are held in float32, as which such products are computed.
 
     codes: uint8 [N, K / 2], the even column in the low half. scales: float8 (e4m3) [N, K / 16]. factor: of all
     scales, a single number. dtype: of the product's inputs and outputs.

@@ -86,6 +86,30 @@ def _compressed(bits: int, group: int, symmetric: bool = True, packed: bool = Tr
     return Recipe(partial(tensors, symmetric=symmetric), config, bits, group, symmetric)
 
 
+def _auto_round(bits: int, packing: str, group: int) -> Recipe:
+    config = {
+        "quant_method": "auto-round",
+        "bits": bits,
+        "group_size": group,
+        "sym": False,
+        "data_type": "int",
+    }
+    tensors = (
+        rounding.awq_gemm if "awq" in packing else partial(rounding.gptq, version=1 if ":" in packing else 2)
+    )
+    return Recipe(tensors, config | {"packing_format": packing}, bits, group, symmetric=False)
+
+
+def _hqq(bits: int, group: int) -> Recipe:
+    config = {"quant_method": "hqq", "quant_config": {}, "skip_modules": ["lm_head"]}
+    return Recipe(rounding.hqq, config, bits, group, symmetric=False)
+
+
+def _torchao(bits: int, group: int) -> Recipe:
+    tensors = rounding.torchao_int4 if bits == 4 else rounding.torchao_int8
+    return Recipe(tensors, {"quant_method": "torchao"}, bits, group, symmetric=False)
+
+
 RECIPES: dict[str, Callable[[int], Recipe]] = {
     "awq": partial(_awq, "gemm", rounding.awq_gemm),
     "awq-gemv": partial(_awq, "gemv", rounding.awq_gemv),
@@ -98,6 +122,12 @@ RECIPES: dict[str, Callable[[int], Recipe]] = {
     "w4a16": partial(_compressed, 4),
     "w4a16-asymmetric": partial(_compressed, 4, symmetric=False),
     "w8a16": partial(_compressed, 8),
+    "auto-round": partial(_auto_round, 4, "auto_round"),
+    "auto-round-gptq": partial(_auto_round, 2, "auto_round:auto_gptq"),
+    "auto-round-awq": partial(_auto_round, 4, "auto_round:auto_awq"),
+    "hqq": partial(_hqq, 4),
+    "torchao-int4": partial(_torchao, 4),
+    "torchao-int8": partial(_torchao, 8),
     "w8a8": lambda _: _compressed(8, -1, packed=False),
 }
 """By the name that `benchmarks.make_quantised` gives them; each takes the number of columns with a scale."""
@@ -134,7 +164,8 @@ def write_quantised(source: Path, folder: Path, recipe: Recipe, keep: bool = Fal
                     tensors[name] = tensor
                     continue
                 module, matrix = name.removesuffix(".weight"), recipe.rounded(tensor)
-                tensors.update({f"{module}.{part}": value for part, value in recipe.tensors(matrix).items()})
+                parts = recipe.tensors(matrix).items()
+                tensors.update({f"{module}.{part.removeprefix('.')}": value for part, value in parts})
                 if keep:
                     written.matrices[module] = matrix
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")

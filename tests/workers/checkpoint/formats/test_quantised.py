@@ -269,8 +269,8 @@ def test_missing_parts_and_methods_that_are_not_served(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(LoadError, match=r"layers\.1\.mlp\.up_proj"):
         load_runner(folder)
-    overrides = {"quantization_config": {"quant_method": "hqq"}}
-    with pytest.raises(LoadError, match="quantised with 'hqq' are not served; those of aqlm, awq, "):
+    overrides = {"quantization_config": {"quant_method": "quanto"}}
+    with pytest.raises(LoadError, match="quantised with 'quanto' are not served; those of aqlm, "):
         load_runner(folder, hf_overrides=overrides)
     with pytest.raises(LoadError, match="awq cannot be read as a whole: load_format is 'pt'"):
         load_runner(folder, load_format="pt")
