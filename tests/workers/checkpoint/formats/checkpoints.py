@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.workers.checkpoint.formats import rounding
-from tests.workers.checkpoint.formats.rounding import Rounded, rounded
+from tests.workers.checkpoint.formats.rounding import Rounded, RoundedFloats, rounded, rounded_floats
 
 QUANTISED = "proj.weight"
 """The end of the names of the matrices that are quantised: those of the layers of Llama and its relatives."""
@@ -27,8 +27,8 @@ QUANTISED = "proj.weight"
 class Recipe:
     """A way of quantising a checkpoint."""
 
-    tensors: Callable[[Rounded], dict[str, Tensor]]
-    """Of a module, by suffix."""
+    tensors: Callable[[Any], dict[str, Tensor]]
+    """Of a module, by suffix, of what `rounded` returns."""
     config: dict[str, Any]
     """What becomes `quantization_config`."""
     bits: int
@@ -36,9 +36,13 @@ class Recipe:
     symmetric: bool = True
     reordered: bool = False
     """Groups are of columns of similar size, not of adjacent ones."""
+    floats: bool = False
+    """4-bit floats in place of integers."""
 
-    def rounded(self, weight: Tensor) -> Rounded:
+    def rounded(self, weight: Tensor) -> Rounded | RoundedFloats:
         """A matrix [N, K] as this recipe rounds it."""
+        if self.floats:
+            return rounded_floats(weight, self.group)
         index = None
         if self.reordered:
             order = weight.float().square().sum(0).argsort(descending=True)
@@ -110,6 +114,22 @@ def _torchao(bits: int, group: int) -> Recipe:
     return Recipe(tensors, {"quant_method": "torchao"}, bits, group, symmetric=False)
 
 
+def _nvfp4(_: int) -> Recipe:
+    def tensors(matrix: RoundedFloats) -> dict[str, Tensor]:
+        parts = {"weight": matrix.packed(), "weight_scale": matrix.scales, "weight_scale_2": matrix.factor}
+        return parts | {"input_scale": torch.ones(())}
+
+    return Recipe(tensors, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4, 16, floats=True)
+
+
+def _mxfp4(_: int) -> Recipe:
+    weights = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    config = {"quant_method": "quark", "global_quant_config": {"weight": weights}, "exclude": ["lm_head"]}
+    return Recipe(
+        lambda matrix: {"weight": matrix.packed(), "weight_scale": matrix.scales}, config, 4, 32, floats=True
+    )
+
+
 RECIPES: dict[str, Callable[[int], Recipe]] = {
     "awq": partial(_awq, "gemm", rounding.awq_gemm),
     "awq-gemv": partial(_awq, "gemv", rounding.awq_gemv),
@@ -128,6 +148,8 @@ RECIPES: dict[str, Callable[[int], Recipe]] = {
     "hqq": partial(_hqq, 4),
     "torchao-int4": partial(_torchao, 4),
     "torchao-int8": partial(_torchao, 8),
+    "nvfp4": _nvfp4,
+    "mxfp4": _mxfp4,
     "w8a8": lambda _: _compressed(8, -1, packed=False),
 }
 """By the name that `benchmarks.make_quantised` gives them; each takes the number of columns with a scale."""
@@ -138,7 +160,7 @@ class Written:
     """A quantised checkpoint that was written."""
 
     folder: Path
-    matrices: dict[str, Rounded] = field(default_factory=dict)
+    matrices: dict[str, Rounded | RoundedFloats] = field(default_factory=dict)
     """By name of module; kept only on request, since they take twice the bytes of the dense ones."""
 
 
