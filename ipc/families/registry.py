@@ -10,6 +10,7 @@ from pagewire.ipc.families.chatglm import CHATGLM
 from pagewire.ipc.families.decilm import DECILM
 from pagewire.ipc.families.exaone import EXAONE
 from pagewire.ipc.families.family import Family, ForeignModel
+from pagewire.ipc.families.gemma3n import GEMMA3N
 from pagewire.ipc.families.internlm2 import INTERNLM2
 from pagewire.ipc.families.jais import JAIS
 from pagewire.ipc.families.plain import AQUILA, INTERNLM, KIMI, MINICPM, ORION, XVERSE
@@ -18,7 +19,7 @@ from pagewire.ipc.families.refused import ARCTIC, PHI3_SMALL
 
 FAMILIES = (
     *(AQUILA, ARCTIC, BAICHUAN, CHATGLM, DECILM, EXAONE, INTERNLM, INTERNLM2, JAIS, KIMI, MINICPM, ORION),
-    *(PHI3_SMALL, QWEN, XVERSE),
+    *(GEMMA3N, PHI3_SMALL, QWEN, XVERSE),
 )
 OTHER_HEADS = ("RewardModel", "ForSequenceClassification", "ForTokenClassification")
 """How the names of classes end that no family has: their heads are the repository's own."""

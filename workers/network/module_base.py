@@ -120,7 +120,8 @@ class ModuleHead:
 
     def __init__(self, causal: Any, arithmetic: Arithmetic) -> None:
         self.module, self._arithmetic = causal, arithmetic
-        setattr(causal, causal.base_model_prefix, BaseStub())
+        prefix = causal.base_model_prefix
+        setattr(causal, prefix, BaseStub(getattr(causal, prefix)))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, H]."""
@@ -182,6 +183,11 @@ class ModuleScores:
 
 class BaseStub(nn.Module):
     """Stands in for a base model, and returns the hidden states that it is given."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.vocabulary_mapping = getattr(base, "vocabulary_mapping", None)
+        """Which tokens are parts of pictures: Chameleon's head gives them no chance."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseStubOutput:
         """`inputs_embeds` in the form of a base model's output."""
