@@ -15,7 +15,10 @@ from pagewire.ipc.counts import MAX_EXPERTS
 BLOCKS = (
     {"Q8_0": (8, 32, 128), "Q4_0": (4, 32, 8), "Q4_1": (4, 32, 0), "Q5_0": (8, 32, 16), "Q5_1": (8, 32, 0)}
     | {"Q2_K": (4, 16, 0), "Q3_K": (4, 16, 4), "Q4_K": (4, 32, 0), "Q5_K": (8, 32, 0), "Q6_K": (8, 16, 32)}
-    | {"IQ4_NL": (4, 32, 128), "IQ4_XS": (4, 32, 128), "MXFP4": (4, 32, 12)}
+    | {"IQ4_NL": (4, 32, 128), "IQ4_XS": (4, 32, 128), "MXFP4": (4, 32, 12), "NVFP4": (4, 16, 12)}
+    | {"IQ1_S": (4, 32, 128), "IQ1_M": (4, 16, 128), "TQ1_0": (4, 128, 1), "TQ2_0": (4, 128, 1)}
+    | {"IQ2_XXS": (4, 32, 128), "IQ2_XS": (4, 16, 128), "IQ2_S": (4, 16, 128)}
+    | {"IQ3_XXS": (4, 32, 128), "IQ3_S": (4, 32, 128)}
 )
 """The types of quantised blocks that are read: bits, columns of a scale, and the value that stands for 0.
 Where it is 0, groups have offsets."""

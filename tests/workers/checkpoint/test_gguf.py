@@ -182,13 +182,20 @@ def rotary(config: Any) -> Any:
 # Where a block of each type has numbers of float16.
 HALVES = {
     **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "IQ1_M": (),
+    "NVFP4": (),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q2_K": (80, 82),
     "Q3_K": (108,),
     "Q6_K": (208,),
     "MXFP4": (),
 }
-ROUNDED = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"}
+ROUNDED = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"} | {
+    kind for kind in BLOCK_TYPES if kind[:3] in ("IQ1", "IQ2", "IQ3")
+}
 
 
 def random_blocks(kind: str, shape: tuple[int, int]) -> np.ndarray:
@@ -201,6 +208,13 @@ def random_blocks(kind: str, shape: tuple[int, int]) -> np.ndarray:
         blocks[..., start : start + 2] = scales.view(np.uint8)
     if kind == "MXFP4":
         blocks[..., 0] = draw.integers(100, 150, shape)
+    elif kind == "NVFP4":
+        blocks[..., :4] &= 127  # no scale is negative
+    elif kind == "IQ1_M":  # the highest four bits of four words are the scale
+        scales = draw.normal(0, 0.01, shape).astype(np.float16).view(np.uint16)
+        for word in range(4):
+            blocks[..., 49 + 2 * word] &= 15
+            blocks[..., 49 + 2 * word] |= ((scales >> 4 * word & 15) << 4).astype(np.uint8)
     return blocks
 
 
@@ -307,8 +321,8 @@ def test_what_is_refused(tmp_path: Path, llama: Path) -> None:
         (whole.replace(b"blk.1.ffn_up", b"blk.1.ffn_xx"), "has tensors that llama has no use for: 'ffn_xx'"),
         (b"no model", "does not begin with the letters GGUF"),
         (
-            content({}, [("token_embd.weight", (2, 256), 16, bytes(132))]),
-            "is of type IQ2_XXS; .* types F32, F16, BF16",
+            content({}, [("token_embd.weight", (2, 256), 15, bytes(584))]),
+            "is of type Q8_K; .* types F32, F16, BF16",
         ),
         (
             content({}, [("output_norm.weight", (32,), 2, bytes(18))]),
