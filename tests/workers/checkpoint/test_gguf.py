@@ -193,9 +193,8 @@ HALVES = {
     "Q6_K": (208,),
     "MXFP4": (),
 }
-ROUNDED = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"} | {
-    kind for kind in BLOCK_TYPES if kind[:3] in ("IQ1", "IQ2", "IQ3")
-}
+ROUNDED = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"}
+ROUNDED |= {kind for kind in BLOCK_TYPES if kind.startswith(("IQ1", "IQ2", "IQ3"))}
 
 
 def random_blocks(kind: str, shape: tuple[int, int]) -> np.ndarray:

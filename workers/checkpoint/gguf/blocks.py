@@ -204,7 +204,7 @@ def _words(blocks: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
 
 
 def _signed(kind: str, numbers: Tensor, signs: Tensor) -> Tensor:
-    """The codes of points [n, m, p], whose sizes have bits of signs [n, m, 32]: a sign is the fourth bit of a code."""
+    """The codes of points by number [n, m, p], with their signs as bits [n, m, 32]: the fourth bit of a code."""
     sizes = points(kind)[numbers.long()].flatten(-2)
     bits = signs.to(torch.uint8)[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
     return _rows(sizes | bits.flatten(-2) << 3)
@@ -277,7 +277,7 @@ def _iq1_s(blocks: Tensor) -> Parts:
 
 
 def _iq1_m(blocks: Tensor) -> Parts:
-    """Low bytes of 32 points, their high bits and sides, four words of four scales and a part of the scale of all."""
+    """Low bytes of 32 points, their high bits and sides, four words of four scales and a part of that of all."""
     halves = _nibbles(blocks[..., 32:48], 1).long()
     words = _words(blocks, 48, 56, torch.int16)
     scale = (words >> 12 << torch.arange(0, 16, 4)).sum(-1, keepdim=True)

@@ -97,7 +97,7 @@ def points(kind: str) -> Tensor:
 
 
 def signs_of_seven(indices: Tensor) -> Tensor:
-    """The signs of eight values as bits of a byte, given those of seven [...]: the number of negative ones is even."""
+    """The signs of eight values as bits of a byte, given seven of them [...]: an even number of them is set."""
     parity = indices
     for shift in (4, 2, 1):
         parity = parity ^ parity >> shift
