@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from pagewire.ipc.counts import MAX_EXPERTS
 
@@ -22,7 +23,8 @@ BLOCKS = (
 )
 """The types of quantised blocks that are read: bits, columns of a scale, and the value that stands for 0.
 Where it is 0, groups have offsets."""
-LAYER = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?\.(weight|bias)")
+LAYER = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?\.(weight|bias|scale)")
+IN_LAYER = re.compile(r"blk\.(\d{1,6})\.")
 UNUSED = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Tensors that are part of the configuration."""
 
@@ -45,6 +47,40 @@ SHARED = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+SHARED_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+MLA = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
+PER_LAYER_INPUT = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+TOP_PER_LAYER = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+ALTUP = {
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
 EXPERTS = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
 MIXTRAL_EXPERTS = {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}
 FOUR_NORMS = {
@@ -60,6 +96,21 @@ GPT2 = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
+
+
+class Joined(NamedTuple):
+    """A weight of a layer that is made of one or two tensors."""
+
+    name: str
+    """transformers' name, without a suffix."""
+    form: JoinedForm
+    other: str = ""
+    """llama.cpp's name of the second tensor."""
+
+
+JoinedForm = Literal["", "stack", "transposed stack", "heads"]
+"""Matrices of experts [E, N, K], or in transformers [E, K, N], where rows of two tensors take turns; or the parts
+of keys [H, L, D] and values [H, V, L] of all heads, for a matrix [H (D + V), L]."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +132,12 @@ class GGUFNames:
     """Norms are stored with 1 added to their weights."""
     transposed: bool = False
     """Matrices within layers are [K, N] in transformers."""
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """In a layer, as `layer`, where names differ with their suffixes: {"attn_sinks.weight": "self_attn.sinks"}."""
+    joined: Mapping[str, Joined] = field(default_factory=dict)
+    """In a layer: what makes a weight together with another tensor, or is a stack in transformers, too."""
+    lists: Mapping[str, str] = field(default_factory=dict)
+    """Outside of the layers: stacks that are lists of matrices in transformers."""
 
 
 MODELS: dict[str, GGUFNames] = {
@@ -111,6 +168,77 @@ MODELS: dict[str, GGUFNames] = {
     ),
     "starcoder2": GGUFNames(ATTENTION | NORMS | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, TOP),
     "stablelm": GGUFNames(LLAMA, TOP),
+    "glm4": GGUFNames(
+        LLAMA
+        | {
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        TOP,
+    ),
+    "glm4_moe": GGUFNames(
+        LLAMA | SHARED_EXPERTS | {"post_attention_norm": "post_attention_layernorm"},
+        TOP,
+        experts="mlp.experts",
+        expert=EXPERTS,
+        whole=CORRECTION,
+    ),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3"),
+        GGUFNames(
+            LLAMA | SHARED_EXPERTS | MLA,
+            TOP,
+            experts="mlp.experts",
+            expert=EXPERTS,
+            whole=CORRECTION,
+            joined={"attn_k_b": Joined("self_attn.kv_b_proj.weight", "heads", "attn_v_b")},
+        ),
+    ),
+    "gpt_oss": GGUFNames(
+        ATTENTION
+        | {
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        },
+        TOP,
+        whole={"attn_sinks.weight": "self_attn.sinks"},
+        joined={
+            "ffn_gate_exps": Joined("mlp.experts.gate_up_proj", "transposed stack", "ffn_up_exps"),
+            "ffn_down_exps": Joined("mlp.experts.down_proj", "transposed stack"),
+        },
+    ),
+    "gemma3n_text": GGUFNames(
+        LLAMA | FOUR_NORMS | PER_LAYER_INPUT | ALTUP,
+        TOP | TOP_PER_LAYER,
+        whole={"altup_correct_scale.weight": "altup.correct_output_scale"},
+        lists={
+            "altup_proj": "model.altup_projections",
+            "altup_unembd_proj": "model.altup_unembed_projections",
+        },
+    ),
+    "gemma4_text": GGUFNames(
+        LLAMA
+        | FOUR_NORMS
+        | PER_LAYER_INPUT
+        | {
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "ffn_gate_inp": "router.proj",
+        },
+        TOP | TOP_PER_LAYER,
+        whole={
+            "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+        },
+        joined={
+            "ffn_gate_up_exps": Joined("experts.gate_up_proj", "stack"),
+            "ffn_down_exps": Joined("experts.down_proj", "stack"),
+        },
+    ),
     "gpt2": GGUFNames(
         GPT2,
         {
@@ -141,29 +269,56 @@ class WeightPlace:
     transposed: bool = False
     is_row: bool = False
     """A vector that transformers has as a matrix [1, K]."""
+    form: JoinedForm = ""
+    """How it is made, if it is no single matrix."""
+    other: str = ""
+    """The GGUF file's name of the second tensor that it is made of, if there is one."""
 
 
 def places(
-    model_type: str, tensors: Mapping[str, tuple[int, ...]], heads: int, kv_heads: int
+    model_type: str, tensors: Mapping[str, tuple[int, ...]], heads: int, kv_heads: int, num_layers: int
 ) -> dict[str, WeightPlace]:
     """Where the weights of a model are, by transformers' names.
 
-    tensors: the shapes of the GGUF file's tensors by name. heads, kv_heads: of the model's attention.
+    tensors: the shapes of the GGUF file's tensors by name. heads, kv_heads: of the model's attention. num_layers:
+    of the model; those behind them draft tokens, and are left out.
 
     Raises:
         KeyError: a tensor of an unknown name.
     """
     names = MODELS[model_type]
+    seconds = {joined.other for joined in names.joined.values()}
     found: dict[str, WeightPlace] = {}
     for tensor, shape in tensors.items():
-        if tensor in UNUSED:
+        layer = IN_LAYER.match(tensor)
+        if tensor in UNUSED or (layer is not None and int(layer[1]) >= num_layers):
             continue
         match = LAYER.fullmatch(tensor)
         if match is None:
             stem, _, suffix = tensor.rpartition(".")
-            found[f"{names.top[stem]}.{suffix}"] = _place(names, tensor, stem, shape, 0)
+            if stem in names.lists:
+                _check_stack(tensor, shape)
+                prefix = names.lists[stem]
+                found |= {f"{prefix}.{i}.{suffix}": WeightPlace(tensor, i) for i in range(shape[0])}
+            else:
+                found[f"{names.top[stem]}.{suffix}"] = _place(names, tensor, stem, shape, 0)
             continue
         number, stem, expert, suffix = match.groups()
+        if (own := names.whole.get(f"{stem}.{suffix}")) is not None:
+            found[f"{names.layers}.{number}.{own}"] = WeightPlace(tensor)
+            continue
+        if suffix == "scale":
+            raise KeyError(tensor)
+        if stem in seconds:
+            continue
+        if (joined := names.joined.get(stem)) is not None:
+            second = f"blk.{number}.{joined.other}.{suffix}" if joined.other else ""
+            if second and second not in tensors:
+                raise KeyError(f"{tensor} without {second}")
+            _check_stack(tensor, shape)
+            name = f"{names.layers}.{number}.{joined.name}" + ("_bias" if suffix == "bias" else "")
+            found[name] = WeightPlace(tensor, form=joined.form, other=second)
+            continue
         if stem.endswith("_exps") or expert is not None:
             found |= _experts(names, tensor, shape)
             continue
@@ -181,6 +336,31 @@ def _place(names: GGUFNames, tensor: str, stem: str, shape: tuple[int, ...], hea
     )
 
 
+def joined_shape(form: JoinedForm, first: tuple[int, ...], second: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The shape of a weight of one or two tensors, not transposed.
+
+    Raises:
+        ValueError: the tensors do not fit each other.
+    """
+    if form == "heads":
+        if second is None or len(first) != 3 or len(second) != 3:
+            raise ValueError(f"tensors of shapes {first} and {second} are no keys and values")
+        heads, rank, keys = first
+        if second[0] != heads or second[2] != rank:
+            raise ValueError(f"keys {first} do not fit values {second}")
+        return heads * (keys + second[1]), rank
+    if second is None:
+        return first
+    if second != first:
+        raise ValueError(f"tensors of shapes {first} and {second} do not take turns")
+    return first[0], 2 * first[1], *first[2:]
+
+
+def _check_stack(tensor: str, shape: tuple[int, ...]) -> None:
+    if shape[0] > MAX_EXPERTS:
+        raise KeyError(f"{tensor}: {shape[0]} experts")
+
+
 def _experts(names: GGUFNames, tensor: str, shape: tuple[int, ...]) -> dict[str, WeightPlace]:
     """The matrices of a stack of experts, or of a single expert, as older files have them."""
     match = LAYER.fullmatch(tensor)
@@ -192,6 +372,5 @@ def _experts(names: GGUFNames, tensor: str, shape: tuple[int, ...]) -> dict[str,
     prefix = f"{names.layers}.{number}.{names.experts}"
     if expert is not None:
         return {f"{prefix}.{expert}.{leaf}.{suffix}": WeightPlace(tensor)}
-    if shape[0] > MAX_EXPERTS:
-        raise KeyError(f"{tensor}: {shape[0]} experts")
+    _check_stack(tensor, shape)
     return {f"{prefix}.{index}.{leaf}.{suffix}": WeightPlace(tensor, index) for index in range(shape[0])}

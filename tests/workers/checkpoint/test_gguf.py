@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,22 @@ from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.checkpoint.gguf import blocks as gguf_blocks
 from pagewire.workers.checkpoint.gguf.blocks import BLOCK_TYPES, quantised
 from pagewire.workers.checkpoint.gguf.reader import GgufCheckpoint
+from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.configuration import load_config
 from tests.gguf_headers import content
-from tests.workers.architectures import EXPERTS, GPT2_SIZES, GROUPED, VOCAB_SIZE, WINDOWED, Architecture
+from tests.workers.architectures import (
+    EXPERTS,
+    GEMMA4,
+    GEMMA4_LARGE,
+    GPT2_SIZES,
+    GROUPED,
+    LATER_EXPERTS,
+    MLA,
+    VOCAB_SIZE,
+    WINDOWED,
+    Architecture,
+)
 from tests.workers.driver import load_runner
 from tests.workers.gguf_files import permuted, write_gguf
 from tests.workers.parity import make_prompts, our_tokens, transformers_tokens
@@ -29,6 +42,21 @@ WINDOW = GROUPED | {"sliding_window": 7}
 GEMMA_SCALE = {"query_pre_attn_scalar": 16, "layer_types": WINDOWED}
 LAYER_NORM = {"attention.layer_norm_epsilon": 1e-5}
 BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+
+MLA_FIELDS = {
+    "attention.key_length": 24,
+    "attention.value_length": 16,
+    "attention.head_count_kv": 1,
+    "attention.key_length_mla": 24,
+    "attention.value_length_mla": 12,
+}
+GEMMA3N = {name: value for name, value in GEMMA4.items() if name != "global_head_dim"} | {
+    "intermediate_size": 96,
+    "laurel_rank": 8,
+    "activation_sparsity_pattern": [0.95, *[0.0] * 4],
+}
+SLIDES = {"attention.sliding_window_pattern": [kind == "sliding_attention" for kind in GEMMA4["layer_types"]]}
+HEADS_OF_TWO_SIZES = {"attention.key_length": 32, "attention.key_length_swa": 16}
 
 # llama.cpp's name, the model in transformers, and metadata that its configuration does not name.
 MODELS: dict[str, tuple[str, Architecture, dict[str, Any]]] = {
@@ -64,6 +92,41 @@ MODELS: dict[str, tuple[str, Architecture, dict[str, Any]]] = {
         "stablelm",
         Architecture("stablelm", GROUPED | {"use_qkv_bias": True}),
         LAYER_NORM | {"rope.dimension_count": 4, "use_parallel_residual": False},
+    ),
+    "glm4": ("glm4", Architecture("glm4", GROUPED | {"attention_bias": True}), {"rope.dimension_count": 8}),
+    "glm4moe": (
+        "glm4moe",
+        Architecture("glm4_moe", GROUPED | LATER_EXPERTS | {"use_qk_norm": True}),
+        {"rope.dimension_count": 8},
+    ),
+    "deepseek 3": (
+        "deepseek2",
+        Architecture("deepseek_v3", MLA | LATER_EXPERTS),
+        MLA_FIELDS | {"expert_gating_func": 2},
+    ),
+    "deepseek 2": (
+        "deepseek2",
+        Architecture("deepseek_v2", MLA | LATER_EXPERTS | {"q_lora_rank": None}),
+        MLA_FIELDS,
+    ),
+    "gpt-oss": (
+        "gpt-oss",
+        Architecture("gpt_oss", WINDOW | {"num_local_experts": 4, "layer_types": WINDOWED}),
+        {"expert_feed_forward_length": 100},
+    ),
+    "gemma3n": (
+        "gemma3n",
+        Architecture("gemma3n_text", GEMMA3N),
+        SLIDES
+        | {"activation_sparsity_scale": [1.6448536, *[-math.inf] * 4], "feed_forward_length": [96] * 5},
+    ),
+    "gemma4": ("gemma4", Architecture("gemma4_text", GEMMA4), SLIDES | HEADS_OF_TWO_SIZES),
+    "gemma4 with experts": (
+        "gemma4",
+        Architecture("gemma4_text", GEMMA4_LARGE),
+        HEADS_OF_TWO_SIZES
+        | {"attention.head_count_kv": [2, 1], "attention.sliding_window_pattern": [True, False]}
+        | {"expert_used_count": 2},
     ),
     "gpt2": (
         "gpt2",
@@ -111,7 +174,7 @@ def test_configuration_and_weights_are_those_of_the_checkpoint(name: str, tmp_pa
         torch.testing.assert_close(checkpoint.read(weight), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["qwen2moe", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen2moe", "gpt2", "gpt-oss", "gemma4 with experts"])
 def test_tokens_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     arch, model, fields = MODELS[name]
     folder = model.write(tmp_path / "checkpoint")
@@ -277,6 +340,86 @@ def test_quantised_matrices_are_weights_of_integers(name: str, tmp_path: Path) -
     assert np.array_equal(weight.dense().numpy(), expected)
     runner, ready = load_runner(path)
     assert (ready.dtype, runner.model.vocab_size) == ("bfloat16", VOCAB_SIZE)
+
+
+def test_experts_of_two_tensors_are_quantised_one_by_one(tmp_path: Path) -> None:
+    """Rows of gate and up take turns; where their types differ, they are held as floats."""
+    arch, model, fields = MODELS["gpt-oss"]
+    model = Architecture(model.name, model.fields | {"intermediate_size": 96})
+    folder = model.write(tmp_path / "checkpoint")
+    exact = load_file(folder / "model.safetensors")
+    for second, scheme in (("MXFP4", "table4/32"), ("Q8_0", "dense")):
+        kinds = {
+            "ffn_gate_exps.weight": "MXFP4",
+            "ffn_up_exps.weight": second,
+            "ffn_down_exps.weight": "Q8_0",
+        }
+
+        def kind(name: str, _: np.ndarray, kinds: dict[str, str] = kinds) -> str:
+            return next((own for part, own in kinds.items() if part in name), "F32")
+
+        path = write_gguf(
+            tmp_path / f"{second}.gguf",
+            folder,
+            model.config(),
+            arch,
+            kind=kind,
+            fields=fields | {"expert_feed_forward_length": 96},
+        )
+        checkpoint = GgufCheckpoint(path, configuration(path))
+        name = "model.layers.1.mlp.experts.gate_up_proj"
+        stack = list(checkpoint.stacked(name, torch.float32, transposed=True))
+        assert len(stack) == 4 and all(weight.scheme.name.startswith(scheme) for weight in stack)
+        dense = torch.stack([weight.dense().T for weight in stack])
+        assert torch.equal(checkpoint.read(name), dense)
+        rows = exact[name].swapaxes(1, 2).numpy()
+        for part, own in enumerate(("MXFP4", second)):
+            one = gguf.GGMLQuantizationType[own]
+            expected = gguf.quants.dequantize(gguf.quants.quantize(rows[:, part::2].copy(), one), one)
+            assert np.array_equal(dense.swapaxes(1, 2)[:, part::2].numpy(), expected)
+    assert load_runner(path)[1].dtype == "bfloat16"
+    headers = {header.name: header for header in read_headers(path).tensors}
+    assert headers[name].shape == (4, 192, 64) and headers[name].num_bytes == 4 * 96 * 2 * (17 + 34)
+
+
+def test_keys_and_values_of_all_heads_become_one_matrix(tmp_path: Path) -> None:
+    arch, model, fields = MODELS["deepseek 3"]
+    sizes = {"kv_lora_rank": 32, "qk_nope_head_dim": 32}
+    model = Architecture(model.name, model.fields | sizes)
+    folder = model.write(tmp_path / "checkpoint")
+    fields = fields | {
+        "attention.key_length": 40,
+        "attention.key_length_mla": 40,
+        "attention.value_length": 32,
+    }
+
+    def kind(name: str, _: np.ndarray) -> str:
+        return "Q8_0" if "attn_k_b" in name or "attn_v_b" in name else "F32"
+
+    path = write_gguf(tmp_path / "model.gguf", folder, model.config(), arch, kind=kind, fields=fields)
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    weight = GgufCheckpoint(path, configuration(path)).weight(name, torch.float32)
+    exact = load_file(folder / "model.safetensors")[name]
+    assert weight.scheme.name == "int8/32-128" and weight.shape == exact.shape
+    assert (weight.dense() - exact).norm() / exact.norm() < 0.01
+    (header,) = (header for header in read_headers(path).tensors if header.name == name)
+    assert (header.shape, header.dtype) == (tuple(exact.shape), "Q8_0")
+
+
+def test_layers_that_draft_are_left_out(tmp_path: Path) -> None:
+    arch, model, fields = MODELS["glm4moe"]
+    folder = model.write(tmp_path / "checkpoint")
+
+    def more(writer: Any) -> None:
+        writer.add_uint32("glm4moe.nextn_predict_layers", 1)
+        for name in ("attn_norm", "nextn.eh_proj", "nextn.enorm"):
+            writer.add_tensor(f"blk.2.{name}.weight", np.ones((4, 64), np.float32))
+
+    fields = fields | {"block_count": 3}
+    path = write_gguf(tmp_path / "model.gguf", folder, model.config(), arch, fields=fields, extra=more)
+    config = configuration(path)
+    assert config.num_hidden_layers == 2
+    assert set(GgufCheckpoint(path, config).names) == load_file(folder / "model.safetensors").keys()
 
 
 def roundtrip(key: str, values: np.ndarray, config: Any, name: str) -> np.ndarray:

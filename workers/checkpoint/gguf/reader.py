@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ from torch import Tensor
 from pagewire.ipc.gguf.file import BLOCKS, GgufError, TensorInfo, read_gguf
 from pagewire.kernels.data.weight import Weight, dense_weight
 from pagewire.kernels.linear import dense
+from pagewire.workers.checkpoint.formats.reexpress import reexpressed
 from pagewire.workers.checkpoint.gguf.blocks import BLOCK_TYPES, quantised
-from pagewire.workers.checkpoint.gguf_names import MODELS, WeightPlace, places
+from pagewire.workers.checkpoint.gguf_names import MODELS, WeightPlace, joined_shape, places
 from pagewire.workers.checkpoint.source import WeightSource
 from pagewire.workers.errors import LoadError
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK_BYTES = {name: (values, size) for name, values, size in BLOCKS.values()}
 MAX_EXPERTS = 1 << 12
+STACKED = re.compile(r"(_exps|\.attn_[kv]_b)\.weight$|^altup_(unembd_)?proj\.weight$")
 
 
 class GgufCheckpoint(WeightSource):
@@ -48,10 +51,11 @@ class GgufCheckpoint(WeightSource):
         self._tensors = file.tensors
         _check_types(path, file.tensors.values())
         shapes = {name: info.shape for name, info in file.tensors.items()}
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", heads)
+        values = config.to_dict()  # attributes that differ between layers cannot be asked for
+        heads = values.get("num_attention_heads", 1)
+        kv_heads = values.get("num_key_value_heads") or heads
         try:
-            self._places = places(config.model_type, shapes, heads, kv_heads)
+            self._places = places(config.model_type, shapes, heads, kv_heads, config.num_hidden_layers)
         except KeyError as error:
             raise LoadError(f"{path} has tensors that {config.model_type} has no use for: {error}") from error
         self._files = {info.path: _mapped(info.path) for info in file.tensors.values()}
@@ -65,10 +69,19 @@ class GgufCheckpoint(WeightSource):
         """The shape of a weight, on the meta device; quantised ones are float32, as which they are read.
 
         Raises:
-            LoadError: a matrix of queries or keys whose rows are not those of the model's heads.
+            LoadError: a matrix of queries or keys whose rows are not those of the model's heads, or two tensors
+                that do not make a weight.
         """
         place = self._places[name]
         info = self._tensors[place.tensor]
+        if place.form:
+            second = self._tensors[place.other].shape if place.other else None
+            try:
+                shape = joined_shape(place.form, info.shape, second)
+            except ValueError as error:
+                raise LoadError(f"{name} of the GGUF file: {error}") from error
+            shape = (shape[0], *shape[:0:-1]) if place.form == "transposed stack" else shape
+            return torch.empty(shape, dtype=torch.float32, device="meta")
         shape = info.shape if place.expert is None else info.shape[1:]
         if place.heads and shape[0] % (2 * place.heads):
             raise LoadError(f"{info.name} of the GGUF file has {shape[0]} rows for {place.heads} heads")
@@ -79,8 +92,12 @@ class GgufCheckpoint(WeightSource):
         """A weight as floats: quantised ones are float32."""
         place = self._places[name]
         info = self._tensors[place.tensor]
+        if place.form == "heads":
+            return dense(self.weight(name, torch.float32))
+        if place.form:
+            return self._stack(place)
         if info.type in FLOATS:
-            tensor = self._floats(info, place)
+            tensor = self._floats(info, place.expert)
             if place.heads:
                 tensor = tensor[_order(len(tensor), place.heads)]
         else:
@@ -93,23 +110,69 @@ class GgufCheckpoint(WeightSource):
         """A matrix [N, K] in its own scheme; dtype: of the product's inputs and outputs."""
         place = self._places[name]
         info = self._tensors[place.tensor]
+        if place.form == "heads":
+            return self._of_heads(place, dtype)
         if info.type in FLOATS:
             return dense_weight(self.read(name), dtype)
-        values, size = BLOCK_BYTES[info.type]
-        blocks = self._bytes(info, place).view(-1, info.shape[-1] // values, size)
-        weight = quantised(blocks, info.type, dtype)
+        weight = self._matrix(info, place.expert, dtype)
         return weight.take(_order(weight.shape[0], place.heads)) if place.heads else weight
 
-    def _floats(self, info: TensorInfo, place: WeightPlace) -> Tensor:
-        shape = info.shape if place.expert is None else info.shape[1:]
-        return self._bytes(info, place).view(FLOATS[info.type]).view(shape)
+    def stacked(self, name: str, dtype: torch.dtype, transposed: bool) -> Iterator[Weight]:
+        """See `WeightSource.stacked`. The matrices of experts are taken one by one, as they are stored."""
+        place = self._places[name]
+        if place.form not in ("stack", "transposed stack"):
+            yield from super().stacked(name, dtype, transposed)
+            return
+        for expert in range(self._tensors[place.tensor].shape[0]):
+            yield self._expert(place, expert, dtype)
 
-    def _bytes(self, info: TensorInfo, place: WeightPlace) -> Tensor:
+    def _matrix(self, info: TensorInfo, expert: int | None, dtype: torch.dtype) -> Weight:
+        """A matrix [N, K], or one of a stack; of a whole stack, all of them, one below the other."""
+        if info.type in FLOATS:
+            return dense_weight(self._floats(info, expert).flatten(0, -2), dtype)
+        values, size = BLOCK_BYTES[info.type]
+        return quantised(self._bytes(info, expert).view(-1, info.shape[-1] // values, size), info.type, dtype)
+
+    def _expert(self, place: WeightPlace, expert: int, dtype: torch.dtype) -> Weight:
+        """The matrix [N, K] of an expert; the rows of two tensors take turns."""
+        first = self._matrix(self._tensors[place.tensor], expert, dtype)
+        if not place.other:
+            return first
+        pair = [first, self._matrix(self._tensors[place.other], expert, dtype)]
+        if pair[0].scheme.name != pair[1].scheme.name:
+            pair = [dense_weight(dense(weight)) for weight in pair]
+        both = Weight.joined(pair)
+        return both.take(torch.arange(both.shape[0]).view(2, -1).T.flatten())
+
+    def _stack(self, place: WeightPlace) -> Tensor:
+        """All experts' matrices as floats, or their biases [E, N]."""
+        info = self._tensors[place.tensor]
+        if len(info.shape) == 2:
+            parts = [self._floats(self._tensors[name], None) for name in (place.tensor, place.other) if name]
+            return torch.stack(parts, dim=-1).flatten(1)
+        stack = torch.stack([dense(self._expert(place, i, torch.float32)) for i in range(info.shape[0])])
+        return stack.transpose(1, 2) if place.form == "transposed stack" else stack
+
+    def _of_heads(self, place: WeightPlace, dtype: torch.dtype) -> Weight:
+        """The matrix [H (D + V), L] of keys [H, L, D] and values [H, V, L]: quantised ones are quantised again."""
+        first, second = self._tensors[place.tensor], self._tensors[place.other]
+        keys, values = (dense(self._matrix(info, None, torch.float32)) for info in (first, second))
+        by_head = torch.cat((keys.view(first.shape).transpose(1, 2), values.view(second.shape)), dim=1)
+        matrix = by_head.flatten(0, 1)
+        if first.type in FLOATS and second.type in FLOATS:
+            return dense_weight(matrix, dtype)
+        return reexpressed("keys of all heads", [matrix], dtype)
+
+    def _floats(self, info: TensorInfo, expert: int | None) -> Tensor:
+        shape = info.shape if expert is None else info.shape[1:]
+        return self._bytes(info, expert).view(FLOATS[info.type]).view(shape)
+
+    def _bytes(self, info: TensorInfo, expert: int | None) -> Tensor:
         """The bytes of a tensor, or of one matrix of a stack."""
         start, size = info.offset, info.num_bytes
-        if place.expert is not None:
+        if expert is not None:
             size //= info.shape[0]
-            start += place.expert * size
+            start += expert * size
         return self._noted(self._files[info.path][start : start + size])
 
 
@@ -133,7 +196,7 @@ def _check_types(path: str | Path, tensors: Iterable[TensorInfo]) -> None:
                 f"{path}: the tensor {info.name} is of type {info.type}; matrices are read of the types "
                 f"{', '.join((*FLOATS, *BLOCK_TYPES))}, vectors of {', '.join(FLOATS)}"
             )
-        stacked = "_exps." in info.name
+        stacked = STACKED.search(info.name)
         if len(info.shape) != 3 if stacked else len(info.shape) > 2:
             raise LoadError(f"{path}: the tensor {info.name} is of shape {info.shape}")
         if stacked and info.shape[0] > MAX_EXPERTS:
