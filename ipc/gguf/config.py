@@ -122,7 +122,9 @@ class Fields:
     def first(self, name: str, default: int | None = None) -> int:
         """As `whole`; of an array, the value of the first layer."""
         value = self._file.get(f"{self._prefix}.{name}", (int, array), default)
-        return value[0] if isinstance(value, array) and len(value) else self.whole(name, default)
+        if isinstance(value, array) and value and isinstance(value[0], int) and 0 < value[0] < 1 << 31:
+            return value[0]
+        return self.whole(name, default)
 
     def number(self, name: str, default: float | None = None) -> float:
         """A number.
@@ -168,6 +170,8 @@ def common(file: GgufFile) -> Values:
     heads = fields.whole("attention.head_count")
     size = fields.first if file.architecture in VARYING else fields.whole
     drafting = fields.get("nextn_predict_layers", int, 0)  # layers behind the others
+    if not 0 <= drafting < fields.whole("block_count"):
+        raise GgufError(f"{file.path}: {drafting} of {fields.whole('block_count')} layers draft tokens")
     values = {
         "hidden_size": fields.whole("embedding_length"),
         "num_hidden_layers": fields.whole("block_count") - drafting,
@@ -588,9 +592,9 @@ def gemma4(file: GgufFile) -> Values:
         }
     )
     if isinstance(kv_heads, array) and len(set(kv_heads)) > 1:
-        by_kind = dict(zip(kinds, kv_heads, strict=True))
-        values["num_key_value_heads"] = by_kind["sliding_attention"]
-        values["num_global_key_value_heads"] = by_kind["full_attention"]
+        by_kind = dict(zip(kinds, kv_heads, strict=False))
+        values["num_key_value_heads"] = by_kind.get("sliding_attention")
+        values["num_global_key_value_heads"] = by_kind.get("full_attention")
     if values["enable_moe_block"]:
         values |= {
             "num_experts": fields.whole("expert_count"),

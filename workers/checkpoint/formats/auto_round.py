@@ -9,7 +9,7 @@ import regex
 
 from pagewire.ipc.quoting import quoted
 from pagewire.workers.checkpoint.formats import awq, floats, gptq
-from pagewire.workers.checkpoint.formats.checks import integer_setting, switch
+from pagewire.workers.checkpoint.formats.checks import integer_setting
 from pagewire.workers.checkpoint.formats.format import Format
 from pagewire.workers.errors import LoadError
 
@@ -66,7 +66,7 @@ def _others(layers: Any) -> dict[str, dict[str, Any] | None]:
         if integer_setting(fields, ["bits"], 0) >= DENSE_BITS:
             found[text] = None
             continue
-        found[text] = {key: fields[key] for key in ("bits", "group_size") if fields.get(key) is not None}
-        if "sym" in fields:
-            found[text] |= {"sym": switch(fields, "sym", True)}
+        found[text] = {
+            key: fields[key] for key in ("bits", "group_size", "sym") if fields.get(key) is not None
+        }
     return found

@@ -74,10 +74,10 @@ class Torchao:
         if zeros is not None:
             check_shape(name, ZERO, zeros, scales.shape)
         if _are_pairs(tensors):
-            columns, groups, bits = 2 * columns, scales.shape[0], 4
+            columns, groups, bits = 2 * columns, max(1, scales.shape[0]), 4
             check_shape(name, SCALE, scales, (groups, rows))
         else:
-            groups, bits = scales.shape[1], 8
+            groups, bits = max(1, scales.shape[1]), 8
             check_shape(name, SCALE, scales, (1 if scales.shape[0] == groups == 1 else rows, groups))
         check_divides(name, "columns", columns, groups)
         return (rows, columns), grouped(bits, columns, columns // groups, scales, zeros is not None)

@@ -221,7 +221,7 @@ def _with_scales(kind: str, numbers: Tensor, words: Tensor, scale: Tensor, unit:
 
 def _iq2_xxs(blocks: Tensor) -> Parts:
     """The scale of all; for each group 4 bytes of points, and a word of signs and a scale."""
-    numbers = blocks[..., 2:66].unflatten(-1, (8, 8))[..., :4].flatten(-2)
+    numbers = torch.unflatten(blocks[..., 2:66], -1, (8, 8))[..., :4].flatten(-2)
     return _with_scales(
         "IQ2_XXS", numbers, _words(blocks, 2, 66, torch.int32)[..., 1::2], _half(blocks, 0), 1 / 8
     )

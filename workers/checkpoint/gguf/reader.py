@@ -191,7 +191,8 @@ def _check_types(path: str | Path, tensors: Iterable[TensorInfo]) -> None:
         LoadError: there are some.
     """
     for info in tensors:
-        if info.type not in FLOATS and (info.type not in BLOCK_TYPES or len(info.shape) == 1):
+        is_vector = len(info.shape) == 1 or info.name.endswith(".bias")
+        if info.type not in FLOATS and (info.type not in BLOCK_TYPES or is_vector):
             raise LoadError(
                 f"{path}: the tensor {info.name} is of type {info.type}; matrices are read of the types "
                 f"{', '.join((*FLOATS, *BLOCK_TYPES))}, vectors of {', '.join(FLOATS)}"

@@ -59,6 +59,7 @@ def test_what_is_not_served_is_refused() -> None:
         {SCALE: tensors[SCALE].to(torch.float8_e8m0fnu)},
         {SCALE: tensors[SCALE][:3], ZERO: tensors[ZERO][:3]},
         {ZERO: tensors[ZERO][:1]},
+        {SCALE: tensors[SCALE][:0], ZERO: tensors[ZERO][:0]},
         {ZERO: tensors[ZERO].to(torch.int8)},
     ):
         with pytest.raises(LoadError, match=NAME):
