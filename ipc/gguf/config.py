@@ -45,7 +45,7 @@ SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 NUMBER = (int, float)
-VARYING = ("gemma3n", "gemma4")
+VARYING = ("gemma3n", "gemma4", "lfm2")
 """Architectures whose layers may differ in heads and in the size of their MLP."""
 GROUPED_EXPERTS = {256: (8, 4), 160: (8, 3)}
 """Groups of experts and how many a token gets, of DeepSeek 3 and 2, by their experts: older files do not say it."""
@@ -120,10 +120,11 @@ class Fields:
         return value
 
     def first(self, name: str, default: int | None = None) -> int:
-        """As `whole`; of an array, the value of the first layer."""
+        """As `whole`; of an array, the first value that is positive."""
         value = self._file.get(f"{self._prefix}.{name}", (int, array), default)
-        if isinstance(value, array) and value and isinstance(value[0], int) and 0 < value[0] < 1 << 31:
-            return value[0]
+        if isinstance(value, array) and value.typecode not in "fd":
+            value = next((own for own in value if 0 < own < 1 << 31), None)
+            return self.whole(name, default) if value is None else value
         return self.whole(name, default)
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -515,6 +516,44 @@ def gpt_oss(file: GgufFile) -> Values:
     return values if scaling is None else values | {"rope_scaling": scaling | {"truncate": False}}
 
 
+def qwen3next(file: GgufFile) -> Values:
+    """Qwen 3 Next, where most layers have linear attention."""
+    fields = Fields(file)
+    every = fields.whole("full_attention_interval", 4)
+    kinds = range(1, fields.whole("block_count") + 1)
+    heads = fields.whole("ssm.time_step_rank")
+    return (
+        rms(fields)
+        | routed(file)
+        | partial_rotary(fields)
+        | {
+            "model_type": "qwen3_next",
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": shape_of(file, "blk.0.ffn_gate_shexp.weight", 2)[0],
+            "layer_types": ["linear_attention" if layer % every else "full_attention" for layer in kinds],
+            "linear_conv_kernel_dim": fields.whole("ssm.conv_kernel"),
+            "linear_key_head_dim": fields.whole("ssm.state_size"),
+            "linear_num_key_heads": fields.whole("ssm.group_count"),
+            "linear_num_value_heads": heads,
+            "linear_value_head_dim": fields.whole("ssm.inner_size") // heads,
+        }
+    )
+
+
+def lfm2(file: GgufFile) -> Values:
+    """LFM 2, where layers without heads of keys are convolutions."""
+    fields = Fields(file)
+    heads = fields.get("attention.head_count_kv", (int, array))
+    counts = heads if isinstance(heads, array) else [heads] * fields.whole("block_count")
+    return {
+        "model_type": "lfm2",
+        "norm_eps": fields.number("attention.layer_norm_rms_epsilon", 1e-5),
+        "conv_L_cache": fields.whole("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["full_attention" if count else "conv" for count in counts],
+    }
+
+
 def per_layer_inputs(file: GgufFile, fields: Fields) -> Values:
     """The embeddings that each layer of Gemma 3n and 4 has, and the layers that share keys and values."""
     size = fields.get("embedding_length_per_layer_input", int, 0)
@@ -623,5 +662,7 @@ ARCHITECTURES: dict[str, Callable[[GgufFile], Values]] = {
     "gpt-oss": gpt_oss,
     "gemma3n": gemma3n,
     "gemma4": gemma4,
+    "qwen3next": qwen3next,
+    "lfm2": lfm2,
 }
 """The settings of an architecture beside the common ones, by llama.cpp's name."""

@@ -39,6 +39,11 @@ COMMON = {
     "rope.dimension_count": "qk_rope_head_dim",
     "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "attention.shared_kv_layers": "num_kv_shared_layers",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "shortconv.l_cache": "conv_L_cache",
 }
 """Fields of the metadata by the names that configurations have for them."""
 
@@ -84,6 +89,14 @@ def divided(name: str, values: np.ndarray, config: Any) -> list[tuple[str, np.nd
         return [(kind, np.ascontiguousarray(turned[:, part::2])) for part, kind in enumerate(kinds)]
     if "experts.down_proj" in name and config.model_type == "gpt_oss" and values.ndim == 3:
         return [(name, values.swapaxes(1, 2))]
+    if name.endswith("in_proj_qkvz.weight"):
+        heads, size = config.linear_num_key_heads, config.linear_key_head_dim
+        values_of_head = config.linear_num_value_heads // heads * config.linear_value_head_dim
+        ends = np.cumsum([size, size, values_of_head])
+        parts = np.split(values.reshape(heads, -1, values.shape[-1]), ends, axis=1)
+        flat = [part.reshape(-1, values.shape[-1]) for part in parts]
+        kinds = [name.replace("in_proj_qkvz", kind) for kind in ("attn_qkv", "attn_gate")]
+        return list(zip(kinds, (np.concatenate(flat[:3]), flat[3]), strict=True))
     if name.endswith("kv_b_proj.weight"):
         size = config.qk_nope_head_dim
         heads = values.reshape(config.num_attention_heads, -1, values.shape[-1])
@@ -100,6 +113,10 @@ def named(names: gguf.TensorNameMap, name: str) -> str | None:
     number = layer[1] if layer else ""
     for word, own in (
         ("e_score_correction_bias", f"blk.{number}.exp_probs_b.bias"),
+        ("attn_qkv", f"blk.{number}.attn_qkv.weight"),
+        ("attn_gate", f"blk.{number}.attn_gate.weight"),
+        ("dt_bias", f"blk.{number}.ssm_dt.bias"),
+        ("A_log", f"blk.{number}.ssm_a"),
         ("router.scale", f"blk.{number}.ffn_gate_inp.scale"),
         ("per_expert_scale", f"blk.{number}.ffn_down_exps.scale"),
         ("altup_projections", "altup_proj.weight"),
@@ -120,7 +137,12 @@ def changed(name: str, values: np.ndarray, config: Any, arch: str) -> np.ndarray
         return permuted(values, config.num_attention_heads)
     if arch == "llama" and "k_proj" in name:
         return permuted(values, config.num_key_value_heads)
-    if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
+    if name.endswith("A_log"):
+        return -np.exp(values)
+    plus_one = arch in ("gemma", "gemma2", "gemma3", "qwen3next") and not name.endswith(
+        "linear_attn.norm.weight"
+    )
+    if plus_one and name.endswith("norm.weight"):
         return values + 1
     if arch == "gpt2" and re.search(r"(c_attn|c_proj|c_fc)\.weight", name):
         return values.T

@@ -23,7 +23,7 @@ BLOCKS = (
 )
 """The types of quantised blocks that are read: bits, columns of a scale, and the value that stands for 0.
 Where it is 0, groups have offsets."""
-LAYER = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?\.(weight|bias|scale)")
+LAYER = re.compile(r"blk\.(\d+)\.(\w+|shortconv\.\w+)(?:\.(\d+))?(?:\.(weight|bias|scale))?")
 IN_LAYER = re.compile(r"blk\.(\d{1,6})\.")
 UNUSED = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Tensors that are part of the configuration."""
@@ -53,6 +53,13 @@ SHARED_EXPERTS = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+LINEAR_ATTENTION = {
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+CONVOLUTIONS = frozenset({"shortconv.conv", "ssm_conv1d"})
 CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 MLA = {
     "attn_q_a": "self_attn.q_a_proj",
@@ -108,9 +115,13 @@ class Joined(NamedTuple):
     """llama.cpp's name of the second tensor."""
 
 
-JoinedForm = Literal["", "stack", "transposed stack", "heads"]
-"""Matrices of experts [E, N, K], or in transformers [E, K, N], where rows of two tensors take turns; or the parts
-of keys [H, L, D] and values [H, V, L] of all heads, for a matrix [H (D + V), L]."""
+JoinedForm = Literal["", "stack", "transposed stack", "heads", "linear heads"]
+"""How one or two tensors make a weight.
+
+Matrices of experts [E, N, K], or in transformers [E, K, N], where rows of two tensors take turns. Keys [H, L, D]
+and values [H, V, L] of all heads, for a matrix [H (D + V), L]. Queries, keys and values of all heads of linear
+attention, and their gates, for a matrix that has all parts of a head of keys together.
+"""
 
 
 @dataclass(frozen=True)
@@ -209,6 +220,36 @@ MODELS: dict[str, GGUFNames] = {
             "ffn_down_exps": Joined("mlp.experts.down_proj", "transposed stack"),
         },
     ),
+    "qwen3_next": GGUFNames(
+        LLAMA | SHARED | LINEAR_ATTENTION | {"post_attention_norm": "post_attention_layernorm"},
+        TOP,
+        experts="mlp.experts",
+        expert=EXPERTS,
+        norms_plus_one=True,
+        whole={
+            "ssm_a": "linear_attn.A_log",
+            "ssm_dt.bias": "linear_attn.dt_bias",
+            "ssm_conv1d.weight": "linear_attn.conv1d.weight",
+        },
+        joined={"attn_qkv": Joined("linear_attn.in_proj_qkvz.weight", "linear heads", "attn_gate")},
+    ),
+    "lfm2": GGUFNames(
+        ATTENTION
+        | {
+            "attn_norm": "operator_norm",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.out_proj": "conv.out_proj",
+        },
+        TOP | {"token_embd_norm": "model.embedding_norm"},
+        whole={"shortconv.conv.weight": "conv.conv.weight"},
+    ),
     "gemma3n_text": GGUFNames(
         LLAMA | FOUR_NORMS | PER_LAYER_INPUT | ALTUP,
         TOP | TOP_PER_LAYER,
@@ -269,6 +310,10 @@ class WeightPlace:
     transposed: bool = False
     is_row: bool = False
     """A vector that transformers has as a matrix [1, K]."""
+    has_middle: bool = False
+    """A matrix [C, L] that transformers has as [C, 1, L]."""
+    is_decay: bool = False
+    """Minus the exponential of what transformers has."""
     form: JoinedForm = ""
     """How it is made, if it is no single matrix."""
     other: str = ""
@@ -304,10 +349,12 @@ def places(
                 found[f"{names.top[stem]}.{suffix}"] = _place(names, tensor, stem, shape, 0)
             continue
         number, stem, expert, suffix = match.groups()
-        if (own := names.whole.get(f"{stem}.{suffix}")) is not None:
-            found[f"{names.layers}.{number}.{own}"] = WeightPlace(tensor)
+        if (own := names.whole.get(stem if suffix is None else f"{stem}.{suffix}")) is not None:
+            found[f"{names.layers}.{number}.{own}"] = WeightPlace(
+                tensor, has_middle=stem in CONVOLUTIONS and len(shape) == 2, is_decay=stem == "ssm_a"
+            )
             continue
-        if suffix == "scale":
+        if suffix in (None, "scale"):
             raise KeyError(tensor)
         if stem in seconds:
             continue
@@ -329,7 +376,7 @@ def places(
 
 
 def _place(names: GGUFNames, tensor: str, stem: str, shape: tuple[int, ...], heads: int) -> WeightPlace:
-    plus = 1.0 if names.norms_plus_one and stem.endswith("norm") else 0.0
+    plus = 1.0 if names.norms_plus_one and stem.endswith("norm") and stem != "ssm_norm" else 0.0
     transposed = names.transposed and len(shape) == 2 and tensor.startswith("blk.")
     return WeightPlace(
         tensor, None, heads, plus, transposed, stem == "ffn_gate_inp_shexp" and len(shape) == 1
@@ -351,6 +398,10 @@ def joined_shape(form: JoinedForm, first: tuple[int, ...], second: tuple[int, ..
         return heads * (keys + second[1]), rank
     if second is None:
         return first
+    if form == "linear heads":
+        if len(first) != 2 or len(second) != 2 or first[1] != second[1]:
+            raise ValueError(f"tensors of shapes {first} and {second} are no heads of linear attention")
+        return first[0] + second[0], first[1]
     if second != first:
         raise ValueError(f"tensors of shapes {first} and {second} do not take turns")
     return first[0], 2 * first[1], *first[2:]

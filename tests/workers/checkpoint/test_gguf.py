@@ -56,6 +56,14 @@ GEMMA3N = {name: value for name, value in GEMMA4.items() if name != "global_head
     "activation_sparsity_pattern": [0.95, *[0.0] * 4],
 }
 SLIDES = {"attention.sliding_window_pattern": [kind == "sliding_attention" for kind in GEMMA4["layer_types"]]}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 12,
+    "shared_expert_intermediate_size": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 HEADS_OF_TWO_SIZES = {"attention.key_length": 32, "attention.key_length_swa": 16}
 
 # llama.cpp's name, the model in transformers, and metadata that its configuration does not name.
@@ -127,6 +135,18 @@ MODELS: dict[str, tuple[str, Architecture, dict[str, Any]]] = {
         HEADS_OF_TWO_SIZES
         | {"attention.head_count_kv": [2, 1], "attention.sliding_window_pattern": [True, False]}
         | {"expert_used_count": 2},
+    ),
+    "qwen3next": (
+        "qwen3next",
+        Architecture("qwen3_next", GROUPED | ROUTED | LINEAR | {"norm_topk_prob": True}),
+        {"rope.dimension_count": 4, "full_attention_interval": 2, "ssm.inner_size": 48},
+    ),
+    "lfm2": (
+        "lfm2",
+        Architecture(
+            "lfm2", GROUPED | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+        ),
+        {"attention.head_count_kv": [0, 2], "attention.layer_norm_rms_epsilon": 1e-5},
     ),
     "gpt2": (
         "gpt2",

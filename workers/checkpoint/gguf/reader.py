@@ -22,6 +22,8 @@ from pagewire.workers.errors import LoadError
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK_BYTES = {name: (values, size) for name, values, size in BLOCKS.values()}
 MAX_EXPERTS = 1 << 12
+MATRICES = ("heads", "linear heads")
+"""Forms of weights of two tensors that are matrices."""
 STACKED = re.compile(r"(_exps|\.attn_[kv]_b)\.weight$|^altup_(unembd_)?proj\.weight$")
 
 
@@ -51,7 +53,7 @@ class GgufCheckpoint(WeightSource):
         self._tensors = file.tensors
         _check_types(path, file.tensors.values())
         shapes = {name: info.shape for name, info in file.tensors.items()}
-        values = config.to_dict()  # attributes that differ between layers cannot be asked for
+        self._values = values = config.to_dict()  # attributes that layers differ in cannot be asked for
         heads = values.get("num_attention_heads", 1)
         kv_heads = values.get("num_key_value_heads") or heads
         try:
@@ -86,13 +88,14 @@ class GgufCheckpoint(WeightSource):
         if place.heads and shape[0] % (2 * place.heads):
             raise LoadError(f"{info.name} of the GGUF file has {shape[0]} rows for {place.heads} heads")
         shape = (1, *shape) if place.is_row else shape[::-1] if place.transposed else shape
+        shape = (shape[0], 1, *shape[1:]) if place.has_middle else shape
         return torch.empty(shape, dtype=FLOATS.get(info.type, torch.float32), device="meta")
 
     def read(self, name: str) -> Tensor:
         """A weight as floats: quantised ones are float32."""
         place = self._places[name]
         info = self._tensors[place.tensor]
-        if place.form == "heads":
+        if place.form in MATRICES:
             return dense(self.weight(name, torch.float32))
         if place.form:
             return self._stack(place)
@@ -104,14 +107,18 @@ class GgufCheckpoint(WeightSource):
             tensor = dense(self.weight(name, torch.float32))
         if place.plus:
             tensor = tensor.float() - place.plus
+        if place.is_decay:
+            tensor = torch.log(-tensor.float())
+        if place.has_middle:
+            tensor = tensor[:, None]
         return tensor[None] if place.is_row else tensor.T if place.transposed else tensor
 
     def weight(self, name: str, dtype: torch.dtype) -> Weight:
         """A matrix [N, K] in its own scheme; dtype: of the product's inputs and outputs."""
         place = self._places[name]
         info = self._tensors[place.tensor]
-        if place.form == "heads":
-            return self._of_heads(place, dtype)
+        if place.form in MATRICES:
+            return (self._of_heads if place.form == "heads" else self._of_linear_heads)(place, dtype)
         if info.type in FLOATS:
             return dense_weight(self.read(name), dtype)
         weight = self._matrix(info, place.expert, dtype)
@@ -135,14 +142,32 @@ class GgufCheckpoint(WeightSource):
 
     def _expert(self, place: WeightPlace, expert: int, dtype: torch.dtype) -> Weight:
         """The matrix [N, K] of an expert; the rows of two tensors take turns."""
-        first = self._matrix(self._tensors[place.tensor], expert, dtype)
         if not place.other:
-            return first
-        pair = [first, self._matrix(self._tensors[place.other], expert, dtype)]
+            return self._matrix(self._tensors[place.tensor], expert, dtype)
+        both = self._both(place, expert, dtype)
+        return both.take(torch.arange(both.shape[0]).view(2, -1).T.flatten())
+
+    def _both(self, place: WeightPlace, expert: int | None, dtype: torch.dtype) -> Weight:
+        """The matrices of two tensors, one below the other: as floats if they are of different types."""
+        pair = [self._matrix(self._tensors[name], expert, dtype) for name in (place.tensor, place.other)]
         if pair[0].scheme.name != pair[1].scheme.name:
             pair = [dense_weight(dense(weight)) for weight in pair]
-        both = Weight.joined(pair)
-        return both.take(torch.arange(both.shape[0]).view(2, -1).T.flatten())
+        return Weight.joined(pair)
+
+    def _of_linear_heads(self, place: WeightPlace, dtype: torch.dtype) -> Weight:
+        """Queries, keys, values and gates with all rows of a head of keys together.
+
+        Raises:
+            LoadError: the tensors have other numbers of rows than the configuration says.
+        """
+        both = self._both(place, None, dtype)
+        heads, size = self._values["linear_num_key_heads"], self._values["linear_key_head_dim"]
+        values = self._values["linear_num_value_heads"] * self._values["linear_value_head_dim"]
+        parts = (heads * size, heads * size, values, values)
+        if sum(parts) != both.shape[0] or values % heads:
+            raise LoadError(f"{place.tensor} and {place.other} have {both.shape[0]} rows, not {sum(parts)}")
+        rows = [part.view(heads, -1) for part in torch.arange(both.shape[0]).split(parts)]
+        return both.take(torch.cat(rows, dim=1).flatten())
 
     def _stack(self, place: WeightPlace) -> Tensor:
         """All experts' matrices as floats, or their biases [E, N]."""
