@@ -210,6 +210,22 @@ ROPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
         {"type": "yarn", "factor": 4.0, "original_context_length": 32},
     ),
+    "gpt-oss": (
+        "gpt-oss",
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False},
+        {"type": "yarn", "factor": 4.0, "original_context_length": 32},
+    ),
+    "deepseek": (
+        "deepseek 3",
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.7,
+        },
+        {"type": "yarn", "factor": 4.0, "original_context_length": 32, "yarn_log_multiplier": 0.07},
+    ),
     "gemma3": ("gemma3", {"rope_type": "linear", "factor": 8.0}, {"type": "linear", "factor": 8.0}),
     "llama3": (
         "llama",
@@ -243,8 +259,11 @@ def test_rotary_frequencies(name: str, tmp_path: Path) -> None:
             writer.add_tensor("rope_freqs.weight", values)
 
     scaling = {f"rope.scaling.{key}": value for key, value in fields.items()} | MODELS[arch][2]
-    path = write_gguf(tmp_path / "model.gguf", folder, model.config(), arch, fields=scaling, extra=factors)
+    own = MODELS[arch][0]
+    path = write_gguf(tmp_path / "model.gguf", folder, model.config(), own, fields=scaling, extra=factors)
     ours, theirs = rotary(configuration(path)), rotary(model.config())
+    if "mscale_all_dim" in rope:  # which changes attention's scale, not the angles
+        assert ours.config.rope_parameters["mscale_all_dim"] == rope["mscale_all_dim"]
     frequencies = [key for key, _ in theirs.named_buffers() if "original" not in key]
     assert frequencies
     for key in frequencies:

@@ -166,7 +166,7 @@ class GgufCheckpoint(WeightSource):
         parts = (heads * size, heads * size, values, values)
         if sum(parts) != both.shape[0] or values % heads:
             raise LoadError(f"{place.tensor} and {place.other} have {both.shape[0]} rows, not {sum(parts)}")
-        rows = [part.view(heads, -1) for part in torch.arange(both.shape[0]).split(parts)]
+        rows = [part.view(heads, -1) for part in torch.split(torch.arange(both.shape[0]), parts)]
         return both.take(torch.cat(rows, dim=1).flatten())
 
     def _stack(self, place: WeightPlace) -> Tensor:
