@@ -105,7 +105,7 @@ GPT2 = {
 }
 
 
-class Joined(NamedTuple):
+class JoinedTensors(NamedTuple):
     """A weight of a layer that is made of one or two tensors."""
 
     name: str
@@ -145,7 +145,7 @@ class GGUFNames:
     """Matrices within layers are [K, N] in transformers."""
     whole: Mapping[str, str] = field(default_factory=dict)
     """In a layer, as `layer`, where names differ with their suffixes: {"attn_sinks.weight": "self_attn.sinks"}."""
-    joined: Mapping[str, Joined] = field(default_factory=dict)
+    joined: Mapping[str, JoinedTensors] = field(default_factory=dict)
     """In a layer: what makes a weight together with another tensor, or is a stack in transformers, too."""
     lists: Mapping[str, str] = field(default_factory=dict)
     """Outside of the layers: stacks that are lists of matrices in transformers."""
@@ -203,7 +203,7 @@ MODELS: dict[str, GGUFNames] = {
             experts="mlp.experts",
             expert=EXPERTS,
             whole=CORRECTION,
-            joined={"attn_k_b": Joined("self_attn.kv_b_proj.weight", "heads", "attn_v_b")},
+            joined={"attn_k_b": JoinedTensors("self_attn.kv_b_proj.weight", "heads", "attn_v_b")},
         ),
     ),
     "gpt_oss": GGUFNames(
@@ -216,8 +216,8 @@ MODELS: dict[str, GGUFNames] = {
         TOP,
         whole={"attn_sinks.weight": "self_attn.sinks"},
         joined={
-            "ffn_gate_exps": Joined("mlp.experts.gate_up_proj", "transposed stack", "ffn_up_exps"),
-            "ffn_down_exps": Joined("mlp.experts.down_proj", "transposed stack"),
+            "ffn_gate_exps": JoinedTensors("mlp.experts.gate_up_proj", "transposed stack", "ffn_up_exps"),
+            "ffn_down_exps": JoinedTensors("mlp.experts.down_proj", "transposed stack"),
         },
     ),
     "qwen3_next": GGUFNames(
@@ -231,7 +231,7 @@ MODELS: dict[str, GGUFNames] = {
             "ssm_dt.bias": "linear_attn.dt_bias",
             "ssm_conv1d.weight": "linear_attn.conv1d.weight",
         },
-        joined={"attn_qkv": Joined("linear_attn.in_proj_qkvz.weight", "linear heads", "attn_gate")},
+        joined={"attn_qkv": JoinedTensors("linear_attn.in_proj_qkvz.weight", "linear heads", "attn_gate")},
     ),
     "lfm2": GGUFNames(
         ATTENTION
@@ -276,8 +276,8 @@ MODELS: dict[str, GGUFNames] = {
             "ffn_down_exps.scale": "router.per_expert_scale",
         },
         joined={
-            "ffn_gate_up_exps": Joined("experts.gate_up_proj", "stack"),
-            "ffn_down_exps": Joined("experts.down_proj", "stack"),
+            "ffn_gate_up_exps": JoinedTensors("experts.gate_up_proj", "stack"),
+            "ffn_down_exps": JoinedTensors("experts.down_proj", "stack"),
         },
     ),
     "gpt2": GGUFNames(

@@ -163,7 +163,7 @@ class GgufCheckpoint(WeightSource):
         both = self._both(place, None, dtype)
         heads, size = self._values["linear_num_key_heads"], self._values["linear_key_head_dim"]
         values = self._values["linear_num_value_heads"] * self._values["linear_value_head_dim"]
-        parts = (heads * size, heads * size, values, values)
+        parts = [heads * size, heads * size, values, values]
         if sum(parts) != both.shape[0] or values % heads:
             raise LoadError(f"{place.tensor} and {place.other} have {both.shape[0]} rows, not {sum(parts)}")
         rows = [part.view(heads, -1) for part in torch.split(torch.arange(both.shape[0]), parts)]
