@@ -140,7 +140,8 @@ class ConfigGroups:
                 raise LoadError(f"{where} must be an object with all settings, not {quoted(group)}")
             _check_format(group.get("format") or config.get("format"), where)
             for activations in (group.get("input_activations"), group.get("output_activations")):
-                found.static |= isinstance(activations, Mapping) and not activations.get("dynamic")
+                # "local": groups have scales of their own, and a static one for all of them.
+                found.static |= isinstance(activations, Mapping) and activations.get("dynamic") is not True
             if isinstance(weights := group.get("weights"), Mapping):
                 targets = Names.of(group.get("targets") or [], f"{where}: targets")
                 found.groups.append(Group(targets, WeightSettings.of(weights, where)))

@@ -97,15 +97,17 @@ class HqqFormat:
         codes, scales, zeros = _codes(tensors["W_q"], layout), tensors["scale"], tensors["zero"]
         if layout.is_along_rows:
             rows, columns = layout.shape
-            scales, zeros, codes = (
+            integers = GroupedIntegers(
+                f"{name}.scale",
+                layout.bits,
+                columns,
+                codes.reshape(rows, columns),
                 scales.reshape(rows, -1),
                 zeros.reshape(rows, -1),
-                codes.reshape(rows, columns),
+                layout.group,
             )
-            return GroupedIntegers(
-                f"{name}.scale", layout.bits, columns, codes, scales, zeros, layout.group
-            ).weight(dtype)
-        dense = (codes.float() - zeros.float()) * scales.float()
+            return integers.weight(dtype)
+        dense = codes.float().sub_(zeros.float()).mul_(scales.float())
         return reexpressed("HQQ's groups across rows", [dense.reshape(layout.shape)], dtype)
 
 
@@ -144,7 +146,7 @@ def _integers(name: str, tensors: Parts, suffix: str) -> tuple[int, ...]:
     tensor = tensors[suffix]
     code = {"I32": "i", "I64": "q", "U8": "B"}.get(tensor.dtype)
     count = math.prod(tensor.shape)
-    if code is None or not 1 <= count <= 4:
+    if code is None or not 1 <= count <= 4 or tensor.num_bytes != count * struct.calcsize(code):
         raise LoadError(
             f"{name}.{suffix} must be a few integers, not {quoted(tensor.shape)} of {tensor.dtype}"
         )

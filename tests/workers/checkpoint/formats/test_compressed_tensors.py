@@ -186,6 +186,8 @@ def test_scales_of_activations_are_not_used(caplog: pytest.LogCaptureFixture) ->
     caplog.clear()
     format_of(config_of(group_of() | {"input_activations": {"num_bits": 8, "dynamic": True}}))
     assert not caplog.text
+    format_of(config_of(group_of() | {"input_activations": {"num_bits": 4, "dynamic": "local"}}))
+    assert "static scales are not used" in caplog.text
 
 
 @pytest.mark.parametrize(
