@@ -67,8 +67,8 @@ def test_alone_in_a_crowd_and_after_the_worker_is_killed(awq: Path) -> None:
         ({"quantization": "gptq_marlin"}, "'gptq_marlin', but the checkpoint is quantised with 'awq'"),
         ({"quantization": "int8"}, "'int8', but the checkpoint is quantised with 'awq'"),
         (
-            {"hf_overrides": {"quantization_config": {"quant_method": "hqq"}}},
-            "'hqq' are not served; those of aqlm",
+            {"hf_overrides": {"quantization_config": {"quant_method": "quanto"}}},
+            "'quanto' are not served; those of aqlm",
         ),
     ],
 )
