@@ -14,6 +14,7 @@ import msgspec
 
 from pagewire.ipc.host.address_lock import remove_left_overs_of, sweep
 from pagewire.ipc.host.lifeline import Child
+from pagewire.ipc.models.registrations import registered
 from pagewire.ipc.options import ray_cluster
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.sockets import private_address, runtime_dir
@@ -57,7 +58,7 @@ def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
     command = [sys.executable, "-m", "pagewire.engine_core", "--listen", address, "--options-stdin"]
     if args.has_local_worker:
         command += ["--worker-address", private_address(f"worker-{os.getpid()}-{uuid.uuid4().hex[:12]}")]
-    options = msgspec.json.encode(dataclasses.asdict(args))
+    options = msgspec.json.encode({"options": dataclasses.asdict(args), "registrations": registered()})
     return SpawnedCore(Child(command, stdin=options, env=os.environ | ray_cluster.environment()), address)
 
 

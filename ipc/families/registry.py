@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pagewire.ipc.families.baichuan import BAICHUAN
@@ -16,6 +16,7 @@ from pagewire.ipc.families.jais import JAIS
 from pagewire.ipc.families.plain import AQUILA, INTERNLM, KIMI, MINICPM, ORION, XVERSE
 from pagewire.ipc.families.qwen import QWEN
 from pagewire.ipc.families.refused import ARCTIC, PHI3_SMALL
+from pagewire.ipc.models.registrations import family_paths, imported
 
 FAMILIES = (
     *(AQUILA, ARCTIC, BAICHUAN, CHATGLM, DECILM, EXAONE, INTERNLM, INTERNLM2, JAIS, KIMI, MINICPM, ORION),
@@ -40,10 +41,26 @@ def foreign_model(values: Mapping[str, Any], trust_remote_code: bool) -> Foreign
 def _family(values: Mapping[str, Any]) -> Family | None:
     named = values.get("architectures")
     architectures = {name for name in named if isinstance(name, str)} if isinstance(named, list) else set()
-    for family in FAMILIES:
+    own = list(_registered())
+    for family in (*own, *FAMILIES):
         if family.architectures & architectures:
             return family
     if any(name.endswith(OTHER_HEADS) for name in architectures):
         return None
     kind = values.get("model_type")  # less telling: a DeciLM may call itself a Llama
-    return next((family for family in FAMILIES if isinstance(kind, str) and kind in family.model_types), None)
+    of_type = (family for family in (*own, *FAMILIES) if isinstance(kind, str) and kind in family.model_types)
+    return next(of_type, None)
+
+
+def _registered() -> Iterator[Family]:
+    """The tables that a program or a plugin has registered.
+
+    Raises:
+        ValueError: one cannot be imported, or is no `Family`.
+    """
+    for path in family_paths():
+        if not isinstance(family := imported(path), Family):
+            raise ValueError(
+                f"{path} is registered as a family, but is a {type(family).__name__}, not a Family"
+            )
+        yield family
