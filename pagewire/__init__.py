@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         ProtocolError,
         RequestError,
     )
+    from pagewire.ipc.models.model_registry import ModelRegistry
     from pagewire.ipc.options.engine_args import AsyncEngineArgs, EngineArgs
     from pagewire.ipc.options.ray_cluster import initialize_ray_cluster
     from pagewire.ipc.version import __version__, __version_tuple__
@@ -83,6 +84,7 @@ __all__ = [
     "LLMEngine",
     "LoRARequest",
     "ModelNotFoundError",
+    "ModelRegistry",
     "PoolerConfig",
     "PoolingOutput",
     "PoolingParams",
@@ -150,6 +152,7 @@ _HOMES = {
         "ProtocolError",
         "RequestError",
     ),
+    "pagewire.ipc.models.model_registry": ("ModelRegistry",),
     "pagewire.ipc.options.engine_args": ("AsyncEngineArgs", "EngineArgs"),
     "pagewire.ipc.wire.params": (
         "BeamSearchParams",

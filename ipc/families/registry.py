@@ -15,13 +15,14 @@ from pagewire.ipc.families.internlm2 import INTERNLM2
 from pagewire.ipc.families.jais import JAIS
 from pagewire.ipc.families.plain import AQUILA, INTERNLM, KIMI, MINICPM, ORION, XVERSE
 from pagewire.ipc.families.qwen import QWEN
-from pagewire.ipc.families.refused import ARCTIC, PHI3_SMALL
+from pagewire.ipc.families.refused import REFUSED
 from pagewire.ipc.models.registrations import family_paths, imported
 
-FAMILIES = (
-    *(AQUILA, ARCTIC, BAICHUAN, CHATGLM, DECILM, EXAONE, INTERNLM, INTERNLM2, JAIS, KIMI, MINICPM, ORION),
-    *(GEMMA3N, PHI3_SMALL, QWEN, XVERSE),
+SERVED = (
+    *(AQUILA, BAICHUAN, CHATGLM, DECILM, EXAONE, GEMMA3N, INTERNLM, INTERNLM2, JAIS, KIMI, MINICPM, ORION),
+    *(QWEN, XVERSE),
 )
+FAMILIES = (*SERVED, *REFUSED)
 OTHER_HEADS = ("RewardModel", "ForSequenceClassification", "ForTokenClassification")
 """How the names of classes end that no family has: their heads are the repository's own."""
 

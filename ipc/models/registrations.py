@@ -117,8 +117,8 @@ def imported(path: str) -> Any:
     except Exception as error:  # a module may raise anything
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"{path} is registered, but cannot be imported in this process ({cause:.300}); install its package where "
-            "the engine runs, or set PYTHONPATH"
+            f"{path} is registered, but cannot be imported in this process ({cause:.300}); install its package "
+            "where the engine runs, or set PYTHONPATH"
         ) from error
 
 

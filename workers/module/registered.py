@@ -42,8 +42,8 @@ def registered_class(values: Mapping[str, Any]) -> Any:
         raise LoadError(str(error)) from error
     if not (isinstance(own, type) and issubclass(own, PreTrainedModel)):
         raise LoadError(
-            f"{path} is registered as a model, but is no PreTrainedModel of transformers: derive it from that class "
-            "(docs/own_models.md)"
+            f"{path} is registered as a model, but is no PreTrainedModel of transformers: derive it from that "
+            "class (docs/own_models.md)"
         )
     if getattr(own, "config_class", None) is None:
         raise LoadError(f"{path} has no config_class: name the class of its configuration there")

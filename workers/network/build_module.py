@@ -50,8 +50,7 @@ class ModelClass(NamedTuple):
         A language model that takes pictures as well is made as a whole, for so its checkpoint names its parts.
 
         Raises:
-            LoadError: transformers has no language model of this type, or the class that is registered for it cannot
-                be used.
+            LoadError: transformers has no language model of this type, or the registered class cannot be used.
         """
         import transformers
 
