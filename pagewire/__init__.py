@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pagewire.frontend.api.async_llm import AsyncLLM, AsyncLLMEngine
     from pagewire.frontend.api.llm import LLM
     from pagewire.frontend.api.llm_engine import LLMEngine
+    from pagewire.frontend.api.model_registry import ModelRegistry
     from pagewire.frontend.core.stat_loggers import StatLoggerBase
     from pagewire.frontend.requests.beam_search import BeamSearchOutput, BeamSearchSequence
     from pagewire.frontend.requests.inputs import is_embeds_prompt, is_tokens_prompt
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
         ProtocolError,
         RequestError,
     )
-    from pagewire.ipc.models.model_registry import ModelRegistry
     from pagewire.ipc.options.engine_args import AsyncEngineArgs, EngineArgs
     from pagewire.ipc.options.ray_cluster import initialize_ray_cluster
     from pagewire.ipc.version import __version__, __version_tuple__
@@ -121,6 +121,7 @@ _HOMES = {
     ),
     "pagewire.frontend.api.llm": ("LLM",),
     "pagewire.frontend.api.llm_engine": ("LLMEngine",),
+    "pagewire.frontend.api.model_registry": ("ModelRegistry",),
     "pagewire.frontend.requests.lora": ("LoRARequest",),
     "pagewire.frontend.requests.outputs": ("CompletionOutput", "RequestOutput"),
     "pagewire.frontend.requests.pooling.outputs": (
@@ -152,7 +153,6 @@ _HOMES = {
         "ProtocolError",
         "RequestError",
     ),
-    "pagewire.ipc.models.model_registry": ("ModelRegistry",),
     "pagewire.ipc.options.engine_args": ("AsyncEngineArgs", "EngineArgs"),
     "pagewire.ipc.wire.params": (
         "BeamSearchParams",

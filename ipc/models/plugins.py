@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 
+from pagewire.ipc.models.registrations import adopt, registered
 from pagewire.ipc.quoting import quoted
 
 logger = logging.getLogger("pagewire")
@@ -24,17 +25,28 @@ _loaded: set[str] = set()
 def load_allowed_plugins() -> tuple[str, ...]:
     """Load the plugins that `PAGEWIRE_PLUGINS` names, all if it is not set; their names.
 
-    Where the variable does not name it, a plugin that fails is left out, with an error in the log.
+    Where the variable does not name it, a plugin that fails is left out, with an error in the log. What the program
+    itself has registered before stays, whatever plugins register.
 
     Raises:
         ValueError: a plugin that the variable names is not installed, or fails.
     """
-    listed = os.environ.get(ALLOWED)
-    if listed is not None:
-        names = tuple(dict.fromkeys(filter(None, (name.strip() for name in listed.split(",")))))
-        load_plugins(names)
-        return names
-    names = ()
+    own = registered()
+    try:
+        listed = os.environ.get(ALLOWED)
+        return _load_all() if listed is None else _load_listed(listed)
+    finally:
+        adopt(own)
+
+
+def _load_listed(listed: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(filter(None, (name.strip() for name in listed.split(",")))))
+    load_plugins(names)
+    return names
+
+
+def _load_all() -> tuple[str, ...]:
+    names: tuple[str, ...] = ()
     for name, entry in sorted(installed().items()):
         try:
             _load(name, entry)

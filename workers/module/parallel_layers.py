@@ -120,8 +120,8 @@ def fit_modules(base: nn.Module, prefix: str, shards: Shards) -> None:
         query, kv = heads.share(shards.collective.rank, shards.collective.size)
         _fit_attention(attention, heads.num, len(query), heads.num_kv, len(kv))
         # For what depends on the head. A module of the family's own may leave it to an `Attention` within.
-        for part in (attention, *(child for child in attention.children() if isinstance(child, Attention))):
-            part.all_heads, part.first_head = heads.num, query.start
+        for layer in (attention, *(child for child in attention.children() if isinstance(child, Attention))):
+            layer.all_heads, layer.first_head = heads.num, query.start
     for name, cut in shards.gathered.items():
         parent, _, leaf = name.removeprefix(f"{prefix}.").rpartition(".")
         owner = base.get_submodule(parent)

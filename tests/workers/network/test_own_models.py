@@ -99,7 +99,7 @@ def test_what_is_no_model_is_refused_by_name(site: Path, tmp_path: Path) -> None
     for path, reason in {
         "acme.model:AcmeLayer": "acme.model:AcmeLayer is registered as a model, but is no PreTrainedModel",
         "transformers:PreTrainedModel": "has no config_class",
-        "acme.modell:Acme": r"acme.modell:Acme is registered, but cannot be imported .*No module named 'acme.modell'",
+        "acme.modell:Acme": r"acme.modell:Acme is registered, but cannot be imported .*No module named",
     }.items():
         ModelRegistry.register_model("AcmeForCausalLM", path)
         with pytest.raises(LoadError, match=reason):
@@ -140,28 +140,43 @@ def test_the_layer_outside_of_a_step(terms: dict[str, Any]) -> None:
             torch.testing.assert_close(found[place, head], expected)
 
 
+MINE = """
+from acme.model import AcmeForCausalLM
+
+class Negated(AcmeForCausalLM):
+    def forward(self, **inputs):
+        output = super().forward(**inputs)
+        output.logits = -output.logits
+        return output
+"""
 PROGRAM = """
 import json, sys
-from pagewire import LLM, SamplingParams
+from pagewire import LLM, ModelRegistry, SamplingParams
 
+ModelRegistry.register_model("AcmeForCausalLM", "mine:Negated")
 with LLM(sys.argv[1], skip_tokenizer_init=True, num_gpu_blocks_override=64) as llm:
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     outputs = llm.generate(json.loads(sys.argv[2]), params, use_tqdm=False)
-print(json.dumps([output.outputs[0].token_ids for output in outputs]), "torch" in sys.modules)
+print(json.dumps([output.outputs[0].token_ids for output in outputs]), {"torch", "acme"} & set(sys.modules))
 """
 
 
-def test_a_plugin_reaches_all_processes_of_an_engine(tmp_path: Path) -> None:
-    """Its package is in the folder in which the program starts. The frontend imports none of it."""
+def test_plugins_and_programs_reach_all_processes_of_an_engine(tmp_path: Path) -> None:
+    """The package is in the folder in which the program starts, whose own class is taken in place of the plugin's.
+
+    The frontend imports nothing of it.
+    """
     own_package.install(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
     tensors = own_package.write(tmp_path / "model")
     arguments = [str(tmp_path / "model"), json.dumps(PROMPTS)]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    tensors["head.weight"] *= -1
     expected = [own_package.greedy(tensors, prompt, NUM_TOKENS) for prompt in PROMPTS]
-    assert done.stdout.strip() == f"{json.dumps(expected)} False"
+    assert done.stdout.strip() == f"{json.dumps(expected)} set()"
 
 
 def test_the_lists_are_those_of_the_tested_models() -> None:

@@ -45,7 +45,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(plugins, "_loaded", set())
     monkeypatch.delenv(ALLOWED, raising=False)
     (tmp_path / "acme_plugin.py").write_text(ACME)
-    entry_point(tmp_path, "acme-good", GROUP, "good = acme_plugin:register")
+    entry_point(tmp_path, "acme_good", GROUP, "good = acme_plugin:register")
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     sys.modules.pop("acme_plugin", None)
@@ -54,7 +54,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_all_plugins_are_loaded_once_and_one_that_fails_is_named(
     site: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    entry_point(site, "acme-bad", GROUP, "bad = acme_plugin:fail")
+    entry_point(site, "acme_bad", GROUP, "bad = acme_plugin:fail")
     with caplog.at_level(logging.INFO, "pagewire"):
         assert load_allowed_plugins() == load_allowed_plugins() == ("good",)
     assert registered() == Registrations({"AcmeForCausalLM": "acme_plugin:Model"})
@@ -67,7 +67,7 @@ def test_all_plugins_are_loaded_once_and_one_that_fails_is_named(
 
 def test_the_variable_says_which_plugins_are_loaded(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them must be there and succeed, or the engine does not start."""
-    entry_point(site, "acme-bad", GROUP, "bad = acme_plugin:fail")
+    entry_point(site, "acme_bad", GROUP, "bad = acme_plugin:fail")
     monkeypatch.setenv(ALLOWED, "")
     assert load_allowed_plugins() == () and not registered().models
     monkeypatch.setenv(ALLOWED, " good, ")
@@ -111,9 +111,9 @@ def test_a_class_that_no_other_process_finds_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="'Model' is a class of the program that runs: put it into a module"):
         ModelRegistry.register_model("A", acme_plugin.Model)
     for path in ("acme", "acme:", ":Model", "acme plugin:Model", "acme:Model()", "a" * 1000 + ":B"):
-        with pytest.raises(ValueError, match="an import path is of the form 'package.module:Name'"):
+        with pytest.raises(ValueError, match=r"an import path is of the form 'package.module:Name'"):
             ModelRegistry.register_model("A", path)
-    with pytest.raises(ValueError, match="an architecture is a name as in config.json, got 'a b'"):
+    with pytest.raises(ValueError, match=r"an architecture is a name as in config\.json, got 'a b'"):
         ModelRegistry.register_model("a b", "acme:Model")
     with pytest.raises(TypeError, match="a class or its import path"):
         ModelRegistry.register_model("A", 3)  # type: ignore[arg-type]
