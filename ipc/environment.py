@@ -12,6 +12,7 @@ FLAGS = {
     "PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN": False,
     "PAGEWIRE_CONFIGURE_LOGGING": True,
     "PAGEWIRE_KEEP_ALIVE_ON_ENGINE_DEATH": False,
+    "PAGEWIRE_USE_MODELSCOPE": False,
 }
 """The variables that are true or false, and what they are if they are not set."""
 READ = frozenset(

@@ -1,4 +1,7 @@
-"""Locates a model's files: the embedded model, a local folder or GGUF file, or the Hugging Face hub."""
+"""Locates a model's files: the embedded model, a local folder or GGUF file, or the Hugging Face hub.
+
+Other sources are S3, for names with s3://, and ModelScope in place of the hub (`PAGEWIRE_USE_MODELSCOPE`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from pagewire.ipc.environment import env_flag
 from pagewire.ipc.errors import ModelNotFoundError
+from pagewire.ipc.files import model_scope, s3
 from pagewire.ipc.gguf.config import generation_config, model_config
 from pagewire.ipc.gguf.file import is_gguf, parts_of, read_gguf
 
@@ -74,13 +79,13 @@ def model_folder(
     trust_remote_code: bool = False,
     ignore_patterns: str | Sequence[str] = IGNORED_FILES,
 ) -> Path:
-    """The local folder with the model's files, or its GGUF file; downloaded from the hub if necessary.
+    """The local folder with the model's files, or its GGUF file; downloaded if necessary.
 
     What can run code is downloaded only on request: .bin files (pickles) by `load_format`, .py files by
     `trust_remote_code`.
 
-    name: "demo" (the embedded model), a folder, a repository of the hub; or a GGUF file, also as the only one of a
-    folder, or as `owner/repository/file.gguf` of the hub. Of a split file any part may be named.
+    name: "demo" (the embedded model), a folder, a repository of the hub, s3://bucket/folder; or a GGUF file, also
+    as the only one of a folder, or as `owner/repository/file.gguf`. Of a split file any part may be named.
     revision: branch, tag or commit of the repository. tokenizer_only: do not download weights.
     load_format: which weights, one of `WEIGHT_FILES` or "gguf". trust_remote_code: download Python code as well.
     ignore_patterns: files of the hub not to download. `*` stands for any characters, `**/` for any folders or none.
@@ -110,7 +115,7 @@ def model_folder(
         if not (path / "config.json").is_file() and not tokenizer_only:
             raise ModelNotFoundError(f"{path} holds no config.json: not a Hugging Face model folder")
         return path.resolve()
-    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+    if name.startswith(("/", "./", "../", "~")) or (name.count("/") > 1 and not s3.is_s3(name)):
         raise ModelNotFoundError(f"no model folder {name}")
     if load_format == "gguf":
         raise ModelNotFoundError(f"name the GGUF file, too: {name}/file.gguf")
@@ -121,7 +126,7 @@ def model_folder(
     folder = download(name, patterns, revision, token, cache_dir, [*ignored, *DOUBLED_FILES])
     if weights and not any(folder.glob(weights[0])):
         raise ModelNotFoundError(
-            f"{name} has no {weights[0]} files on the hub, which load_format={load_format!r} takes, but for those "
+            f"{name} has no {weights[0]} files, which load_format={load_format!r} takes, but for those "
             f"that are ignored ({', '.join([*ignored, DOUBLED_FILES[0]])}); {OTHER_FORMATS}"
         )
     return folder
@@ -138,7 +143,7 @@ def download_file(name: str, revision: str | None, token: str | bool | None, cac
     repository, file, patterns = found
     path = download(repository, patterns, revision, token, cache_dir) / file
     if not path.is_file():
-        raise ModelNotFoundError(f"{repository} has no file {file} on the hub")
+        raise ModelNotFoundError(f"{repository} has no file {file}")
     return path
 
 
@@ -150,13 +155,22 @@ def download(
     cache_dir: str | None,
     ignored: Sequence[str] = (),
 ) -> Path:
-    """Download the files of a hub repository that match `patterns`, with a progress bar; offline, use the cache.
+    """Download the files of a repository or of a folder in S3 that match `patterns`; offline, use the hub's cache.
 
     ignored: patterns of files that are not downloaded, as `ignore_patterns` of `model_folder`.
 
     Raises:
         ModelNotFoundError: the text says why, and how to fix it.
     """
+    ignored = [*ignored, *(pattern.replace("**/", "") for pattern in ignored)]
+    if s3.is_s3(name):
+        if revision is not None:
+            raise ModelNotFoundError(
+                f"revision {revision!r}: {name} has no revisions; leave the revision out"
+            )
+        return s3.download(name, patterns, cache_dir, ignored)
+    if env_flag(model_scope.USE_MODELSCOPE):
+        return model_scope.download(name, patterns, revision, token, cache_dir, ignored)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
@@ -168,7 +182,7 @@ def download(
                 token=token,
                 cache_dir=cache_dir,
                 allow_patterns=patterns,
-                ignore_patterns=[*ignored, *(pattern.replace("**/", "") for pattern in ignored)],
+                ignore_patterns=ignored,
             )
         )
     except GatedRepoError as error:
@@ -319,6 +333,10 @@ def gguf_in_repository(name: str) -> tuple[str, str, list[str]] | None:
 
     None if the name is of another form.
     """
+    if s3.is_s3(name):
+        folder, _, file = name.rpartition("/")
+        first, *others = parts_of(Path(file))
+        return folder, str(first), [glob.escape(str(path)) for path in (first, *others)]
     owner, _, rest = name.partition("/")
     repository, _, file = rest.partition("/")
     if not (is_gguf(name) and owner.strip("~.") and repository and file) or ".." in PurePosixPath(file).parts:
