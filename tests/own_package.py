@@ -74,8 +74,8 @@ def write(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def logits(tensors: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """The model's formulas: logits [T, V] of tokens int64 [T]."""
+def states(tensors: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """The model's formulas: hidden states [T, H] of tokens int64 [T]."""
     size = HIDDEN // HEADS
     distances = torch.arange(len(ids)) - torch.arange(len(ids))[:, None]
     slopes = 2.0 ** (-8 / HEADS * torch.arange(1, HEADS + 1))
@@ -91,12 +91,12 @@ def logits(tensors: dict[str, Tensor], ids: Tensor) -> Tensor:
         mixed = (weights @ v).transpose(0, 1).flatten(1) @ own["attn.out.weight"].T
         x = x + mixed + F.gelu(normed @ own["mlp.up.weight"].T) @ own["mlp.down.weight"].T
     final = tensors["transformer.ln_f.weight"], tensors["transformer.ln_f.bias"]
-    return F.layer_norm(x, (HIDDEN,), *final) @ tensors["head.weight"].T
+    return F.layer_norm(x, (HIDDEN,), *final)
 
 
 def greedy(tensors: dict[str, Tensor], prompt: list[int], num_tokens: int) -> list[int]:
     """Tokens by the formulas, each from a pass over all before it."""
     ids = list(prompt)
     for _ in range(num_tokens):
-        ids.append(int(logits(tensors, torch.tensor(ids))[-1].argmax()))
+        ids.append(int((tensors["head.weight"] @ states(tensors, torch.tensor(ids))[-1]).argmax()))
     return ids[len(prompt) :]

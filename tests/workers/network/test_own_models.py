@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from pagewire import ModelRegistry
 from pagewire.ipc.files.hub import read_configs
 from pagewire.ipc.models import architectures, registrations
+from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.attention_layer import Attention
@@ -23,14 +24,16 @@ from pagewire.workers.network.network import Network
 from pagewire.workers.network.pooling_spec import ENCODERS, REWARD_HEADS
 from pagewire.workers.weight_cache.key import reason_against
 from tests import own_package
-from tests.workers import pooled
+from tests.workers import pooled, random_adapters
 from tests.workers.architectures import SERVED
 from tests.workers.driver import Driver, load_runner
 from tests.workers.parallel.threads import Rank, run_ranks
 from tests.workers.parity import make_prompts, our_tokens, transformers_tokens
+from tests.workers.peft_adapters import AdaptedRunner
 
 PROMPTS = make_prompts(own_package.VOCAB_SIZE, (23, 5, 1))
 NUM_TOKENS = 6
+QKV = "transformer.blocks.0.attn.qkv.weight"
 
 
 @pytest.fixture
@@ -70,10 +73,32 @@ def test_the_module_and_the_table_of_the_page(site: Path, tmp_path: Path) -> Non
         return Driver(runner).generate(PROMPTS, NUM_TOKENS)
 
     assert run_ranks(2, work) == [expected, expected]
-    int8, _ = load_runner(tmp_path / "model", quantization="int8")
-    assert len(Driver(int8).generate(PROMPTS, 1)) == len(PROMPTS)
+    quantised, smaller = load_runner(tmp_path / "model", quantization="int8")
+    assert len(Driver(quantised).generate(PROMPTS, 1)) == len(PROMPTS)
+    assert smaller.weight_bytes < ready.weight_bytes / 2
     embedder, _ = load_runner(tmp_path / "model", convert="embed")
-    assert embedder.model.pooler is not None
+    for prompt, found in zip(
+        PROMPTS, pooled.pool(embedder, PROMPTS, PoolingParams(task="embed")), strict=True
+    ):
+        last = own_package.states(tensors, torch.tensor(prompt))[-1]
+        torch.testing.assert_close(found, torch.nn.functional.normalize(last, dim=0), atol=2e-5, rtol=2e-5)
+
+
+def test_adapters_of_the_module_of_the_page(site: Path, tmp_path: Path) -> None:
+    register()
+    tensors = own_package.write(tmp_path / "model")
+    size, module = own_package.HIDDEN, "model.layers.0.self_attn.q_proj"
+    matrices = random_adapters.make_tensors(shapes={module: (size, size)})
+    fields = random_adapters.CONFIG | {"target_modules": ["layers.0.self_attn.q_proj"], "lora_alpha": 1}
+    folder = random_adapters.write(tmp_path / "adapter", fields, matrices)
+    adapted = AdaptedRunner(tmp_path / "model")
+    adapted.load_all([folder])
+    a, b = (matrices[f"base_model.model.{module}.lora_{name}.weight"] for name in "AB")
+    changed = tensors | {QKV: tensors[QKV].clone()}
+    changed[QKV][:size] += b @ a / fields["r"]
+    expected = [own_package.greedy(weights, PROMPTS[0], NUM_TOKENS) for weights in (tensors, changed)]
+    assert Driver(adapted.runner).generate([PROMPTS[0]] * 2, NUM_TOKENS, adapters=[0, 1]) == expected
+    assert expected[0] != expected[1]
 
 
 def test_a_class_under_a_new_name(site: Path, tmp_path: Path) -> None:
