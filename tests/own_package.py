@@ -68,6 +68,7 @@ def write(folder: Path) -> dict[str, Tensor]:
         shapes |= {f"transformer.blocks.{layer}.{name}": shape for name, shape in within.items()}
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) * 0.15 for name, shape in shapes.items()}
+    tensors |= {name: 1 + x for name, x in tensors.items() if name.endswith(("ln.weight", "ln_f.weight"))}
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG))
