@@ -14,7 +14,6 @@ import msgspec
 
 from pagewire.ipc.host.address_lock import remove_left_overs_of, sweep
 from pagewire.ipc.host.lifeline import Child
-from pagewire.ipc.models.registrations import registered
 from pagewire.ipc.options import ray_cluster
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.sockets import private_address, runtime_dir
@@ -54,6 +53,8 @@ def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
     Raises:
         ValueError, PermissionError, OSError: a bad address, or no process could be started.
     """
+    from pagewire.ipc.models.registrations import registered  # a frontend that attaches registers nothing
+
     address = address or private_address(f"core-{os.getpid()}-{uuid.uuid4().hex[:12]}")
     command = [sys.executable, "-m", "pagewire.engine_core", "--listen", address, "--options-stdin"]
     if args.has_local_worker:

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.files.hub import TOKENIZER_FILES, download
-from pagewire.ipc.files.s3 import is_s3
+from pagewire.ipc.files.hub import TOKENIZER_FILES, download, is_s3
 from pagewire.ipc.wire.lora import ADAPTER_FILES
 
 CONFIG = ADAPTER_FILES[0]

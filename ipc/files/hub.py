@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from pagewire.ipc.environment import env_flag
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.files import model_scope, s3
 from pagewire.ipc.gguf.config import generation_config, model_config
 from pagewire.ipc.gguf.file import is_gguf, parts_of, read_gguf
 
@@ -115,7 +114,7 @@ def model_folder(
         if not (path / "config.json").is_file() and not tokenizer_only:
             raise ModelNotFoundError(f"{path} holds no config.json: not a Hugging Face model folder")
         return path.resolve()
-    if name.startswith(("/", "./", "../", "~")) or (name.count("/") > 1 and not s3.is_s3(name)):
+    if name.startswith(("/", "./", "../", "~")) or (name.count("/") > 1 and not is_s3(name)):
         raise ModelNotFoundError(f"no model folder {name}")
     if load_format == "gguf":
         raise ModelNotFoundError(f"name the GGUF file, too: {name}/file.gguf")
@@ -163,13 +162,15 @@ def download(
         ModelNotFoundError: the text says why, and how to fix it.
     """
     ignored = [*ignored, *(pattern.replace("**/", "") for pattern in ignored)]
-    if s3.is_s3(name):
+    if is_s3(name):
+        from pagewire.ipc.files import s3  # a frontend that attaches downloads nothing
+
         if revision is not None:
-            raise ModelNotFoundError(
-                f"revision {revision!r}: {name} has no revisions; leave the revision out"
-            )
+            raise ValueError(f"revision {revision!r}: {name} has none; leave the revision out")
         return s3.download(name, patterns, cache_dir, ignored)
-    if env_flag(model_scope.USE_MODELSCOPE):
+    if env_flag("PAGEWIRE_USE_MODELSCOPE"):
+        from pagewire.ipc.files import model_scope  # as above
+
         return model_scope.download(name, patterns, revision, token, cache_dir, ignored)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
@@ -199,6 +200,11 @@ def download(
             f"{name} is not a local folder, and the hub could not be reached ({cause}); "
             "give a model folder, or model='demo' for the embedded one"
         ) from error
+
+
+def is_s3(name: str) -> bool:
+    """True for the address of a folder or a file in S3."""
+    return name.startswith("s3://")
 
 
 def read_file(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
@@ -333,7 +339,7 @@ def gguf_in_repository(name: str) -> tuple[str, str, list[str]] | None:
 
     None if the name is of another form.
     """
-    if s3.is_s3(name):
+    if is_s3(name):
         folder, _, file = name.rpartition("/")
         first, *others = parts_of(Path(file))
         return folder, str(first), [glob.escape(str(path)) for path in (first, *others)]

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from pagewire.ipc.errors import ModelNotFoundError
 
-USE_MODELSCOPE = "PAGEWIRE_USE_MODELSCOPE"
-
 
 def download(
     name: str,
@@ -30,7 +28,7 @@ def download(
         from modelscope_hub.errors import AuthenticationError, HubError, NotExistError, PermissionDeniedError
     except ImportError as error:
         raise ModelNotFoundError(
-            f"{name}: {USE_MODELSCOPE}=1 needs a package: pip install 'pagewire[modelscope]'"
+            f"{name}: PAGEWIRE_USE_MODELSCOPE=1 needs a package: pip install 'pagewire[modelscope]'"
         ) from error
     try:
         return HubApi(token=token if isinstance(token, str) else None).download_repo(
@@ -47,7 +45,7 @@ def download(
         ) from error
     except NotExistError as error:
         raise ModelNotFoundError(
-            f"no model {name!r}: neither a local folder nor a repository of ModelScope, which {USE_MODELSCOPE}=1 "
+            f"no model {name!r}: neither a local folder nor a repository of ModelScope, which PAGEWIRE_USE_MODELSCOPE=1 "
             "takes in place of the Hugging Face hub"
         ) from error
     except (HubError, OSError, ValueError) as error:

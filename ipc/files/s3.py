@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pagewire")
 
-SCHEME = "s3://"
 OPTIONS = {  # of the client, by variables that vLLM reads; obstore reads those of AWS by itself
     "S3_ACCESS_KEY_ID": "access_key_id",
     "S3_SECRET_ACCESS_KEY": "secret_access_key",
@@ -50,11 +49,6 @@ class StoredFile:
         return _digest([self.path, self.version, str(self.num_bytes)])
 
 
-def is_s3(name: str) -> bool:
-    """True for the address of a folder or file in S3."""
-    return name.startswith(SCHEME)
-
-
 def download(address: str, patterns: Sequence[str], cache_dir: str | None, ignored: Sequence[str]) -> Path:
     """The local folder with the files of s3://bucket/folder that match `patterns`, downloaded if necessary.
 
@@ -66,7 +60,7 @@ def download(address: str, patterns: Sequence[str], cache_dir: str | None, ignor
     Raises:
         ModelNotFoundError: the text says why, and how to fix it.
     """
-    bucket, _, folder = address.removeprefix(SCHEME).partition("/")
+    bucket, _, folder = address.removeprefix("s3://").partition("/")
     try:
         from obstore.exceptions import BaseError
         from obstore.store import S3Store
