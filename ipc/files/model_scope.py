@@ -45,8 +45,8 @@ def download(
         ) from error
     except NotExistError as error:
         raise ModelNotFoundError(
-            f"no model {name!r}: neither a local folder nor a repository of ModelScope, which PAGEWIRE_USE_MODELSCOPE=1 "
-            "takes in place of the Hugging Face hub"
+            f"no model {name!r}: neither a local folder nor a repository of ModelScope, which "
+            "PAGEWIRE_USE_MODELSCOPE=1 takes in place of the Hugging Face hub"
         ) from error
     except (HubError, OSError, ValueError) as error:
         line = next(iter(str(error).splitlines()), "") or type(error).__name__
