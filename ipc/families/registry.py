@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pagewire.ipc.families.baichuan import BAICHUAN
@@ -30,27 +30,26 @@ OTHER_HEADS = ("RewardModel", "ForSequenceClassification", "ForTokenClassificati
 def foreign_model(values: Mapping[str, Any], trust_remote_code: bool) -> ForeignModel | None:
     """The model of a config.json as one of a family; None if it is of none, or if its own code runs.
 
+    A registered family comes first, whether its own code might run or not.
+
     Raises:
         ValueError: the family is not served, or not with these settings.
     """
-    if trust_remote_code and "auto_map" in values:
-        return None
-    family = _family(values)
+    runs_own_code = trust_remote_code and "auto_map" in values
+    family = _family(values, (*_registered(), *(() if runs_own_code else FAMILIES)))
     return None if family is None else ForeignModel.of(family, values)
 
 
-def _family(values: Mapping[str, Any]) -> Family | None:
+def _family(values: Mapping[str, Any], families: Sequence[Family]) -> Family | None:
     named = values.get("architectures")
     architectures = {name for name in named if isinstance(name, str)} if isinstance(named, list) else set()
-    own = list(_registered())
-    for family in (*own, *FAMILIES):
+    for family in families:
         if family.architectures & architectures:
             return family
     if any(name.endswith(OTHER_HEADS) for name in architectures):
         return None
     kind = values.get("model_type")  # less telling: a DeciLM may call itself a Llama
-    of_type = (family for family in (*own, *FAMILIES) if isinstance(kind, str) and kind in family.model_types)
-    return next(of_type, None)
+    return next((family for family in families if isinstance(kind, str) and kind in family.model_types), None)
 
 
 def _registered() -> Iterator[Family]:

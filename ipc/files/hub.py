@@ -341,11 +341,12 @@ def gguf_in_repository(name: str) -> tuple[str, str, list[str]] | None:
     """
     if is_s3(name):
         folder, _, file = name.rpartition("/")
-        first, *others = parts_of(Path(file))
-        return folder, str(first), [glob.escape(str(path)) for path in (first, *others)]
-    owner, _, rest = name.partition("/")
-    repository, _, file = rest.partition("/")
-    if not (is_gguf(name) and owner.strip("~.") and repository and file) or ".." in PurePosixPath(file).parts:
+        is_complete = is_s3(folder)
+    else:
+        owner, _, rest = name.partition("/")
+        repository, _, file = rest.partition("/")
+        folder, is_complete = f"{owner}/{repository}", bool(owner.strip("~.") and repository and file)
+    if not (is_gguf(name) and is_complete) or ".." in PurePosixPath(file).parts:
         return None
     first, *others = parts_of(Path(file))
-    return f"{owner}/{repository}", str(first), [glob.escape(str(path)) for path in (first, *others)]
+    return folder, str(first), [glob.escape(str(path)) for path in (first, *others)]

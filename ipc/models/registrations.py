@@ -67,12 +67,13 @@ def add_model(architecture: str, path: str) -> None:
 
 
 def add_family(path: str) -> None:
-    """Register the `Family` table at an import path.
+    """Register the `Family` table at an import path, before any that are registered.
 
     Raises:
         ValueError: it is no import path.
     """
-    _families[checked_path(path)] = None
+    _families.pop(checked_path(path), None)
+    _families[path] = None
 
 
 def checked_path(path: str) -> str:

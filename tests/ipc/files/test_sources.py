@@ -122,6 +122,7 @@ def test_what_s3_refuses(bucket: Store, tmp_path: Path, monkeypatch: pytest.Monk
 
     refused("s3://bucket/other", "s3://bucket/other cannot be read: there are no files of this name")
     refused("s3://buckets/tiny", r"cannot be read: .*NoSuchBucket.*; check the bucket's name, AWS_ACCESS")
+    refused("s3://m.gguf", r"no GGUF file s3://m\.gguf")
     refused("s3://bucket/gguf", r"s3://bucket/gguf has no \*.safetensors files")
     with pytest.raises(ValueError, match="revision 'v1': s3://bucket/models/tiny has none; leave"):
         model_folder("s3://bucket/models/tiny", revision="v1")

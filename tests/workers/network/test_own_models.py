@@ -15,11 +15,13 @@ from transformers import LlamaForCausalLM
 
 from pagewire import ModelRegistry
 from pagewire.ipc.files.hub import read_configs
-from pagewire.ipc.models import architectures, registrations
+from pagewire.ipc.models import architectures, plugins, registrations
+from pagewire.ipc.models.registrations import Registrations
 from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.attention_layer import Attention
+from pagewire.workers.module.registered import take_registrations
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.pooling_spec import ENCODERS, REWARD_HEADS
 from pagewire.workers.weight_cache.key import reason_against
@@ -41,6 +43,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder on the path with the page's package; what is registered and imported is forgotten afterwards."""
     monkeypatch.setattr(registrations, "_models", {})
     monkeypatch.setattr(registrations, "_families", {})
+    monkeypatch.setattr(plugins, "_loaded", set())
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(own_package.install(folder))
@@ -132,6 +135,22 @@ def test_what_is_no_model_is_refused_by_name(site: Path, tmp_path: Path) -> None
     ModelRegistry.register_family("acme.model:AcmeConfig")
     with pytest.raises(ValueError, match=r"acme.model:AcmeConfig is registered as a family, but is a type"):
         read_configs(tmp_path / "model")
+
+
+def test_a_worker_loads_the_plugins_of_its_core(site: Path, tmp_path: Path) -> None:
+    """Or says which one it lacks. Its registrations are taken afterwards, and so in place of the plugins'."""
+    take_registrations(Registrations({"AcmeForCausalLM": "acme.model:AcmeModel"}, plugins=("acme",)))
+    own_package.write(tmp_path)
+    assert registrations.registered().models == {"AcmeForCausalLM": "acme.model:AcmeModel"}
+    assert read_configs(tmp_path)[0]["num_hidden_layers"] == own_package.LAYERS
+    # A table that is registered is read even where the repository's code may run.
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(own_package.CONFIG | {"auto_map": {"AutoConfig": "x.X"}}))
+    assert read_configs(tmp_path, trust_remote_code=True)[0]["num_hidden_layers"] == own_package.LAYERS
+    with pytest.raises(
+        LoadError, match="the plugin 'other' is not installed here; installed: acme; the core has"
+    ):
+        take_registrations(Registrations(plugins=("other",)))
 
 
 def test_its_packed_weights_are_not_kept(site: Path, tmp_path: Path) -> None:
