@@ -65,6 +65,7 @@ class QueryTileKernel {
     if (!found_) keys.find(rows_.call, rows_.tile, kv_tile, work_.zeros);
     next.find(rows_.call, ahead.query_tile, ahead.kv_tile, work_.zeros);
     found_ = true;
+    if (values_in_keys(rows_.call)) keys.copy_values(rows_.call, work_.copied);
     products_.attend(kv_tile, keys, next, result);
   }
 
@@ -148,7 +149,7 @@ void attention(const AttentionCall& call) {
   parallel_for(int64_t(plan.tasks.size()), plan.num_threads, [&](int64_t i) {
     const Task& task = plan.tasks[size_t(i)];
     const QueryTile& tile = plan.query_tiles[size_t(task.query_tile)];
-    const Workspace work = Workspace::take(thread_workspace, plan.rows, call.head_dim, width);
+    const Workspace work = Workspace::take(thread_workspace, call, plan.rows, width);
     QueryTileKernel<T> kernel(call, tile, work);
     // Threads take tasks in turn, so the task after the next is most likely this thread's.
     const Task& later = plan.tasks[std::min(size_t(i + plan.num_threads), plan.tasks.size() - 1)];

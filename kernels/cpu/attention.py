@@ -73,7 +73,7 @@ def store_kv(library: ctypes.CDLL, k: Tensor, v: Tensor, cache: Cache, slot_mapp
     if slot_mapping.dtype != torch.int64:
         raise TypeError(f"slots are int64, not {slot_mapping.dtype}")
     slots = slot_mapping.contiguous()
-    for is_value, (source, stored) in enumerate(((k, cache.k), (v, cache.v))):
+    for is_value, (source, stored) in enumerate(zip((k, v), cache.tensors, strict=False)):
         source = last_contiguous(source)
         num_tokens, num_heads, size = source.shape
         num_blocks, _, block_size, _ = stored.shape

@@ -45,9 +45,10 @@ struct Workspace {
   float* values;   // [kKvTileKeys, width], V where it cannot be read in place
   char* zeros;     // a granule of keys
   Partial tile, total;
+  float* copied;   // [kKvTileKeys, v_head_dim], values that are a part of keys
 
-  static Workspace take(Scratch& scratch, int64_t rows, int64_t head_dim, int64_t width) {
-    head_dim = round_up(head_dim, 32);
+  static Workspace take(Scratch& scratch, const AttentionCall& call, int64_t rows, int64_t width) {
+    const int64_t head_dim = round_up(call.head_dim, 32);
     const int64_t counts[] = {rows * head_dim,
                               2 * rows,
                               head_dim * kKvTileKeys / 2,
@@ -55,7 +56,8 @@ struct Workspace {
                               kKvTileKeys * width,
                               kGranule * head_dim,
                               Partial::floats(rows, width),
-                              Partial::floats(rows, width)};
+                              Partial::floats(rows, width),
+                              values_in_keys(call) ? kKvTileKeys * call.v_head_dim : 0};
     size_t bytes = 0;
     for (int64_t count : counts) bytes += Scratch::bytes_for<float>(count);
     scratch.reserve(bytes);
@@ -63,7 +65,7 @@ struct Workspace {
     for (size_t i = 0; i < std::size(counts); ++i) at[i] = scratch.take<float>(counts[i]);
     std::memset(at[5], 0, size_t(counts[5]) * sizeof(float));
     return {at[0], at[1], at[2], at[3], at[4], reinterpret_cast<char*>(at[5]), Partial::at(at[6], rows),
-            Partial::at(at[7], rows)};
+            Partial::at(at[7], rows), at[8]};
   }
 };
 
@@ -93,13 +95,24 @@ struct KvTile {
       const T* keys = static_cast<const T*>(call.k_cache) + block * call.k_block_stride +
                       tile.kv_head * call.k_head_stride;
       const T* values = static_cast<const T*>(call.v_cache) + block * call.v_block_stride +
-                        tile.kv_head * call.v_head_stride;
+                        tile.kv_head * call.v_head_stride;  // of keys: see copy_values
       k[key / granule] = keys + row * call.head_dim;
       for (int64_t i = 0; i < granule; i += kPair<T>) v[(key + i) / kPair<T>] = values + (row + i) * call.v_head_dim;
       if constexpr (kCoded<T>) {
         k_scales[key / granule] = scale_of(keys, row, call.head_dim, call.block_size);
-        v_scales[key / granule] = scale_of(values, row, call.v_head_dim, call.block_size);
+        v_scales[key / granule] =
+            values_in_keys(call) ? k_scales[key / granule] : scale_of(values, row, call.v_head_dim, call.block_size);
       }
+    }
+  }
+
+  // Values that are a part of keys, copied to where they lie as values do.
+  void copy_values(const AttentionCall& call, float* memory) {
+    const int64_t granule = granule_size(call.block_size);
+    T* const to = reinterpret_cast<T*>(memory);
+    for (int64_t key = begin / granule * granule; key < end; key += granule) {
+      values_of_keys(k[key / granule], granule, call.v_head_dim, to + key * call.v_head_dim);
+      for (int64_t i = key; i < key + granule; i += kPair<T>) v[i / kPair<T>] = to + i * call.v_head_dim;
     }
   }
 };

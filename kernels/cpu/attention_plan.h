@@ -35,6 +35,10 @@ struct Task {
   int64_t kv_tile_begin, kv_tile_end;
 };
 
+// Whether values are the first elements of keys, and so lie in their order: they are brought into that of values for each
+// query tile and KV tile, which pays with more rows.
+bool values_in_keys(const AttentionCall& call) { return call.v_cache == call.k_cache; }
+
 // The first key that a query at this position sees.
 int64_t window_begin(const AttentionCall& call, int64_t position) {
   return call.terms.window ? std::max<int64_t>(0, position + 1 - call.terms.window) : 0;

@@ -22,7 +22,7 @@ struct LogitTerms {
 struct AttentionCall {
   const void* q;        // [tokens, heads, head_dim]
   const void* k_cache;  // [blocks, kv_heads, block_size * head_dim] (codes: with scales behind), see layout.h
-  const void* v_cache;  // [blocks, kv_heads, block_size * v_head_dim]
+  const void* v_cache;  // [blocks, kv_heads, block_size * v_head_dim]; k_cache: values are the first elements of keys
   void* out;            // [tokens, heads, v_head_dim], contiguous
   const int32_t* query_start_loc;
   const int32_t* seq_lens;

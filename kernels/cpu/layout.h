@@ -51,6 +51,28 @@ void store_value(const T* value, T* block, int64_t row, int64_t size) {
   for (int64_t column = 0; column < size; ++column) to[column * kPair<T>] = value[column];
 }
 
+// Copies the first `columns` elements of a granule's keys, an even number, to rows of values.
+template <class T>
+void values_of_keys(const T* granule, int64_t keys, int64_t columns, T* values) {
+  if constexpr (kPair<T> == 1) {
+    for (int64_t column = 0; column < columns; ++column)
+      for (int64_t key = 0; key < keys; ++key) values[key * columns + column] = granule[column * keys + key];
+  } else {
+    // Two elements each of two keys: the inner ones change places.
+    using Word = std::conditional_t<sizeof(T) == 2, uint64_t, uint32_t>;
+    constexpr int bits = 8 * sizeof(T);
+    constexpr Word element = (Word(1) << bits) - 1, outer = element | element << 3 * bits;
+    for (int64_t step = 0; step < columns / 2; ++step) {
+      Word words[kGranule / 2] = {};
+      std::memcpy(words, granule + step * keys * 2, size_t(keys * 2) * sizeof(T));
+      for (Word& word : words)
+        word = (word & outer) | (word >> bits & element << bits) | (word << bits & element << 2 * bits);
+      for (int64_t pair = 0; pair < keys / 2; ++pair)
+        std::memcpy(values + (pair * columns + step * 2) * 2, words + pair, sizeof(Word));
+    }
+  }
+}
+
 // Where the scale of a row of a block lies, whose rows have `size` codes.
 template <class Block>
 INLINE auto scale_of(Block* block, int64_t row, int64_t size, int64_t block_size) {

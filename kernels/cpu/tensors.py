@@ -22,12 +22,14 @@ def cache_fields(library: ctypes.CDLL, cache: Cache) -> dict[str, int]:
     """The fields of `AttentionCall` for a layer's cache.
 
     Raises:
-        ValueError: their dtypes differ, their heads are not contiguous within a block, or a pair of values would be
-            split by a block.
+        ValueError: their dtypes differ, their heads are not contiguous within a block, a pair of values would be
+            split by a block, or values that are a part of keys end within a pair of elements.
     """
     k_cache, v_cache = cache.k, cache.v
-    for stored in (k_cache, v_cache):
+    for stored in cache.tensors:
         check_cache(library, stored)
+    if cache.values_in_keys and head_size(v_cache) % 2:
+        raise ValueError(f"{head_size(v_cache)} elements of keys cannot be values: their number must be even")
     if k_cache.dtype != v_cache.dtype:
         raise ValueError(f"keys of {k_cache.dtype} and values of {v_cache.dtype}")
     return {

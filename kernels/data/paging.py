@@ -5,7 +5,8 @@ The layout, one pair of tensors per layer:
     K  [num_blocks, num_kv_heads, block_size, head_dim]
     V  [num_blocks, num_kv_heads, block_size, v_head_dim]
 
-A cache of int8 has rows that are wider by a scale (`kv_codes.py`).
+A cache of int8 has rows that are wider by a scale (`kv_codes.py`). Where values are the first elements of their keys,
+as in multi-head latent attention, there is one tensor: V is a view of K.
 
 A request owns a list of blocks, its row of `block_table`. The token at position `p` of the request lies in block
 `block_table[request, p // block_size]`, row `p % block_size`. Its *KV slot* is that place as a number,
@@ -17,6 +18,7 @@ own (`cpu/layout.h`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,10 +78,25 @@ class Cache:
     scales: KVScales = UNSCALED
     """Of caches of 8-bit floats."""
 
+    @classmethod
+    def of_keys(cls, k: Tensor, v_head_dim: int, scales: KVScales = UNSCALED) -> Cache:
+        """A cache whose values are the first `v_head_dim` elements of its keys; in int8 they have the keys' scales."""
+        return cls(k, k[..., : row_width(v_head_dim, k.dtype)], scales)
+
+    @property
+    def values_in_keys(self) -> bool:
+        """True if values are the first elements of keys."""
+        return self.k.data_ptr() == self.v.data_ptr()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The memory: that of keys, and that of values if it is another."""
+        return (self.k,) if self.values_in_keys else (self.k, self.v)
+
     @property
     def nbytes(self) -> int:
-        """Bytes of both."""
-        return self.k.nbytes + self.v.nbytes
+        """Bytes of the memory."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +142,10 @@ def check_scales(cache: Cache) -> None:
 
 
 def kv_block_bytes(
-    num_kv_heads: int, block_size: int, head_dim: int, v_head_dim: int, dtype: torch.dtype
+    num_kv_heads: int, block_size: int, head_dims: Sequence[int], dtype: torch.dtype
 ) -> int:
-    """Bytes of a block in a layer, K and V together."""
-    row = row_width(head_dim, dtype) + row_width(v_head_dim, dtype)
+    """Bytes of a block in a layer. head_dims: of keys, and of values if they have memory of their own."""
+    row = sum(row_width(size, dtype) for size in head_dims)
     return num_kv_heads * block_size * row * dtype.itemsize
 
 

@@ -56,8 +56,9 @@ def paged_attention(
         if first == seq_len:
             continue
         blocks = batch.block_table[request, : -(-seq_len // block_size)]
-        gathered = (_gather(x, blocks, seq_len, num_heads, dtype) for x in (cache.k, cache.v))
-        k, v = (x if by == 1 else x * by for x, by in zip(gathered, cache.scales, strict=True))
+        gathered = (_gather(x, blocks, seq_len, num_heads, dtype) for x in cache.tensors)
+        scaled = [x if by == 1 else x * by for x, by in zip(gathered, cache.scales, strict=False)]
+        k, v = scaled if len(scaled) > 1 else (scaled[0], scaled[0][..., : out.shape[2]].clone())
         if terms.window is not None:  # what no query sees may hold anything, and 0 x NaN is NaN
             v[:, : max(0, first - terms.window + 1)] = 0
         if at_once:
@@ -127,7 +128,7 @@ def store_kv(k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
     is_stored = slot_mapping >= 0
     slots = slot_mapping[is_stored].long()
     blocks, offsets = slots // cache.k.shape[2], slots % cache.k.shape[2]
-    for stored, rows, scale in ((cache.k, k, cache.scales.k), (cache.v, v, cache.scales.v)):
+    for stored, rows, scale in zip(cache.tensors, (k, v), cache.scales, strict=False):
         token_view(stored)[blocks, offsets] = _as_stored(rows[is_stored], stored.dtype, scale)
 
 

@@ -97,7 +97,7 @@ class Kernels:
 
         Args:
             k: [T, Hkv, D] in the cache's dtype; may be a strided view. For a cache of 8 bits, of the model's dtype.
-            v: [T, Hkv, Dv], likewise.
+            v: [T, Hkv, Dv], likewise; not read where the cache has its values in its keys.
             cache: of the layer.
             slot_mapping: int64 [T], `block * block_size + row`; -1 stores nothing.
 

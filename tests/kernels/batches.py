@@ -34,6 +34,13 @@ class Shape:
     head_dim: int = 32
     v_head_dim: int = 32
     block_size: int = 16
+    values_in_keys: bool = False
+
+    def allocate(self, num_blocks: int, dtype: torch.dtype) -> Cache:
+        """A cache of this shape, zeroed."""
+        sizes = (self.num_kv_heads, self.block_size, self.head_dim, self.v_head_dim)
+        cache = allocate_kv(num_blocks, *sizes, dtype)
+        return Cache.of_keys(cache.k, self.v_head_dim) if self.values_in_keys else cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +68,9 @@ def random_request(shape: Shape, length: int, dtype: torch.dtype, seed: int) -> 
     def randn(num_heads: int, size: int) -> Tensor:
         return torch.randn(length, num_heads, size, generator=generator, dtype=torch.float64).to(dtype)
 
-    return Request(
-        q=randn(shape.num_heads, shape.head_dim),
-        k=randn(shape.num_kv_heads, shape.head_dim),
-        v=randn(shape.num_kv_heads, shape.v_head_dim),
-    )
+    q, k = randn(shape.num_heads, shape.head_dim), randn(shape.num_kv_heads, shape.head_dim)
+    in_keys = shape.values_in_keys
+    return Request(q, k, k[..., : shape.v_head_dim] if in_keys else randn(shape.num_kv_heads, shape.v_head_dim))
 
 
 def page(
@@ -89,8 +94,7 @@ def page(
     ends = [end for _, end in spans]
     counts = [-(-end // shape.block_size) for end in ends]
     num_blocks, max_blocks = sum(counts) + 3, max([1, *counts]) + 2
-    sizes = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim, shape.v_head_dim)
-    cache, plain = (allocate_kv(*sizes, cache_dtype or dtype) for _ in range(2))
+    cache, plain = (shape.allocate(num_blocks, cache_dtype or dtype) for _ in range(2))
     for x in (cache.k, cache.v, plain.k, plain.v):
         x.fill_(torch.nan if x.is_floating_point() else -1)
     free = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)

@@ -26,6 +26,7 @@ class KVShape:
     """Shape and dtype of one layer's KV cache.
 
     source: the layer whose keys and values it reads, as the place in the list of shapes; None: it has its own.
+    values_in_keys: values are the first elements of keys, which are all that is stored.
     """
 
     num_kv_heads: int
@@ -33,23 +34,34 @@ class KVShape:
     v_head_dim: int
     dtype: torch.dtype
     source: int | None = None
+    values_in_keys: bool = False
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> KVShape:
+        """That of keys [T, Hkv, D] and values [T, Hkv, Dv], which may be a view of the keys' first elements."""
+        values_in_keys = v.shape[2] < k.shape[2] and v.data_ptr() == k.data_ptr() != 0
+        return cls(k.shape[1], k.shape[2], v.shape[2], v.dtype, values_in_keys=values_in_keys)
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of `block_size` tokens; 0 if it is another layer's."""
         if self.source is not None:
             return 0
-        return kv_block_bytes(self.num_kv_heads, block_size, self.head_dim, self.v_head_dim, self.dtype)
+        sizes = [self.head_dim] if self.values_in_keys else [self.head_dim, self.v_head_dim]
+        return kv_block_bytes(self.num_kv_heads, block_size, sizes, self.dtype)
 
     def allocate(
         self, num_blocks: int, block_size: int, device: Device, scales: KVScales = UNSCALED
     ) -> Cache:
         """A zeroed cache of `num_blocks` blocks of `block_size` tokens on a device."""
         shape = (num_blocks, self.num_kv_heads, block_size)
-        k, v = (
-            device.zeros((*shape, row_width(size, self.dtype)), self.dtype)
-            for size in (self.head_dim, self.v_head_dim)
-        )
-        return Cache(k, v, scales)
+
+        def zeros(size: int) -> Tensor:
+            return device.zeros((*shape, row_width(size, self.dtype)), self.dtype)
+
+        k = zeros(self.head_dim)
+        if self.values_in_keys:
+            return Cache.of_keys(k, self.v_head_dim, scales)
+        return Cache(k, zeros(self.v_head_dim), scales)
 
 
 def allocate_caches(
@@ -75,7 +87,7 @@ def allocate_caches(
 
 def memory_of(caches: Sequence[Cache]) -> list[Tensor]:
     """The tensors of caches, each once, though layers may have the same ones."""
-    return list({x.data_ptr(): x for cache in caches for x in (cache.k, cache.v)}.values())
+    return list({x.data_ptr(): x for cache in caches for x in cache.tensors}.values())
 
 
 class Pages:

@@ -115,6 +115,26 @@ def test_ragged_batches(kernels: CpuKernels, data: st.DataObject) -> None:
     check(kernels, paged, terms, padding)
 
 
+@pytest.mark.parametrize(("dtype", "cache_dtype"), CACHED[:4], ids=str)
+@pytest.mark.parametrize("sizes", [(576, 512, 16), (40, 24, 20), (27, 10, 64)], ids=str)
+def test_values_that_are_a_part_of_keys(
+    kernels: CpuKernels, dtype: torch.dtype, cache_dtype: torch.dtype, sizes: tuple[int, int, int]
+) -> None:
+    """As if they had been stored once more, to the bit: rows of single tokens, of chunks, and with a window."""
+    head_dim, v_head_dim, block_size = sizes
+    shape = Shape(5, 1, head_dim, v_head_dim, block_size, values_in_keys=True)
+    requests = [random_request(shape, end, dtype, seed) for seed, end in enumerate((300, 263, 1))]
+    for terms in (CAUSAL, LogitTerms(window=70)):
+        layout = {"padding": 1, "store": kernels.store_kv, "cache_dtype": cache_dtype}
+        spans = [(299, 300), (230, 263), (0, 1)]
+        paged = page(shape, requests, spans, **layout)  # type: ignore[arg-type]
+        check(kernels, paged, terms, padding=1)
+        if cache_dtype == dtype:  # in int8 the values have scales of their own then
+            apart = dataclasses.replace(shape, values_in_keys=False)
+            again = page(apart, requests, spans, **layout)  # type: ignore[arg-type]
+            assert torch.equal(run(kernels, paged, terms), run(kernels, again, terms))
+
+
 def whole(
     kernels: CpuKernels, shape: Shape, request: Request, terms: LogitTerms, cache_dtype: torch.dtype
 ) -> Tensor:

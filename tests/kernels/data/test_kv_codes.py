@@ -47,9 +47,9 @@ def test_zeros_and_numbers_that_are_none() -> None:
 
 
 def test_a_block_holds_its_scales() -> None:
-    assert kv_block_bytes(2, 16, 64, 32, torch.int8) == 2 * 16 * (64 + 4 + 32 + 4)
+    assert kv_block_bytes(2, 16, (64, 32), torch.int8) == 2 * 16 * (64 + 4 + 32 + 4)
     cache = allocate_kv(3, 2, 16, 64, 32, torch.int8)
-    assert cache.nbytes == 3 * kv_block_bytes(2, 16, 64, 32, torch.int8)
+    assert cache.nbytes == 3 * kv_block_bytes(2, 16, (64, 32), torch.int8)
     assert (kv_codes.head_size(cache.k), kv_codes.head_size(cache.v)) == (64, 32)
 
 
