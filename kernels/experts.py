@@ -14,6 +14,7 @@ from pagewire.kernels.data.layer import Experts
 from pagewire.kernels.data.weight import Linear
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.ops import activate_and_mul
+from pagewire.kernels.reference.kernels import ExpertProducts
 
 Between = Callable[[Tensor], Tensor]
 """A function of rows [R, N] to rows [R, I], each computed on its own."""
@@ -45,8 +46,7 @@ class GroupedExperts:
         """
         self.experts = experts
         self.num_bytes = experts.num_bytes
-        kernels = implementation_for(torch.empty(0, dtype=experts.up[0].dtype, device=device))
-        self.compiled = kernels.experts(experts)
+        self.compiled = compiled(experts, device)
         self.is_one_call = self.compiled is not None and experts.activation is not None and after is None
         if experts.activation is not None:
             between = partial(activate_and_mul, activation=experts.activation)
@@ -86,6 +86,18 @@ class GroupedExperts:
 
         assert self.between is not None
         return weighted_experts(x, ids, weights, len(self.experts.up), up, self.between, last)
+
+
+def compiled(experts: Experts, device: torch.device) -> ExpertProducts | None:
+    """The products of experts as a device's kernels compute them for all at once; None if they do not."""
+    return implementation_for(torch.empty(0, dtype=experts.up[0].dtype, device=device)).experts(experts)
+
+
+def grouped_products(experts: Experts, device: torch.device) -> tuple[GroupedProduct, GroupedProduct]:
+    """The two products of experts without adapters, for all at once where the device's kernels allow it."""
+    if (products := compiled(experts, device)) is not None:
+        return products.up, products.down
+    return one_by_one(experts.up), one_by_one(experts.down)
 
 
 def one_by_one(linears: Sequence[Linear]) -> GroupedProduct:

@@ -120,9 +120,8 @@ def _kv_heads(text: Mapping[str, Any]) -> int:
 
 
 def _kv_of_layer(text: Mapping[str, Any]) -> int:
-    if latent := _number(text, ("kv_lora_rank",)):  # expanded to heads before attention
-        key = _number(text, ("qk_nope_head_dim",)) + _number(text, ("qk_rope_head_dim",))
-        return _number(text, NAMES["num_heads"]) * (key + (_number(text, ("v_head_dim",)) or latent))
+    if latent := _number(text, ("kv_lora_rank",)):  # of all heads; its values are a part of its key
+        return latent + _number(text, ("qk_rope_head_dim",))
     return 2 * _kv_heads(text) * _head_dim(text)
 
 

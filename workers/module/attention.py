@@ -131,8 +131,11 @@ class StepContext(RowsContext):
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
     ) -> Tensor:
-        """Store k [T, Hkv, D] and v [T, Hkv, Dv] of a layer, then attend with q [T, Hq, D]. Returns [T, Hq, Dv]."""
-        shape = KVShape(k.shape[1], k.shape[2], v.shape[2], v.dtype)
+        """Store k [T, Hkv, D] and v [T, Hkv, Dv] of a layer, then attend with q [T, Hq, D]. Returns [T, Hq, Dv].
+
+        v may be a view of k's first elements, which are then cached once.
+        """
+        shape = KVShape.of(k, v)
         cache = self.cache(layer, shape, window)
         store_kv(k, v, cache, self.batch.slot_mapping)
         terms = LogitTerms(window, self.future(window), softcap, sinks, alibi)
@@ -261,7 +264,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls.
 
-    query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv]; returns [1, T, Hq, Dv].
+    query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv]; returns [1, T, Hq, Dv]. Keys and values may be
+    latents, see `latent.py`.
 
     Raises:
         LoadError: the model builds a mask of its own, or runs several batches at once.
@@ -275,8 +279,10 @@ def attend(
         q, k = q.to(v.dtype), k.to(v.dtype)
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer: Any = getattr(module, "layer_idx", -1)  # some encoders do not number their layers
+    heads: Any = getattr(module, "latent_heads", None)
+    q = q if heads is None else heads.queries(q)
     out = current_step().attend(layer, q, k, v, scale, window=sliding_window, softcap=softcap, sinks=s_aux)
-    return out[None], None
+    return (out if heads is None else heads.outputs(out))[None], None
 
 
 def register() -> None:

@@ -37,6 +37,7 @@ from pagewire.workers.module.configuration import (
     resolve_kv_dtype,
 )
 from pagewire.workers.module.experts import pack_experts
+from pagewire.workers.module.latent import LatentHeads, absorb_latents
 from pagewire.workers.module.parallel_layers import fit_modules
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.shards import Shards
@@ -437,6 +438,7 @@ def replaces_attention(base: Any) -> bool:
 
 def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.device) -> None:
     """Replace linears, experts and norms, and keep the module's own forward; the result is on a device."""
+    absorb_latents(module, weights, device)
     pack_experts(module, weights, device)
     pack_embeddings(module, weights, device)
     pack_linears(module, weights, device)
@@ -473,8 +475,9 @@ def module_bytes(modules: Iterable[nn.Module]) -> int:
         for child in module.modules():
             if isinstance(child, LinearModule):
                 total += child.product.num_bytes
-            if isinstance(grouped := getattr(child, "grouped", None), GroupedExperts):
-                total += grouped.num_bytes
+            for parts in (getattr(child, "grouped", None), getattr(child, "latent_heads", None)):
+                if isinstance(parts, GroupedExperts | LatentHeads):
+                    total += parts.num_bytes
             if isinstance(child, QuantisedEmbedding):
                 total += child.num_bytes
         for parameter in module.parameters():

@@ -47,7 +47,7 @@ class ShapesContext(StepContext):
         self.calls = calls
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.calls.add(layer, KVShape(k.shape[1], k.shape[2], v.shape[2], v.dtype), kwargs.get("window"))
+        self.calls.add(layer, KVShape.of(k, v), kwargs.get("window"))
         return q.new_empty(*q.shape[:2], v.shape[2])
 
 
