@@ -20,7 +20,7 @@ PARAMS = SamplingParams(temperature=0.0, logprobs=1)
 MODELS = {
     "llama": Architecture("llama", GROUPED),  # a compiled stack
     "gemma2": Architecture("gemma2", GROUPED | {"sliding_window": 7, "query_pre_attn_scalar": 12}),
-    "deepseek_v2": Architecture("deepseek_v2", MLA | LATER_EXPERTS),  # values are smaller than keys
+    "deepseek_v2": Architecture("deepseek_v2", MLA | LATER_EXPERTS),  # values are a part of keys
 }
 
 
@@ -75,8 +75,9 @@ def test_log_probabilities_are_nearly_those_of_the_models_dtype(load: Callable[.
 def test_blocks_are_nearly_half_as_large(load: Callable[..., Runner]) -> None:
     wide, narrow = load("auto"), load()
     shapes = wide.model.kv_shapes
-    elements = sum(s.num_kv_heads * (s.head_dim + s.v_head_dim) * 4 for s in shapes)
-    scales = sum(s.num_kv_heads * 2 * 4 for s in shapes)
+    sizes = [[s.head_dim] if s.values_in_keys else [s.head_dim, s.v_head_dim] for s in shapes]
+    elements = sum(s.num_kv_heads * sum(each) * 4 for s, each in zip(shapes, sizes, strict=True))
+    scales = sum(s.num_kv_heads * len(each) * 4 for s, each in zip(shapes, sizes, strict=True))
     assert (wide.block_bytes, narrow.block_bytes) == (2 * elements, elements + 4 * scales)
     assert narrow.memory()["kv_cache"] == narrow.num_blocks * narrow.block_bytes
 

@@ -29,6 +29,7 @@ from pagewire.workers.adapters.place import Place
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.attention import current_adapters
 from pagewire.workers.module.experts import up_name
+from pagewire.workers.module.latent import LatentHeads
 from pagewire.workers.module.parallel_layers import DividedEmbedding, GatheredLinear
 from pagewire.workers.module.shards import Cut
 from pagewire.workers.module.transforms import LinearModule, QuantisedEmbedding
@@ -202,6 +203,8 @@ class Targets:
             elif type(child) in (*EMBEDDINGS, DividedEmbedding) and not self.embedding:
                 setattr(module, name, self._adapted_embedding(full.removeprefix(self.prefix), child))
             else:
+                if isinstance(heads := getattr(child, "latent_heads", None), LatentHeads):
+                    heads.adapted = self._numbered_place(f"{full}.kv_b_proj", heads)
                 if isinstance(getattr(child, "grouped", None), GroupedExperts):
                     self._add_module_of_experts(full, child)
                 for leaf, parameter in child.named_parameters(recurse=False):
@@ -224,6 +227,10 @@ class Targets:
         if isinstance(linear, Reduced | GatheredLinear):
             linear.linear = self._adapted(name, linear.linear, is_output)
             return linear
+        return self._numbered_place(name, linear, is_output)
+
+    def _numbered_place(self, name: str, linear: Linear, is_output: bool = False) -> Adapted:
+        """A linear layer of this name in transformers that asks for adapters."""
         adapted = self._numbered(linear)
         if is_output:
             self.output = adapted.number

@@ -104,7 +104,7 @@ def _kv_of_layers(
     num_alike = last - len(different)
     return (
         num_alike * _kv_of_layer(text) + sum(map(_kv_of_layer, different)),
-        2 * (num_alike * _kv_heads(text) + sum(map(_kv_heads, different))),
+        num_alike * _kv_vectors(text) + sum(map(_kv_vectors, different)),
     )
 
 
@@ -119,10 +119,15 @@ def _kv_heads(text: Mapping[str, Any]) -> int:
     return _number(text, ("num_key_value_heads", "num_kv_heads", *NAMES["num_heads"]))
 
 
+def _kv_vectors(text: Mapping[str, Any]) -> int:
+    """Heads of keys and of values of a layer; a latent, which is both of all heads, is one."""
+    return 1 if _number(text, ("kv_lora_rank",)) else 2 * _kv_heads(text)
+
+
 def _kv_of_layer(text: Mapping[str, Any]) -> int:
     if latent := _number(text, ("kv_lora_rank",)):  # of all heads; its values are a part of its key
         return latent + _number(text, ("qk_rope_head_dim",))
-    return 2 * _kv_heads(text) * _head_dim(text)
+    return _kv_vectors(text) * _head_dim(text)
 
 
 def _number(text: Mapping[str, Any], names: Iterable[str]) -> int:

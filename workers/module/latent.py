@@ -11,12 +11,17 @@ All families of transformers with such attention have a method `expand_kv`, behi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from pagewire.kernels.adapted import Adapted
+from pagewire.kernels.data.deltas import Delta
 from pagewire.kernels.data.layer import Experts
 from pagewire.kernels.data.weight import dense_weight
 from pagewire.kernels.experts import GroupedProduct, grouped_products
@@ -26,29 +31,102 @@ from pagewire.workers.module.weights import Weights
 
 
 class LatentHeads:
-    """The two halves of a layer's `kv_b_proj`, a matrix for each head, packed as those of experts are.
+    """The two halves of a layer's `kv_b_proj` [H (nope + Dv), rank], a matrix for each head, packed as experts are.
 
-    keys: products of queries [n, nope] to [n, rank], by head. values: of summed latents [n, rank] to [n, Dv].
+    adapted: this layer as one that asks for the adapters of its rows; None: adapters are not enabled.
     """
 
-    def __init__(self, experts: Experts, device: torch.device) -> None:
-        self.num_heads, self.num_bytes = len(experts.up), experts.num_bytes
-        self.rank, self.nope = experts.up[0].out_features, experts.up[0].in_features
-        self._keys, self._values = grouped_products(experts, device)
+    def __init__(self, keys_and_values: Experts, device: torch.device) -> None:
+        """keys_and_values: for each head, the layers of queries [n, nope] to [n, rank], and of latents to [n, Dv]."""
+        keys, values = keys_and_values.up, keys_and_values.down
+        self.num_heads, self.nope, self.v_head_dim = len(keys), keys[0].in_features, values[0].out_features
+        self.out_features, self.in_features = self.num_heads * (self.nope + self.v_head_dim), keys[0].out_features
+        self.dtype, self.num_bytes = keys[0].dtype, keys_and_values.num_bytes
+        self.adapted: Adapted | None = None
+        self._keys, self._values = grouped_products(keys_and_values, device)
 
     def queries(self, q: Tensor) -> Tensor:
         """Queries [T, H, nope + rope] of expanded keys as those of latents, [T, H, rank + rope]."""
         nope, rope = q.split([self.nope, q.shape[2] - self.nope], 2)
-        return torch.cat([self._by_head(self._keys, nope), rope], 2)
+        latent = self.by_keys(nope)
+        for rows, change in self._changes():
+            latent[rows] = change.by_keys(nope[rows]).to(latent.dtype)
+        return torch.cat([latent, rope], 2)
 
     def outputs(self, latents: Tensor) -> Tensor:
         """Weighted sums [T, H, rank] of latents as those of values, [T, H, Dv]."""
+        out = self.by_values(latents)
+        for rows, change in self._changes():
+            out[rows] = change.by_values(latents[rows]).to(out.dtype)
+        return out
+
+    def __call__(self, _: Tensor) -> Tensor:
+        """Never: it makes a `Linear` of this, by whose shape adapters are loaded.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("keys and values of latents are not expanded")
+
+    def by_keys(self, queries: Tensor) -> Tensor:
+        """[n, H, nope] to [n, H, rank]."""
+        return self._by_head(self._keys, queries)
+
+    def by_values(self, latents: Tensor) -> Tensor:
+        """[n, H, rank] to [n, H, Dv]."""
         return self._by_head(self._values, latents)
+
+    def _changes(self) -> Iterator[tuple[Tensor, AdaptedHeads]]:
+        """What adapters of the running step change in this layer, with their rows int64 [n]."""
+        if self.adapted is None or (rows := self.adapted.rows()) is None:
+            return
+        for adapter, index in rows.groups():
+            for delta in adapter.products[self.adapted.number]:
+                yield index, AdaptedHeads(self, delta)
 
     def _by_head(self, product: GroupedProduct, x: Tensor) -> Tensor:
         """x [T, H, K] times the matrices of the heads: [T, H, N]."""
         rows = x.transpose(0, 1).reshape(-1, x.shape[2])
         return product(rows, [len(x)] * self.num_heads).view(self.num_heads, len(x), -1).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class AdaptedHeads:
+    """A layer's `LatentHeads` with what an adapter changes in its `kv_b_proj`, in float32."""
+
+    heads: LatentHeads
+    delta: Delta
+
+    def by_keys(self, queries: Tensor) -> Tensor:
+        """See `LatentHeads.by_keys`."""
+        delta = self.delta
+        if delta.b is None:
+            return _each(queries.float(), self._halves(delta.a)[0].transpose(1, 2))
+        if delta.gain is not None:
+            queries = queries * self._halves(delta.gain)[0].to(queries.dtype)
+        low = _each(queries.float(), self._halves(delta.second)[0].transpose(1, 2))
+        return self.heads.by_keys(queries) + delta.scale * F.linear(low, delta.a.float().T)
+
+    def by_values(self, latents: Tensor) -> Tensor:
+        """See `LatentHeads.by_values`. A shift of keys changes no probability, and so only values are shifted."""
+        delta = self.delta
+        if delta.b is None:
+            out = _each(latents.float(), self._halves(delta.a)[1])
+        else:
+            low = delta.scale * F.linear(latents.float(), delta.a.float())
+            out = self.heads.by_values(latents) + _each(low, self._halves(delta.second)[1])
+        out = out if delta.gain is None else out * self._halves(delta.gain)[1]
+        return out if delta.shift is None else out + self._halves(delta.shift)[1]
+
+    def _halves(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Rows [H (nope + Dv), ...] as those of keys [H, nope, ...] and of values [H, Dv, ...]."""
+        sizes = [self.heads.nope, self.heads.v_head_dim]
+        return x.float().unflatten(0, (self.heads.num_heads, -1)).split(sizes, 1)
+
+
+def _each(x: Tensor, weights: Tensor) -> Tensor:
+    """x [n, H, K] times a matrix of each head [H, N, K]: [n, H, N]."""
+    return torch.stack([F.linear(rows, weight) for rows, weight in zip(x.unbind(1), weights, strict=True)], 1)
 
 
 def absorb_latents(module: nn.Module, weights: Weights, device: torch.device) -> None:

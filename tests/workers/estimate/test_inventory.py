@@ -68,6 +68,14 @@ def test_layers_have_keys_and_values_of_their_own(
     assert (found.kv_elements, found.kv_scales, found.rotary_elements) == (elements, scales, 2 * (16 + 32))
 
 
+def test_a_latent_is_keys_and_values_of_all_heads() -> None:
+    """DeepSeek V3 keeps 576 numbers of a token in each of 61 layers; its heads have 128 * (192 + 128)."""
+    sizes = {"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128}
+    latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    found = Dimensions.of(sizes | latent, ())
+    assert (found.kv_elements, found.kv_scales, found.rotary_elements) == (61 * 576, 61, 2 * 64)
+
+
 def test_plain_tensors_are_vectors_matrices_and_stacks() -> None:
     found = list(
         matrices(
