@@ -130,8 +130,11 @@ def _each(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def absorb_latents(module: nn.Module, weights: Weights, device: torch.device) -> None:
-    """Let the latent attention within a module attend to latents, in place of keys and values that it expands."""
-    for child in list(module.modules()):
+    """Let the latent attention within a module attend to latents, in place of keys and values that it expands.
+
+    On a GPU it goes on expanding them: the kernels there have heads of up to 256 elements, and latents have 576.
+    """
+    for child in list(module.modules()) if device.type == "cpu" else ():
         if hasattr(child, "kv_b_proj") and hasattr(child, "expand_kv"):
             attention: Any = child
             attention.latent_heads = latent_heads(attention, weights, device)
