@@ -39,7 +39,7 @@ def paged_attention(
     _check(q, cache, batch, out)
     query_start_loc, seq_lens = batch.query_start_loc.contiguous(), batch.seq_lens.contiguous()
     block_table = last_contiguous(batch.block_table)
-    native, owners = logit_terms(terms, num_heads)
+    native, owners = logit_terms(terms, num_heads, num_tokens)
     call = AttentionCall(
         q=q.data_ptr(),
         out=out.data_ptr(),

@@ -51,6 +51,7 @@ class Softmax {
       visible[i] = {rows_.visible_begin(kv_tile_, first + i), rows_.visible_end(kv_tile_, first + i)};
       float* const row = scores + i * kScoreStride;
       if (!plain_) transform(first + i, row);
+      if (terms_.chosen) hide_others(first + i, row);
       lanes[i] = visible[i].all(begin_, end_) ? tops<false>(row, visible[i]) : tops<true>(row, visible[i]);
     }
     for (int64_t i = 0; i < count; ++i) result.max[first + i] = max_lanes(lanes[i]) * factor_;
@@ -77,6 +78,18 @@ class Softmax {
       if (bias) s = s + load(bias + key);
       store(scores + key, s);
     }
+  }
+
+  // Hides the keys that were not chosen for the row's token.
+  void hide_others(int64_t row, float* scores) const {
+    const int32_t* const chosen = terms_.chosen + rows_.token(row) * terms_.num_chosen;
+    const int32_t* const end = chosen + terms_.num_chosen;
+    const int64_t first = kv_tile_ * kKvTileKeys;
+    float kept[kKvTileKeys];
+    std::fill(kept + begin_, kept + end_, kMinusInfinity);
+    for (const int32_t* at = std::lower_bound(chosen, end, first + begin_); at < end && *at < first + end_; ++at)
+      if (*at >= first + begin_) kept[*at - first] = scores[*at - first];
+    std::copy(kept + begin_, kept + end_, scores + begin_);
   }
 
   template <bool Masked>

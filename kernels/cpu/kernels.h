@@ -14,6 +14,8 @@ struct LogitTerms {
   const float* alibi;          // [heads] or null
   const float* relative_bias;  // [heads, 2 bias_radius] or null: added to logits, by bias_radius + key - query
   int64_t bias_radius;
+  const int32_t* chosen;  // [tokens, num_chosen] or null: ascending positions of the only keys that a token sees
+  int64_t num_chosen;
   int64_t window;  // 0: none
   int64_t future;  // keys after its own position that a query sees; 0: causal
   float softcap;   // 0: none

@@ -47,11 +47,13 @@ def cache_fields(library: ctypes.CDLL, cache: Cache) -> dict[str, int]:
     }
 
 
-def logit_terms(terms: LogitTerms, num_heads: int) -> tuple[ctypes.Structure, list[Tensor]]:
+def logit_terms(
+    terms: LogitTerms, num_heads: int, num_tokens: int = 0
+) -> tuple[ctypes.Structure, list[Tensor]]:
     """Terms as the library takes them, and the tensors that must live as long as the struct.
 
     Raises:
-        ValueError: what each head has is not there for `num_heads` heads.
+        ValueError: what each head has is not there for `num_heads` heads, or chosen keys are no int32 [T, C].
     """
     per_head = {name: getattr(terms, name) for name in ("sinks", "alibi", "relative_bias")}
     tensors = {name: x.to(torch.float32).contiguous() for name, x in per_head.items() if x is not None}
@@ -59,9 +61,14 @@ def logit_terms(terms: LogitTerms, num_heads: int) -> tuple[ctypes.Structure, li
         by_distance = name == "relative_bias" and x.dim() == 2 and len(x) == num_heads and x.shape[1] % 2 == 0
         if x.shape != (num_heads,) and not by_distance:
             raise ValueError(f"{name} for each of {num_heads} heads expected, not {tuple(x.shape)}")
+    if (chosen := terms.chosen) is not None:
+        if chosen.dtype != torch.int32 or chosen.shape[:-1] != (num_tokens,):
+            raise ValueError(f"chosen keys of {num_tokens} tokens are not {chosen.dtype} {tuple(chosen.shape)}")
+        tensors["chosen"] = chosen.contiguous()
     struct = LogitTermsStruct(
         **{name: x.data_ptr() for name, x in tensors.items()},
         bias_radius=tensors["relative_bias"].shape[1] // 2 if "relative_bias" in tensors else 0,
+        num_chosen=0 if chosen is None else chosen.shape[1],
         window=terms.window or 0,
         future=terms.future,
         softcap=terms.softcap or 0.0,

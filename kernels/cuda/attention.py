@@ -285,6 +285,8 @@ def _check_terms(q: Tensor, scale: float, terms: LogitTerms) -> None:
             raise TypeError(
                 f"attention: sinks and slopes must be float32 or of q's dtype, not {numbers.dtype}"
             )
+    if terms.chosen is not None:
+        raise ValueError("attention: no kernel for keys that are chosen for each token; CPUs serve them")
     if scale <= 0 or (terms.window is not None and terms.window < 1):
         raise ValueError(f"attention: scale {scale} and window {terms.window} must be above 0")
 

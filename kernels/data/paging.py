@@ -77,6 +77,9 @@ class Cache:
     """[num_blocks, Hkv, block_size, Dv], likewise; of k's dtype."""
     scales: KVScales = UNSCALED
     """Of caches of 8-bit floats."""
+    index: Tensor | None = None
+    """[num_blocks, block_size, size]: keys of an indexer, which chooses the keys that a token sees; None: there is
+    none."""
 
     @classmethod
     def of_keys(cls, k: Tensor, v_head_dim: int, scales: KVScales = UNSCALED) -> Cache:
@@ -90,13 +93,18 @@ class Cache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The memory: that of keys, and that of values if it is another."""
+        """The memory of keys, and that of values if it is another."""
         return (self.k,) if self.values_in_keys else (self.k, self.v)
 
     @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """All memory."""
+        return self.tensors if self.index is None else (*self.tensors, self.index)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the memory."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        """Bytes of all memory."""
+        return sum(tensor.nbytes for tensor in self.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +127,9 @@ class LogitTerms:
     relative_bias: Tensor | None = None
     """[Hq, 2 R], the bias of distances from -R on: `[:, R + key position - query position]`. R is at least a
     request's length, rounded up to a multiple of 256."""
+    chosen: Tensor | None = None
+    """int32 [T, C]: the positions, ascending, of the only keys that a token sees, of those that the other terms let it
+    see; None: all of them."""
 
     @classmethod
     def two_sided(cls, window: int | None = None, relative_bias: Tensor | None = None) -> LogitTerms:

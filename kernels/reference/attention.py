@@ -71,20 +71,36 @@ def paged_attention(
             block = _padded(queries[:, start - first : stop - first], QUERIES, start - begin)
             positions = torch.arange(begin, begin + QUERIES, device=q.device)[:, None]
             num_tiles = -(-min(stop + terms.future, seq_len) // KEYS)
-            attended = _attend(block, tiles[:num_tiles], positions, seq_len, terms)
+            seen = None
+            if terms.chosen is not None:
+                own = terms.chosen[rows][start - first : stop - first].long()
+                seen = torch.ones(QUERIES, max(num_tiles * KEYS, int(own.max()) + 1), dtype=torch.bool)
+                seen[start - begin : stop - begin] = False
+                seen[start - begin : stop - begin].scatter_(1, own, True)
+            attended = _attend(block, tiles[:num_tiles], positions, seq_len, terms, seen)
             real = attended[:, start - begin : stop - begin].transpose(0, 1)
             out[rows][start - first : stop - first] = real.to(out.dtype)
     return out
 
 
 def _attend(
-    q: Tensor, tiles: list[tuple[Tensor, Tensor]], positions: Tensor, seq_len: int, terms: LogitTerms
+    q: Tensor,
+    tiles: list[tuple[Tensor, Tensor]],
+    positions: Tensor,
+    seq_len: int,
+    terms: LogitTerms,
+    seen: Tensor | None,
 ) -> Tensor:
-    """The outputs [heads, QUERIES, Dv] of queries at positions [QUERIES, 1]; tiles: keys and values, from 0 on."""
+    """The outputs [heads, QUERIES, Dv] of queries at positions [QUERIES, 1].
+
+    tiles: keys and values, from 0 on. seen: [QUERIES, keys], which of them were chosen; None: all.
+    """
     logits = []
     for i, (k, _) in enumerate(tiles):
         keys = torch.arange(i * KEYS, (i + 1) * KEYS, device=q.device)
         logits.append(apply_terms(terms, q @ k.transpose(1, 2), positions, keys, seq_len))
+        if seen is not None:
+            logits[-1] = logits[-1].masked_fill(~seen[:, i * KEYS : (i + 1) * KEYS], -torch.inf)
     largest_logit = torch.stack([tile.amax(-1, keepdim=True) for tile in logits]).amax(0)
     total = torch.zeros_like(largest_logit)
     if terms.sinks is not None:

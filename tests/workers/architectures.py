@@ -67,6 +67,8 @@ MLA = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
 }
+INDEXED = MLA | {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 6}
+"""Fewer keys are seen than prompts have. With few heads all of them score 0 for some tokens: transformers then takes any."""
 ROUTED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -132,6 +134,8 @@ ARCHITECTURES = [
     Architecture("cohere2", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
     Architecture("deepseek_v2", MLA | LATER_EXPERTS),
     Architecture("deepseek_v3", MLA | LATER_EXPERTS),
+    Architecture("deepseek_v32", INDEXED | LATER_EXPERTS),
+    Architecture("glm_moe_dsa", INDEXED | LATER_EXPERTS | {"indexer_types": ["full", "shared"]}),
     Architecture("dots1", GROUPED | LATER_EXPERTS | {"sliding_window": 7, "layer_types": WINDOWED}),
     Architecture("ernie4_5", GROUPED),
     Architecture("ernie4_5_moe", GROUPED | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 36}),

@@ -12,7 +12,7 @@ from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
 from pagewire.workers.errors import LoadError
 from pagewire.workers.run.runner import Runner
-from tests.workers.architectures import GROUPED, LATER_EXPERTS, MLA, VOCAB_SIZE, Architecture
+from tests.workers.architectures import GROUPED, INDEXED, LATER_EXPERTS, MLA, VOCAB_SIZE, Architecture
 from tests.workers.driver import Driver, load_runner, values
 from tests.workers.parity import make_prompts
 
@@ -20,6 +20,7 @@ PARAMS = SamplingParams(temperature=0.0, logprobs=1)
 MODELS = {
     "llama": Architecture("llama", GROUPED),  # a compiled stack
     "gemma2": Architecture("gemma2", GROUPED | {"sliding_window": 7, "query_pre_attn_scalar": 12}),
+    "deepseek_v32": Architecture("deepseek_v32", INDEXED | LATER_EXPERTS),  # keys of indexers stay as they are
     "deepseek_v2": Architecture("deepseek_v2", MLA | LATER_EXPERTS),  # values are a part of keys
 }
 
@@ -78,7 +79,9 @@ def test_blocks_are_nearly_half_as_large(load: Callable[..., Runner]) -> None:
     sizes = [[s.head_dim] if s.values_in_keys else [s.head_dim, s.v_head_dim] for s in shapes]
     elements = sum(s.num_kv_heads * sum(each) * 4 for s, each in zip(shapes, sizes, strict=True))
     scales = sum(s.num_kv_heads * len(each) * 4 for s, each in zip(shapes, sizes, strict=True))
-    assert (wide.block_bytes, narrow.block_bytes) == (2 * elements, elements + 4 * scales)
+    index = sum(2 * s.index_dim * 4 for s in shapes)
+    assert wide.block_bytes == 2 * elements + index
+    assert narrow.block_bytes == elements + 4 * scales + index
     assert narrow.memory()["kv_cache"] == narrow.num_blocks * narrow.block_bytes
 
 

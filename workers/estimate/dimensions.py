@@ -43,6 +43,8 @@ class Dimensions:
     """Numbers that a token adds to the KV cache, in all layers."""
     kv_scales: int
     """Heads of keys and of values, in all layers: each has a scale where the cache is of 8-bit integers."""
+    index_elements: int
+    """Numbers that a token adds to the keys of indexers, in all layers; they have the model's own dtype."""
     rotary_elements: int
     """Numbers of the rotary tables for a position."""
 
@@ -72,6 +74,7 @@ class Dimensions:
             vocab_size=_number(text, ("vocab_size",)),
             kv_elements=kv_elements,
             kv_scales=kv_scales,
+            index_elements=_num_indexers(text, sizes["num_layers"]) * _number(text, ("index_head_dim",)),
             rotary_elements=2
             * (_number(text, ("qk_rope_head_dim",)) or sum({head_dim, *map(_head_dim, others.values())})),
             **sizes,
@@ -111,6 +114,12 @@ def _kv_of_layers(
 def _num_without(text: Mapping[str, Any]) -> int:
     """Layers without keys and values of their own: the last ones read those of others, some look at pictures."""
     return _number(text, ("num_kv_shared_layers",)) + len(text.get("cross_attention_layers") or ())
+
+
+def _num_indexers(text: Mapping[str, Any], num_layers: int) -> int:
+    """Layers that choose the keys which a token sees; others may see what the layer before them has chosen."""
+    kinds = text.get("indexer_types")
+    return list(kinds).count("full") if kinds else num_layers
 
 
 def _kv_heads(text: Mapping[str, Any]) -> int:

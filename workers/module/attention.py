@@ -20,6 +20,7 @@ from pagewire.kernels.ops import paged_attention, store_kv
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.caches import PAGE, KVShape, Pages
+from pagewire.workers.module.indexed import IndexedTokens
 from pagewire.workers.module.overlay import Overlay
 
 NAME = "pagewire"
@@ -130,15 +131,19 @@ class StepContext(RowsContext):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
+        index: IndexedTokens | None = None,
     ) -> Tensor:
         """Store k [T, Hkv, D] and v [T, Hkv, Dv] of a layer, then attend with q [T, Hq, D]. Returns [T, Hq, Dv].
 
-        v may be a view of k's first elements, which are then cached once.
+        v may be a view of k's first elements, which are then cached once. index: chooses the keys that tokens see,
+        of this layer or of one before it.
         """
-        shape = KVShape.of(k, v)
+        own_index = None if index is None or index.layer != layer else index.keys
+        shape = KVShape.of(k, v, own_index)
         cache = self.cache(layer, shape, window)
         store_kv(k, v, cache, self.batch.slot_mapping)
-        terms = LogitTerms(window, self.future(window), softcap, sinks, alibi)
+        chosen = None if index is None else index.choose(layer, cache, self.batch)
+        terms = LogitTerms(window, self.future(window), softcap, sinks, alibi, chosen=chosen)
         return paged_attention(q, cache, self.batch, scale, terms)
 
 
@@ -260,6 +265,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: IndexedTokens | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls.
@@ -270,7 +276,7 @@ def attend(
     Raises:
         LoadError: the model builds a mask of its own, or runs several batches at once.
     """
-    if attention_mask is not None:
+    if attention_mask is not None and indices is None:
         raise LoadError("it builds its own attention mask or bias")
     if len(query) != 1:
         raise LoadError("it runs attention over several batches at once")
@@ -281,7 +287,9 @@ def attend(
     layer: Any = getattr(module, "layer_idx", -1)  # some encoders do not number their layers
     heads: Any = getattr(module, "latent_heads", None)
     q = q if heads is None else heads.queries(q)
-    out = current_step().attend(layer, q, k, v, scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+    out = current_step().attend(
+        layer, q, k, v, scale, window=sliding_window, softcap=softcap, sinks=s_aux, index=indices
+    )
     return (out if heads is None else heads.outputs(out))[None], None
 
 

@@ -9,7 +9,7 @@ nothing waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class KVShape:
 
     source: the layer whose keys and values it reads, as the place in the list of shapes; None: it has its own.
     values_in_keys: values are the first elements of keys, which are all that is stored.
+    index_dim: elements of the key that its indexer has for each token, in `index_dtype`; 0: it has none.
     """
 
     num_kv_heads: int
@@ -35,19 +36,26 @@ class KVShape:
     dtype: torch.dtype
     source: int | None = None
     values_in_keys: bool = False
+    index_dim: int = 0
+    index_dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor) -> KVShape:
-        """That of keys [T, Hkv, D] and values [T, Hkv, Dv], which may be a view of the keys' first elements."""
+    def of(cls, k: Tensor, v: Tensor, index: Tensor | None = None) -> KVShape:
+        """That of keys [T, Hkv, D] and values [T, Hkv, Dv], which may be a view of the keys' first elements.
+
+        index: the keys of an indexer [T, size].
+        """
         values_in_keys = v.shape[2] < k.shape[2] and v.data_ptr() == k.data_ptr() != 0
-        return cls(k.shape[1], k.shape[2], v.shape[2], v.dtype, values_in_keys=values_in_keys)
+        shape = cls(k.shape[1], k.shape[2], v.shape[2], v.dtype, values_in_keys=values_in_keys)
+        return shape if index is None else replace(shape, index_dim=index.shape[1], index_dtype=index.dtype)
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of `block_size` tokens; 0 if it is another layer's."""
         if self.source is not None:
             return 0
         sizes = [self.head_dim] if self.values_in_keys else [self.head_dim, self.v_head_dim]
-        return kv_block_bytes(self.num_kv_heads, block_size, sizes, self.dtype)
+        index = 0 if self.index_dtype is None else block_size * self.index_dim * self.index_dtype.itemsize
+        return kv_block_bytes(self.num_kv_heads, block_size, sizes, self.dtype) + index
 
     def allocate(
         self, num_blocks: int, block_size: int, device: Device, scales: KVScales = UNSCALED
@@ -59,9 +67,16 @@ class KVShape:
             return device.zeros((*shape, row_width(size, self.dtype)), self.dtype)
 
         k = zeros(self.head_dim)
-        if self.values_in_keys:
-            return Cache.of_keys(k, self.v_head_dim, scales)
-        return Cache(k, zeros(self.v_head_dim), scales)
+        cache = (
+            Cache.of_keys(k, self.v_head_dim, scales)
+            if self.values_in_keys
+            else Cache(k, zeros(self.v_head_dim), scales)
+        )
+        if self.index_dtype is None:
+            return cache
+        return replace(
+            cache, index=device.zeros((num_blocks, block_size, self.index_dim), self.index_dtype)
+        )
 
 
 def allocate_caches(
@@ -87,7 +102,7 @@ def allocate_caches(
 
 def memory_of(caches: Sequence[Cache]) -> list[Tensor]:
     """The tensors of caches, each once, though layers may have the same ones."""
-    return list({x.data_ptr(): x for cache in caches for x in cache.tensors}.values())
+    return list({x.data_ptr(): x for cache in caches for x in cache.memory}.values())
 
 
 class Pages:

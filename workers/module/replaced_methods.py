@@ -8,6 +8,7 @@ proof at load compares the two, as for every model.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from functools import cache
 from types import MethodType
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from pagewire.workers.module.attention import current_step, is_in_step
+from pagewire.workers.module.indexed import IndexedTokens, index_tokens
 
 
 @cache
@@ -46,7 +48,7 @@ def replace_methods(causal: Any) -> None:
             if hasattr(module, "layer_id"):
                 module.layer_idx = module.layer_id  # the name that all others have
             setattr(module, name, MethodType(_in_steps(getattr(type(module), name), ours), module))
-            needs_no_mask |= type(module).__name__ not in ("DbrxExpertGLU", "MptAttention")
+            needs_no_mask |= type(module).__name__ in WITH_MASK
         elif type(module).__name__ == "FalconLinear":
             module.__class__ = nn.Linear  # which rounds once where the other one rounds twice
     if needs_no_mask:
@@ -135,13 +137,36 @@ def _dbrx_expert(module: Any, x: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> 
     return F.linear(module.activation_fn(F.linear(x, w1)) * F.linear(x, v1), w2.T)
 
 
+def _without_mask(module: Any, *args: Any, attention_mask: Any, **kwargs: Any) -> Any:
+    """Of indexed attention, which cuts its mask for the indexer; ours needs none."""
+    any_mask = torch.empty(1, 1, 1, 1, device=kwargs["hidden_states"].device)
+    return type(module).forward(module, *args, attention_mask=any_mask, **kwargs)
+
+
+def _indexer(rotation: str) -> Callable[..., IndexedTokens]:
+    """Of indexed attention. rotation: the name of the function in the family's module."""
+
+    def index(module: Any, hidden: Tensor, q_latent: Tensor, angles: Any, *_: Any, **__: Any) -> IndexedTokens:
+        rotate = getattr(sys.modules[type(module).__module__], rotation)
+        return index_tokens(module, rotate, hidden, q_latent, angles)
+
+    return index
+
+
+HALVES, PAIRS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"
+WITH_MASK = {"BloomAttention", "FalconAttention", "GPTJAttention", "CodeGenAttention", "GPTNeoSelfAttention"}
+"""Classes of modules whose families make masks, unless their attention is of another name."""
 METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "BloomAttention": ("forward", _bloom),
     "CodeGenAttention": ("_attn", _gptj),
     "DbrxExpertGLU": ("forward", _dbrx_expert),
+    "DeepseekV32Attention": ("forward", _without_mask),
+    "DeepseekV32Indexer": ("forward", _indexer(HALVES)),
     "FalconAttention": ("forward", _falcon),
     "GPTJAttention": ("_attn", _gptj),
     "GPTNeoSelfAttention": ("_attn", _gpt_neo),
+    "GlmMoeDsaAttention": ("forward", _without_mask),
+    "GlmMoeDsaIndexer": ("forward", _indexer(PAIRS)),
     "MptAttention": ("forward", _mpt),
 }
 """By the class of a module: the name of its method, and ours in its place."""

@@ -38,7 +38,7 @@ logger = logging.getLogger("pagewire.worker")
 BLOCK = 16
 REQUEST_FACTOR = 3  # in a request of a few tokens, one that goes to other experts weighs as much more
 ROUNDED = 0.15  # permitted difference of logits where activations are rounded
-SERVED_LAYERS = {"full_attention", "sliding_attention", "attention"}
+SERVED_LAYERS = {"full_attention", "sliding_attention", "attention", "indexed_attention"}
 
 
 def check_config(config: Any) -> None:

@@ -280,9 +280,8 @@ class Runner:
         if not eager and self.model.is_stack and self.device.can_record(self.model.dtype):
             length, forward = self.model.max_model_len, self._forward
             self.graphs = DecodeGraphs.recorded(self.config, self.device, length, forward, self.adapters)
-        for cache in self.caches:
-            cache.k[0].zero_()
-            cache.v[0].zero_()
+        for memory in memory_of(self.caches):
+            memory[0].zero_()
 
     def free(self) -> None:
         """Give the KV memory back, and forget every request."""
