@@ -63,7 +63,9 @@ def logit_terms(
             raise ValueError(f"{name} for each of {num_heads} heads expected, not {tuple(x.shape)}")
     if (chosen := terms.chosen) is not None:
         if chosen.dtype != torch.int32 or chosen.shape[:-1] != (num_tokens,):
-            raise ValueError(f"chosen keys of {num_tokens} tokens are not {chosen.dtype} {tuple(chosen.shape)}")
+            raise ValueError(
+                f"chosen keys of {num_tokens} tokens are not {chosen.dtype} {tuple(chosen.shape)}"
+            )
         tensors["chosen"] = chosen.contiguous()
     struct = LogitTermsStruct(
         **{name: x.data_ptr() for name, x in tensors.items()},

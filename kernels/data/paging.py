@@ -152,9 +152,7 @@ def check_scales(cache: Cache) -> None:
         raise ValueError(f"a cache of {dtype} takes no {cache.scales}")
 
 
-def kv_block_bytes(
-    num_kv_heads: int, block_size: int, head_dims: Sequence[int], dtype: torch.dtype
-) -> int:
+def kv_block_bytes(num_kv_heads: int, block_size: int, head_dims: Sequence[int], dtype: torch.dtype) -> int:
     """Bytes of a block in a layer. head_dims: of keys, and of values if they have memory of their own."""
     row = sum(row_width(size, dtype) for size in head_dims)
     return num_kv_heads * block_size * row * dtype.itemsize

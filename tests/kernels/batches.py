@@ -70,7 +70,9 @@ def random_request(shape: Shape, length: int, dtype: torch.dtype, seed: int) -> 
 
     q, k = randn(shape.num_heads, shape.head_dim), randn(shape.num_kv_heads, shape.head_dim)
     in_keys = shape.values_in_keys
-    return Request(q, k, k[..., : shape.v_head_dim] if in_keys else randn(shape.num_kv_heads, shape.v_head_dim))
+    return Request(
+        q, k, k[..., : shape.v_head_dim] if in_keys else randn(shape.num_kv_heads, shape.v_head_dim)
+    )
 
 
 def page(

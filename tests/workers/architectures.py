@@ -134,6 +134,7 @@ ARCHITECTURES = [
     Architecture("cohere2", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
     Architecture("deepseek_v2", MLA | LATER_EXPERTS),
     Architecture("deepseek_v3", MLA | LATER_EXPERTS),
+    Architecture("axk2", INDEXED | LATER_EXPERTS | {"num_local_experts": 4}),
     Architecture("deepseek_v32", INDEXED | LATER_EXPERTS),
     Architecture("glm_moe_dsa", INDEXED | LATER_EXPERTS | {"indexer_types": ["full", "shared"]}),
     Architecture("dots1", GROUPED | LATER_EXPERTS | {"sliding_window": 7, "layer_types": WINDOWED}),
@@ -226,6 +227,7 @@ ARCHITECTURES = [
         model_type="phimoe",
     ),
     Architecture("bamba", GROUPED | {"attn_layer_indices": [1]}, NO_CACHE),
+    Architecture("deepseek_v4", INDEXED | LATER_EXPERTS, "heavily_compressed_attention"),
     Architecture("cpmant", {"dim_head": 16, "dim_ff": 96}, OWN_ATTENTION),
     Architecture("hrm_text", GROUPED, "calls attention 8 times"),
     Architecture(

@@ -20,7 +20,9 @@ PARAMS = SamplingParams(temperature=0.0, logprobs=1)
 MODELS = {
     "llama": Architecture("llama", GROUPED),  # a compiled stack
     "gemma2": Architecture("gemma2", GROUPED | {"sliding_window": 7, "query_pre_attn_scalar": 12}),
-    "deepseek_v32": Architecture("deepseek_v32", INDEXED | LATER_EXPERTS),  # keys of indexers stay as they are
+    "deepseek_v32": Architecture(
+        "deepseek_v32", INDEXED | LATER_EXPERTS
+    ),  # keys of indexers stay as they are
     "deepseek_v2": Architecture("deepseek_v2", MLA | LATER_EXPERTS),  # values are a part of keys
 }
 

@@ -74,9 +74,7 @@ class KVShape:
         )
         if self.index_dtype is None:
             return cache
-        return replace(
-            cache, index=device.zeros((num_blocks, block_size, self.index_dim), self.index_dtype)
-        )
+        return replace(cache, index=device.zeros((num_blocks, block_size, self.index_dim), self.index_dtype))
 
 
 def allocate_caches(

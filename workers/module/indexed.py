@@ -53,7 +53,9 @@ class IndexedTokens:
     def _of_batch(self, index: Tensor, batch: AttentionBatch) -> Tensor:
         chosen = torch.zeros(len(self.keys), self.num_chosen, dtype=torch.int32, device=index.device)
         starts = batch.query_start_loc.tolist()
-        for request, ((start, stop), length) in enumerate(zip(pairwise(starts), batch.seq_lens.tolist(), strict=True)):
+        for request, ((start, stop), length) in enumerate(
+            zip(pairwise(starts), batch.seq_lens.tolist(), strict=True)
+        ):
             if length <= self.num_chosen:
                 chosen[start:stop] = torch.arange(self.num_chosen, device=index.device)
                 continue
@@ -63,7 +65,9 @@ class IndexedTokens:
             for first in range(start, stop, step):
                 last = min(first + step, stop)
                 positions = torch.arange(length - stop + first, length - stop + last, device=index.device)
-                chosen[first:last] = largest(self._scores(slice(first, last), keys, positions), self.num_chosen)
+                chosen[first:last] = largest(
+                    self._scores(slice(first, last), keys, positions), self.num_chosen
+                )
         return chosen
 
     def _scores(self, rows: slice, keys: Tensor, positions: Tensor) -> Tensor:
@@ -97,7 +101,9 @@ def index_tokens(
     queries = module.wq_b(q_latent).unflatten(-1, (module.n_heads, module.head_dim))
     keys = module.k_norm(module.wk(hidden)).unsqueeze(2)
     rotated = rotate(queries[..., :rope], keys[..., :rope], *angles, unsqueeze_dim=2)
-    queries, keys = (torch.cat([new, old[..., rope:]], -1) for new, old in zip(rotated, (queries, keys), strict=True))
+    queries, keys = (
+        torch.cat([new, old[..., rope:]], -1) for new, old in zip(rotated, (queries, keys), strict=True)
+    )
     weights = module.weights_proj(hidden.to(module.weights_proj.weight.dtype)).float() * module.n_heads**-0.5
     return IndexedTokens(
         module.layer_idx, queries[0], keys[0, :, 0], weights[0], module.softmax_scale, module.index_topk

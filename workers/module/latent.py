@@ -40,7 +40,10 @@ class LatentHeads:
         """keys_and_values: for each head, the layers of queries [n, nope] to [n, rank], and of latents to [n, Dv]."""
         keys, values = keys_and_values.up, keys_and_values.down
         self.num_heads, self.nope, self.v_head_dim = len(keys), keys[0].in_features, values[0].out_features
-        self.out_features, self.in_features = self.num_heads * (self.nope + self.v_head_dim), keys[0].out_features
+        self.out_features, self.in_features = (
+            self.num_heads * (self.nope + self.v_head_dim),
+            keys[0].out_features,
+        )
         self.dtype, self.num_bytes = keys[0].dtype, keys_and_values.num_bytes
         self.adapted: Adapted | None = None
         self._keys, self._values = grouped_products(keys_and_values, device)

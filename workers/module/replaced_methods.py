@@ -139,14 +139,17 @@ def _dbrx_expert(module: Any, x: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> 
 
 def _without_mask(module: Any, *args: Any, attention_mask: Any, **kwargs: Any) -> Any:
     """Of indexed attention, which cuts its mask for the indexer; ours needs none."""
-    any_mask = torch.empty(1, 1, 1, 1, device=kwargs["hidden_states"].device)
+    device = kwargs["hidden_states"].device
+    any_mask = None if module.indexer is None else torch.empty(1, 1, 1, 1, device=device)
     return type(module).forward(module, *args, attention_mask=any_mask, **kwargs)
 
 
 def _indexer(rotation: str) -> Callable[..., IndexedTokens]:
     """Of indexed attention. rotation: the name of the function in the family's module."""
 
-    def index(module: Any, hidden: Tensor, q_latent: Tensor, angles: Any, *_: Any, **__: Any) -> IndexedTokens:
+    def index(
+        module: Any, hidden: Tensor, q_latent: Tensor, angles: Any, *_: Any, **__: Any
+    ) -> IndexedTokens:
         rotate = getattr(sys.modules[type(module).__module__], rotation)
         return index_tokens(module, rotate, hidden, q_latent, angles)
 
@@ -157,6 +160,8 @@ HALVES, PAIRS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"
 WITH_MASK = {"BloomAttention", "FalconAttention", "GPTJAttention", "CodeGenAttention", "GPTNeoSelfAttention"}
 """Classes of modules whose families make masks, unless their attention is of another name."""
 METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "AXK2Attention": ("forward", _without_mask),
+    "AXK2Indexer": ("forward", _indexer(HALVES)),
     "BloomAttention": ("forward", _bloom),
     "CodeGenAttention": ("_attn", _gptj),
     "DbrxExpertGLU": ("forward", _dbrx_expert),

@@ -270,9 +270,10 @@ def own_part(matrix: Weight, cut: Cut | None, quantise: Callable[[Weight], Weigh
 
 
 def is_attention(module: Any) -> bool:
-    """True for a module that calls attention: it knows its layer and the size of its heads."""
+    """True for a module that calls attention: it knows its layer and the size of its heads, and is no indexer."""
     sizes = ("head_dim", "head_size", "qk_head_dim")
-    return getattr(module, "layer_idx", None) is not None and any(hasattr(module, name) for name in sizes)
+    knows_layer = getattr(module, "layer_idx", None) is not None and not hasattr(module, "index_topk")
+    return knows_layer and any(hasattr(module, name) for name in sizes)
 
 
 def head_size(attention: Any) -> int:

@@ -76,15 +76,18 @@ def check_cuts(config: Any) -> None:
     """Refuse a model whose layers need more than the hidden states of the layer before them.
 
     Raises:
-        LoadError: they read keys and values of earlier layers, or inputs of their own (Gemma 3n, Gemma 4 E2B).
+        LoadError: they read keys and values of earlier layers, inputs of their own (Gemma 3n, Gemma 4 E2B), or what
+            indexers of earlier layers have chosen (GLM-5).
     """
     text = config.get_text_config()
-    for name, need in SHARED_SETTINGS.items():
-        if getattr(text, name, None):
-            raise LoadError(
-                f"{text.model_type} cannot be cut into stages: its layers read {need}, which a later stage would "
-                "lack; use pipeline_parallel_size=1, and tensor_parallel_size for several workers"
-            )
+    needs = [need for name, need in SHARED_SETTINGS.items() if getattr(text, name, None)]
+    if "shared" in (getattr(text, "indexer_types", None) or ()):
+        needs.append("what indexers of earlier layers have chosen")
+    if needs:
+        raise LoadError(
+            f"{text.model_type} cannot be cut into stages: its layers read {needs[0]}, which a later stage would "
+            "lack; use pipeline_parallel_size=1, and tensor_parallel_size for several workers"
+        )
 
 
 def cut_down(causal: Any, stage: Stage) -> None:

@@ -38,7 +38,9 @@ logger = logging.getLogger("pagewire.worker")
 BLOCK = 16
 REQUEST_FACTOR = 3  # in a request of a few tokens, one that goes to other experts weighs as much more
 ROUNDED = 0.15  # permitted difference of logits where activations are rounded
-SERVED_LAYERS = {"full_attention", "sliding_attention", "attention", "indexed_attention"}
+SERVED_LAYERS = {"full_attention", "sliding_attention", "attention"}
+INDEXED = {"axk2", "deepseek_v32", "glm_moe_dsa"}
+"""Model types whose indexers are served (`workers/module/indexed.py`)."""
 
 
 def check_config(config: Any) -> None:
@@ -51,6 +53,10 @@ def check_config(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise refuse(config, "it is an encoder-decoder model")
     other = set(getattr(text, "layer_types", None) or ()) - SERVED_LAYERS
+    if getattr(text, "index_topk", None) is not None:
+        other.add("indexed_attention")
+    if text.model_type in INDEXED:
+        other.discard("indexed_attention")
     if other:
         raise refuse(config, f"it has layers of type {', '.join(sorted(map(str, other)))}")
 

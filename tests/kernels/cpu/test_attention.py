@@ -135,6 +135,27 @@ def test_values_that_are_a_part_of_keys(
             assert torch.equal(run(kernels, paged, terms), run(kernels, again, terms))
 
 
+@pytest.mark.parametrize(("dtype", "cache_dtype"), CACHED[:4], ids=str)
+def test_only_chosen_keys_are_seen(kernels: CpuKernels, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """Of two KV tiles some or none, and among them keys that a token does not see anyway, or that do not exist."""
+    shape = Shape(5, 1, 40, 24, values_in_keys=True)
+    requests = [random_request(shape, end, dtype, seed) for seed, end in enumerate((300, 263, 5))]
+    spans = [(299, 300), (230, 263), (0, 5)]
+    paged = page(shape, requests, spans, padding=1, store=kernels.store_kv, cache_dtype=cache_dtype)
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randperm(230, generator=generator)[:9].sort().values for _ in range(40)]
+    rows[0] = torch.arange(290, 299)  # none of the first tile's
+    rows[34:39] = [torch.arange(9)] * 5
+    chosen = torch.stack(rows).int()
+    check(kernels, paged, LogitTerms(chosen=chosen), padding=1)
+    everything_seen = LogitTerms(chosen=torch.arange(300).int().expand(40, 300))
+    assert torch.equal(run(kernels, paged, everything_seen), run(kernels, paged))
+    backwards = LogitTerms(chosen=chosen.flip(1).sub(500))  # wrong ones, but nothing else is read
+    assert run(kernels, paged, backwards).shape == paged.q.shape[:2] + (24,)
+    with pytest.raises(ValueError, match="chosen keys of 40 tokens"):
+        run(kernels, paged, LogitTerms(chosen=chosen[1:]))
+
+
 def whole(
     kernels: CpuKernels, shape: Shape, request: Request, terms: LogitTerms, cache_dtype: torch.dtype
 ) -> Tensor:
