@@ -5,8 +5,8 @@ The layout, one pair of tensors per layer:
     K  [num_blocks, num_kv_heads, block_size, head_dim]
     V  [num_blocks, num_kv_heads, block_size, v_head_dim]
 
-A cache of int8 has rows that are wider by a scale (`kv_codes.py`). Where values are the first elements of their keys,
-as in multi-head latent attention, there is one tensor: V is a view of K.
+A cache of int8 has rows that are wider by a scale (`kv_codes.py`). Where values are the first elements of their
+keys, as in multi-head latent attention, there is one tensor: V is a view of K.
 
 A request owns a list of blocks, its row of `block_table`. The token at position `p` of the request lies in block
 `block_table[request, p // block_size]`, row `p % block_size`. Its *KV slot* is that place as a number,
@@ -83,7 +83,7 @@ class Cache:
 
     @classmethod
     def of_keys(cls, k: Tensor, v_head_dim: int, scales: KVScales = UNSCALED) -> Cache:
-        """A cache whose values are the first `v_head_dim` elements of its keys; in int8 they have the keys' scales."""
+        """A cache whose values are the first `v_head_dim` elements of its keys; in int8 with the keys' scales."""
         return cls(k, k[..., : row_width(v_head_dim, k.dtype)], scales)
 
     @property
@@ -128,8 +128,8 @@ class LogitTerms:
     """[Hq, 2 R], the bias of distances from -R on: `[:, R + key position - query position]`. R is at least a
     request's length, rounded up to a multiple of 256."""
     chosen: Tensor | None = None
-    """int32 [T, C]: the positions, ascending, of the only keys that a token sees, of those that the other terms let it
-    see; None: all of them."""
+    """int32 [T, C]: the positions, ascending, of the only keys that a token sees, as far as the other terms let it
+    see them; None: it sees all of these."""
 
     @classmethod
     def two_sided(cls, window: int | None = None, relative_bias: Tensor | None = None) -> LogitTerms:

@@ -1,9 +1,8 @@
 """Indexed attention (DeepSeek-AI 2025, "DeepSeek-V3.2"): a token sees the keys that an indexer scores highest.
 
-The indexer has a key of its own for each token, which is cached beside the latent. A key's score is the sum over the
-indexer's heads of what a weight of the head times `relu(query . key)` is; of equal scores the earlier key's is higher.
-So what a token sees depends on its request alone. Layers without an indexer see what the layer before them has
-chosen.
+The indexer has a key of its own for each token, which is cached beside the latent. The score of a key is the sum of
+`weight * relu(query . key)` over the indexer's heads; of equal scores that of the earlier key counts as higher. So
+what a token sees depends on its request alone. Layers without an indexer see what the layer before them has chosen.
 """
 
 from __future__ import annotations

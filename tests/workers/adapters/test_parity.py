@@ -258,6 +258,33 @@ def test_architectures(name: str, tmp_path: Path) -> None:
     assert actual != transformers_tokens(model, prompts)
 
 
+def test_latent_attention(tmp_path: Path) -> None:
+    """Its `kv_b_proj` is two layers here, and adapters change both; a token's bits are the same alone."""
+    model = SERVED["youtu"].write(tmp_path / "model")
+    kinds: dict[str, dict[str, Any]] = {
+        "lora": {"target_modules": ["kv_b_proj", "kv_a_proj_with_mqa", "q_b_proj"]},
+        "dora": {"target_modules": ["kv_b_proj", "o_proj"], "use_dora": True},
+        "whole": {"target_modules": ["o_proj"], "modules_to_save": ["kv_b_proj"]},
+    }
+    folders = [
+        write_adapter(model, tmp_path / name, seed, 1.5, r=4, **kind)
+        for seed, (name, kind) in enumerate(kinds.items())
+    ]
+    runner = AdaptedRunner(model)
+    runner.load_all(folders)
+    params = SamplingParams(temperature=0.0, logprobs=2)
+    prompts, indices = PROMPTS[:4], [0, 1, 2, 3]
+    together = Driver(runner.runner, 16).run(prompts, NUM_TOKENS, params, adapters=indices)
+    assert [request.output for request in together] == peft_tokens(model, [None, *folders], prompts)
+    plain = transformers_tokens(model, prompts)
+    assert [request.output == tokens for request, tokens in zip(together, plain, strict=True)] == [True] + [
+        False
+    ] * 3
+    for prompt, index, request in zip(prompts, indices, together, strict=True):
+        (alone,) = Driver(runner.runner, 64).run([prompt], NUM_TOKENS, params, adapters=[index])
+        assert (alone.output, alone.logprobs) == (request.output, request.logprobs), index
+
+
 def test_a_longer_context_than_the_models(tmp_path: Path) -> None:
     """It is refused, and is served where the model is loaded with the options that the refusal names."""
     theta = {"rope_theta": 500.0}
