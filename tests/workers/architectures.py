@@ -68,7 +68,7 @@ MLA = {
     "v_head_dim": 12,
 }
 INDEXED = MLA | {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 6}
-"""Fewer keys are seen than prompts have. With few heads some tokens score all keys 0; transformers then takes any."""
+"""Fewer keys are seen than prompts have. With few heads all keys may score 0: transformers then takes any."""
 ROUTED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
