@@ -72,7 +72,7 @@ class IndexedTokens:
     def _scores(self, rows: slice, keys: Tensor, positions: Tensor) -> Tensor:
         """Scores float32 [n, L] of tokens at positions [n] for keys [L, size]; -inf for those after a token."""
         products = linear(self.queries[rows].float().flatten(0, 1), keys, None)
-        by_head = products.mul_(self.scale).relu_().unflatten(0, (len(positions), -1)).unbind(1)
+        by_head = products.mul_(self.scale).relu_().view(len(positions), -1, len(keys)).unbind(1)
         scores = torch.zeros_like(by_head[0])
         for head, weights in zip(by_head, self.weights[rows].unbind(1), strict=True):
             scores += weights[:, None] * head

@@ -52,7 +52,7 @@ class LatentHeads:
 
     def queries(self, q: Tensor) -> Tensor:
         """Queries [T, H, nope + rope] of expanded keys as those of latents, [T, H, rank + rope]."""
-        nope, rope = q.split([self.nope, q.shape[2] - self.nope], 2)
+        nope, rope = q[..., : self.nope], q[..., self.nope :]
         latent = self.by_keys(nope)
         for rows, change in self._changes():
             latent[rows] = change.by_keys(nope[rows]).to(latent.dtype)
@@ -65,11 +65,11 @@ class LatentHeads:
             out[rows] = change.by_values(latents[rows]).to(out.dtype)
         return out
 
-    def __call__(self, latents: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Latents [..., rank] to keys and values [..., H (nope + Dv)], slowly: by which DoRA learns the weight."""
         keys = self.by_keys(self._unit_rows(self.nope)).transpose(0, 1)
         values = self.by_values(self._unit_rows(self.in_features)).permute(1, 2, 0)
-        return linear(latents, torch.cat([keys, values], 1).flatten(0, 1), None)
+        return linear(x, torch.cat([keys, values], 1).flatten(0, 1), None)
 
     def _unit_rows(self, size: int) -> Tensor:
         """The rows of a unit matrix for every head, [size, H, size]."""
@@ -125,10 +125,10 @@ class AdaptedHeads:
         out = out if delta.gain is None else out * self._halves(delta.gain)[1]
         return out if delta.shift is None else out + self._halves(delta.shift)[1]
 
-    def _halves(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [H (nope + Dv), ...] as those of keys [H, nope, ...] and of values [H, Dv, ...]."""
-        sizes = [self.heads.nope, self.heads.v_head_dim]
-        return x.float().unflatten(0, (self.heads.num_heads, -1)).split(sizes, 1)
+        by_head = x.float().view(self.heads.num_heads, -1, *x.shape[1:])
+        return by_head[:, : self.heads.nope], by_head[:, self.heads.nope :]
 
 
 def _each(x: Tensor, weights: Tensor) -> Tensor:
@@ -152,7 +152,8 @@ def absorb_latents(module: nn.Module, weights: Weights, device: torch.device) ->
 def latent_heads(attention: Any, weights: Weights, device: torch.device) -> LatentHeads:
     """The halves of an attention module's `kv_b_proj`, or this rank's heads of it; dequantised."""
     nope, size = attention.qk_nope_head_dim, attention.v_head_dim
-    heads = dense(weights.matrix(attention.kv_b_proj)).unflatten(0, (-1, nope + size))
+    matrix = dense(weights.matrix(attention.kv_b_proj))
+    heads = matrix.view(-1, nope + size, matrix.shape[1])
     keys = [packed(dense_weight(head[:nope].T), None, device) for head in heads]
     values = [packed(dense_weight(head[nope:]), None, device) for head in heads]
     weights.let_go()
