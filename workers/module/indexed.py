@@ -64,9 +64,9 @@ class IndexedTokens:
             for first in range(start, stop, step):
                 last = min(first + step, stop)
                 positions = torch.arange(length - stop + first, length - stop + last, device=index.device)
-                chosen[first:last] = largest(
-                    self._scores(slice(first, last), keys, positions), self.num_chosen
-                )
+                seen = keys[: max(self.num_chosen, length - stop + last)]
+                scores = self._scores(slice(first, last), seen, positions)
+                chosen[first:last] = largest(scores, self.num_chosen)
         return chosen
 
     def _scores(self, rows: slice, keys: Tensor, positions: Tensor) -> Tensor:
