@@ -28,7 +28,6 @@ from pagewire.workers.checkpoint.kv_scales import kv_scales
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError
 from pagewire.workers.module import attention
-from pagewire.workers.module.caches import KVShape
 from pagewire.workers.module.configuration import (
     end_of_sequence,
     head_dims,
@@ -68,7 +67,7 @@ from pagewire.workers.network.pooler import Pooler
 from pagewire.workers.network.pooling_heads import load_dense, load_head
 from pagewire.workers.network.pooling_info import max_length, max_prompt, module_class, pooling_info, spec_of
 from pagewire.workers.network.pooling_spec import PoolingSpec
-from pagewire.workers.network.proof import check_config, check_scores, prove
+from pagewire.workers.network.proof import MemoryShapes, check_config, check_scores, prove
 from pagewire.workers.network.reference import DryRun, Expected
 from pagewire.workers.network.sharded_state import ShardedState
 from pagewire.workers.ranks.agreement import all_have, own_turn
@@ -182,7 +181,8 @@ def load_model(
         max_model_len=settings.max_len,
         short_length=run.short_length,
         eos_token_id=end_of_sequence(config),
-        kv_shapes=[replace(shape, dtype=settings.kv_dtype) for shape in shapes],
+        kv_shapes=[replace(shape, dtype=settings.kv_dtype) for shape in shapes.kv],
+        state_shapes=shapes.states,
         kv_scales=settings.scales,
         weight_bytes=num_bytes,
         pooler=None
@@ -355,8 +355,8 @@ class Transformation:
         behind = self._head or self.scores
         return None if behind is None else behind.module
 
-    def proven_model(self) -> tuple[Model, list[KVShape]]:
-        """The model with a network, if that is possible, else with the module's own forward; and its KV shapes.
+    def proven_model(self) -> tuple[Model, MemoryShapes]:
+        """The model with a network, if that is possible, else with the module's own forward; and its shapes.
 
         Raises:
             LoadError: the proof fails.
@@ -408,8 +408,8 @@ class Transformation:
         for name, _ in list(behind.named_children()):
             setattr(behind, name, nn.Identity())
 
-    def _proven(self, base: Network | ModuleBase) -> tuple[Model, list[KVShape]]:
-        """A model with this base, and the KV shapes of its layers.
+    def _proven(self, base: Network | ModuleBase) -> tuple[Model, MemoryShapes]:
+        """A model with this base, and the shapes of what its layers keep.
 
         Raises:
             LoadError: the proof fails.
