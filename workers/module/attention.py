@@ -126,15 +126,14 @@ class StepContext(RowsContext):
         return 0 if self.pages is None else LogitTerms.two_sided(window).future
 
     def hand_on(
-        self, kernel: Callable[..., Tensor], shape: StateShape, values: Tensor, *args: Any, **kwargs: Any
+        self, shape: StateShape, values: Tensor, kernel: Callable[[Tensor, StateBatch], Tensor]
     ) -> Tensor:
-        """Run a kernel that hands a state of this shape from token to token, see `Kernels`.
+        """Run a kernel that hands a state of this shape from token to token; returns a tensor like values [T, ...].
 
-        values: its first argument [T, ...]; its result has the same shape. args, kwargs: the others, but for `state`
-        and `batch`.
+        kernel: takes the states float32 [num_states, *shape] and the slots that rows read and write.
         """
         assert self.states is not None, "the model's layers keep states"
-        return kernel(values, *args, state=self.states.take(shape), batch=self.states.batch, **kwargs)
+        return kernel(self.states.take(shape), self.states.batch)
 
     def attend(
         self,

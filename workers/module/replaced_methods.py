@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from pagewire.workers.module import recurrences
 from pagewire.workers.module.attention import current_step, is_in_step
+from pagewire.workers.module.recurrences import replace_functions
 
 
 @cache
@@ -40,13 +42,14 @@ def own_slopes(module: Any, num_heads: int, device: torch.device) -> Tensor:
 def replace_methods(causal: Any) -> None:
     """Replace the methods of a module and of those within it that `METHODS` has."""
     needs_no_mask = False
+    replace_functions(causal)
     for module in list(causal.modules()):
         if (found := METHODS.get(type(module).__name__)) is not None:
             name, ours = found
             if hasattr(module, "layer_id"):
                 module.layer_idx = module.layer_id  # the name that all others have
             setattr(module, name, MethodType(_in_steps(getattr(type(module), name), ours), module))
-            needs_no_mask |= type(module).__name__ not in ("DbrxExpertGLU", "MptAttention")
+            needs_no_mask |= type(module).__name__ in WITH_OWN_ATTENTION
         elif type(module).__name__ == "FalconLinear":
             module.__class__ = nn.Linear  # which rounds once where the other one rounds twice
     if needs_no_mask:
@@ -142,5 +145,14 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "GPTJAttention": ("_attn", _gptj),
     "GPTNeoSelfAttention": ("_attn", _gpt_neo),
     "MptAttention": ("forward", _mpt),
+    **recurrences.METHODS,
 }
 """By the class of a module: the name of its method, and ours in its place."""
+WITH_OWN_ATTENTION = {
+    "BloomAttention",
+    "CodeGenAttention",
+    "FalconAttention",
+    "GPTJAttention",
+    "GPTNeoSelfAttention",
+}
+"""Of these, the modules of models for which transformers makes masks, as it does not know our attention there."""

@@ -37,6 +37,7 @@ from pagewire.workers.module.configuration import (
 )
 from pagewire.workers.module.experts import pack_experts
 from pagewire.workers.module.parallel_layers import fit_modules
+from pagewire.workers.module.recurrences import lay_taps
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.shards import Shards
 from pagewire.workers.module.stage_cut import CutBase, check_cuts
@@ -442,6 +443,7 @@ def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.dev
     pack_linears(module, weights, device)
     weights.fill(module)
     module.to(device)
+    lay_taps(module)
     replace_norms(module)
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.overrides import TorchFunctionMode
 
 from pagewire.kernels.data.paging import AttentionBatch
+from pagewire.kernels.data.states import StateBatch
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.module import attention
 from pagewire.workers.module.attention import AttentionCalls, StepContext
@@ -48,7 +49,7 @@ class ShapesContext(StepContext):
         self.calls, self.num_states = calls, 0
 
     def hand_on(
-        self, kernel: Callable[..., Tensor], shape: StateShape, values: Tensor, *args: Any, **kwargs: Any
+        self, shape: StateShape, values: Tensor, kernel: Callable[[Tensor, StateBatch], Tensor]
     ) -> Tensor:
         self.num_states += 1
         return torch.empty_like(values)
