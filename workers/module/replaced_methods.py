@@ -132,6 +132,12 @@ def _falcon(
     return module.dense(mixed.flatten(2)), None
 
 
+def _zamba_attention(module: Any, hidden_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    """Of Zamba and Zamba2, whose layers share attention, and tell it their numbers."""
+    module.layer_idx = layer_idx
+    return type(module).forward(module, hidden_states, layer_idx, *args, **kwargs)
+
+
 def _dbrx_expert(module: Any, x: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
     """An expert of DBRX by calls of `F.linear`, which can be batch-invariant as `Tensor.matmul` cannot."""
     return F.linear(module.activation_fn(F.linear(x, w1)) * F.linear(x, v1), w2.T)
@@ -145,6 +151,8 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "GPTJAttention": ("_attn", _gptj),
     "GPTNeoSelfAttention": ("_attn", _gpt_neo),
     "MptAttention": ("forward", _mpt),
+    "Zamba2Attention": ("forward", _zamba_attention),
+    "ZambaAttention": ("forward", _zamba_attention),
     **recurrences.METHODS,
 }
 """By the class of a module: the name of its method, and ours in its place."""

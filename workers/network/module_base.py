@@ -120,7 +120,7 @@ class ModuleHead:
 
     def __init__(self, causal: Any, arithmetic: Arithmetic) -> None:
         self.module, self._arithmetic = causal, arithmetic
-        setattr(causal, causal.base_model_prefix, BaseStub())
+        setattr(causal, causal.base_model_prefix, BaseStub(getattr(causal, causal.base_model_prefix)))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, H]."""
@@ -181,7 +181,16 @@ class ModuleScores:
 
 
 class BaseStub(nn.Module):
-    """Stands in for a base model, and returns the hidden states that it is given."""
+    """Stands in for a base model, and returns the hidden states that it is given.
+
+    base: whose numbers it keeps, for some causal modules read a factor of their logits there.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(base).items():
+            if type(value) in (int, float):
+                setattr(self, name, value)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseStubOutput:
         """`inputs_embeds` in the form of a base model's output."""

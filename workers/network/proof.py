@@ -41,9 +41,9 @@ BLOCK = 16
 REQUEST_FACTOR = 3  # in a request of a few tokens, one that goes to other experts weighs as much more
 ROUNDED = 0.15  # permitted difference of logits where activations are rounded
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "hybrid"}
-"""Types of layers that attend; those of type "hybrid" keep states, too."""
-RECURRENT_LAYERS = {"linear_attention", "conv"}
-"""Types of layers that keep states and do not attend."""
+"""Types of layers that attend."""
+STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
+"""Types of layers that keep states."""
 FEED_FORWARD_LAYERS = {"mlp", "moe"}
 NUM_STATES = 2 * len(LENGTHS)
 """State slots of a dry run: a request reads one of its two, and writes the other."""
@@ -67,7 +67,7 @@ def check_config(config: Any) -> None:
     text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise refuse(config, "it is an encoder-decoder model")
-    served = ATTENTION_LAYERS | RECURRENT_LAYERS | FEED_FORWARD_LAYERS
+    served = ATTENTION_LAYERS | STATE_LAYERS | FEED_FORWARD_LAYERS
     other = set(getattr(text, "layer_types", None) or ()) - served
     if other:
         raise refuse(config, f"it has layers of type {', '.join(sorted(map(str, other)))}")
@@ -221,9 +221,9 @@ def permitted_difference(dtype: torch.dtype, schemes: Iterable[Scheme]) -> float
     return ROUNDED if any(isinstance(scheme, Integers) for scheme in schemes) else tolerance(dtype)
 
 
-def recurrent_kinds(config: Any) -> list[str]:
-    """The types of a model's layers that keep states and do not attend."""
-    return sorted(RECURRENT_LAYERS & set(getattr(config.get_text_config(), "layer_types", None) or ()))
+def state_layers(config: Any) -> list[str]:
+    """The types of a model's layers that keep states."""
+    return sorted(STATE_LAYERS & set(getattr(config.get_text_config(), "layer_types", None) or ()))
 
 
 def attending_layers(config: Any) -> set[int]:

@@ -28,7 +28,7 @@ from pagewire.workers.module.matrices import is_experts, is_linear, is_transpose
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.states import StateShape
 from pagewire.workers.network.module_base import ModuleHead, arithmetic
-from pagewire.workers.network.proof import check_calls, check_windows, recurrent_kinds
+from pagewire.workers.network.proof import check_calls, check_windows, state_layers
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -103,7 +103,7 @@ def rehearse(causal: Any, max_model_len: int) -> None:
         ):
             check_calls(config, calls)
             check_windows(config, calls, max_model_len)
-            if step.num_states == 0 and (kinds := recurrent_kinds(config)):
+            if step.num_states == 0 and (kinds := state_layers(config)):
                 raise refuse(config, f"it does not let its layers of type {', '.join(kinds)} be replaced")
         head = ModuleHead(twin, arithmetic(batch_invariant=False))
         reason = "its output layers need more than the hidden states of its base model"
