@@ -99,7 +99,7 @@ def _state_space(
     **__: Any,
 ) -> Tensor:
     """Mamba 2's, of hidden_states [1, T, H, P], dt [1, T, H], A [H], B and C [1, T, G, N]."""
-    x, b, c = hidden_states[0], B[0], C[0]
+    x, b, c = hidden_states[0].float(), B[0].float(), C[0].float()
     steps = dt[0].float() if dt_bias is None else dt[0].float() + dt_bias.float()
     steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
     skip = None if D is None else D.float()

@@ -68,7 +68,7 @@ from pagewire.workers.network.pooler import Pooler
 from pagewire.workers.network.pooling_heads import load_dense, load_head
 from pagewire.workers.network.pooling_info import max_length, max_prompt, module_class, pooling_info, spec_of
 from pagewire.workers.network.pooling_spec import PoolingSpec
-from pagewire.workers.network.proof import MemoryShapes, check_config, check_scores, prove
+from pagewire.workers.network.proof import MemoryShapes, check_config, check_scores, permitted_difference, prove
 from pagewire.workers.network.reference import DryRun, Expected
 from pagewire.workers.network.sharded_state import ShardedState
 from pagewire.workers.ranks.agreement import all_have, own_turn
@@ -326,10 +326,11 @@ class Transformation:
     _head: ModuleHead | None = None
     _path: str = field(init=False)
     _base: Any = field(init=False)
+    _dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
         module = self.weights.causal
-        self._path = base_path(module)
+        self._path, self._dtype = base_path(module), module.dtype  # its logits may be of another one
         self._base = without_picture_layers(module.get_submodule(self._path))
         self._arithmetic = arithmetic(self.device.batch_invariant)
         attention.register()
@@ -423,11 +424,20 @@ class Transformation:
             head, output = self._head.shortened(device.torch_device)
         first = position_offset(self._base) if self._encodes else 0
         model = Model(base, head, self._path, output, self.stage, self._encodes, first)
-        results, schemes = self.expected.results, self.weights.schemes
-        shapes = prove(model, config, self.run, results, schemes, self.max_model_len, device, self.collective)
+        permitted = permitted_difference(self._dtype, self.weights.schemes)
+        shapes = prove(
+            model,
+            config,
+            self.run,
+            self.expected.results,
+            permitted,
+            self.max_model_len,
+            device,
+            self.collective,
+        )
         if self.scores is not None:
             assert self.spec is not None
-            check_scores(self.scores, self.spec, self.expected, schemes, device)
+            check_scores(self.scores, self.spec, self.expected, permitted, device)
         return model, shapes
 
 

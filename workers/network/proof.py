@@ -145,7 +145,7 @@ def prove(
     config: Any,
     run: DryRun,
     expected: Sequence[Tensor],
-    schemes: Iterable[Scheme],
+    permitted: float,
     max_model_len: int,
     device: Device,
     collective: Collective,
@@ -154,8 +154,7 @@ def prove(
 
     Returns the shapes of what its layers keep; there are none if the model encodes.
 
-    expected: of the original module, with dequantised weights. schemes: of the weights, which say how much the
-    rounding of activations may cost.
+    expected: of the original module, with dequantised weights. permitted: see `permitted_difference`.
 
     Raises:
         LoadError: the architecture is not supported; the text says why. If all ranks of the group raise it, it is a
@@ -173,7 +172,7 @@ def prove(
         check_calls(config, recorder.calls, None if model.stage is None else model.stage.layers)
         check_windows(config, recorder.calls, max_model_len)
     difference = worst_difference(actual, expected) if actual else 0.0
-    wrong = torch.tensor([difference > permitted_difference(expected[0].dtype, schemes)], dtype=torch.float32)
+    wrong = torch.tensor([difference > permitted], dtype=torch.float32)
     # All ranks must come to the same conclusion.
     if collective.all_reduce(wrong.to(device.torch_device)).item():
         by = f"by {difference:.1%}" if actual else "the last stage has them"
@@ -189,12 +188,12 @@ def check_scores(
     scores: ModuleScores,
     spec: PoolingSpec,
     expected: Expected,
-    schemes: Iterable[Scheme],
+    permitted: float,
     device: Device,
 ) -> None:
     """Compare a classifier's logits with those of the untouched module, given its hidden states on the host.
 
-    schemes: of the weights, see `prove`.
+    permitted: see `permitted_difference`.
 
     Raises:
         LoadError: they differ.
@@ -206,12 +205,12 @@ def check_scores(
             states = pooled.to(states.dtype)[None]
         actual.append(scores(states.to(device.torch_device)).cpu())
     difference = relative_difference(actual, expected.scores)
-    if difference > permitted_difference(expected.results[0].dtype, schemes):
+    if difference > permitted:
         raise refuse(scores.module.config, f"its scores are wrong (by {difference:.1%})")
 
 
 def permitted_difference(dtype: torch.dtype, schemes: Iterable[Scheme]) -> float:
-    """Permitted relative difference of logits in this dtype, if products have weights of these schemes.
+    """Permitted relative difference of logits of a model in this dtype, if products have weights of these schemes.
 
     Products with quantised weights round most activations to 8 bits. That costs about 1% in the 30 layers of
     SmolLM2, and before outliers were exempt it cost at most 3% in random models. A wrong order of rows, columns or
