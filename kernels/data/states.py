@@ -26,5 +26,5 @@ class StateBatch:
     spans: Tensor
     """int32 [S, 4]: first token, token after the last, slot read (-1: zeros), slot written.
 
-    Spans follow each other without a gap from token 0 on. A span after another one of its row reads the slot that
-    this one writes. Tokens after the last span are padding, whose results are 0."""
+    A span has a token at least. Spans follow each other without a gap from token 0 on. A span after another one of
+    its row reads the slot that this one writes. Tokens after the last span are padding, whose results are 0."""

@@ -63,7 +63,7 @@ class Kernels:
     states: the kernels of recurrent layers.
     """
 
-    states = StateKernels()
+    states: StateKernels = StateKernels()
 
     def paged_attention(
         self,
