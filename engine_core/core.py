@@ -287,11 +287,15 @@ class EngineCore:
                 self.info.block_size,
                 self.info.max_model_len,
             )
+            if self.info.num_states:
+                logger.info("%d state slots of %d bytes", self.info.num_states, ready.bytes_per_state)
             freeze_heap()
             self.intake.welcome_early()
             self.on_ready()
         elif ready.num_blocks < self.scheduler.config.num_blocks:
             raise CoreError(f"not enough memory: the new worker has only {ready.num_blocks} KV blocks")
+        elif ready.num_states < self.scheduler.config.num_states:
+            raise CoreError(f"not enough memory: the new worker has only {ready.num_states} state slots")
         self.control.worker_ready()
 
     def _worker_lost(self) -> None:

@@ -12,7 +12,7 @@ from pagewire.engine_core.config.rotary import rotary_overrides
 from pagewire.engine_core.config.scaling_factors import read_scaling_factors
 from pagewire.engine_core.config.speculative_model import resolve_speculation
 from pagewire.engine_core.schedule.adapter import AdapterLimits
-from pagewire.engine_core.schedule.scheduler import SchedulerConfig
+from pagewire.engine_core.schedule.scheduler import CHECKPOINT_TOKENS, SchedulerConfig
 from pagewire.ipc.counts import check_counts
 from pagewire.ipc.files.adapter_files import adapter_folder, adapter_version
 from pagewire.ipc.files.hub import model_folder, read_configs
@@ -165,7 +165,7 @@ class EngineConfig:
         return AdapterLimits(lora.max_loras, max_resident, args.max_lora_bytes, ready.vocab_size)
 
     def scheduler_config(self, ready: Ready) -> SchedulerConfig:
-        """The scheduler's limits, given the KV blocks that the worker has allocated.
+        """The scheduler's limits, given the KV blocks and the state slots that the worker has allocated.
 
         A prompt of an encoder has no KV cache, and runs in one step. One block, of any size, stands for it.
         The stages of a pipeline run different steps at the same time, which share the budget of tokens: so a long
@@ -196,6 +196,8 @@ class EngineConfig:
             policy=args.scheduling_policy,
             depth=depth,
             stages=stages,
+            num_states=ready.num_states,
+            checkpoint_tokens=checkpoint_tokens(ready, args.block_size),
         )
 
     def engine_info(self, ready: Ready) -> EngineInfo:
@@ -214,6 +216,7 @@ class EngineConfig:
             max_model_len=ready.max_model_len,
             block_size=args.block_size,
             num_blocks=ready.num_blocks,
+            num_states=ready.num_states,
             max_num_seqs=args.max_num_seqs,
             max_logprobs=args.max_logprobs,
             max_n=max_n(),
@@ -278,6 +281,13 @@ def layer_partition(num_stages: int) -> tuple[int, ...]:
             f"(pipeline_parallel_size), such as {','.join(['8'] * num_stages)}"
         )
     return tuple(map(int, parts))
+
+
+def checkpoint_tokens(ready: Ready, block_size: int) -> int:
+    """Tokens between two checkpoints of states in a prompt: as many as have KV of the size of one checkpoint."""
+    if not ready.bytes_per_block or not ready.num_states:
+        return CHECKPOINT_TOKENS
+    return -(-ready.bytes_per_state * block_size // ready.bytes_per_block)
 
 
 def end_of_sequence(model: dict[str, Any], generation: dict[str, Any]) -> int | None:

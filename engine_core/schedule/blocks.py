@@ -96,6 +96,13 @@ class BlockPool:
         self.named[name] = block
         return True
 
+    def unname(self, block: Block) -> None:
+        """Drop the name of a block; if it is free, it is the next to be allocated."""
+        self._drop_name(block)
+        if block.num_refs == 0:
+            self._unlink(block)
+            self._link(self._ends, block)
+
     def forget(self) -> None:
         """Drop all names, so that no block computed so far is shared again."""
         for block in self.named.values():
@@ -116,13 +123,17 @@ class BlockPool:
         assert block is not None and block is not self._ends
         self._unlink(block)
         if block.name is not None:
-            del self.named[block.name]
-            if self.changes is not None:
-                self.changes.append(Removed(block.name))
-            block.name = None
+            self._drop_name(block)
             self.num_evictions += 1
         block.num_refs = 1
         return block
+
+    def _drop_name(self, block: Block) -> None:
+        assert block.name is not None
+        del self.named[block.name]
+        if self.changes is not None:
+            self.changes.append(Removed(block.name))
+        block.name = None
 
     def _link(self, before: Block | None, block: Block) -> None:
         assert before is not None and before.next is not None

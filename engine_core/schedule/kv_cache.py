@@ -1,21 +1,30 @@
-"""The KV blocks of each sequence, with cached prefixes shared between sequences."""
+"""The caches of each sequence in groups, with cached prefixes shared between sequences.
+
+The first group are token blocks: KV blocks, which also carry the names of prefixes. A model without attention has
+them, too; they take no memory there. The other groups keep something else of a prefix under the names of its blocks
+(`state_slots`). A sequence is admitted if it fits all groups, and a cached prefix ends where all of them have it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import takewhile
 
 from pagewire.engine_core.schedule.block_changes import Stored
 from pagewire.engine_core.schedule.blocks import Block, BlockPool
 from pagewire.engine_core.schedule.sequence import Sequence
-from pagewire.ipc.wire.block_names import ROOT, name_blocks
+from pagewire.engine_core.schedule.state_slots import StateSlots
+from pagewire.ipc.wire.block_names import ROOT
+from pagewire.ipc.wire.worker_messages import Row
 
 
 class KVCache:
-    """The block pool in terms of sequences and tokens."""
+    """The block pool, and the groups beside it, in terms of sequences and tokens."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, groups: Iterable[StateSlots] = ()) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
+        self.groups = tuple(groups)
 
     @property
     def usage(self) -> float:
@@ -30,44 +39,51 @@ class KVCache:
         """Full blocks that already hold the beginning of the sequence, without its last token.
 
         The last token must always be computed, as its logits give the next one. For the same reason there are none
-        if the result needs the hidden states of the whole prompt. A prefix never ends within a medium.
+        if the result needs the hidden states of the whole prompt. A prefix never ends within a medium, and only
+        where every group can go on.
         """
         if sequence.needs_all_positions:
             return []
-        self._name_blocks(sequence)
+        sequence.name_blocks(self.block_size)
         usable = sequence.block_names[: (len(sequence.token_ids) - 1) // self.block_size]
         blocks = takewhile(lambda block: block is not None, map(self.pool.find, usable))
         cached = [block for block in blocks if block is not None]
-        while (end := len(cached) * self.block_size) != (start := sequence.boundary(end)):
-            del cached[start // self.block_size :]
+        end, shorter = -1, len(cached) * self.block_size
+        while shorter != end:
+            end = shorter = sequence.prefix_end(shorter, self.block_size)
+            for group in self.groups:
+                shorter = group.reach(sequence, shorter)
+        del cached[end // self.block_size :]
         return cached
 
     def admit(self, sequence: Sequence, watermark: int) -> bool:
         """Give a sequence its cached prefix and new blocks for the rest.
 
-        Returns False, and does nothing, if fewer than `watermark` blocks would stay free.
+        Returns False, and does nothing, if a group lacks room, or fewer than `watermark` blocks would stay free.
         """
         cached = self.cached_prefix(sequence)
-        num_new = self._num_new(sequence, cached)
-        if not self._fit(num_new, cached, watermark):
+        if not self._fit(sequence, cached, watermark):
             return False
         self.pool.share(cached)
-        sequence.blocks = cached + self.pool.allocate(num_new)
+        sequence.blocks = cached + self.pool.allocate(self._num_new(sequence, cached))
         sequence.computed = len(cached) * self.block_size
         sequence.num_registered = len(cached)
+        for group in self.groups:
+            group.admit(sequence, sequence.computed)
         return True
 
     def fits(self, sequence: Sequence, watermark: int) -> bool:
         """True if `admit` would succeed."""
-        cached = self.cached_prefix(sequence)
-        return self._fit(self._num_new(sequence, cached), cached, watermark)
+        return self._fit(sequence, self.cached_prefix(sequence), watermark)
 
     def _num_new(self, sequence: Sequence, cached: list[Block]) -> int:
         return self.blocks_for(len(sequence.token_ids)) - len(cached)
 
-    def _fit(self, num_new: int, cached: list[Block], watermark: int) -> bool:
+    def _fit(self, sequence: Sequence, cached: list[Block], watermark: int) -> bool:
         num_idle = sum(block.num_refs == 0 for block in cached)
-        return num_new + num_idle + watermark <= self.pool.num_free
+        if self._num_new(sequence, cached) + num_idle + watermark > self.pool.num_free:
+            return False
+        return all(group.fits(sequence, len(cached) * self.block_size) for group in self.groups)
 
     def missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Number of blocks that the sequence still needs for its first `num_tokens` tokens."""
@@ -83,12 +99,54 @@ class KVCache:
         sequence.blocks += blocks
         return [block.block_id for block in blocks]
 
+    def num_places(self, sequence: Sequence, missing: int, num_others: int) -> int:
+        """Number of tokens for which a sequence may have blocks if a row of it has drafts; 0: it may have none.
+
+        missing: blocks that it needs in any case. num_others: sequences, each of which may need a free block.
+        """
+        if not all(group.takes_drafts(sequence) for group in self.groups):
+            return 0
+        num_spare = max(0, self.pool.num_free - missing - num_others)
+        return (len(sequence.blocks) + missing + num_spare) * self.block_size
+
+    def fill(self, sequence: Sequence, row: Row) -> None:
+        """Give a row of the plan that is being made what it needs, and say in it what that is.
+
+        Raises:
+            ValueError: there are too few free blocks.
+        """
+        missing = self.missing(sequence, row.start + row.num_tokens)
+        if missing:
+            row.new_block_ids = self.grow(sequence, missing)
+        for group in self.groups:
+            group.fill(sequence, row)
+
+    def verify(self, sequence: Sequence, row: Row, num_rejected: int) -> None:
+        """Take `computed` back after a row with drafts, of which the last `num_rejected` were wrong.
+
+        Where a group goes back further, the next row runs the tokens between again.
+        """
+        end = sequence.computed - num_rejected
+        for group in self.groups:
+            sequence.recomputed_end = end
+            end = min(end, group.verify(sequence, row, num_rejected))
+        sequence.computed = end
+
+    def settle(self) -> None:
+        """End a plan, after which the next one can use all that it names and gives back."""
+        for group in self.groups:
+            group.settle()
+
     def register(self, sequence: Sequence) -> None:
-        """Name the blocks whose tokens are all known and computed (or launched), so that others can share them."""
-        num_full = min(sequence.computed, len(sequence.token_ids)) // self.block_size
+        """Name the blocks whose tokens are all known and computed (or launched), so that others can share them.
+
+        Rows of the same plan can, since each layer writes all KV before it reads any.
+        """
+        computed = max(sequence.computed, sequence.recomputed_end)
+        num_full = min(computed, len(sequence.token_ids)) // self.block_size
         if num_full <= sequence.num_registered:
             return
-        self._name_blocks(sequence)
+        sequence.name_blocks(self.block_size)
         for i in range(sequence.num_registered, num_full):
             named = self.pool.register(sequence.blocks[i], sequence.block_names[i])
             if named and self.pool.changes is not None:
@@ -96,13 +154,23 @@ class KVCache:
         sequence.num_registered = num_full
 
     def free(self, sequence: Sequence) -> None:
-        """Return the sequence's blocks to the pool."""
+        """Return what the sequence has to the groups. It has no row in the plan that is being made."""
         self.pool.free(reversed(sequence.blocks))
         sequence.blocks = []
-        sequence.computed = sequence.num_registered = 0
+        sequence.computed = sequence.num_registered = sequence.recomputed_end = 0
+        for group in self.groups:
+            group.free(sequence)
 
-    def _name_blocks(self, sequence: Sequence) -> None:
-        name_blocks(sequence.block_names, sequence.token_ids, self.block_size, sequence.block_keys)
+    def keep(self, sequence: Sequence) -> None:
+        """Name all that can be shared of a sequence that ends, between two plans."""
+        self.register(sequence)
+        for group in self.groups:
+            group.register(sequence)
+
+    def forget(self) -> None:
+        """Drop all cached prefixes."""
+        for pool in (self.pool, *(group.pool for group in self.groups)):
+            pool.forget()
 
     def _stored(self, sequence: Sequence, index: int) -> Stored:
         names, begin = sequence.block_names, index * self.block_size

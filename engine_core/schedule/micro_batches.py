@@ -23,13 +23,13 @@ def micro_batch(running: Sequences[Sequence], stages: int, depth: int, num_in_fl
     if stages == 1:
         return list(running)
     num_sampling = sum(sequence.num_pending > 0 for sequence in running)
-    num_ready = sum(decodes(sequence) for sequence in running)
+    num_ready = sum(is_ready(sequence) for sequence in running)
     share = min(-(-(num_sampling + num_ready) // depth), -(-num_ready // (depth - num_in_flight)))
     chosen = []
     for sequence in running:
         if sequence.num_pending:
             continue
-        if decodes(sequence):
+        if is_ready(sequence):
             share -= 1
             if share < 0:
                 continue
@@ -37,6 +37,6 @@ def micro_batch(running: Sequences[Sequence], stages: int, depth: int, num_in_fl
     return chosen
 
 
-def decodes(sequence: Sequence) -> bool:
+def is_ready(sequence: Sequence) -> bool:
     """True if the next step of a sequence can sample its next token from the last one."""
-    return not sequence.num_pending and sequence.num_to_compute == 1
+    return not sequence.num_pending and sequence.decodes

@@ -39,12 +39,16 @@ from pagewire.engine_core.schedule.micro_batches import micro_batch
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.sequence_table import SequenceTable, by_arrival, by_priority
 from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
+from pagewire.engine_core.schedule.state_slots import StateSlots
 from pagewire.engine_core.schedule.step import PlannedStep, SchedulerStats, slot_init
 from pagewire.engine_core.schedule.stopping import append
 from pagewire.ipc.wire.messages import TokenDelta
 from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, StepPlan, StepResult
 
 Outcome: TypeAlias = tuple[Sequence, TokenDelta]
+
+# Tokens between checkpoints where no KV says what their memory is worth: of a model without attention.
+CHECKPOINT_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class SchedulerConfig:
 
     depth: maximum number of steps in flight. stages: of the pipeline of workers (`micro_batches`).
     watermark: fraction of the blocks that must stay free when a sequence is admitted, for running ones to grow.
+    num_states: state slots; 0: the model keeps no states. checkpoint_tokens: of a long prompt between two
+        checkpoints of its states; rounded up to whole blocks.
     """
 
     num_blocks: int
@@ -64,6 +70,8 @@ class SchedulerConfig:
     depth: int = 2
     watermark: float = 0.01
     stages: int = 1
+    num_states: int = 0
+    checkpoint_tokens: int = CHECKPOINT_TOKENS
 
     def __post_init__(self) -> None:
         if self.num_blocks * self.block_size < self.max_model_len:
@@ -72,6 +80,15 @@ class SchedulerConfig:
                 f"max_model_len={self.max_model_len}; give more KV memory, or lower max_model_len to "
                 f"{self.num_blocks * self.block_size}"
             )
+        if self.num_states == 1:  # a sequence that goes on from a checkpoint writes another slot
+            raise ValueError("1 state slot does not hold one request, which needs 2; give more memory")
+
+    def groups(self) -> list[StateSlots]:
+        """The cache groups beside the token blocks."""
+        if not self.num_states:
+            return []
+        spacing = -(-self.checkpoint_tokens // self.block_size) * self.block_size
+        return [StateSlots(self.num_states, self.block_size, spacing)]
 
 
 class Scheduler:
@@ -88,7 +105,7 @@ class Scheduler:
         self.config = config
         self.speculation = speculation or NoSpeculation()
         self.stats = SchedulerStats(speculation=self.speculation.stats)
-        self.kv = KVCache(config.num_blocks, config.block_size)
+        self.kv = KVCache(config.num_blocks, config.block_size, config.groups())
         order = by_priority if config.policy == "priority" else by_arrival
         self.sequences = SequenceTable(self.kv, config.max_num_seqs, order, self.speculation, self.stats)
         self.running, self.waiting = self.sequences.running, self.sequences.waiting
@@ -141,6 +158,7 @@ class Scheduler:
         self.stats.num_steps += 1
         self.stats.num_prompt_tokens += step.num_prompt_tokens
         self.in_flight.append(step)
+        self.kv.settle()
         return StepPlan(step.step_id, step.rows, step.inits, self.sequences.take_freed_slots(), step.masked)
 
     def masks(self, now: float) -> tuple[Masks | None, list[Outcome]]:
@@ -193,7 +211,7 @@ class Scheduler:
                 outcomes.append(self._end_with_error(sequence, text, now))
             else:
                 self.sequences.requeue(sequence)
-        self.kv.pool.forget()
+        self.kv.forget()
         self.sequences.take_freed_slots()  # new workers have no slots to free
         return outcomes
 
@@ -209,7 +227,7 @@ class Scheduler:
         """Drop all cached prefixes. Returns False, and does nothing, while sequences are running."""
         if self.running:
             return False
-        self.kv.pool.forget()
+        self.kv.forget()
         return True
 
     # ------------------------------------------------------------ planning
@@ -278,13 +296,13 @@ class Scheduler:
     def _fitting(
         self, drafts: list[int], sequence: Sequence, count: int, missing: int, step: PlannedStep
     ) -> list[int]:
-        """The first of the drafts that follow the next `count` tokens: those for which there are budget and blocks.
+        """The first of the drafts that follow the next `count` tokens: those for which there are budget and room.
 
         missing: blocks that the `count` tokens still need. Free blocks that other rows may need are left to them.
         """
-        num_spare = max(0, self.kv.pool.num_free - missing - len(self.running))
-        num_places = (len(sequence.blocks) + missing + num_spare) * self.config.block_size
-        num_places = min(num_places, sequence.angles_end)
+        if not drafts:
+            return drafts
+        num_places = min(self.kv.num_places(sequence, missing, len(self.running)), sequence.angles_end)
         return drafts[: max(0, min(step.budget - count, num_places - sequence.computed - count))]
 
     def _schedule(self, step: PlannedStep, sequence: Sequence, count: int, drafts: list[int]) -> None:
@@ -293,9 +311,8 @@ class Scheduler:
         num_tokens = count + len(drafts)
         samples = not sequence.pools and end == len(sequence.token_ids) + sequence.num_pending
         num_samples = 1 + len(drafts) if samples else 0
-        missing = self.kv.missing(sequence, start + num_tokens)
-        new_block_ids = self.kv.grow(sequence, missing) if missing else []
-        row = Row(sequence.slot, start, num_tokens, new_block_ids, drafts, num_samples, 0, sequence.pools)
+        row = Row(sequence.slot, start, num_tokens, [], drafts, num_samples, 0, sequence.pools)
+        self.kv.fill(sequence, row)
         if self.config.stages > 1:
             row.token_ids = sequence.send_tokens(sequence.num_sent)
         if num_samples:
@@ -326,7 +343,7 @@ class Scheduler:
 
     def _commit_tokens(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> TokenDelta:
         if row.drafts:
-            sequence.rewind(row.num_samples - len(result.token_ids))
+            self.kv.verify(sequence, row, row.num_samples - len(result.token_ids))
         first = sequence.first_token_time == 0.0
         try:
             num_tokens, reason, stop_token = append(sequence, result.token_ids, now)

@@ -10,8 +10,9 @@ from pagewire.engine_core.drafting.state import SequenceDrafts
 from pagewire.engine_core.grammar.matcher import Matcher
 from pagewire.engine_core.schedule.adapter import Adapter
 from pagewire.engine_core.schedule.blocks import Block
+from pagewire.engine_core.schedule.held_states import HeldStates
 from pagewire.engine_core.schedule.tenants import TenantAccount
-from pagewire.ipc.wire.block_names import LONG, encoded_keys
+from pagewire.ipc.wire.block_names import LONG, encoded_keys, name_blocks
 from pagewire.ipc.wire.messages import Request, RequestTiming
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
@@ -54,6 +55,9 @@ class Sequence:
     pools: it ends with a pooled result and generates no tokens. params: those of a sequence that generates.
     returns_prompt_logprobs: they are requested; only the first of n sequences returns them.
     whole: its prompt is computed in one step.
+    states: its state slots while it runs; None: the model keeps no states.
+    recomputed_end: of tokens that it runs again since a row with drafts went wrong; not more than `computed`: there
+        are none.
     drafts: what is proposed to follow it; None before anything was.
     adapter: that it runs with; None: the model alone.
     angles_end: the most tokens that its rotary angles are for; with more it begins anew, as a long sequence.
@@ -90,6 +94,8 @@ class Sequence:
     blocks: list[Block] = field(default_factory=list)
     block_names: list[bytes] = field(default_factory=list)
     num_registered: int = 0
+    states: HeldStates | None = None
+    recomputed_end: int = 0
     num_cached_tokens: int | None = None
     num_prompt_logprobs: int = 0
     num_sent: int = 0
@@ -140,6 +146,11 @@ class Sequence:
         if not self.pools and (length - self.num_prompt_tokens >= self.max_output or self.verifying):
             return 0
         return min(length, self.angles_end) - self.computed
+
+    @property
+    def decodes(self) -> bool:
+        """True if its next row runs one token that was never run before, and so can be followed by drafts."""
+        return self.num_to_compute - max(0, self.recomputed_end - self.computed) == 1
 
     def choose_angles(self) -> None:
         """Choose rotary angles by the number of tokens; called while it has neither slot nor blocks."""
@@ -203,10 +214,6 @@ class Sequence:
         """True if workers have crashed with this sequence alone in flight, as often as it takes to end it."""
         return self.num_crashes > CRASHES_TO_ISOLATE or self.num_relapses > RELAPSES_TO_ISOLATE + 1
 
-    def rewind(self, num_tokens: int) -> None:
-        """Take `computed` back by the last `num_tokens`: their KV is that of drafts which were not accepted."""
-        self.computed -= num_tokens
-
     def boundary(self, end: int) -> int:
         """The last position up to `end` at which a step may end: `end`, or the start of a medium around it.
 
@@ -220,6 +227,13 @@ class Sequence:
                 return medium.start
         return end
 
+    def prefix_end(self, end: int, block_size: int) -> int:
+        """The last block boundary up to `end` at which a cached prefix may end: within no medium."""
+        end -= end % block_size
+        while (start := self.boundary(end)) < end:
+            end = start - start % block_size
+        return end
+
     def chunk(self, limit: int) -> int:
         """Number of tokens that one step runs of this sequence, at most `limit`."""
         start, returned = self.computed, self.num_prompt_logprobs
@@ -229,6 +243,10 @@ class Sequence:
             # These prompt log probabilities were returned before a preemption: recompute in a chunk without them.
             limit = min(limit, returned - start)
         return self.boundary(start + limit) - start
+
+    def name_blocks(self, block_size: int) -> None:
+        """Name its full blocks of known tokens in `block_names`."""
+        name_blocks(self.block_names, self.token_ids, block_size, self.block_keys)
 
     def block_keys(self, index: int, block_size: int) -> bytes:
         """Everything that names of blocks must depend on, beside tokens and the block before; empty for nothing."""

@@ -121,7 +121,7 @@ class SequenceTable:
     def finish(self, sequence: Sequence) -> None:
         """End a sequence. Its full blocks stay in the prefix cache."""
         if sequence.state is State.RUNNING:
-            self._kv.register(sequence)
+            self._kv.keep(sequence)
             self._stop(sequence)
         else:
             self.waiting.remove(sequence)

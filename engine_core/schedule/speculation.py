@@ -176,7 +176,7 @@ class Drafting:
         ahead = ahead and not self._pipelined
         if self._too_many(running, num_waiting) or (ahead and self._drafter is not None):
             return {}
-        rows = [s for s in running if s.num_to_compute == 1 and self._generates(s)]
+        rows = [s for s in running if s.decodes and self._generates(s)]
         room = (budget - len(rows)) // 2  # the rest is for prompts
         chosen = {} if ahead else self._chosen(rows, room)
         if self._drafter is None:

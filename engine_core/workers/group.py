@@ -348,7 +348,9 @@ def without_embeddings(plan: StepPlan) -> StepPlan:
 
 
 def merged(readies: Sequence[Ready]) -> Ready:
-    """The `Ready` of a group, given those of its ranks: the fewest KV blocks, and the sum of the memory.
+    """The `Ready` of a group, given those of its ranks: the fewest blocks and slots, and the sum of the memory.
+
+    A stage of a pipeline whose layers keep no states has no state slots, and needs none.
 
     Raises:
         ValueError: the ranks disagree about the model.
@@ -366,6 +368,8 @@ def merged(readies: Sequence[Ready]) -> Ready:
         first,
         num_blocks=min(ready.num_blocks for ready in readies),
         bytes_per_block=sum(ready.bytes_per_block for ready in readies),
+        num_states=min((ready.num_states for ready in readies if ready.num_states), default=0),
+        bytes_per_state=sum(ready.bytes_per_state for ready in readies),
         weight_bytes=sum(ready.weight_bytes for ready in readies),
         startup_seconds=combined(max, [ready.startup_seconds for ready in readies]),
         memory=combined(sum, [ready.memory for ready in readies]),

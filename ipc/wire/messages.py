@@ -42,7 +42,7 @@ class EngineInfo(Message):
     figures: sizes of the model by the headers of its checkpoint; None where the worker could not read any.
     pooling: of a model that pools; None: it generates.
     lora: limits of adapters; None: none are served.
-    embeddings: which ones prompts may bring. short_length: see `Ready`.
+    embeddings: which ones prompts may bring. short_length, num_states: see `Ready`.
     """
 
     model: str
@@ -76,6 +76,7 @@ class EngineInfo(Message):
     pipeline_parallel_size: int = 1
     embeddings: EmbeddingsInfo = EmbeddingsInfo()
     short_length: int = 0
+    num_states: int = 0
 
     @property
     def by_priority(self) -> bool:

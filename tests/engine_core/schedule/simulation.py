@@ -15,7 +15,7 @@ import struct
 import sys
 from array import array
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from pagewire.engine_core.drafting.ngram import NgramDrafter
 from pagewire.engine_core.drafting.suffix import History, SuffixDrafter
 from pagewire.engine_core.grammar.compile import compile_grammar
 from pagewire.engine_core.grammar.matcher import Grammar, Matcher
+from pagewire.engine_core.schedule.blocks import Block, BlockPool
 from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS
 from pagewire.engine_core.schedule.scheduler import (
     Outcome,
@@ -172,13 +173,16 @@ class Slot:
 
 
 class ModelWorker:
-    """Runs plans in order: frees slots, fills slots, writes the KV of all rows, then reads it.
+    """Runs plans in order: frees slots, fills slots, writes the KV and the states of all rows, then reads KV.
+
+    The states behind a token are the number that its KV is.
 
     stages: of a pipeline. Then the first stage knows of a slot's tokens only what plans say of them.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, stages: int = 1) -> None:
+    def __init__(self, num_blocks: int, block_size: int, stages: int = 1, num_states: int = 0) -> None:
         self.block_size, self.stages = block_size, stages
+        self.states: list[int | None] = [None] * num_states
         self.random = Random(num_blocks)
         self.sent: dict[int, list[int]] = {}
         self.kv: list[int | None] = [None] * (num_blocks * block_size)
@@ -193,9 +197,11 @@ class ModelWorker:
             assert init.slot not in self.slots, f"slot {init.slot} is taken"
             self.slots[init.slot] = Slot(init, block_ids=list(init.block_ids))
             self.sent[init.slot] = list(init.token_ids)
+        self._check_states_are_apart(plan)
         for row in plan.rows:
             self._check_first_stage(row)
             self._write(row)
+            self._write_states(row)
         result = StepResult(plan.step_id, [])
         num_samples = 0
         for row in plan.rows:
@@ -229,6 +235,30 @@ class ModelWorker:
         check_embeddings(row, slot.init.media)
         for position in range(row.start, end):
             self.kv[self._cell(slot, position)] = digests[position]
+
+    def _check_states_are_apart(self, plan: StepPlan) -> None:
+        """What a row writes no other one touches: all rows run at the same time."""
+        writers = Counter(slot for row in plan.rows for slot in {slot for _, slot in row.states})
+        for row in plan.rows:
+            own = {slot for _, slot in row.states}
+            assert all(writers[slot] == 1 for slot in own), f"{row} writes what another row writes"
+            assert row.state in own or not writers[row.state], f"{row} reads what another row writes"
+
+    def _write_states(self, row: Row) -> None:
+        """Go on from the states that the row reads, which must be those of its own prefix."""
+        if not self.states:
+            assert not row.states and row.state == -1
+            return
+        slot, end = self.slots[row.slot], row.start + row.num_tokens
+        digests = slot.digests_with(row.drafts)
+        if row.start:
+            assert self.states[row.state] == digests[row.start - 1], f"{row} reads states of other tokens"
+        else:
+            assert row.state == -1
+        ends = [place for place, _ in row.states]
+        assert ends == sorted(set(ends)) and ends[0] > row.start and ends[-1] == end, f"{row} ends elsewhere"
+        for place, number in row.states:
+            self.states[number] = digests[place - 1]
 
     def _read(self, row: Row, masks: list[bytes | None]) -> RowResult:
         slot = self.slots[row.slot]
@@ -385,7 +415,7 @@ class Forced(NoSpeculation):
         chosen = {}
         for sequence in running:
             limit = min(budget - 1, sequence.max_output - sequence.num_output_tokens - 1)
-            if sequence.num_to_compute == 1 and not sequence.num_pending and not sequence.pools and limit > 0:
+            if sequence.decodes and not sequence.num_pending and not sequence.pools and limit > 0:
                 chosen[sequence] = self.propose(sequence, limit)[:limit]
         return chosen
 
@@ -609,7 +639,7 @@ class Simulation:
     def reset_prefix_cache(self) -> bool:
         done = self.scheduler.reset_prefix_cache()
         assert done == (not self.scheduler.running)
-        assert not done or not self.scheduler.kv.pool.named
+        assert not done or not any(pool.named for pool in self.pools())
         self.check()
         return done
 
@@ -630,7 +660,7 @@ class Simulation:
             self.step()
         else:
             raise AssertionError(f"{self.scheduler.num_unfinished} sequences do not end")
-        assert self.scheduler.kv.pool.num_free == self.config.num_blocks
+        assert all(pool.num_free == len(pool) for pool in self.pools())
         assert self.scheduler.num_waiting == 0 and not self.scheduler.running
         assert all(stream.ended for stream in self.streams.values())
 
@@ -639,6 +669,10 @@ class Simulation:
     def live(self) -> list[Sequence]:
         """Requests that have not ended."""
         return [sequence for sequence, stream in self.streams.items() if not stream.ended]
+
+    def pools(self) -> list[BlockPool]:
+        """Those of all cache groups."""
+        return [self.scheduler.kv.pool, *(group.pool for group in self.scheduler.kv.groups)]
 
     def slots_of(self, plan: StepPlan | None) -> list[int]:
         return [] if plan is None else [row.slot for row in plan.rows]
@@ -657,12 +691,13 @@ class Simulation:
 
     def check(self) -> None:
         """Everything that must hold between events."""
-        self._check_blocks()
+        self._check_pool(self.scheduler.kv.pool, lambda sequence: sequence.blocks)
+        for group in self.scheduler.kv.groups:
+            self._check_pool(group.pool, state_slots)
         self._check_requests()
 
-    def _check_blocks(self) -> None:
-        pool = self.scheduler.kv.pool
-        users = Counter(block.block_id for sequence in self.streams for block in sequence.blocks)
+    def _check_pool(self, pool: BlockPool, held: Callable[[Sequence], list[Block]]) -> None:
+        users = Counter(block.block_id for sequence in self.streams for block in held(sequence))
         assert [users[block.block_id] for block in pool.blocks] == [block.num_refs for block in pool.blocks]
         free = list(pool.free_order())
         assert sorted(free) == [block.block_id for block in pool.blocks if block.num_refs == 0]
@@ -693,6 +728,7 @@ class Simulation:
                 assert sequence.num_output_tokens + sequence.num_pending <= sequence.max_output
             else:
                 assert not sequence.blocks and sequence.slot == -1 and sequence.computed == 0
+                assert sequence.states is None
             if sequence.state is State.WAITING:
                 assert not rows[sequence]
 
@@ -756,18 +792,29 @@ class Simulation:
         return (sequence.request.priority if self.config.policy == "priority" else 0, sequence.arrival)
 
     def _new_worker(self) -> ModelWorker:
-        return ModelWorker(self.config.num_blocks, self.config.block_size, self.config.stages)
+        config = self.config
+        return ModelWorker(config.num_blocks, config.block_size, config.stages, config.num_states)
 
     def _tick(self) -> float:
         self.now += 1.0
         return self.now
 
 
+def state_slots(sequence: Sequence) -> list[Block]:
+    """The state slots of a sequence, each as often as it has a reference to it."""
+    held = sequence.states
+    if held is None:
+        return []
+    others = [slot for slot in (held.latest, held.tried) if slot is not None and slot is not held.own]
+    return [held.own, *others, *(checkpoint.slot for checkpoint in held.unnamed)]
+
+
 @dataclass
 class Snapshot:
     """What a plan is measured against: the scheduler as it was before.
 
-    sampling: running sequences of which a token is being sampled. new: sequences that never ran. served: by tenant.
+    sampling: running sequences of which a token is being sampled. decoding: those whose next row samples. new:
+    sequences that never ran. served: by tenant.
     queues: by tenant, its waiting sequences in turn, without suspects. handover: the time from which on room may
     change hands.
     """
@@ -775,6 +822,7 @@ class Snapshot:
     order: Order
     running: list[Sequence]
     to_compute: dict[Sequence, int]
+    decoding: set[Sequence]
     in_flight: set[Sequence]
     sampling: set[Sequence]
     new: set[Sequence]
@@ -795,6 +843,7 @@ class Snapshot:
             order,
             running,
             {sequence: sequence.num_to_compute for sequence in running},
+            {sequence for sequence in running if sequence.decodes},
             {sequence for step in scheduler.in_flight for sequence in step.sequences},
             {sequence for sequence in running if sequence.num_pending},
             {sequence for sequence in live if not sequence.scheduled_time},
@@ -835,7 +884,7 @@ class Snapshot:
         Returns the sequences that rest for that.
         """
         assert not self.sampling.intersection(planned)
-        ready = {s for s in self.running if self.to_compute[s] == 1 and s not in self.sampling}
+        ready = self.decoding - self.sampling
         num_planned = len(ready.intersection(planned))
         assert num_planned <= -(-len(ready | self.sampling) // config.depth)
         num_left = sum(sequence.state is State.RUNNING for sequence in ready)

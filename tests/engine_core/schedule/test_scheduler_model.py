@@ -72,6 +72,8 @@ class SchedulerLife(RuleBasedStateMachine):
         spare_tokens=st.integers(0, 40),
         share_prefixes=st.booleans(),
         short_length=st.sampled_from([0, 0, 3, 9, 14]),
+        num_states=st.sampled_from([0, 0, 2, 3, 5, 8, 20]),
+        checkpoint_tokens=st.integers(1, 9),
         drafts=st.none()
         | st.tuples(
             st.sampled_from(["random", "ngram", "suffix", "worker"]), st.integers(0, 2**16), st.integers(1, 5)
@@ -83,6 +85,8 @@ class SchedulerLife(RuleBasedStateMachine):
         spare_tokens: int,
         share_prefixes: bool,
         short_length: int,
+        num_states: int,
+        checkpoint_tokens: int,
         drafts: tuple[str, int, int] | None,
     ) -> None:
         block_size = config["block_size"]
@@ -95,6 +99,8 @@ class SchedulerLife(RuleBasedStateMachine):
             share_prefixes=share_prefixes,
             drafter=drafter,
             short_length=short_length,
+            num_states=num_states,
+            checkpoint_tokens=checkpoint_tokens,
         )
 
     @rule(

@@ -1,0 +1,194 @@
+"""The state slots of each sequence: memory for the states of all recurrent layers, after one of its tokens.
+
+KV is there for every token; states are there only where a slot holds them. So a prefix ends at a checkpoint: a slot
+that was kept at a block boundary, under the name of the token block that ends there. Nothing is ever copied. The
+row behind a checkpoint reads the checkpoint's slot, and writes one of the sequence's own:
+
+    row                      reads        writes
+    first of a sequence      nothing      own
+    next                     own          own
+    one that passes a        own          checkpoint, own
+      block boundary
+    one that ends at it      own          checkpoint
+    the row behind it        checkpoint   own
+    with drafts              a            b: if all drafts were right, the sequence goes on from b, else from a
+
+The rows of a plan run at the same time, so none may read what another one writes. What a plan names and gives back
+can therefore be used by the next one (`settle`). Workers run plans in order.
+
+Each running sequence has a slot that it can write, so it never waits for states, and is never preempted for them.
+Checkpoints, and drafts, are made of slots that nothing else needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pagewire.engine_core.schedule.blocks import Block, BlockPool
+from pagewire.engine_core.schedule.held_states import Checkpoint, HeldStates
+from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.ipc.wire.worker_messages import Row
+
+
+class StateSlots:
+    """The pool of state slots in terms of sequences and tokens.
+
+    spacing: tokens between the checkpoints of a long prompt; a multiple of the block size.
+
+    Attributes:
+        num_made: checkpoints that were named.
+    """
+
+    def __init__(self, num_slots: int, block_size: int, spacing: int) -> None:
+        self.pool = BlockPool(num_slots)
+        self.num_made = 0
+        self._block_size, self._spacing = block_size, spacing
+        self._read: list[Block] = []  # by rows of this plan, which read them last
+        self._writers: list[Sequence] = []  # whose rows in this plan, or earlier ones, write checkpoints
+
+    # ------------------------------------------------------------ admission
+
+    def reach(self, sequence: Sequence, end: int) -> int:
+        """The last checkpoint of a sequence's prefix up to `end`, as a number of tokens; 0 if there is none."""
+        for i in range(end // self._block_size, 0, -1):
+            if sequence.block_names[i - 1] in self.pool.named:
+                return i * self._block_size
+        return 0
+
+    def fits(self, sequence: Sequence, end: int) -> bool:
+        """True if a sequence can be admitted with `end` cached tokens."""
+        found = self._found(sequence, end)
+        return 1 + (found is not None and found.num_refs == 0) <= self.pool.num_free
+
+    def admit(self, sequence: Sequence, end: int) -> None:
+        """Give a sequence a slot, and the checkpoint behind its `end` cached tokens.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        found = self._found(sequence, end)
+        if found is not None:
+            self.pool.share([found])
+        (own,) = self.pool.allocate(1)
+        sequence.states = HeldStates(own, found)
+
+    def _found(self, sequence: Sequence, end: int) -> Block | None:
+        return self.pool.find(sequence.block_names[end // self._block_size - 1]) if end else None
+
+    # ------------------------------------------------------------ rows
+
+    def takes_drafts(self, sequence: Sequence) -> bool:
+        """True if there is a slot for the states behind drafts."""
+        held = held_by(sequence)
+        return held.latest is not held.own or self.pool.num_free > 0
+
+    def fill(self, sequence: Sequence, row: Row) -> None:
+        """Say which slots a row reads and writes."""
+        held, end = held_by(sequence), row.start + row.num_tokens
+        row.state = -1 if held.latest is None else held.latest.block_id
+        num_needed = int(bool(row.drafts) and held.latest is held.own)
+        for checkpoint in self._checkpoints(sequence, row):
+            if self.pool.num_free <= num_needed:
+                break
+            self._keep(held, row, *checkpoint)
+        if row.states and row.states[-1][0] == end:
+            written = held.unnamed[-1].slot
+            self.pool.share([written])
+        else:
+            written = self.pool.allocate(1)[0] if num_needed else held.own
+            row.states.append((end, written.block_id))
+        if row.drafts:
+            held.tried = written
+        else:
+            self._read += self._shared(held, held.latest)
+            held.latest = written
+        if held.unnamed:
+            self._writers.append(sequence)
+
+    def verify(self, sequence: Sequence, row: Row, num_rejected: int) -> int:
+        """Choose the states to go on with after a row with drafts of which the last `num_rejected` were wrong.
+
+        Returns how many tokens are computed: all of the row's, or none, since a row keeps no states between them.
+        """
+        held = held_by(sequence)
+        chosen, other = (held.latest, held.tried) if num_rejected else (held.tried, held.latest)
+        self.pool.free(self._shared(held, other))
+        held.latest, held.tried = chosen, None
+        end = row.start + row.num_tokens
+        if not num_rejected:
+            return end
+        while held.unnamed and held.unnamed[-1].end > end - num_rejected:
+            self.pool.free([held.unnamed.pop().slot])
+        return row.start
+
+    def settle(self) -> None:
+        """End a plan: name what it writes, as far as tokens are known, and give back what its rows read last."""
+        self.pool.free(self._read)
+        self._read.clear()
+        for sequence in self._writers:
+            self.register(sequence)
+        self._writers.clear()
+
+    def register(self, sequence: Sequence) -> None:
+        """Name the checkpoints of a sequence whose tokens are all known, so that others can share them."""
+        held = held_by(sequence)
+        sequence.name_blocks(self._block_size)
+        while held.unnamed and held.unnamed[0].end <= len(sequence.token_ids):
+            checkpoint = held.unnamed.pop(0)
+            name = sequence.block_names[checkpoint.end // self._block_size - 1]
+            self.num_made += self.pool.register(checkpoint.slot, name)
+            self.pool.free([checkpoint.slot])
+            if held.rolling is not None and held.rolling[0].name == held.rolling[1]:
+                self.pool.unname(held.rolling[0])
+            held.rolling = (checkpoint.slot, name) if checkpoint.rolling else None
+
+    def free(self, sequence: Sequence) -> None:
+        """Return a sequence's slots to the pool. No row of the plan that is being made uses them."""
+        held, sequence.states = held_by(sequence), None
+        self.pool.free([checkpoint.slot for checkpoint in held.unnamed])
+        self.pool.free([*self._shared(held, held.latest), *self._shared(held, held.tried), held.own])
+
+    def _shared(self, held: HeldStates, slot: Block | None) -> list[Block]:
+        """`slot`, if the sequence has a reference to it beside that to its own slot."""
+        return [] if slot is None or slot is held.own else [slot]
+
+    # ------------------------------------------------------------ checkpoints
+
+    def _keep(self, held: HeldStates, row: Row, end: int, rolling: bool) -> None:
+        (slot,) = self.pool.allocate(1)
+        held.unnamed.append(Checkpoint(end, slot, rolling))
+        row.states.append((end, slot.block_id))
+
+    def _checkpoints(self, sequence: Sequence, row: Row) -> Iterator[tuple[int, bool]]:
+        """Where a row keeps states, in order, and whether only until the sequence's next checkpoint.
+
+        In a prompt: every `spacing` tokens, and where the same prompt can go on from. Behind it: at the last block
+        boundary, from where a next turn can.
+        """
+        size, start, end = self._block_size, row.start, row.start + row.num_tokens
+        last = end - end % size
+        if last <= start:
+            return
+        ends = dict.fromkeys(
+            range(start - start % self._spacing + self._spacing, end + 1, self._spacing), False
+        )
+        if start < (prompt_end := sequence.prefix_end(sequence.num_prompt_tokens - 1, size)) <= end:
+            ends[prompt_end] = False
+        if row.num_samples:
+            ends.setdefault(last, True)
+        for place in sorted(ends):
+            if not self._is_kept(sequence, place):
+                yield place, ends[place]
+
+    def _is_kept(self, sequence: Sequence, end: int) -> bool:
+        """True if there is a checkpoint behind the first `end` tokens, by this sequence or by another."""
+        unnamed, index = held_by(sequence).unnamed, end // self._block_size - 1
+        if unnamed and end <= unnamed[-1].end:
+            return True
+        return index < len(sequence.block_names) and sequence.block_names[index] in self.pool.named
+
+
+def held_by(sequence: Sequence) -> HeldStates:
+    """The slots of a running sequence."""
+    assert sequence.states is not None, "it is not running"
+    return sequence.states
