@@ -61,7 +61,7 @@ class Request:
         return len(self.prompt) + len(self.output)
 
     def advance(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Where a row of these tokens keeps its states: in the slot that it reads, or of several tokens in its other."""
+        """Where a row keeps its states: in the slot that it reads, or of several tokens in the request's other."""
         if self.state < 0 or num_tokens > 1:
             self.state = 2 * self.slot + (self.state == 2 * self.slot)
         ends = {self.computed + num_tokens // 2, self.computed + num_tokens} - {self.computed}

@@ -89,9 +89,9 @@ def cache_size(
     num_live = config.max_num_seqs * (1 if config.speculative is None else 2)
     if config.num_blocks is None and MIN_STATES * state_bytes > budget - per_request * block_bytes:
         raise LoadError(
-            f"a request of max_model_len {max_model_len} needs {per_request * block_bytes / GIB:.2f} GiB of KV memory "
-            f"and {MIN_STATES} state slots of {state_bytes / GIB:.3f} GiB, but there are {budget / GIB:.2f} GiB: lower "
-            "max_model_len, or give more KV memory"
+            f"a request of max_model_len {max_model_len} needs {per_request * block_bytes / GIB:.2f} GiB of KV "
+            f"memory and {MIN_STATES} state slots of {state_bytes / GIB:.3f} GiB, but there are "
+            f"{budget / GIB:.2f} GiB: lower max_model_len, or give more KV memory"
         )
     if not block_bytes:  # blocks keep the names of prefixes: as many again as sequences can have at a time
         num_blocks = config.num_blocks or 2 * per_request * config.max_num_seqs

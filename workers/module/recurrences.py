@@ -1,9 +1,9 @@
 """The recurrences of transformers' modules on state slots: convolutions, delta rules, state spaces.
 
-Mixers of most families call functions of their own file for them, whose names and arguments are those of the kernels
-of causal-conv1d, mamba-ssm and fla. So ours take the place of these functions (`FUNCTIONS`), and the mixers stay what
-they are. Mixers that compute a recurrence themselves have methods of ours (`METHODS`). Both are ours within a step
-only; the proof at load compares the two.
+Mixers of most families call functions in their own file for them, with the arguments of the kernels of causal-conv1d,
+mamba-ssm and fla. So ours take the place of these functions (`FUNCTIONS`), and the mixers stay what they are. Mixers
+that compute a recurrence themselves have methods of ours (`METHODS`). Both are ours within a step only; the proof at
+load compares the two.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _in_steps(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 
 
 def scanned(x: Tensor, dt: Tensor, a_log: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-    """Mamba 1's state space of x [T, C], with steps dt [T, C] before their softplus, a_log [C, N], b and c [T, N]."""
+    """Mamba 1's state space of x [T, C], with dt [T, C] before its softplus, a_log [C, N], b and c [T, N]."""
     a, steps = -torch.exp(a_log.float()).T.contiguous(), F.softplus(dt.float())
     return current_step().hand_on(
         tuple(a.shape), x, lambda state, batch: selective_scan(x, steps, a, b, c, d.float(), state, batch)
@@ -186,7 +186,9 @@ def _lightning(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[
     return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * mixed), None
 
 
-def _griffin(module: Any, input_states: Tensor, position_ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+def _griffin(
+    module: Any, input_states: Tensor, position_ids: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
     """Of RecurrentGemma: a convolution and a real-gated linear recurrent unit (RG-LRU)."""
     unit, conv = module.rg_lru, module.conv_1d
     x = convolved(module.linear_x(input_states)[0], conv.weight.squeeze(1), conv.bias)
@@ -224,4 +226,6 @@ def lay_taps(module: nn.Module) -> None:
     for child in module.modules():
         if type(child) is nn.Conv1d and child.groups == child.in_channels:
             weight = child.weight.detach()
-            child.weight = nn.Parameter(weight.movedim(-1, 0).contiguous().movedim(0, -1), requires_grad=False)
+            child.weight = nn.Parameter(
+                weight.movedim(-1, 0).contiguous().movedim(0, -1), requires_grad=False
+            )

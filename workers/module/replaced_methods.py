@@ -43,6 +43,7 @@ def replace_methods(causal: Any) -> None:
     """Replace the methods of a module and of those within it that `METHODS` has."""
     needs_no_mask = False
     replace_functions(causal)
+    share_blocks(causal)
     for module in list(causal.modules()):
         if (found := METHODS.get(type(module).__name__)) is not None:
             name, ours = found
@@ -57,6 +58,15 @@ def replace_methods(causal: Any) -> None:
         causal._can_set_attn_implementation = lambda: True
         if getattr(causal.config, "alibi", False):
             causal.set_attn_implementation("sdpa")  # Falcon's eager attention adds its bias twice
+
+
+def share_blocks(causal: Any) -> None:
+    """Make one module of the blocks in a module's layers that have the same weights, as Zamba's do."""
+    first: dict[int, nn.Module] = {}
+    for layer in list(causal.modules()):
+        for name in ("shared_transf", "shared_transformer"):
+            if (block := getattr(layer, name, None)) is not None:
+                setattr(layer, name, first.setdefault(id(next(block.parameters())), block))
 
 
 def _in_steps(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

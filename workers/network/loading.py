@@ -68,7 +68,13 @@ from pagewire.workers.network.pooler import Pooler
 from pagewire.workers.network.pooling_heads import load_dense, load_head
 from pagewire.workers.network.pooling_info import max_length, max_prompt, module_class, pooling_info, spec_of
 from pagewire.workers.network.pooling_spec import PoolingSpec
-from pagewire.workers.network.proof import MemoryShapes, check_config, check_scores, permitted_difference, prove
+from pagewire.workers.network.proof import (
+    MemoryShapes,
+    check_config,
+    check_scores,
+    permitted_difference,
+    prove,
+)
 from pagewire.workers.network.reference import DryRun, Expected
 from pagewire.workers.network.sharded_state import ShardedState
 from pagewire.workers.ranks.agreement import all_have, own_turn

@@ -24,9 +24,9 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
 from pagewire.workers.module.attention import AttentionCalls, DryRunRecorder
 from pagewire.workers.module.caches import KVShape
-from pagewire.workers.module.states import StateShape
 from pagewire.workers.module.configuration import layer_configs
 from pagewire.workers.module.refusals import refuse
+from pagewire.workers.module.states import StateShape
 from pagewire.workers.module.text_base import picture_layers
 from pagewire.workers.module.transforms import tolerance
 from pagewire.workers.network.model import Model
@@ -125,9 +125,11 @@ def dry_batch(places: list[Tensor], seq_lens: list[int]) -> AttentionBatch:
 
 
 def dry_states(lengths: Sequence[int], slots: list[int]) -> StateBatch:
-    """The state slots of a step of these numbers of tokens. slots: that each request reads; changed to the next ones.
+    """The state slots of a step of these numbers of tokens.
 
     A row of several tokens keeps the states in its middle, too, in the slot that it writes again at its end.
+
+    slots: that each request reads; changed to those that it reads in the next step.
     """
     starts, spans, first = [0], list[list[int]](), 0
     for request, length in enumerate(lengths):
