@@ -1,9 +1,9 @@
 """The recurrences of transformers' modules on state slots: convolutions, delta rules, state spaces.
 
-Mixers of most families call functions in their own file for them, with the arguments of the kernels of causal-conv1d,
-mamba-ssm and fla. So ours take the place of these functions (`FUNCTIONS`), and the mixers stay what they are. Mixers
-that compute a recurrence themselves have methods of ours (`METHODS`). Both are ours within a step only; the proof at
-load compares the two.
+Mixers of most families call functions in their own file for them, with the arguments of the kernels of
+causal-conv1d, mamba-ssm and fla. So ours take the place of these functions (`FUNCTIONS`), and the mixers stay what
+they are. Mixers that compute a recurrence themselves have methods of ours (`METHODS`). Both are ours within a step
+only; the proof at load compares the two.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | 
     if activation not in (None, "silu", "swish"):
         raise LoadError(f"its convolution has the activation {activation!r}, not SiLU")
     channels, width = weight.shape
-    taps = weight.T.contiguous()
-    return current_step().hand_on(
+    taps, inputs = weight.T.contiguous(), x.to(weight.dtype)
+    out = current_step().hand_on(
         (width - 1, channels),
-        x,
-        lambda state, batch: causal_conv(x, taps, bias, state, batch, silu=activation is not None),
+        inputs,
+        lambda state, batch: causal_conv(inputs, taps, bias, state, batch, silu=activation is not None),
     )
+    return out.to(x.dtype)
 
 
 def _causal_conv(

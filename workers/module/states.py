@@ -1,8 +1,8 @@
 """States that layers hand from token to token, beside keys and values: their shapes, their memory, a step's share.
 
 A layer may have several: a short convolution's last inputs, a matrix of each head. The states of all layers after
-one token of one sequence lie in one *state slot*, a row of each tensor here. Layers ask for their states in the same
-order in each step, so a state is known by its place in that order.
+one token of one sequence lie in one *state slot*, a row of each tensor here. Layers ask for their states in the
+same order in each step, so a state is known by its place in that order.
 """
 
 from __future__ import annotations
