@@ -29,7 +29,7 @@ from pagewire.engine_core.config.config import EngineConfig
 from pagewire.engine_core.grammar.compile import load_tokenizer
 from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.grammar.prover import ConfinedProver
-from pagewire.engine_core.schedule.scheduler import Scheduler
+from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.speculation import open_speculation
 from pagewire.engine_core.steps import StepDriver
@@ -292,10 +292,8 @@ class EngineCore:
             freeze_heap()
             self.intake.welcome_early()
             self.on_ready()
-        elif ready.num_blocks < self.scheduler.config.num_blocks:
-            raise CoreError(f"not enough memory: the new worker has only {ready.num_blocks} KV blocks")
-        elif ready.num_states < self.scheduler.config.num_states:
-            raise CoreError(f"not enough memory: the new worker has only {ready.num_states} state slots")
+        else:
+            check_size(ready, self.scheduler.config)
         self.control.worker_ready()
 
     def _worker_lost(self) -> None:
@@ -371,3 +369,17 @@ def open_grammars(config: EngineConfig, vocab_size: int, wake: Callable[[], None
         seconds=env_float("PAGEWIRE_GRAMMAR_TIMEOUT_S", 10.0),
         wake=wake,
     )
+
+
+def check_size(ready: Ready, config: SchedulerConfig) -> None:
+    """Check that a new worker has as many blocks and state slots as the one before.
+
+    Raises:
+        CoreError: it has not.
+    """
+    for name, number, needed in (
+        ("KV blocks", ready.num_blocks, config.num_blocks),
+        ("state slots", ready.num_states, config.num_states),
+    ):
+        if number < needed:
+            raise CoreError(f"not enough memory: the new worker has only {number} {name}")

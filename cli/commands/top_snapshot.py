@@ -67,6 +67,12 @@ class CoreSnapshot:
         return 1.0 - float(self.status["num_free_blocks"] / self.status["num_blocks"])
 
     @property
+    def state_usage(self) -> float:
+        """Share of the state slots that running sequences use, 0 to 1; 0 if the model keeps no states."""
+        total = self.status["num_states"]
+        return 1.0 - float(self.status["num_free_states"] / total) if total else 0.0
+
+    @property
     def state(self) -> str:
         """State of the engine: serving, paused, asleep or worker restarting."""
         if not self.status["worker_ready"]:
@@ -81,6 +87,7 @@ class CoreSnapshot:
             "worker_busy": self.busy,
             "prefix_hit_rate": self.hit_rate,
             "kv_usage": self.kv_usage,
+            "state_usage": self.state_usage,
         }
         return {"status": self.status, "rates": rates, "requests": self.requests}
 
@@ -127,7 +134,10 @@ def lines(snapshot: CoreSnapshot) -> Iterator[str]:
 def summary(snapshot: CoreSnapshot) -> Iterator[str]:
     """Yield three lines that describe the engine."""
     status, hits = snapshot.status, "-" if snapshot.hit_rate is None else f"{100 * snapshot.hit_rate:.0f}%"
-    used = status["num_blocks"] - status["num_free_blocks"]
+    used, states = status["num_blocks"] - status["num_free_blocks"], ""
+    if num_states := status["num_states"]:
+        num_used = num_states - status["num_free_states"]
+        states = f"states {100 * snapshot.state_usage:.1f}% ({num_used} of {num_states} slots), "
     yield (
         f"{printable(status['model'])}: {snapshot.state}, up {span(status['uptime_s'])}, "
         f"worker busy {100 * snapshot.busy:.0f}%, {status['worker_starts'] - 1} restarts"
@@ -137,8 +147,8 @@ def summary(snapshot: CoreSnapshot) -> Iterator[str]:
         f"tokens/s: {snapshot.prompt_rate:.0f} prompt, {snapshot.output_rate:.0f} generated"
     )
     yield (
-        f"KV cache {100 * snapshot.kv_usage:.1f}% ({used} of {status['num_blocks']} blocks), prefix hits {hits}, "
-        f"{status['num_preemptions']} preemptions"
+        f"KV cache {100 * snapshot.kv_usage:.1f}% ({used} of {status['num_blocks']} blocks), {states}"
+        f"prefix hits {hits}, {status['num_preemptions']} preemptions"
     )
 
 

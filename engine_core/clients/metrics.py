@@ -24,6 +24,7 @@ from pagewire.engine_core.config.config import EngineConfig
 from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.schedule.scheduler import Outcome
 from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.engine_core.schedule.state_slots import StateSlots
 from pagewire.engine_core.schedule.step import SchedulerStats
 from pagewire.ipc.wire.pooling import ENGINE_TASKS
 
@@ -339,6 +340,9 @@ def summary(core: MeasuredEngine) -> tuple[str, dict[str, Any]]:
         "KV cache usage: {kv_cache_usage:.1%}, Prefix cache hit rate: {prefix_cache_hit_rate:.1%}, "
         "Preemptions: {preemptions}"
     )
+    for group in scheduler.kv.groups:
+        facts["state_usage"] = group.usage
+        line += ", State slot usage: {state_usage:.1%}"
     if core.config.speculation is not None and rates.gain:
         facts |= {"speculation_tokens_per_step": rates.tokens_per_step, "speculation_gain": rates.gain}
         line += ", speculation: {speculation_tokens_per_step:.1f} tokens a step, {speculation_gain:.1f} x"
@@ -478,6 +482,8 @@ def internals(core: MeasuredEngine) -> Iterator[Row]:
         for task in core.info.pooling.tasks:
             yield counter("pagewire:pooling_requests_total", text, metrics.num_pooling[task], {"task": task})
     yield from adapters(core)
+    for group in core.scheduler.kv.groups:
+        yield from state_slots(group, core.scheduler.stats)
     grammars = core.grammars
     yield gauge("pagewire:grammars_cached", "Compiled grammars in the cache.", len(grammars))
     text = "Grammars looked up in the cache, one for each request with structured output."
@@ -500,6 +506,19 @@ def internals(core: MeasuredEngine) -> Iterator[Row]:
         "Duration of one iteration of the core loop; a message that arrives meanwhile waits up to this long."
     )
     yield histogram("pagewire:core_turn_seconds", text, metrics.iteration_seconds)
+
+
+def state_slots(slots: StateSlots, stats: SchedulerStats) -> Iterator[Row]:
+    """The slots with states of recurrent layers, and what becomes of checkpoints."""
+    text, pool = "State slots by use: running sequences, checkpoints of prefixes, free.", slots.pool
+    num_checkpoints = sum(block.num_refs == 0 for block in pool.named.values())
+    uses = {"running": pool.num_used, "checkpoint": num_checkpoints, "free": pool.num_free - num_checkpoints}
+    for use, number in uses.items():
+        yield gauge("pagewire:state_slots", text, number, {"use": use})
+    text = "Checkpoints of states by event: made, hit (a sequence went on from it), evicted (for its slot)."
+    events = {"made": slots.num_made, "hit": stats.num_resumed, "evicted": pool.num_evictions}
+    for event, number in events.items():
+        yield counter("pagewire:state_checkpoints_total", text, number, {"event": event})
 
 
 def adapters(core: MeasuredEngine) -> Iterator[Row]:

@@ -59,9 +59,9 @@ class ReportedEngine(Protocol):
 
 
 def status(core: ReportedEngine) -> dict[str, Any]:
-    """The state of scheduler, KV cache and worker, and each frontend. Counts are since the core started."""
+    """The state of scheduler, caches and worker, and each frontend. Counts are since the core started."""
     scheduler, stats, pool = core.scheduler, core.scheduler.stats, core.scheduler.kv.pool
-    by_phase = phases(core)
+    groups, by_phase = scheduler.kv.groups, phases(core)
     return {
         "model": core.info.served_model_names[0],
         "uptime_s": time.monotonic() - core.started_at,
@@ -70,6 +70,8 @@ def status(core: ReportedEngine) -> dict[str, Any]:
         "in_flight": len(scheduler.in_flight),
         "num_blocks": len(pool),
         "num_free_blocks": pool.num_free,
+        "num_states": sum(len(group.pool) for group in groups),
+        "num_free_states": sum(group.pool.num_free for group in groups),
         "num_steps": stats.num_steps,
         "num_preemptions": stats.num_preemptions,
         "num_prompt_tokens": stats.num_prompt_tokens,

@@ -55,6 +55,11 @@ class BlockPool:
     def __len__(self) -> int:
         return len(self.blocks)
 
+    @property
+    def num_used(self) -> int:
+        """Number of blocks that sequences use."""
+        return len(self.blocks) - self.num_free
+
     def find(self, name: bytes) -> Block | None:
         """The block with this name, in use or free; None if there is none."""
         return self.named.get(name)

@@ -8,7 +8,7 @@ from pagewire.engine_core.schedule.blocks import Block
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class StateCheckpoint:
     """States behind the first `end` tokens of a sequence.
 
     rolling: the next checkpoint of the sequence replaces it.
@@ -33,5 +33,5 @@ class HeldStates:
     own: Block
     latest: Block | None
     tried: Block | None = None
-    unnamed: list[Checkpoint] = field(default_factory=list)
+    unnamed: list[StateCheckpoint] = field(default_factory=list)
     rolling: tuple[Block, bytes] | None = None

@@ -29,7 +29,7 @@ class KVCache:
     @property
     def usage(self) -> float:
         """Fraction of the blocks in use, 0 to 1."""
-        return 1.0 - self.pool.num_free / len(self.pool)
+        return self.pool.num_used / len(self.pool)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold `num_tokens` tokens, the last one perhaps in part."""
@@ -48,7 +48,8 @@ class KVCache:
         usable = sequence.block_names[: (len(sequence.token_ids) - 1) // self.block_size]
         blocks = takewhile(lambda block: block is not None, map(self.pool.find, usable))
         cached = [block for block in blocks if block is not None]
-        end, shorter = -1, len(cached) * self.block_size
+        end, shorter = -1, sequence.prefix_end(len(cached) * self.block_size, self.block_size)
+        sequence.shared_end = shorter
         while shorter != end:
             end = shorter = sequence.prefix_end(shorter, self.block_size)
             for group in self.groups:

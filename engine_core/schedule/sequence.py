@@ -55,6 +55,7 @@ class Sequence:
     pools: it ends with a pooled result and generates no tokens. params: those of a sequence that generates.
     returns_prompt_logprobs: they are requested; only the first of n sequences returns them.
     whole: its prompt is computed in one step.
+    shared_end: of the prefix whose blocks were found in the cache, even if other groups had less of it.
     states: its state slots while it runs; None: the model keeps no states.
     recomputed_end: of tokens that it runs again since a row with drafts went wrong; not more than `computed`: there
         are none.
@@ -94,6 +95,7 @@ class Sequence:
     blocks: list[Block] = field(default_factory=list)
     block_names: list[bytes] = field(default_factory=list)
     num_registered: int = 0
+    shared_end: int = 0
     states: HeldStates | None = None
     recomputed_end: int = 0
     num_cached_tokens: int | None = None

@@ -64,6 +64,7 @@ class SequenceTable:
         sequence.state, sequence.slot = State.RUNNING, self._free_slots.pop()
         insort(self.running, sequence, key=self.order)
         self.tenants.selected(sequence.tenant)
+        self._stats.num_resumed += sequence.computed > 0
         num_charged = 0
         if sequence.num_cached_tokens is None:
             num_charged = len(sequence.token_ids) - sequence.computed

@@ -14,10 +14,12 @@ row behind a checkpoint reads the checkpoint's slot, and writes one of the seque
     with drafts              a            b: if all drafts were right, the sequence goes on from b, else from a
 
 The rows of a plan run at the same time, so none may read what another one writes. What a plan names and gives back
-can therefore be used by the next one (`settle`). Workers run plans in order.
+can therefore be used by the next one (`settle`). Workers run plans in order. A sequence that could go on from what
+the plan writes is not admitted to it, if that saves more than half of its work.
 
 Each running sequence has a slot that it can write, so it never waits for states, and is never preempted for them.
-Checkpoints, and drafts, are made of slots that nothing else needs.
+At most half of the slots are such ones. The others hold checkpoints and the states behind drafts, as long as there
+are free ones: without, a prefix is cached less far, or a row has no drafts.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pagewire.engine_core.schedule.blocks import Block, BlockPool
-from pagewire.engine_core.schedule.held_states import Checkpoint, HeldStates
+from pagewire.engine_core.schedule.held_states import HeldStates, StateCheckpoint
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.wire.worker_messages import Row
 
@@ -42,9 +44,16 @@ class StateSlots:
     def __init__(self, num_slots: int, block_size: int, spacing: int) -> None:
         self.pool = BlockPool(num_slots)
         self.num_made = 0
+        self._num_running = 0
         self._block_size, self._spacing = block_size, spacing
         self._read: list[Block] = []  # by rows of this plan, which read them last
         self._writers: list[Sequence] = []  # whose rows in this plan, or earlier ones, write checkpoints
+        self._coming: set[bytes] = set()  # names of this plan's checkpoints
+
+    @property
+    def usage(self) -> float:
+        """Fraction of the slots that running sequences use, 0 to 1."""
+        return self.pool.num_used / len(self.pool)
 
     # ------------------------------------------------------------ admission
 
@@ -56,7 +65,9 @@ class StateSlots:
         return 0
 
     def fits(self, sequence: Sequence, end: int) -> bool:
-        """True if a sequence can be admitted with `end` cached tokens."""
+        """True if a sequence can be admitted with `end` cached tokens, and should be."""
+        if 2 * (self._num_running + 1) > len(self.pool) or self._awaits(sequence, end):
+            return False
         found = self._found(sequence, end)
         return 1 + (found is not None and found.num_refs == 0) <= self.pool.num_free
 
@@ -71,6 +82,13 @@ class StateSlots:
             self.pool.share([found])
         (own,) = self.pool.allocate(1)
         sequence.states = HeldStates(own, found)
+        self._num_running += 1
+
+    def _awaits(self, sequence: Sequence, end: int) -> bool:
+        """True if a checkpoint that this plan writes would save a sequence more than half of its work."""
+        first = (end + len(sequence.token_ids)) // 2 // self._block_size
+        usable = sequence.block_names[first : sequence.shared_end // self._block_size]
+        return not self._coming.isdisjoint(usable)
 
     def _found(self, sequence: Sequence, end: int) -> Block | None:
         return self.pool.find(sequence.block_names[end // self._block_size - 1]) if end else None
@@ -90,7 +108,7 @@ class StateSlots:
         for checkpoint in self._checkpoints(sequence, row):
             if self.pool.num_free <= num_needed:
                 break
-            self._keep(held, row, *checkpoint)
+            self._keep(sequence, row, *checkpoint)
         if row.states and row.states[-1][0] == end:
             written = held.unnamed[-1].slot
             self.pool.share([written])
@@ -128,6 +146,7 @@ class StateSlots:
         for sequence in self._writers:
             self.register(sequence)
         self._writers.clear()
+        self._coming.clear()
 
     def register(self, sequence: Sequence) -> None:
         """Name the checkpoints of a sequence whose tokens are all known, so that others can share them."""
@@ -145,6 +164,7 @@ class StateSlots:
     def free(self, sequence: Sequence) -> None:
         """Return a sequence's slots to the pool. No row of the plan that is being made uses them."""
         held, sequence.states = held_by(sequence), None
+        self._num_running -= 1
         self.pool.free([checkpoint.slot for checkpoint in held.unnamed])
         self.pool.free([*self._shared(held, held.latest), *self._shared(held, held.tried), held.own])
 
@@ -154,16 +174,19 @@ class StateSlots:
 
     # ------------------------------------------------------------ checkpoints
 
-    def _keep(self, held: HeldStates, row: Row, end: int, rolling: bool) -> None:
+    def _keep(self, sequence: Sequence, row: Row, end: int, rolling: bool) -> None:
         (slot,) = self.pool.allocate(1)
-        held.unnamed.append(Checkpoint(end, slot, rolling))
+        held_by(sequence).unnamed.append(StateCheckpoint(end, slot, rolling))
         row.states.append((end, slot.block_id))
+        if end <= len(sequence.token_ids):
+            sequence.name_blocks(self._block_size)
+            self._coming.add(sequence.block_names[end // self._block_size - 1])
 
     def _checkpoints(self, sequence: Sequence, row: Row) -> Iterator[tuple[int, bool]]:
         """Where a row keeps states, in order, and whether only until the sequence's next checkpoint.
 
-        In a prompt: every `spacing` tokens, and where the same prompt can go on from. Behind it: at the last block
-        boundary, from where a next turn can.
+        In a prompt: every `spacing` tokens; where it leaves what is cached of another one, as a third may do; and
+        where the same prompt can go on. Behind it: at the last block boundary, where a next turn can.
         """
         size, start, end = self._block_size, row.start, row.start + row.num_tokens
         last = end - end % size
@@ -172,8 +195,9 @@ class StateSlots:
         ends = dict.fromkeys(
             range(start - start % self._spacing + self._spacing, end + 1, self._spacing), False
         )
-        if start < (prompt_end := sequence.prefix_end(sequence.num_prompt_tokens - 1, size)) <= end:
-            ends[prompt_end] = False
+        for place in (sequence.shared_end, sequence.prefix_end(sequence.num_prompt_tokens - 1, size)):
+            if start < place <= end:
+                ends[place] = False
         if row.num_samples:
             ends.setdefault(last, True)
         for place in sorted(ends):

@@ -78,13 +78,18 @@ class PlannedStep:
 
 @dataclass
 class SchedulerStats:
-    """Counts since the core started. num_cache_preemptions: preemptions because the KV cache was full."""
+    """Counts since the core started.
+
+    num_cache_preemptions: preemptions because the KV cache was full.
+    num_resumed: sequences that started, or started again, behind a cached prefix.
+    """
 
     num_steps: int = 0
     num_preemptions: int = 0
     num_cache_preemptions: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
+    num_resumed: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)

@@ -1,5 +1,8 @@
 """Which core has which KV blocks: what cores report, and what requests on their way will leave there. Pure.
 
+A core whose model keeps states may go on from less of a prefix than it has blocks of, as it keeps the states behind
+few of them (`state_slots`).
+
 Cores are small numbers; sets of them are the bits of an integer, so a prompt is looked up once for all cores.
 """
 

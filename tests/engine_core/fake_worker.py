@@ -102,6 +102,7 @@ class FakeWorker:
         self.seeds: dict[int, int] = {}
         self.num_logprobs: dict[int, int | None] = {}
         self.sampled: list[int] = []
+        self.states: dict[int, list[int]] = {}  # the tokens that each state slot is behind
         self.num_embeddings = 0
         self.asleep: set[str] = set()
         self.doomed = False  # the next step ends this process
@@ -189,6 +190,9 @@ class FakeWorker:
 
     def run(self, row: Row, mask: bytes | None) -> RowResult:
         tokens, result = self.tokens[row.slot], RowResult()
+        if row.states:
+            assert self.states.get(row.state, []) == tokens[: row.start], "states of other tokens"
+            self.states |= {slot: tokens[:end] for end, slot in row.states}
         self.obey(tokens[row.start : row.start + row.num_tokens], result)
         if row.num_samples:
             adapter = self.adapters[self.adapter_of[row.slot]]
@@ -225,6 +229,8 @@ def main() -> None:
     parser.add_argument("--lifeline", type=int, required=True)
     parser.add_argument("--key", type=Path)
     parser.add_argument("--num-blocks", type=int, default=64)
+    parser.add_argument("--num-states", type=int, default=0)
+    parser.add_argument("--lose-states", default="/nowhere", help="half of them while this file exists")
     parser.add_argument("--refuse", default="")
     parser.add_argument("--refuse-as", default="ValueError")
     parser.add_argument("--lack-memory", default="/nowhere", help="do while this file exists")
@@ -259,6 +265,8 @@ def main() -> None:
             length = message.max_model_len or 128
             ready = Ready("Fake", "float32", "cpu", VOCAB_SIZE, length, options.num_blocks, 1, 1)
             ready.embedding_size = EMBEDDING_SIZE
+            ready.num_states = options.num_states >> Path(options.lose_states).exists()
+            ready.bytes_per_state = 2 if ready.num_states else 0
             if rank == "1":
                 ready = msgspec.structs.replace(ready, **options.rank_1)
             send(socket, codec.encode(ready))

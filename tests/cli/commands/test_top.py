@@ -49,6 +49,7 @@ def status(**values: Any) -> dict[str, Any]:
         *("num_prefix_queries", "num_prefix_hits", "worker_busy_s", "worker_idle_s"),
     )
     fixed = {"model": "demo", "num_blocks": 100, "num_free_blocks": 75, "worker_starts": 1, "clients": []}
+    fixed |= {"num_states": 0, "num_free_states": 0}
     states = {"worker_ready": True, "paused": False, "sleeping": False}
     return dict.fromkeys(names, 0) | fixed | states | values
 
@@ -62,6 +63,7 @@ def test_one_snapshot_as_text_and_as_json(address: str) -> None:
     assert snapshot["requests"] == [] and snapshot["status"]["waiting"] == 0
     assert set(snapshot["rates"]) == {
         *("prompt_tokens_per_s", "output_tokens_per_s", "worker_busy", "prefix_hit_rate", "kv_usage"),
+        "state_usage",
     }
 
 
@@ -74,6 +76,13 @@ def test_rates_are_between_two_snapshots(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (second.prompt_rate, second.output_rate, second.busy, second.hit_rate) == (25, 10, 0.5, 0.25)
     third = CoreSnapshot.after(second, second.status | {"paused": True}, [])
     assert (third.output_rate, third.hit_rate, third.state) == (0, None, "paused")
+
+
+def test_state_slots_are_shown_where_there_are_some() -> None:
+    text = "KV cache 25.0% (25 of 100 blocks), prefix hits -, 0 preemptions"
+    assert text in lines(CoreSnapshot(0.0, status(), []))
+    snapshot = CoreSnapshot(0.0, status(num_states=8, num_free_states=6), [])
+    assert text.replace("prefix", "states 25.0% (2 of 8 slots), prefix") in lines(snapshot)
 
 
 def test_text_is_aligned_and_names_cannot_harm_the_terminal() -> None:

@@ -34,11 +34,14 @@ def test_a_group_has_the_fewest_blocks_and_the_sum_of_the_memory() -> None:
         startup_seconds={"weights": 1.0, "kv": 3.0},
         memory={"used": 5},
     )
+    other.num_states, other.bytes_per_state = 7, 5
     group = merged([READY, other])
     assert group == msgspec.structs.replace(
         READY,
         num_blocks=60,
         bytes_per_block=1024,
+        num_states=7,
+        bytes_per_state=5,
         weight_bytes=8096,
         startup_seconds={"weights": 2.0, "kv": 3.0},
         memory={"used": 15},
