@@ -330,11 +330,6 @@ ARCHITECTURES = [
     ),
     Architecture("diffllama", GROUPED, "calls attention 2 times"),
     Architecture("doge", GROUPED, "mask or bias"),
-    Architecture(
-        "qwen4_exp_text",
-        GROUPED | SHARED_EXPERT | DELTA_RULE | {"layer_types": ["linear_attention", "indexed_attention"]},
-        "layers of type indexed_attention",
-    ),
     Architecture("rwkv", {}, OWN_ATTENTION),
     Architecture("zaya", GROUPED, "does not let its layers of type hybrid be replaced"),
 ]
