@@ -1,4 +1,4 @@
-"""The pool of KV blocks, with reference counts and least-recently-used eviction. O(1) per block.
+"""A pool of KV blocks or state slots, with reference counts and least-recently-used eviction. O(1) per block.
 
 Free blocks form a doubly linked list through the blocks themselves:
 
@@ -16,7 +16,7 @@ from pagewire.engine_core.schedule.block_changes import CLEARED, Change, Removed
 
 
 class Block:
-    """One KV block.
+    """One KV block, or one state slot.
 
     num_refs: sequences that use it. name: see `ipc.block_names`; None until the block is full, its tokens known.
     """
@@ -35,7 +35,7 @@ class Block:
 
 
 class BlockPool:
-    """All blocks of the KV cache, ids 0 to num_blocks - 1.
+    """All blocks of a cache, ids 0 to num_blocks - 1.
 
     Attributes:
         changes: a list that gets what becomes of names, in order; None while nothing reads it.

@@ -48,14 +48,16 @@ class KVCache:
         usable = sequence.block_names[: (len(sequence.token_ids) - 1) // self.block_size]
         blocks = takewhile(lambda block: block is not None, map(self.pool.find, usable))
         cached = [block for block in blocks if block is not None]
-        end, shorter = -1, sequence.prefix_end(len(cached) * self.block_size, self.block_size)
-        sequence.shared_end = shorter
-        while shorter != end:
-            end = shorter = sequence.prefix_end(shorter, self.block_size)
-            for group in self.groups:
-                shorter = group.reach(sequence, shorter)
+        end = sequence.shared_end = sequence.prefix_end(len(cached) * self.block_size, self.block_size)
+        while (shorter := self._reach(sequence, end)) != end:
+            end = shorter
         del cached[end // self.block_size :]
         return cached
+
+    def _reach(self, sequence: Sequence, end: int) -> int:
+        for group in self.groups:
+            end = group.reach(sequence, end)
+        return sequence.prefix_end(end, self.block_size)
 
     def admit(self, sequence: Sequence, watermark: int) -> bool:
         """Give a sequence its cached prefix and new blocks for the rest.
@@ -127,11 +129,9 @@ class KVCache:
 
         Where a group goes back further, the next row runs the tokens between again.
         """
-        end = sequence.computed - num_rejected
-        for group in self.groups:
-            sequence.recomputed_end = end
-            end = min(end, group.verify(sequence, row, num_rejected))
-        sequence.computed = end
+        sequence.recomputed_end = sequence.computed - num_rejected
+        ends = [group.verify(sequence, row, num_rejected) for group in self.groups]
+        sequence.computed = min([sequence.recomputed_end, *ends])
 
     def settle(self) -> None:
         """End a plan, after which the next one can use all that it names and gives back."""

@@ -39,16 +39,13 @@ from pagewire.engine_core.schedule.micro_batches import micro_batch
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.sequence_table import SequenceTable, by_arrival, by_priority
 from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
-from pagewire.engine_core.schedule.state_slots import StateSlots
+from pagewire.engine_core.schedule.state_slots import CHECKPOINT_TOKENS, StateSlots
 from pagewire.engine_core.schedule.step import PlannedStep, SchedulerStats, slot_init
 from pagewire.engine_core.schedule.stopping import append
 from pagewire.ipc.wire.messages import TokenDelta
 from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, StepPlan, StepResult
 
 Outcome: TypeAlias = tuple[Sequence, TokenDelta]
-
-# Tokens between checkpoints where no KV says what their memory is worth: of a model without attention.
-CHECKPOINT_TOKENS = 512
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The unfinished sequences by their state, and what a running one holds: a slot on the workers, and KV blocks.
+"""The unfinished sequences by their state, and what a running one holds: a slot, and room in the caches.
 
 wait() -> WAITING -- start() --> RUNNING -- finish() --> FINISHED
              ^--- preempt(), requeue() ---+

@@ -233,7 +233,8 @@ class Ready(Message, tag="ready"):
     pooling: of a model that pools; None: it generates.
     embedding_size: numbers in the embedding of a token; 0: no other embeddings can take its place.
     short_length: the most tokens of a sequence whose rotary angles are those of short ones; 0: all are alike.
-    num_states: state slots, at least 2; 0: its layers keep no states. bytes_per_state: of one, over all layers.
+    num_states: state slots; 0: its layers keep no states. Running sequences own at most half of them, so
+        there are at least 2. bytes_per_state: of one, over all layers.
     """
 
     architecture: str

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from pagewire.engine_core.config.config import EngineConfig, first_adapter
+from pagewire.engine_core.schedule.state_slots import CHECKPOINT_TOKENS
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.embeddings import EmbeddingsInfo
@@ -83,6 +84,18 @@ def test_stages_share_the_budget_of_tokens_and_have_a_step_each() -> None:
 
     assert [limits(n) for n in (1, 2, 3)] == [(96, 2, 1), (48, 2, 2), (32, 3, 3)]
     assert limits(3, async_scheduling=False) == (96, 1, 3)
+
+
+def test_checkpoints_are_as_far_apart_as_their_size_in_kv() -> None:
+    def spacing(block_bytes: int, state_bytes: int) -> int:
+        sizes = {"bytes_per_block": block_bytes, "num_states": 4, "bytes_per_state": state_bytes}
+        ready = msgspec.structs.replace(READY, **sizes)
+        made = EngineConfig(EngineArgs("demo", block_size=16), MODEL, {}, None).scheduler_config(ready)
+        assert made.num_states == 4
+        return made.checkpoint_tokens
+
+    assert [spacing(1600, size) for size in (1600, 1601, 160_000)] == [16, 17, 1600]
+    assert spacing(0, 1000) == CHECKPOINT_TOKENS
 
 
 def test_adapters_that_the_engine_starts_with(tmp_path: Path) -> None:

@@ -96,6 +96,17 @@ def test_a_name_once_given_stays() -> None:
     assert block.name == b"a" and pool.find(b"b") is None
 
 
+def test_a_block_that_loses_its_name_is_the_next_to_be_used() -> None:
+    pool = BlockPool(3)
+    a, b, c = take(pool, 3, b"a", b"b", b"c")
+    pool.free([a, b])
+    pool.unname(b)
+    assert list(pool.free_order()) == [1, 0] and set(pool.named) == {b"a", b"c"}
+    pool.unname(c)  # in use
+    pool.free([c])
+    assert list(pool.free_order()) == [2, 1, 0] and pool.num_evictions == 0
+
+
 def test_forgetting_drops_names_but_neither_users_nor_order() -> None:
     pool = BlockPool(3)
     blocks = take(pool, 2, b"a", b"b")

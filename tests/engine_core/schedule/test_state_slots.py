@@ -135,6 +135,24 @@ def test_states_behind_wrong_drafts_are_left_and_the_right_ones_run_again(num_wr
     )
 
 
+def test_a_preempted_sequence_goes_on_from_its_last_checkpoint() -> None:
+    simulation = hybrid()
+    simulation.submit(PROMPT, max_tokens=6)
+    for _ in range(3):
+        simulation.step()
+    assert simulation.preempt_all()
+    assert rows(simulation)[0][:2] == (12, 2)
+
+
+def test_when_the_worker_is_lost_its_states_are() -> None:
+    simulation = hybrid()
+    simulation.submit(PROMPT, max_tokens=6)
+    for _ in range(3):
+        simulation.step()
+    simulation.fail()
+    assert rows(simulation)[0][:2] == (0, -1)
+
+
 def test_without_a_second_slot_there_are_no_drafts() -> None:
     simulation = hybrid(num_states=2, block_size=16, drafter=Proposals(0))
     simulation.submit([2], max_tokens=9)
