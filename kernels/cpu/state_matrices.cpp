@@ -16,16 +16,21 @@ struct Change {
   Floats values[W];
 };
 
-// Changes the rows of a state (if there is a change), and adds them up with the factors of each of `reads`.
+// Rows that are fetched ahead of the one in work, where they come from memory.
+constexpr int64_t kAhead = 8;
+
+// Changes the rows of a state (if there is a change), and adds them up with the factors of each of `reads`. `fetched`:
+// they come from memory.
 template <int Reads, int W, bool Whole>
-INLINE void pass(const Lanes<W, Whole>& lanes, int64_t rows, Columns from, Columns to, const Change<W>* change,
-                 const float* const (&reads)[2], Floats (&sums)[2][W]) {
+INLINE void pass(const Lanes<W, Whole>& lanes, int64_t rows, Columns from, Columns to, bool fetched,
+                 const Change<W>* change, const float* const (&reads)[2], Floats (&sums)[2][W]) {
   for (auto& sum : sums) std::fill_n(sum, W, Floats{});
   for (int64_t i = 0; i < rows; ++i) {
     // Loaded before the first store, which might change them for all that the compiler knows.
     const Floats decay = change ? broadcast(change->decays[i * change->decay_step]) : Floats{};
     const Floats key = change ? broadcast(change->keys[i]) : Floats{};
     Floats factors[2], row[W];
+    for (int w = 0; w < W && fetched; ++w) __builtin_prefetch(from.at + (i + kAhead) * from.stride + w * kLanes);
     for (int r = 0; r < Reads; ++r) factors[r] = broadcast(reads[r][i]);
     for (int w = 0; w < W; ++w) row[w] = lanes.get(from.at + i * from.stride, w);
     for (int w = 0; w < W; ++w) {
@@ -81,15 +86,15 @@ class DeltaRule {
            DeltaToken& next = tokens_[(number + 1) % 2];
            if (number == span.begin) {
              prepare(number, token);
-             pass<2>(lanes, rows_, from, from, none, {token.decayed_key, token.decayed_query}, sums);
+             pass<2>(lanes, rows_, from, from, true, none, {token.decayed_key, token.decayed_query}, sums);
            }
            Change<W> change = {token.key, token.decay, by_row(), {}};
            finish(lanes, number, column, token, sums, change.values);
            if (number + 1 < span.end) {
              prepare(number + 1, next);
-             pass<2>(lanes, rows_, from, to, &change, {next.decayed_key, next.decayed_query}, sums);
+             pass<2>(lanes, rows_, from, to, false, &change, {next.decayed_key, next.decayed_query}, sums);
            } else {
-             pass<0>(lanes, rows_, from, to, &change, {}, sums);
+             pass<0>(lanes, rows_, from, to, false, &change, {}, sums);
            }
          });
   }
@@ -187,7 +192,7 @@ class StateSpace {
            Change<W> change = {write_, &decayed, 0, {}};
            for (int w = 0; w < W; ++w) change.values[w] = lanes.get(x, w) * call_.dt[at];
            Floats sums[2][W];
-           pass<1>(lanes, rows_, from, to, &change, {read_, nullptr}, sums);
+           pass<1>(lanes, rows_, from, to, token == span.begin, &change, {read_, nullptr}, sums);
            const Floats d = broadcast(call_.d ? call_.d[head_] : 0.0f);
            for (int w = 0; w < W; ++w) lanes.put(out, w, fma(d, lanes.get(x, w), sums[0][w]));
          });

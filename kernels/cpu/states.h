@@ -18,7 +18,7 @@ namespace {
 // Below this many elements of states and inputs a second thread costs more than it brings.
 constexpr int64_t kParallelStates = 1 << 14;
 
-// Vectors of a strip: 64 columns of AVX-512, whose state of 128 rows fits the first cache.
+// Vectors of a strip. Sums over them must fit the registers, and 128 rows of them the first cache.
 constexpr int kStripVectors = 4;
 constexpr int64_t kStripColumns = kStripVectors * kLanes;
 
