@@ -3,9 +3,9 @@
     python -m benchmarks.states
 
 A share "of floor" is the least time over the time it took: for reading and writing the states of all rows once, or
-for the instructions on each element of a state and token (multiplications, and fused additions), whichever is longer.
-States rotate between calls, so that they come from memory. transformers has the states of one layer, which may stay in
-a cache.
+for the instructions on each element of a state and token (multiplications, and fused additions), whichever is
+longer. States rotate between calls, so that they come from memory. transformers has the states of one layer, which
+may stay in a cache.
 """
 
 from __future__ import annotations
