@@ -6,84 +6,69 @@
 
 namespace {
 
+constexpr float kLog2E = 1.44269504f;
+
 // Channels of a strip of the convolution: long enough that a token's inputs are worth fetching.
 constexpr int64_t kConvChannels = 256;
 
 // ---- the scan of Mamba 1 ----
 
-// Vectors of a scan: the chains of that many sums hide each other's latency.
-constexpr int kScanVectors = 2;
-
-struct ScanScratch {
-  float* writes;  // b of a token
-  float* reads;   // c of a token
-  float* a;       // [state_dim, width]: of the strip
-  float* kept;    // see `walk`
-
-  static ScanScratch take(int64_t rows, int64_t width) {
+template <class T>
+class SelectiveScan {
+ public:
+  explicit SelectiveScan(const SelectiveScanCall& call) : call_(call), rows_(call.state_dim) {
     thread_local Scratch scratch;
-    const int64_t padded = round_up(rows, kLanes), strip = rows * width;
+    const int64_t padded = round_up(rows_, kLanes), strip = rows_ * kStripColumns;
     scratch.reserve(2 * Scratch::bytes_for<float>(padded) + 2 * Scratch::bytes_for<float>(strip));
-    return {scratch.take<float>(padded), scratch.take<float>(padded), scratch.take<float>(strip),
-            scratch.take<float>(strip)};
+    write_ = scratch.take<float>(padded), read_ = scratch.take<float>(padded);
+    a_ = scratch.take<float>(strip), kept_ = scratch.take<float>(strip);
   }
+
+  template <int W, bool Whole>
+  void run(const Lanes<W, Whole>& lanes, const Span& span, int64_t channel) {
+    const int64_t channels = call_.channels;
+    const float* const d = call_.d ? call_.d + channel : nullptr;
+    for (int64_t n = 0; n < rows_; ++n)
+      for (int w = 0; w < W; ++w)
+        store(a_ + n * kStripColumns + w * kLanes, lanes.get(call_.a + n * channels + channel, w));
+    walk(call_.states, span, channel, rows_, kStripColumns, channels, kept_,
+         [&](int64_t token, Columns from, Columns to) INLINE_LAMBDA {
+           widen(static_cast<const T*>(call_.b) + token * call_.b_stride, write_, rows_);
+           widen(static_cast<const T*>(call_.c) + token * call_.c_stride, read_, rows_);
+           const T* const x = static_cast<const T*>(call_.x) + token * call_.x_stride + channel;
+           T* const out = static_cast<T*>(call_.out) + token * channels + channel;
+           for (int w = 0; w < W; ++w) {
+             const Floats dt = lanes.get(call_.dt + token * channels + channel, w), value = lanes.get(x, w);
+             const Floats steps = dt * kLog2E, input = dt * value;
+             Floats sum = d ? lanes.get(d, w) * value : Floats{};
+             for (int64_t n = 0; n < rows_; ++n) {
+               const Floats decay = exp2(steps * load(a_ + n * kStripColumns + w * kLanes));
+               const Floats before = lanes.get(from.at + n * from.stride, w);
+               const Floats state = fma(input, broadcast(write_[n]), before * decay);
+               sum = fma(state, broadcast(read_[n]), sum);
+               lanes.put(to.at + n * to.stride, w, state);
+             }
+             lanes.put(out, w, sum);
+           }
+         });
+  }
+
+ private:
+  const SelectiveScanCall& call_;
+  const int64_t rows_;
+  float *write_, *read_;  // b and c of a token
+  float* a_;              // of the strip
+  float* kept_;           // see `walk`
 };
 
 template <class T>
-INLINE void widen(const T* from, float* to, int64_t size) {
-  for (int64_t i = 0; i < size; i += kLanes) store(to + i, load(from + i, size - i));
-}
-
-template <class T, int W>
-void scan_span(const SelectiveScanCall& call, const Span& span, int64_t channel, const ScanScratch& scratch) {
-  const int64_t rows = call.state_dim, channels = call.channels, count = channels - channel, width = W * kLanes;
-  const T* const x = static_cast<const T*>(call.x);
-  T* const out = static_cast<T*>(call.out);
-  for (int64_t n = 0; n < rows; ++n)
-    for (int w = 0; w < W; ++w) {
-      const int64_t i = w * kLanes;
-      store(scratch.a + n * width + i, load(call.a + n * channels + channel + i, count - i));
-    }
-  Floats d[W] = {};
-  for (int w = 0; w < W && call.d; ++w) d[w] = load(call.d + channel + w * kLanes, count - w * kLanes);
-  walk(call.states, span, channel, rows, width, channels, scratch.kept,
-       [&](int64_t token, Columns from, Columns to) INLINE_LAMBDA {
-         widen(static_cast<const T*>(call.b) + token * call.b_stride, scratch.writes, rows);
-         widen(static_cast<const T*>(call.c) + token * call.c_stride, scratch.reads, rows);
-         Floats steps[W], inputs[W], sums[W] = {};
-         for (int w = 0; w < W; ++w) {
-           const int64_t i = channel + w * kLanes, left = channels - i;
-           const Floats dt = load(call.dt + token * channels + i, left), value = load(x + token * call.x_stride + i, left);
-           steps[w] = dt * 1.44269504f;  // of 2^x
-           inputs[w] = dt * value;
-         }
-         for (int64_t n = 0; n < rows; ++n)
-           for (int w = 0; w < W; ++w) {
-             const int64_t i = w * kLanes;
-             const Floats decay = exp2(steps[w] * load(scratch.a + n * width + i));
-             const Floats before = load(from.at + n * from.stride + i, count - i);
-             const Floats state = fma(inputs[w], broadcast(scratch.writes[n]), before * decay);
-             sums[w] = fma(state, broadcast(scratch.reads[n]), sums[w]);
-             store(to.at + n * to.stride + i, state, count - i);
-           }
-         for (int w = 0; w < W; ++w) {
-           const int64_t i = channel + w * kLanes, left = channels - i;
-           store(out + token * channels + i, fma(d[w], load(x + token * call.x_stride + i, left), sums[w]), left);
-         }
-       });
-}
-
-template <class T>
 int selective_scan(const SelectiveScanCall& call) {
-  const int64_t width = kScanVectors * kLanes, strips = (call.channels + width - 1) / width;
-  const int64_t state_size = call.state_dim * call.channels;
-  T* const out = static_cast<T*>(call.out);
-  return for_spans(call.states, strips, state_size, out, call.channels, [&](Span span, int64_t strip) {
-    const ScanScratch scratch = ScanScratch::take(call.state_dim, width);
-    if ((strip + 1) * width <= call.channels) return scan_span<T, kScanVectors>(call, span, strip * width, scratch);
-    for (int64_t channel = strip * width; channel < call.channels; channel += kLanes)
-      scan_span<T, 1>(call, span, channel, scratch);
-  });
+  return for_spans(call.states, strips_of(call.channels), call.state_dim * call.channels, static_cast<T*>(call.out),
+                   call.channels, [&](Span span, int64_t strip) {
+                     SelectiveScan<T> scan(call);
+                     with_lanes(strip, call.channels,
+                                [&](auto lanes, int64_t channel) { scan.run(lanes, span, channel); });
+                   });
 }
 
 // ---- the causal convolution ----
@@ -100,30 +85,43 @@ class CausalConv {
 
   // The outputs of a span, and the inputs that come before its next token.
   void run(const Span& span, int64_t channel) const {
+    thread_local Scratch scratch;
+    scratch.reserve(Scratch::bytes_for<float>(call_.taps * kConvChannels));
+    float* const weight = scratch.take<float>(call_.taps * kConvChannels);
     const States& states = call_.states;
     const float* const read = span.read < 0 ? nullptr : states.state + span.read * states.slot_stride;
     const int64_t end = std::min(channel + kConvChannels, call_.channels);
+    for (int64_t tap = 0; tap < call_.taps; ++tap)
+      widen(weight_ + tap * call_.channels + channel, weight + tap * kConvChannels, end - channel);
     for (int64_t token = span.begin; token < span.end; ++token)
-      for (int64_t i = channel; i < end; i += kLanes) convolve(span, read, token, i, end - i);
+      for (int64_t i = channel; i < end; i += kLanes)
+        if (token - call_.taps + 1 >= span.begin)
+          convolve<true>(span, read, weight + i - channel, token, i, end - i);
+        else
+          convolve<false>(span, read, weight + i - channel, token, i, end - i);
     float* const written = states.state + span.written * states.slot_stride;
     for (int64_t tap = 0; tap + 1 < call_.taps; ++tap)  // ascending: what is read in place lies ahead
       for (int64_t i = channel; i < end; i += kLanes)
-        store(written + tap * call_.channels + i, input(span, read, span.end - call_.taps + 1 + tap, i, end - i), end - i);
+        store(written + tap * call_.channels + i,
+              input<false>(span, read, span.end - call_.taps + 1 + tap, i, end - i), end - i);
   }
 
  private:
-  // The input of some channels at a token, which may lie before the span.
+  // The input of some channels at a token, which may lie before the span unless it is known to lie inside.
+  template <bool Inside>
   INLINE Floats input(const Span& span, const float* read, int64_t token, int64_t channel, int64_t count) const {
-    if (token >= span.begin) return load(x_ + token * call_.x_stride + channel, count);
+    if (Inside || token >= span.begin) return load(x_ + token * call_.x_stride + channel, count);
     if (!read) return Floats{};
     return load(read + (token - span.begin + call_.taps - 1) * call_.channels + channel, count);
   }
 
-  INLINE void convolve(const Span& span, const float* read, int64_t token, int64_t channel, int64_t count) const {
+  template <bool Inside>
+  INLINE void convolve(const Span& span, const float* read, const float* weight, int64_t token, int64_t channel,
+                       int64_t count) const {
     Floats sum = bias_ ? load(bias_ + channel, count) : Floats{};
     for (int64_t tap = 0; tap < call_.taps; ++tap)
-      sum = fma(input(span, read, token - call_.taps + 1 + tap, channel, count),
-                load(weight_ + tap * call_.channels + channel, count), sum);
+      sum = fma(input<Inside>(span, read, token - call_.taps + 1 + tap, channel, count),
+                load(weight + tap * kConvChannels), sum);
     if (call_.silu) {
       sum = rounded_to<T>(sum);
       sum = sum / (1.0f + exp(-sum));
@@ -153,18 +151,22 @@ int linear_recurrence(const LinearRecurrenceCall& call) {
   const T* const x = static_cast<const T*>(call.x);
   const T* const decay = static_cast<const T*>(call.decay);
   T* const out = static_cast<T*>(call.out);
-  const int64_t channels = call.channels, strips = (channels + kLanes - 1) / kLanes;
-  return for_spans(call.states, strips, channels, out, channels, [&](Span span, int64_t strip) {
-    const int64_t channel = strip * kLanes, count = channels - channel;
+  const int64_t channels = call.channels;
+  const auto run = [&](auto lanes, const Span& span, int64_t channel) {
+    constexpr int W = lanes.kVectors;
     float* const slots = call.states.state + channel;
-    Floats state = {};
-    if (span.read >= 0) state = load(slots + span.read * call.states.slot_stride, count);
-    for (int64_t token = span.begin; token < span.end; ++token) {
-      state = fma(load(decay + token * call.decay_stride + channel, count), state,
-                  load(x + token * call.x_stride + channel, count));
-      store(out + token * channels + channel, state, count);
-    }
-    store(slots + span.written * call.states.slot_stride, state, count);
+    Floats state[W] = {};
+    for (int w = 0; w < W && span.read >= 0; ++w) state[w] = lanes.get(slots + span.read * call.states.slot_stride, w);
+    for (int64_t token = span.begin; token < span.end; ++token)
+      for (int w = 0; w < W; ++w) {
+        state[w] = fma(lanes.get(decay + token * call.decay_stride + channel, w), state[w],
+                       lanes.get(x + token * call.x_stride + channel, w));
+        lanes.put(out + token * channels + channel, w, state[w]);
+      }
+    for (int w = 0; w < W; ++w) lanes.put(slots + span.written * call.states.slot_stride, w, state[w]);
+  };
+  return for_spans(call.states, strips_of(channels), channels, out, channels, [&](Span span, int64_t strip) {
+    with_lanes(strip, channels, [&](auto lanes, int64_t channel) { run(lanes, span, channel); });
   });
 }
 

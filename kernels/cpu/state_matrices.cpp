@@ -1,192 +1,221 @@
 // Layers whose state is a matrix per head: the gated delta rule, and the state space of Mamba 2.
 //
-// A token multiplies the rows of the state by decays, adds the product of a column of keys and a row of values, and
-// reads a sum of the rows. Vectors lie along the rows, so that no sum crosses their lanes.
+// A token multiplies the rows of the state by decays, and adds the product of a column of keys and a row of values. What
+// it reads are sums of the rows by its keys or queries. Vectors lie along the rows, so that no sum crosses their lanes.
 
 #include "states.h"
 
 namespace {
 
-// Columns of a head that are computed together: W vectors, or one whose lanes from `count` on do not exist.
-template <int W, bool Whole>
-struct Lanes {
-  int64_t count;
-
-  template <class T>
-  INLINE Floats get(const T* row, int w) const {
-    return Whole ? load(row + w * kLanes) : load(row, count);
-  }
-
-  template <class T>
-  INLINE void put(T* row, int w, Floats v) const {
-    if (Whole)
-      store(row + w * kLanes, v);
-    else
-      store(row, v, count);
-  }
+// What is done to the rows of a state: each is multiplied with its decay, and gets `values` times its key.
+template <int W>
+struct Change {
+  const float* keys;
+  const float* decays;
+  int64_t decay_step;  // 1, or 0 if there is one for all rows
+  Floats values[W];
 };
 
-// Calls run(lanes, first column) for a strip of a head.
-template <class Run>
-INLINE void with_lanes(int64_t strip, int64_t size, const Run& run) {
-  const int64_t column = strip * kStripVectors * kLanes, count = size - column;
-  if (count >= kStripVectors * kLanes) return run(Lanes<kStripVectors, true>{}, column);
-  for (int64_t i = 0; i < count; i += kLanes) {
-    if (count - i >= kLanes)
-      run(Lanes<1, true>{}, column + i);
-    else
-      run(Lanes<1, false>{count - i}, column + i);
+// Rows that are fetched ahead of the one in work, where they come from memory.
+constexpr int64_t kAhead = 8;
+
+// Changes the rows of a state (if there is a change), and adds them up with the factors of each of `reads`. `fetched`:
+// they come from memory.
+template <int Reads, int W, bool Whole>
+INLINE void pass(const Lanes<W, Whole>& lanes, int64_t rows, Columns from, Columns to, bool fetched,
+                 const Change<W>* change, const float* const (&reads)[2], Floats (&sums)[2][W]) {
+  for (auto& sum : sums) std::fill_n(sum, W, Floats{});
+  for (int64_t i = 0; i < rows; ++i) {
+    // Loaded before the first store, which might change them for all that the compiler knows.
+    const Floats decay = change ? broadcast(change->decays[i * change->decay_step]) : Floats{};
+    const Floats key = change ? broadcast(change->keys[i]) : Floats{};
+    Floats factors[2], row[W];
+    for (int w = 0; w < W && fetched; ++w) __builtin_prefetch(from.at + (i + kAhead) * from.stride + w * kLanes);
+    for (int r = 0; r < Reads; ++r) factors[r] = broadcast(reads[r][i]);
+    for (int w = 0; w < W; ++w) row[w] = lanes.get(from.at + i * from.stride, w);
+    for (int w = 0; w < W; ++w) {
+      if (change) {
+        row[w] = fma(key, change->values[w], row[w] * decay);
+        lanes.put(to.at + i * to.stride, w, row[w]);
+      }
+      for (int r = 0; r < Reads; ++r) sums[r][w] = fma(factors[r], row[w], sums[r][w]);
+    }
   }
 }
-
-int64_t strips_of(int64_t size) { return (size + kStripVectors * kLanes - 1) / (kStripVectors * kLanes); }
-
-// What a token does to each row of a state. The arrays have lanes behind their ends.
-struct Factors {
-  float* key;           // what is added to a row, by values
-  float* decay;         // what the row is multiplied with before
-  float* decayed_key;   // key * decay
-  float* decayed_query;
-  float* kept;          // see `walk`
-
-  static Factors take(int64_t rows) {
-    thread_local Scratch scratch;
-    const int64_t padded = round_up(rows, kLanes), kept = rows * kStripVectors * kLanes;
-    scratch.reserve(4 * Scratch::bytes_for<float>(padded) + Scratch::bytes_for<float>(kept));
-    Factors factors;
-    for (float** array : {&factors.key, &factors.decay, &factors.decayed_key, &factors.decayed_query})
-      *array = scratch.take<float>(padded);
-    factors.kept = scratch.take<float>(kept);
-    return factors;
-  }
-};
 
 // ---- the gated delta rule ----
 
-// Fills the factors of a token and a head; returns the product of key and query.
-template <class T>
-float prepare(const DeltaRuleCall& call, const T* q, const T* k, const float* decay, const Factors& factors) {
-  const int64_t size = call.key_dim;
-  Floats queries = {}, keys = {}, products = {};
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const Floats query = load(q + i, size - i), key = load(k + i, size - i);
-    queries = fma(query, query, queries);
-    keys = fma(key, key, keys);
-    products = fma(query, key, products);
-  }
-  float query_scale = call.scale, key_scale = 1.0f;
-  if (call.normed) {
-    query_scale /= std::sqrt(sum_lanes(queries) + call.norm_eps);
-    key_scale /= std::sqrt(sum_lanes(keys) + call.norm_eps);
-  }
-  const Floats whole = exp(broadcast(decay[0]));
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const Floats kept = call.decays == 1 ? whole : exp(load(decay + i, size - i));
-    const Floats key = load(k + i, size - i) * key_scale, query = load(q + i, size - i) * query_scale;
-    store(factors.key + i, key);
-    store(factors.decay + i, kept);
-    store(factors.decayed_key + i, key * kept);
-    store(factors.decayed_query + i, query * kept);
-  }
-  return sum_lanes(products) * key_scale * query_scale;
-}
+// A token of one head. Scales of its query and key are applied to sums, not to the vectors.
+struct DeltaToken {
+  float *query, *key;                  // [rows]
+  float *decay;                        // [rows], or one
+  float *decayed_query, *decayed_key;  // [rows]; where all rows decay alike, the vectors as they are
+  float kept;                          // the decay of all rows; 1: the vectors hold it
+  float query_scale, key_scale, product;
 
-// change = (v - key S) beta, out = query S + (key query) change of the decayed state S, which then gets key * change.
-template <class T, int W, bool Whole>
-INLINE void delta_step(const Lanes<W, Whole>& lanes, const Factors& factors, int64_t rows, const T* v, float beta,
-                       float product, Columns from, Columns to, T* out) {
-  Floats seen[W] = {}, read[W] = {}, change[W];
-  for (int64_t i = 0; i < rows; ++i) {
-    const float* const row = from.at + i * from.stride;
-    const Floats key = broadcast(factors.decayed_key[i]), query = broadcast(factors.decayed_query[i]);
+  static DeltaToken take(Scratch& scratch, int64_t padded, bool by_row) {
+    DeltaToken token = {};
+    token.query = token.decayed_query = scratch.take<float>(padded);
+    token.key = token.decayed_key = scratch.take<float>(padded);
+    token.decay = scratch.take<float>(padded);
+    if (by_row) token.decayed_query = scratch.take<float>(padded), token.decayed_key = scratch.take<float>(padded);
+    return token;
+  }
+};
+
+template <class T>
+class DeltaRule {
+ public:
+  DeltaRule(const DeltaRuleCall& call, int64_t head) : call_(call), head_(head), rows_(call.key_dim) {
+    thread_local Scratch scratch;
+    const int64_t padded = round_up(rows_, kLanes), kept = rows_ * kStripColumns;
+    scratch.reserve(10 * Scratch::bytes_for<float>(padded) + Scratch::bytes_for<float>(kept));
+    for (DeltaToken& token : tokens_) token = DeltaToken::take(scratch, padded, by_row());
+    kept_ = scratch.take<float>(kept);
+  }
+
+  // The rows of the state are read once per token: they are changed by it, and added up for the next one.
+  template <int W, bool Whole>
+  void run(const Lanes<W, Whole>& lanes, const Span& span, int64_t column) {
+    const int64_t offset = (head_ * rows_) * call_.value_dim + column;
+    Floats sums[2][W];
+    const Change<W>* const none = nullptr;
+    walk(call_.states, span, offset, rows_, kStripColumns, call_.value_dim, kept_,
+         [&](int64_t number, Columns from, Columns to) INLINE_LAMBDA {
+           DeltaToken& token = tokens_[number % 2];
+           DeltaToken& next = tokens_[(number + 1) % 2];
+           if (number == span.begin) {
+             prepare(number, token);
+             pass<2>(lanes, rows_, from, from, true, none, {token.decayed_key, token.decayed_query}, sums);
+           }
+           Change<W> change = {token.key, token.decay, by_row(), {}};
+           finish(lanes, number, column, token, sums, change.values);
+           if (number + 1 < span.end) {
+             prepare(number + 1, next);
+             pass<2>(lanes, rows_, from, to, false, &change, {next.decayed_key, next.decayed_query}, sums);
+           } else {
+             pass<0>(lanes, rows_, from, to, false, &change, {}, sums);
+           }
+         });
+  }
+
+ private:
+  bool by_row() const { return call_.decays != 1; }
+
+  void prepare(int64_t number, DeltaToken& token) const {
+    const int64_t key_head = head_ * call_.key_heads / call_.value_heads;
+    const T* const q = static_cast<const T*>(call_.q) + number * call_.q_stride + key_head * rows_;
+    const T* const k = static_cast<const T*>(call_.k) + number * call_.k_stride + key_head * rows_;
+    const float* const decay = call_.decay + (number * call_.value_heads + head_) * call_.decays;
+    Floats queries = {}, keys = {}, products = {};
+    for (int64_t i = 0; i < rows_; i += kLanes) {
+      const Floats query = load(q + i, rows_ - i), key = load(k + i, rows_ - i);
+      queries = fma(query, query, queries);
+      keys = fma(key, key, keys);
+      products = fma(query, key, products);
+      store(token.query + i, query);
+      store(token.key + i, key);
+      if (!by_row()) continue;
+      const Floats kept = exp(load(decay + i, rows_ - i));
+      store(token.decay + i, kept);
+      store(token.decayed_query + i, query * kept);
+      store(token.decayed_key + i, key * kept);
+    }
+    token.kept = by_row() ? 1.0f : exp(broadcast(decay[0]))[0];
+    if (!by_row()) token.decay[0] = token.kept;
+    token.query_scale = call_.scale, token.key_scale = 1.0f;
+    if (call_.normed) {
+      token.query_scale /= std::sqrt(sum_lanes(queries) + call_.norm_eps);
+      token.key_scale /= std::sqrt(sum_lanes(keys) + call_.norm_eps);
+    }
+    token.product = sum_lanes(products) * token.key_scale * token.query_scale;
+  }
+
+  // The output, query S + (key query) change, and what the key is multiplied with: change = (v - key S) beta. S has
+  // decayed; its sums by key and query are given.
+  template <int W, bool Whole>
+  INLINE void finish(const Lanes<W, Whole>& lanes, int64_t number, int64_t column, const DeltaToken& token,
+                     const Floats (&sums)[2][W], Floats (&values)[W]) const {
+    const int64_t at = number * call_.value_heads + head_;
+    const T* const v = static_cast<const T*>(call_.v) + number * call_.v_stride + head_ * call_.value_dim + column;
+    T* const out = static_cast<T*>(call_.out) + at * call_.value_dim + column;
     for (int w = 0; w < W; ++w) {
-      const Floats state = lanes.get(row, w);
-      seen[w] = fma(key, state, seen[w]);
-      read[w] = fma(query, state, read[w]);
+      const Floats seen = sums[0][w] * (token.key_scale * token.kept);
+      const Floats change = (lanes.get(v, w) - seen) * call_.beta[at];
+      lanes.put(out, w, fma(broadcast(token.product), change, sums[1][w] * (token.query_scale * token.kept)));
+      values[w] = change * token.key_scale;
     }
   }
-  for (int w = 0; w < W; ++w) {
-    change[w] = (lanes.get(v, w) - seen[w]) * beta;
-    lanes.put(out, w, fma(broadcast(product), change[w], read[w]));
-  }
-  for (int64_t i = 0; i < rows; ++i) {
-    const Floats key = broadcast(factors.key[i]), decay = broadcast(factors.decay[i]);
-    for (int w = 0; w < W; ++w)
-      lanes.put(to.at + i * to.stride, w, fma(key, change[w], lanes.get(from.at + i * from.stride, w) * decay));
-  }
-}
+
+  const DeltaRuleCall& call_;
+  const int64_t head_, rows_;
+  DeltaToken tokens_[2];
+  float* kept_;  // see `walk`
+};
 
 template <class T>
 int gated_delta_rule(const DeltaRuleCall& call) {
-  const int64_t heads = call.value_heads, rows = call.key_dim, columns = call.value_dim, strips = strips_of(columns);
-  const T* const q = static_cast<const T*>(call.q);
-  const T* const k = static_cast<const T*>(call.k);
-  const T* const v = static_cast<const T*>(call.v);
-  T* const out = static_cast<T*>(call.out);
-  const int64_t state_size = heads * rows * columns;
-  return for_spans(call.states, heads * strips, state_size, out, heads * columns, [&](Span span, int64_t item) {
-    const int64_t head = item / strips, key_head = head * call.key_heads / heads;
-    const Factors factors = Factors::take(rows);
-    with_lanes(item % strips, columns, [&](auto lanes, int64_t column) {
-      walk(call.states, span, head * rows * columns + column, rows, kStripVectors * kLanes, columns, factors.kept,
-           [&](int64_t token, Columns from, Columns to) INLINE_LAMBDA {
-             const int64_t at = token * heads + head;
-             const float product = prepare(call, q + token * call.q_stride + key_head * rows,
-                                           k + token * call.k_stride + key_head * rows, call.decay + at * call.decays,
-                                           factors);
-             delta_step(lanes, factors, rows, v + token * call.v_stride + head * columns + column, call.beta[at],
-                        product, from, to, out + at * columns + column);
-           });
-    });
-  });
+  const int64_t heads = call.value_heads, columns = call.value_dim, strips = strips_of(columns);
+  return for_spans(call.states, heads * strips, heads * call.key_dim * columns, static_cast<T*>(call.out),
+                   heads * columns, [&](Span span, int64_t item) {
+                     DeltaRule<T> rule(call, item / strips);
+                     with_lanes(item % strips, columns,
+                                [&](auto lanes, int64_t column) { rule.run(lanes, span, column); });
+                   });
 }
 
 // ---- the state space of Mamba 2 ----
 
-// S = S decay + key x, out = query S + d x.
-template <class T, int W, bool Whole>
-INLINE void space_step(const Lanes<W, Whole>& lanes, const Factors& factors, int64_t rows, const T* x, float d,
-                       Columns from, Columns to, T* out) {
-  Floats values[W], read[W] = {};
-  for (int w = 0; w < W; ++w) values[w] = lanes.get(x, w);
-  const Floats decay = broadcast(factors.decay[0]);
-  for (int64_t i = 0; i < rows; ++i) {
-    const Floats key = broadcast(factors.key[i]), query = broadcast(factors.decayed_query[i]);
-    for (int w = 0; w < W; ++w) {
-      const Floats state = fma(key, values[w], lanes.get(from.at + i * from.stride, w) * decay);
-      read[w] = fma(query, state, read[w]);
-      lanes.put(to.at + i * to.stride, w, state);
-    }
+template <class T>
+class StateSpace {
+ public:
+  StateSpace(const StateSpaceCall& call, int64_t head) : call_(call), head_(head), rows_(call.state_dim) {
+    thread_local Scratch scratch;
+    const int64_t padded = round_up(rows_, kLanes), kept = rows_ * kStripColumns;
+    scratch.reserve(2 * Scratch::bytes_for<float>(padded) + Scratch::bytes_for<float>(kept));
+    write_ = scratch.take<float>(padded), read_ = scratch.take<float>(padded), kept_ = scratch.take<float>(kept);
   }
-  for (int w = 0; w < W; ++w) lanes.put(out, w, fma(broadcast(d), values[w], read[w]));
-}
+
+  template <int W, bool Whole>
+  void run(const Lanes<W, Whole>& lanes, const Span& span, int64_t column) {
+    const int64_t offset = head_ * rows_ * call_.head_dim + column, group = head_ * call_.groups / call_.heads * rows_;
+    float next = decay(span.begin);
+    walk(call_.states, span, offset, rows_, kStripColumns, call_.head_dim, kept_,
+         [&](int64_t token, Columns from, Columns to) INLINE_LAMBDA {
+           const float decayed = next;
+           if (token + 1 < span.end) next = decay(token + 1);  // early, for an exponential takes a while
+           widen(static_cast<const T*>(call_.b) + token * call_.b_stride + group, write_, rows_);
+           widen(static_cast<const T*>(call_.c) + token * call_.c_stride + group, read_, rows_);
+           const int64_t at = token * call_.heads + head_;
+           const T* const x = static_cast<const T*>(call_.x) + token * call_.x_stride + head_ * call_.head_dim + column;
+           T* const out = static_cast<T*>(call_.out) + at * call_.head_dim + column;
+           Change<W> change = {write_, &decayed, 0, {}};
+           for (int w = 0; w < W; ++w) change.values[w] = lanes.get(x, w) * call_.dt[at];
+           Floats sums[2][W];
+           pass<1>(lanes, rows_, from, to, token == span.begin, &change, {read_, nullptr}, sums);
+           const Floats d = broadcast(call_.d ? call_.d[head_] : 0.0f);
+           for (int w = 0; w < W; ++w) lanes.put(out, w, fma(d, lanes.get(x, w), sums[0][w]));
+         });
+  }
+
+ private:
+  float decay(int64_t token) const { return exp(broadcast(call_.dt[token * call_.heads + head_] * call_.a[head_]))[0]; }
+
+  const StateSpaceCall& call_;
+  const int64_t head_, rows_;
+  float *write_, *read_;  // b and c of a token
+  float* kept_;           // see `walk`
+};
 
 template <class T>
 int state_space(const StateSpaceCall& call) {
-  const int64_t heads = call.heads, rows = call.state_dim, columns = call.head_dim, strips = strips_of(columns);
-  const T* const x = static_cast<const T*>(call.x);
-  const T* const b = static_cast<const T*>(call.b);
-  const T* const c = static_cast<const T*>(call.c);
-  T* const out = static_cast<T*>(call.out);
-  const int64_t state_size = heads * rows * columns;
-  return for_spans(call.states, heads * strips, state_size, out, heads * columns, [&](Span span, int64_t item) {
-    const int64_t head = item / strips, group = head * call.groups / heads;
-    const Factors factors = Factors::take(rows);
-    with_lanes(item % strips, columns, [&](auto lanes, int64_t column) {
-      walk(call.states, span, head * rows * columns + column, rows, kStripVectors * kLanes, columns, factors.kept,
-           [&](int64_t token, Columns from, Columns to) INLINE_LAMBDA {
-             const int64_t at = token * heads + head;
-             const float dt = call.dt[at];
-             store(factors.decay, exp(broadcast(dt * call.a[head])));
-             for (int64_t i = 0; i < rows; i += kLanes) {
-               store(factors.key + i, load(b + token * call.b_stride + group * rows + i, rows - i) * dt);
-               store(factors.decayed_query + i, load(c + token * call.c_stride + group * rows + i, rows - i));
-             }
-             space_step(lanes, factors, rows, x + token * call.x_stride + head * columns + column,
-                        call.d ? call.d[head] : 0.0f, from, to, out + at * columns + column);
-           });
-    });
-  });
+  const int64_t heads = call.heads, columns = call.head_dim, strips = strips_of(columns);
+  return for_spans(call.states, heads * strips, heads * call.state_dim * columns, static_cast<T*>(call.out),
+                   heads * columns, [&](Span span, int64_t item) {
+                     StateSpace<T> space(call, item / strips);
+                     with_lanes(item % strips, columns,
+                                [&](auto lanes, int64_t column) { space.run(lanes, span, column); });
+                   });
 }
 
 }  // namespace

@@ -18,8 +18,9 @@ namespace {
 // Below this many elements of states and inputs a second thread costs more than it brings.
 constexpr int64_t kParallelStates = 1 << 14;
 
-// Vectors of a strip: 64 columns of AVX-512, whose state of 128 rows fits the first cache.
+// Vectors of a strip. Sums over them must fit the registers, and 128 rows of them the first cache.
 constexpr int kStripVectors = 4;
+constexpr int64_t kStripColumns = kStripVectors * kLanes;
 
 struct Span {
   int32_t begin, end;     // tokens
@@ -65,6 +66,47 @@ int for_spans(const States& states, int64_t strips, int64_t state_size, T* out, 
   });
   std::memset(static_cast<void*>(out + tokens * size), 0, size_t((states.num_tokens - tokens) * size) * sizeof(T));
   return 0;
+}
+
+// Columns (or channels) that are computed together: W vectors, or one whose lanes from `count` on do not exist.
+template <int W, bool Whole>
+struct Lanes {
+  static constexpr int kVectors = W;
+  int64_t count;
+
+  template <class T>
+  INLINE Floats get(const T* row, int w) const {
+    return Whole ? load(row + w * kLanes) : load(row, count);
+  }
+
+  template <class T>
+  INLINE void put(T* row, int w, Floats v) const {
+    if (Whole)
+      store(row + w * kLanes, v);
+    else
+      store(row, v, count);
+  }
+};
+
+int64_t strips_of(int64_t size) { return (size + kStripColumns - 1) / kStripColumns; }
+
+// Calls run(lanes, first column) for all columns of a strip.
+template <class Run>
+INLINE void with_lanes(int64_t strip, int64_t size, const Run& run) {
+  const int64_t begin = strip * kStripColumns, end = std::min(begin + kStripColumns, size);
+  if (end - begin == kStripColumns) return run(Lanes<kStripVectors, true>{}, begin);
+  for (int64_t column = begin; column < end; column += kLanes) {
+    if (end - column >= kLanes)
+      run(Lanes<1, true>{}, column);
+    else
+      run(Lanes<1, false>{end - column}, column);
+  }
+}
+
+// Copies numbers as float32, with zeros behind them.
+template <class T>
+INLINE void widen(const T* from, float* to, int64_t size) {
+  for (int64_t i = 0; i < size; i += kLanes) store(to + i, load(from + i, size - i));
 }
 
 // Some columns of a state: its rows lie `stride` apart.
