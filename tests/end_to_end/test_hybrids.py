@@ -76,7 +76,9 @@ def test_bits_with_cached_prefixes_in_a_batch_and_across_a_killed_worker(folder:
             )
             assert [result for result, _ in batch] == expected, "with cached prefixes"
             assert [cached for _, cached in alone] == [0, 32, 0, 0, 0]
-            assert [cached for _, cached in batch] == [64, 32, 0, 32, 16], "up to the last block of each prompt"
+            assert [cached for _, cached in batch] == [64, 32, 0, 32, 16], (
+                "up to the last block of each prompt"
+            )
             started = asyncio.Event()
             again = [
                 asyncio.create_task(generate(llm, prompt, f"again {i}", started))
