@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu import kernels as cpu_kernels
@@ -17,6 +18,9 @@ from pagewire.kernels.reference.states import StateKernels
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+as_they_are = torch._C.DisableTorchFunction
+"""A context in which no `TorchFunctionMode` sees PyTorch's functions; it would be called for `Tensor.stride`, too."""
 
 
 def implementation_for(*tensors: Tensor) -> Kernels:
@@ -47,8 +51,9 @@ def dispatched(method: Callable[Concatenate[Kernels, Arguments], Result]) -> Cal
 
     @functools.wraps(method)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        kernels = implementation_for(*_operands((*args, *kwargs.values())))
-        return getattr(kernels, name)(*args, **kwargs)  # type: ignore[no-any-return]
+        with as_they_are():
+            kernels = implementation_for(*_operands((*args, *kwargs.values())))
+            return getattr(kernels, name)(*args, **kwargs)  # type: ignore[no-any-return]
 
     return call
 
@@ -61,8 +66,9 @@ def dispatched_states(
 
     @functools.wraps(method)
     def call(first: Tensor, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        kernels = implementation_for(first).states
-        return getattr(kernels, name)(first, *args, **kwargs)  # type: ignore[no-any-return]
+        with as_they_are():
+            kernels = implementation_for(first).states
+            return getattr(kernels, name)(first, *args, **kwargs)  # type: ignore[no-any-return]
 
     return call
 

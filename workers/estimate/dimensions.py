@@ -54,12 +54,16 @@ class Dimensions:
 
     @classmethod
     def of(
-        cls, config: Mapping[str, Any], matrices: Iterable[Matrix], recurrent: Mapping[str, Shapes]
+        cls,
+        config: Mapping[str, Any],
+        matrices: Iterable[Matrix],
+        recurrent: Mapping[str, Shapes] | None = None,
     ) -> Dimensions:
         """The sizes in a configuration; those of keys and values by their own matrices where they have some.
 
-        recurrent: the modules that keep states, see `recurrent_modules`.
+        recurrent: the modules that keep states, see `recurrent_modules`; None: none do.
         """
+        recurrent = recurrent or {}
         text: Mapping[str, Any] = {**config, **(config.get("text_config") or {})}
         sizes = {field: _number(text, names) for field, names in NAMES.items()}
         del sizes["num_heads"]

@@ -152,7 +152,7 @@ def _mamba(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
     x, gate = module.in_proj(hidden_states)[0].chunk(2, -1)
     x = convolved(x, module.conv1d.weight.squeeze(1), module.conv1d.bias, module.activation)
     sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
-    dt, b, c = module.x_proj(x[None]).split(sizes, -1)
+    dt, b, c = torch.split(module.x_proj(x[None]), sizes, -1)
     if hasattr(module, "dt_layernorm"):
         dt, b, c = module.dt_layernorm(dt), module.b_layernorm(b), module.c_layernorm(c)
     y = scanned(x, module.dt_proj(dt)[0], module.A_log, b[0], c[0], module.D)
@@ -166,7 +166,7 @@ def _zamba(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
     heads = []
     for head, own in enumerate(x.chunk(module.n_mamba_heads, -1)):
         sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
-        dt, b, c = F.linear(own, module.x_proj_weight[head]).split(sizes, -1)
+        dt, b, c = torch.split(F.linear(own, module.x_proj_weight[head]), sizes, -1)
         dt = F.linear(dt, module.dt_proj_weight[head], module.dt_proj_bias[head])
         heads.append(scanned(own, dt, module.A_log[head], b, c, module.D[head]))
     return module.out_proj((torch.cat(heads, -1) * F.silu(gate))[None])  # type: ignore[no-any-return]
@@ -193,7 +193,7 @@ def _griffin(
     """Of RecurrentGemma: a convolution and a real-gated linear recurrent unit (RG-LRU)."""
     unit, conv = module.rg_lru, module.conv_1d
     x = convolved(module.linear_x(input_states)[0], conv.weight.squeeze(1), conv.bias)
-    own = x.unflatten(-1, (unit.num_attention_heads, -1))
+    own = x.view(len(x), unit.num_attention_heads, -1)
 
     def gate(weight: Tensor, bias: Tensor) -> Tensor:
         parts = [F.linear(own[:, head], weight[head].T, bias[head]) for head in range(own.shape[1])]

@@ -92,12 +92,12 @@ def results(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]
         starts = batch.query_start_loc[:-1].tolist()
         about_attention = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
         states = dry_states(lengths, slots)
-        about_states = (states.row_starts, states.spans)
-        uploaded = recorder.device.upload([ids, positions, *about_attention, *about_states])
-        ids, positions, query_start_loc, lens, table, kv_slots, *about_states = uploaded
+        of_states = (states.row_starts, states.spans)
+        uploaded = recorder.device.upload([ids, positions, *about_attention, *of_states])
+        ids, positions, query_start_loc, lens, table, kv_slots, row_starts, spans = uploaded
         longest = batch.max_query_len, batch.max_seq_len
         batch = AttentionBatch(query_start_loc, lens, table, kv_slots, *longest)
-        step = recorder.step(batch, positions, starts, StateBatch(*about_states))
+        step = recorder.step(batch, positions, starts, StateBatch(row_starts, spans))
         step.received = model.received(len(ids))
         hidden = model.hidden_states(ids, step)
         if not model.is_last:
