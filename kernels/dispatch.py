@@ -20,7 +20,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 as_they_are = torch._C.DisableTorchFunction
-"""A context in which no `TorchFunctionMode` sees PyTorch's functions; it would be called for `Tensor.stride`, too."""
+"""A context in which no `TorchFunctionMode` sees PyTorch's functions, of which `Tensor.stride` is one, too."""
 
 
 def implementation_for(*tensors: Tensor) -> Kernels:
