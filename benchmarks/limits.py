@@ -75,6 +75,9 @@ def probes() -> ctypes.CDLL:
     loaded.probe_multiply.argtypes = [ctypes.c_int64, ctypes.c_int32]
     loaded.probe_multiply.restype = ctypes.c_double
     loaded.probe_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
+    loaded.probe_change.argtypes = loaded.probe_read.argtypes
+    loaded.probe_float.argtypes = [ctypes.c_int64, ctypes.c_int32]
+    loaded.probe_float.restype = ctypes.c_double
     return loaded
 
 

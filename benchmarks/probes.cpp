@@ -1,4 +1,4 @@
-// What a processor can do at most: multiplying numbers that stay in its registers, and reading memory.
+// What a processor can do at most: multiplying numbers that stay in its registers, reading memory, and changing it.
 
 #include <atomic>
 #include <cstdint>
@@ -81,4 +81,34 @@ EXPORT uint32_t probe_read(const char* memory, int64_t bytes, int32_t num_thread
     for (int lane = 0; lane < kLanes; ++lane) total.fetch_xor(all[lane]);
   });
   return total.load();
+}
+
+// Vectors of float32 that are multiplied and added in registers: `rounds` on each thread, times their number of lanes.
+EXPORT double probe_float(int64_t rounds, int32_t num_threads) {
+  constexpr int kChains = 10;  // enough for their latency to be hidden, and few enough for 16 registers
+  std::atomic<int64_t> used{0};
+  parallel_for(num_threads, num_threads, [&](int64_t) {
+    Floats sums[kChains] = {}, factors[2] = {broadcast(1.0f), broadcast(0.5f)};
+    asm volatile("" : "+m"(factors));  // unknown to the compiler
+    const Floats a = factors[0], b = factors[1];
+    for (int64_t i = 0; i < rounds; ++i)
+#pragma GCC unroll 10
+      for (Floats& sum : sums) sum = fma(a, sum, b);
+    Floats total = {};
+    for (const Floats& sum : sums) total += sum;
+    used += int64_t(sum_lanes(total) != 0.0f);
+  });
+  return used.load() == -1 ? 0.0 : double(kChains) * kLanes * double(rounds) * num_threads;
+}
+
+// Reads and writes `count` numbers once.
+EXPORT void probe_change(float* memory, int64_t count, int32_t num_threads) {
+  constexpr int64_t kPiece = 1 << 15, kLead = 1 << 10;
+  parallel_for(count / kPiece, num_threads, [&](int64_t piece) {
+    float* const at = memory + piece * kPiece;
+    for (int64_t i = 0; i < kPiece; i += kLanes) {
+      __builtin_prefetch(at + i + kLead);
+      store(at + i, load(at + i) * 0.5f);
+    }
+  });
 }

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu import kernels as cpu_kernels
@@ -13,9 +14,13 @@ from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.data.paging import Cache
 from pagewire.kernels.reference.kernels import Kernels, reference
+from pagewire.kernels.reference.states import StateKernels
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+as_they_are = torch._C.DisableTorchFunction
+"""A context in which no `TorchFunctionMode` sees PyTorch's functions, of which `Tensor.stride` is one, too."""
 
 
 def implementation_for(*tensors: Tensor) -> Kernels:
@@ -46,8 +51,24 @@ def dispatched(method: Callable[Concatenate[Kernels, Arguments], Result]) -> Cal
 
     @functools.wraps(method)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        kernels = implementation_for(*_operands((*args, *kwargs.values())))
-        return getattr(kernels, name)(*args, **kwargs)  # type: ignore[no-any-return]
+        with as_they_are():
+            kernels = implementation_for(*_operands((*args, *kwargs.values())))
+            return getattr(kernels, name)(*args, **kwargs)  # type: ignore[no-any-return]
+
+    return call
+
+
+def dispatched_states(
+    method: Callable[Concatenate[StateKernels, Tensor, Arguments], Result],
+) -> Callable[Concatenate[Tensor, Arguments], Result]:
+    """A method of `StateKernels` as a function. Its first tensor decides: states and factors are float32 anyway."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(first: Tensor, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with as_they_are():
+            kernels = implementation_for(first).states
+            return getattr(kernels, name)(first, *args, **kwargs)  # type: ignore[no-any-return]
 
     return call
 

@@ -1,11 +1,12 @@
 """The kernels as functions: each calls the fastest implementation for its tensors.
 
-`Kernels` documents them. All raise NotImplementedError where the tensors' device is not
+`Kernels` and `StateKernels` document them. All raise NotImplementedError where the tensors' device is not
 served, see `dispatch.implementation_for`.
 """
 
-from pagewire.kernels.dispatch import dispatched
+from pagewire.kernels.dispatch import dispatched, dispatched_states
 from pagewire.kernels.reference.kernels import Kernels
+from pagewire.kernels.reference.states import StateKernels
 
 paged_attention = dispatched(Kernels.paged_attention)
 store_kv = dispatched(Kernels.store_kv)
@@ -24,3 +25,9 @@ add_gated = dispatched(Kernels.add_gated)
 largest = dispatched(Kernels.largest)
 only_allowed = dispatched(Kernels.only_allowed)
 fixed_point_probabilities = dispatched(Kernels.fixed_point_probabilities)
+
+causal_conv = dispatched_states(StateKernels.causal_conv)
+gated_delta_rule = dispatched_states(StateKernels.gated_delta_rule)
+state_space = dispatched_states(StateKernels.state_space)
+selective_scan = dispatched_states(StateKernels.selective_scan)
+linear_recurrence = dispatched_states(StateKernels.linear_recurrence)

@@ -170,6 +170,11 @@ def lines(found: ModelReport) -> Iterator[str]:
         f"KV cache  {sizes.kv_token_bytes / 1024:.1f} KiB a token; {amount(fit.kv_bytes)} for "
         f"{fit.kv_tokens:,} tokens, {fit.kv_tokens / fit.max_model_len:.1f} requests of {fit.max_model_len:,}"
     )
+    if fit.num_states:
+        yield (
+            f"states    {amount(sizes.state_bytes)} a sequence; {amount(fit.state_bytes)} for {fit.num_states:,} "
+            "state slots: of running sequences, and of prefixes that are kept"
+        )
     room = f"{amount(fit.available_bytes)} of {amount(fit.total_bytes)} are available"
     yield f"fits      yes: {room}" if fit.problem is None else f"fits      no: {fit.problem}; {room}"
     for remedy in found.remedies:

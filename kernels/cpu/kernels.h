@@ -244,6 +244,86 @@ struct AdaptCall {
 
 EXPORT void pagewire_adapt(const AdaptCall* call);
 
+// ---- state_matrices.cpp, state_channels.cpp: layers with states; kernels/reference/states.py says what they compute ----
+
+// The states of a layer, and which tokens change them; kernels/data/states.py says how.
+struct States {
+  float* state;               // [slots, ...], slots slot_stride apart
+  const int32_t* row_starts;  // [rows + 1]
+  const int32_t* spans;       // [spans, 4]
+  int64_t num_slots, slot_stride, num_rows, num_spans, num_tokens;
+  int32_t dtype, num_threads;  // dtype: of the tensors below that are void
+};
+
+// Strides count elements from token to token; other axes are contiguous, and so are tensors without a stride.
+struct DeltaRuleCall {
+  States states;       // [value_heads, key_dim, value_dim]
+  const void* q;       // [tokens, key_heads, key_dim]
+  const void* k;       // [tokens, key_heads, key_dim]
+  const void* v;       // [tokens, value_heads, value_dim]
+  const float* decay;  // [tokens, value_heads, decays]
+  const float* beta;   // [tokens, value_heads]
+  void* out;           // [tokens, value_heads, value_dim]
+  int64_t q_stride, k_stride, v_stride;
+  int64_t key_heads, key_dim, value_heads, value_dim;
+  int64_t decays;  // 1 or key_dim
+  float scale, norm_eps;
+  int32_t normed;
+};
+
+EXPORT int pagewire_gated_delta_rule(const DeltaRuleCall* call);
+
+struct StateSpaceCall {
+  States states;    // [heads, state_dim, head_dim]
+  const void* x;    // [tokens, heads, head_dim]
+  const float* dt;  // [tokens, heads]
+  const float* a;   // [heads]
+  const void* b;    // [tokens, groups, state_dim]
+  const void* c;    // [tokens, groups, state_dim]
+  const float* d;   // [heads] or null
+  void* out;        // [tokens, heads, head_dim]
+  int64_t x_stride, b_stride, c_stride;
+  int64_t heads, head_dim, groups, state_dim;
+};
+
+EXPORT int pagewire_state_space(const StateSpaceCall* call);
+
+struct SelectiveScanCall {
+  States states;    // [state_dim, channels]
+  const void* x;    // [tokens, channels]
+  const float* dt;  // [tokens, channels]
+  const float* a;   // [state_dim, channels]
+  const void* b;    // [tokens, state_dim]
+  const void* c;    // [tokens, state_dim]
+  const float* d;   // [channels] or null
+  void* out;        // [tokens, channels]
+  int64_t x_stride, b_stride, c_stride, channels, state_dim;
+};
+
+EXPORT int pagewire_selective_scan(const SelectiveScanCall* call);
+
+struct CausalConvCall {
+  States states;       // [taps - 1, channels]
+  const void* x;       // [tokens, channels]
+  const void* weight;  // [taps, channels]
+  const void* bias;    // [channels] or null
+  void* out;           // [tokens, channels]
+  int64_t x_stride, channels, taps;
+  int32_t silu;
+};
+
+EXPORT int pagewire_causal_conv(const CausalConvCall* call);
+
+struct LinearRecurrenceCall {
+  States states;      // [channels]
+  const void* x;      // [tokens, channels]
+  const void* decay;  // [tokens, channels]
+  void* out;          // [tokens, channels]
+  int64_t x_stride, decay_stride, channels;
+};
+
+EXPORT int pagewire_linear_recurrence(const LinearRecurrenceCall* call);
+
 // ---- stack.cpp: a stack of layers; kernels/data/layer.py says what they compute ----
 
 struct Norm {

@@ -14,6 +14,7 @@ from pagewire.kernels.cpu.library import choose
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
 from pagewire.kernels.cpu.quantised import PackedForm, QuantisedLinear
 from pagewire.kernels.cpu.stack import CompiledStack
+from pagewire.kernels.cpu.states import CpuStateKernels
 from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous, of_size
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.integers import Integers
@@ -35,6 +36,7 @@ class CpuKernels(Kernels):
 
     def __init__(self, isa: InstructionSet, library: ctypes.CDLL) -> None:
         self.isa, self._library = isa, library
+        self.states = CpuStateKernels(library)
 
     def paged_attention(
         self,

@@ -31,6 +31,7 @@ from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTer
 from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight
 from pagewire.kernels.reference import attention
 from pagewire.kernels.reference.quantised import UnpackedQuantisedLinear
+from pagewire.kernels.reference.states import StateKernels
 
 FRACTION_BITS = 44
 """Bits of the fraction in `Kernels.fixed_point_probabilities`."""
@@ -59,7 +60,10 @@ class Kernels:
     """The kernels of a device. A row's bits depend on the row alone, unless a method says otherwise.
 
     Norms, activations and rotations follow the rounding of the Hugging Face modules that they replace.
+    states: the kernels of recurrent layers.
     """
+
+    states: StateKernels = StateKernels()
 
     def paged_attention(
         self,

@@ -18,6 +18,7 @@ from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.weight import dense_weight
 from tests.kernels.cpu.test_quantised import SCHEMES, random_rows, random_weight
 from tests.kernels.instruction_sets import TESTED
+from tests.kernels.state_layers import state_batch, state_layers
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -73,6 +74,18 @@ def quantise_and_back(kernels: CpuKernels) -> None:
             assert torch.equal(kernels.dense(copy), made.dense())
 
 
+def run_layers_with_states(kernels: CpuKernels) -> None:
+    """Inputs of all tokens, and states."""
+    batch = state_batch([[(0, 3, -1, 0), (3, 4, 0, 1)], [(4, 5, 2, 2)]])
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for layer in state_layers(5, dtype):
+            state = torch.randn(3, *layer.state)
+            plain = layer.run(kernels.states, layer.inputs, state.clone(), batch)
+            assert torch.equal(
+                layer.run(kernels.states, [*map(guarded, layer.inputs)], guarded(state), batch), plain
+            )
+
+
 def main() -> None:
     """Run all of them on one instruction set."""
     isa = TESTED[sys.argv[1]]
@@ -81,6 +94,7 @@ def main() -> None:
     multiply_dense(kernels)
     multiply_quantised(kernels)
     quantise_and_back(kernels)
+    run_layers_with_states(kernels)
     print("done")
 
 

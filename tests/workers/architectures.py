@@ -79,7 +79,6 @@ ROUTED = {
 LATER_EXPERTS = ROUTED | {"n_shared_experts": 1, "first_k_dense_replace": 1}
 GPT2_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 WINDOWED = ["sliding_attention", "full_attention"]
-NO_CACHE = "layers of type"
 OWN_ATTENTION = "does not let its attention be replaced"
 GEMMA4 = {  # the last two layers read keys and values of earlier ones; heads of two sizes
     "num_hidden_layers": 5,
@@ -123,6 +122,106 @@ DBRX = {
     "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
     "ffn_config": {"ffn_hidden_size": 36, "moe_num_experts": 4, "moe_top_k": 2},
 }
+
+RECURRENT = ["linear_attention", "full_attention"]
+DELTA_RULE = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+KIMI_DELTA = {"linear_num_heads": 4, "linear_head_dim": 16, "mlp_layer_types": ["dense", "sparse"]}
+SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 32}
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+MAMBA = {  # states that matter more than those of a new model
+    "state_size": 4,
+    "time_step_min": 0.5,
+    "time_step_max": 2.0,
+    "initializer_range": 0.5,
+    "tie_word_embeddings": False,
+}
+NEMOTRON_H = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "moe_shared_expert_intermediate_size": 32,
+}
+ZAMBA = {  # layers share attention
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    "mamba_d_state": 4,
+    "n_mamba_heads": 2,
+    "mamba_dt_rank": 8,
+}
+ZAMBA2 = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 5,
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+    "num_mem_blocks": 2,
+    "mamba_headdim": 16,
+    "mamba_ngroups": 2,
+    "use_mem_rope": True,
+    "attention_head_dim": 32,
+    "adapter_rank": 8,
+}
+GRIFFIN = {
+    "block_types": ["recurrent", "attention"],
+    "lru_width": 64,
+    "attention_window_size": 7,
+    "w_init_variance_scale": 1.0,
+    "final_w_init_variance_scale": 2.0,
+    "tie_word_embeddings": False,
+}
+
+HYBRIDS = [
+    Architecture("bailing_hybrid", MLA | LATER_EXPERTS | KIMI_DELTA | {"layer_types": RECURRENT}),
+    Architecture("bamba", GROUPED | MAMBA2 | {"attn_layer_indices": [1]}),
+    Architecture("falcon_h1", GROUPED | MAMBA2 | {"mamba_d_ssm": 128}),
+    Architecture("falcon_mamba", MAMBA),
+    Architecture(
+        "granitemoehybrid",
+        GROUPED | MAMBA2 | {"num_local_experts": 4, "layer_types": RECURRENT, "shared_intermediate_size": 32},
+    ),
+    Architecture(
+        "jamba",
+        GROUPED
+        | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 8}
+        | {"num_experts": 4},
+    ),
+    Architecture("kimi_linear", MLA | LATER_EXPERTS | KIMI_DELTA | {"layer_types": RECURRENT}),
+    Architecture("lfm2", GROUPED | {"layer_types": ["conv", "full_attention"]}),
+    Architecture(
+        "lfm2_moe", GROUPED | EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
+    ),
+    Architecture("lfm3", GROUPED | {"layer_types": ["conv", "full_attention"]}),
+    Architecture("mamba", MAMBA),
+    Architecture(
+        "mamba2",
+        {"state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 2, "expand": 2, "chunk_size": 8},
+    ),
+    Architecture("minimax", GROUPED | {"num_local_experts": 4, "layer_types": RECURRENT, "block_size": 8}),
+    Architecture("nemotron_h", GROUPED | ROUTED | NEMOTRON_H),
+    Architecture("olmo_hybrid", GROUPED | DELTA_RULE | {"layer_types": RECURRENT}),
+    Architecture("qwen3_5_text", GROUPED | DELTA_RULE | {"layer_types": RECURRENT}),
+    Architecture("qwen3_5_moe_text", GROUPED | SHARED_EXPERT | DELTA_RULE | {"layer_types": RECURRENT}),
+    Architecture("qwen3_next", GROUPED | SHARED_EXPERT | DELTA_RULE | {"layer_types": RECURRENT}),
+    Architecture("recurrent_gemma", GROUPED | GRIFFIN),
+    Architecture("zamba", ZAMBA),
+    Architecture("zamba2", MAMBA2 | ZAMBA2),
+]
+"""Models whose layers keep states."""
 
 ARCHITECTURES = [
     Architecture("afmoe", GROUPED | EXPERTS | {"sliding_window": 7}),
@@ -219,14 +318,14 @@ ARCHITECTURES = [
     Architecture(
         "mpt", {"hidden_size": 96, "num_attention_heads": 6, "n_layers": 2, "max_seq_len": 128}
     ),  # heads that are no power of 2
-    # Refused: no KV cache that could be paged, or attention that cannot be replaced.
+    *HYBRIDS,
+    # Refused: attention or states that cannot be replaced.
     Architecture(
         "phimoe with a window",
         GROUPED | {"num_local_experts": 4, "sliding_window": 7},
         "sliding window",
         model_type="phimoe",
     ),
-    Architecture("bamba", GROUPED | {"attn_layer_indices": [1]}, NO_CACHE),
     Architecture("deepseek_v4", INDEXED | LATER_EXPERTS, "heavily_compressed_attention"),
     Architecture("cpmant", {"dim_head": 16, "dim_ff": 96}, OWN_ATTENTION),
     Architecture("hrm_text", GROUPED, "calls attention 8 times"),
@@ -237,19 +336,8 @@ ARCHITECTURES = [
     ),
     Architecture("diffllama", GROUPED, "calls attention 2 times"),
     Architecture("doge", GROUPED, "mask or bias"),
-    Architecture(
-        "jamba", GROUPED | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}, NO_CACHE
-    ),
-    Architecture("lfm2", GROUPED | {"layer_types": ["conv", "full_attention"]}, NO_CACHE),
-    Architecture("mamba", {"state_size": 4}, NO_CACHE),
-    Architecture(
-        "minimax",
-        GROUPED | {"num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
-        NO_CACHE,
-    ),
-    Architecture(
-        "qwen3_next", GROUPED | EXPERTS | {"layer_types": ["linear_attention", "full_attention"]}, NO_CACHE
-    ),
+    Architecture("rwkv", {}, OWN_ATTENTION),
+    Architecture("zaya", GROUPED, "does not let its layers of type hybrid be replaced"),
 ]
 
 SERVED = {architecture.name: architecture for architecture in ARCHITECTURES if architecture.refused is None}

@@ -50,6 +50,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     computed: int = 0
     num_blocks: int = 0
+    state: int = -1
     logprobs: list[object] = field(default_factory=list)
     prompt_logprobs: list[LogprobRows] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -58,6 +59,13 @@ class Request:
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    def advance(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Where a row keeps its states: in the slot that it reads, or of several tokens in the request's other."""
+        if self.state < 0 or num_tokens > 1:
+            self.state = 2 * self.slot + (self.state == 2 * self.slot)
+        ends = {self.computed + num_tokens // 2, self.computed + num_tokens} - {self.computed}
+        return [(end, self.state) for end in sorted(ends)]
 
     def take(self, result: RowResult) -> None:
         """Keep the result of a row."""
@@ -132,7 +140,10 @@ class Driver:
             known = max(0, min(s.computed + n, len(s.prompt) - 1) - s.computed) if asked else 0
             last = s.computed + n == s.length
             media = s.content.embeddings(s.computed, s.computed + n)
-            rows.append(Row(s.slot, s.computed, n, blocks, [], int(last), known, media=media))
+            row = Row(s.slot, s.computed, n, blocks, [], int(last), known, media=media)
+            if self.runner.num_states:
+                row.state, row.states = s.state, s.advance(n)
+            rows.append(row)
             scheduled.append(s)
         return rows, scheduled
 

@@ -36,6 +36,8 @@ def transformers_tokens(
 def greedy_tokens(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     """What the `generate` of transformers' model, or of PEFT's around it, gives past any end of sequence."""
     model.generation_config.eos_token_id = None
+    # The module of RecurrentGemma keeps states of the prompt before, which a prompt of one token goes on from.
+    use_cache = model.config.model_type != "recurrent_gemma"
     ids = torch.tensor([prompt])
     found = model.generate(
         input_ids=ids,
@@ -43,6 +45,7 @@ def greedy_tokens(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
         do_sample=False,
         max_new_tokens=num_tokens,
         pad_token_id=0,
+        use_cache=use_cache,
     )
     return found[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 

@@ -50,6 +50,8 @@ def run(
         max_num_seqs=8,
         max_num_batched_tokens=setting.budget,
         depth=setting.depth,
+        num_states=runner.num_states,
+        checkpoint_tokens=2 * BLOCK_SIZE,
     )
     scheduler = Scheduler(config)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.workers.architectures import ARCHITECTURES, COMMON, GEMMA4, VOCAB_SIZE, WINDOWED
+from tests.workers.architectures import ARCHITECTURES, COMMON, GEMMA4, RECURRENT, VOCAB_SIZE, WINDOWED
 
 SIZES: dict[str, Any] = COMMON | {
     **dict.fromkeys(("d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size"), 64),
@@ -40,7 +40,6 @@ SIZES: dict[str, Any] = COMMON | {
 }
 SPECIAL = ("image", "video", "audio", "vision", "boi", "eoi", "boa", "eoa")
 """Beginnings of the names of tokens that stand for media; they are the vocabulary's last ones."""
-HYBRID = ["linear_attention", "hybrid"]
 MROPE = (
     "qwen2_vl_text",
     "qwen2_5_vl_text",
@@ -78,10 +77,10 @@ OTHERS: dict[str, dict[str, Any]] = {  # what the names do not tell
     "longcat_flash": {"head_dim": 8, "num_key_value_heads": 4, "num_layers": 2, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+    "qwen3_5_moe_text": {"layer_types": RECURRENT},
+    "qwen3_5_text": {"layer_types": RECURRENT},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (32, 32), "axial_pos_shape": (8, 16)},
     "xlm": {"n_words": VOCAB_SIZE, "emb_dim": 64},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": HYBRID * 2},
-    "zamba2": {"layers_block_type": HYBRID},
     "zaya": {"num_experts_per_tok": 1},
 }
 KNOWN = {architecture.name: architecture for architecture in reversed(ARCHITECTURES)}

@@ -29,7 +29,7 @@ from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
 from pagewire.ipc.wire.worker_messages import Masks, StepPlan
 from pagewire.workers.run.runner import Runner
 from tests.engine_core.schedule.simulation import Forced, drafting
-from tests.workers.architectures import VOCAB_SIZE
+from tests.workers.architectures import SERVED, VOCAB_SIZE
 from tests.workers.driver import load_runner
 from tests.workers.peft_adapters import LIMITS, AdaptedRunner
 from tests.workers.random_adapters import write
@@ -129,6 +129,7 @@ class Way:
     budget: int = 64
     num_blocks: int = 320
     share_prefixes: bool = True
+    num_states: int = 48
 
 
 WAYS = (
@@ -171,7 +172,11 @@ def generate(
     runner: Runner, way: Way, speculation: Speculation, adapter: Adapter | None = None
 ) -> dict[tuple[int, int], Output]:
     """The outputs by key and index. adapter: of the requests that may have one."""
-    config = SchedulerConfig(way.num_blocks, 4, MAX_MODEL_LEN, 32, way.budget, "fcfs", way.depth)
+    config = SchedulerConfig(
+        *(way.num_blocks, 4, MAX_MODEL_LEN, 32, way.budget, "fcfs", way.depth),
+        num_states=min(runner.num_states, way.num_states),
+        checkpoint_tokens=8,
+    )
     scheduler = Scheduler(config, speculation)
     outputs: dict[tuple[int, int], Output] = {}
     for group in requests(way):
@@ -255,6 +260,13 @@ def tiny(llama: Path) -> Runner:
 
 
 @pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """A runner of a model with gated delta rules beside attention."""
+    folder = SERVED["qwen3_5_text"].write(tmp_path_factory.mktemp("hybrid"))
+    return load_runner(folder, max_num_seqs=32, num_blocks=320)[0]
+
+
+@pytest.fixture(scope="module")
 def expected(tiny: Runner) -> dict[tuple[int, int], Output]:
     """Every request alone, one step at a time, without drafts and without shared prefixes."""
     way = Way("alone", depth=1, together=0, share_prefixes=False)
@@ -295,3 +307,18 @@ def test_drafts_change_nothing_beside_adapters(
     for (key, index), output in outputs.items():
         assert output.content == alone[key % len(PARAMS), index].content, list(PARAMS)[key % len(PARAMS)]
     assert sum(output.num_accepted for output in outputs.values()) > 2
+
+
+@pytest.mark.parametrize("way", [*WAYS[::2], Way("few states", num_states=5)], ids=lambda way: way.name)
+def test_drafts_change_nothing_where_layers_keep_states(hybrid: Runner, way: Way) -> None:
+    alone = Way("alone", depth=1, together=0, share_prefixes=False)
+    expected = generate(hybrid, alone, NoSpeculation())
+    num_drafts = num_accepted = 0
+    for speculation in (Adversary(), drafting("ngram", seed=3)):
+        outputs = generate(hybrid, way, speculation)
+        for (key, index), output in outputs.items():
+            name = list(PARAMS)[key % len(PARAMS)]
+            assert output.content == expected[key % len(PARAMS), index].content, name
+        num_drafts += sum(output.num_drafts for output in outputs.values())
+        num_accepted += sum(output.num_accepted for output in outputs.values())
+    assert num_drafts > 8 and num_accepted > 2

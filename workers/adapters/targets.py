@@ -199,6 +199,10 @@ class Targets:
         for name, child in list(module.named_children()):
             full = f"{prefix}{name}"
             if isinstance(child, LinearModule):
+                if isinstance(child.product, Adapted):
+                    raise LoadError(
+                        f"enable_lora: several layers of this model share {full}, for which adapters are not served"
+                    )
                 child.product = self._adapted(full, child.product)
             elif type(child) in (*EMBEDDINGS, DividedEmbedding) and not self.embedding:
                 setattr(module, name, self._adapted_embedding(full.removeprefix(self.prefix), child))

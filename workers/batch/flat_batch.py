@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pagewire.ipc.wire.worker_messages import Row
 from pagewire.kernels.data.paging import AttentionBatch
+from pagewire.kernels.data.states import StateBatch
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.module.overlay import Overlay, overlay_of
 
@@ -70,6 +71,8 @@ class Batch:
     """The samples that have adapters; None: none has."""
     overlay: Overlay | None = None
     """Embeddings that rows bring; None if none does."""
+    states: StateBatch | None = None
+    """The state slots that rows read and write; None if the model's layers keep no states."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -79,12 +82,14 @@ class Batch:
         about_tokens = (self.input_ids, self.positions, self.sample_indices, self.sample_slots)
         token_types = () if self.token_types is None else (self.token_types,)
         embeddings = () if self.overlay is None else (self.overlay.places, self.overlay.rows)
-        return (*about_tokens, *about_attention, *token_types, *embeddings)
+        states = () if self.states is None else (self.states.row_starts, self.states.spans)
+        return (*about_tokens, *about_attention, *token_types, *states, *embeddings)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
         """A copy with other `tensors`, such as their copies on the device."""
         input_ids, positions, sample_indices, sample_slots, starts, lens, table, kv_slots, *others = tensors
         token_types = None if self.token_types is None else others.pop(0)
+        states = None if self.states is None else StateBatch(others.pop(0), others.pop(0))
         attention = replace(
             self.attention, query_start_loc=starts, seq_lens=lens, block_table=table, slot_mapping=kv_slots
         )
@@ -96,6 +101,7 @@ class Batch:
             sample_slots=sample_slots,
             attention=attention,
             token_types=token_types,
+            states=states,
             overlay=Overlay(*others) if others else None,
         )
 
@@ -158,6 +164,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
         adapters=AdapterOrder.of(np.repeat(adapters, lengths)) if adapters.any() else None,
         sample_adapters=AdapterOrder.of(adapters[sample_rows]) if adapters.any() else None,
         overlay=overlay_of(rows, places),
+        states=_states(rows, places) if rows[0].states else None,
     )
 
 
@@ -171,6 +178,19 @@ def _samples(
     sample_rows = [i for i, row in enumerate(rows) for _ in range(row.num_samples)]
     num_later = [n for row in rows for n in range(row.num_samples)[::-1]]
     return sample_rows, ends[sample_rows] - 1 - np.array(num_later, np.int64)
+
+
+def _states(rows: Sequence[Row], places: Sequence[int]) -> StateBatch:
+    """The state slots that rows read and write. places: of each row's first token in the batch."""
+    starts, spans = [0], list[tuple[int, int, int, int]]()
+    for row, place in zip(rows, places, strict=True):
+        first, read = place, row.state
+        for end, written in row.states:
+            last = place + end - row.start
+            spans.append((first, last, read, written))
+            first, read = last, written
+        starts.append(len(spans))
+    return StateBatch(torch.tensor(starts, dtype=torch.int32), torch.tensor(spans, dtype=torch.int32))
 
 
 def _token_types(rows: Sequence[Row], slots: Slots, positions: NDArray[np.int64]) -> Tensor | None:

@@ -1,9 +1,10 @@
-"""The size of the KV cache."""
+"""The sizes of the KV cache and of the memory for states."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.errors import LoadError
@@ -12,6 +13,14 @@ GIB = 1 << 30
 DEFAULT_KV_GIB = 4.0
 LOGIT_CHUNK = 1 << 24  # logits computed at a time for prompt log probabilities
 OTHER_BYTES = 256 << 20  # memory of a step beside its logits
+MIN_STATES = 3  # a running sequence's, a copy of it while drafts are verified, and a checkpoint
+
+
+class CacheSize(NamedTuple):
+    """The numbers of KV blocks, which take no memory if no layer attends, and of state slots."""
+
+    num_blocks: int
+    num_states: int
 
 
 def step_bytes(config: WorkerConfig, vocab_size: int) -> int:
@@ -61,9 +70,44 @@ def num_kv_blocks(config: WorkerConfig, max_model_len: int, block_bytes: int, bu
     return min(fitting, per_request * config.max_num_seqs)
 
 
+def cache_size(
+    config: WorkerConfig, max_model_len: int, block_bytes: int, state_bytes: int, budget: int
+) -> CacheSize:
+    """How many KV blocks and state slots `budget` bytes hold: see `num_kv_blocks` for blocks alone.
+
+    Each running sequence has a state slot, or two where tokens are proposed for it. Of what is left, blocks and
+    checkpoints of states take about equal halves: so a checkpoint costs what the keys and values of its span cost.
+
+    block_bytes: 0 if no layer attends. state_bytes: of a slot; 0 if no layer keeps states.
+
+    Raises:
+        LoadError: they do not hold a single request of `max_model_len`.
+    """
+    if not state_bytes:
+        return CacheSize(num_kv_blocks(config, max_model_len, block_bytes, budget), 0)
+    per_request = -(-max_model_len // config.block_size)
+    num_live = config.max_num_seqs * (1 if config.speculative is None else 2)
+    if config.num_blocks is None and MIN_STATES * state_bytes > budget - per_request * block_bytes:
+        raise LoadError(
+            f"a request of max_model_len {max_model_len} needs {per_request * block_bytes / GIB:.2f} GiB of KV "
+            f"memory and {MIN_STATES} state slots of {state_bytes / GIB:.3f} GiB, but there are "
+            f"{budget / GIB:.2f} GiB: lower max_model_len, or give more KV memory"
+        )
+    if not block_bytes:  # blocks keep the names of prefixes: as many again as sequences can have at a time
+        num_blocks = config.num_blocks or 2 * per_request * config.max_num_seqs
+        return CacheSize(num_blocks, max(MIN_STATES, min(budget // state_bytes, num_live + num_blocks)))
+    half = max((budget - num_live * state_bytes) // 2, per_request * block_bytes)
+    num_blocks = num_kv_blocks(config, max_model_len, block_bytes, half)
+    num_checkpoints = max(config.max_num_seqs, -(-num_blocks * block_bytes // state_bytes))
+    num_states = num_live + min(num_blocks, num_checkpoints)
+    if config.num_blocks is None:
+        num_states = min(num_states, (budget - num_blocks * block_bytes) // state_bytes)
+    return CacheSize(num_blocks, num_states)
+
+
 def ledger(memory: Mapping[str, int]) -> str:
     """The use of memory by `Runner.memory`, as a line for the log."""
-    parts = {name: memory.get(name, 0) for name in ("weights", "kv_cache", "activations", "graphs")}
-    parts["rest"] = max(0, memory["process"] - parts["weights"] - parts["kv_cache"] - parts["graphs"])
+    parts = {name: memory.get(name, 0) for name in ("weights", "kv_cache", "states", "activations", "graphs")}
+    parts["rest"] = max(0, memory["process"] - sum(parts.values()) + parts["activations"])
     taken = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in parts.items() if size)
     return f"{taken} of {memory['total'] / GIB:.2f} GiB"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagewire.workers.estimate.inventory import Matrix
+from pagewire.workers.estimate.states import Shapes, state_bytes
 from pagewire.workers.module.structure import DEFAULT_POSITIONS, MAX_POSITIONS
 
 NAMES = {
@@ -23,6 +24,9 @@ NAMES = {
         "top_k_experts",
     ),
 }
+KV_NAMES = tuple(
+    f".{name}{suffix}" for name in ("k_proj", "v_proj", "kv_b_proj") for suffix in ("", ".weight")
+)
 
 
 @dataclass(frozen=True)
@@ -47,25 +51,37 @@ class Dimensions:
     """Numbers that a token adds to the keys of indexers, in all layers; they have the model's own dtype."""
     rotary_elements: int
     """Numbers of the rotary tables for a position."""
+    state_bytes: int
+    """Of the states that all layers keep of a sequence, whatever its length."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], matrices: Iterable[Matrix]) -> Dimensions:
-        """The sizes in a configuration; those of keys and values by their own matrices where they have some."""
+    def of(
+        cls,
+        config: Mapping[str, Any],
+        matrices: Iterable[Matrix],
+        recurrent: Mapping[str, Shapes] | None = None,
+    ) -> Dimensions:
+        """The sizes in a configuration; those of keys and values by their own matrices where they have some.
+
+        recurrent: the modules that keep states, see `recurrent_modules`; None: none do.
+        """
+        recurrent = recurrent or {}
         text: Mapping[str, Any] = {**config, **(config.get("text_config") or {})}
         sizes = {field: _number(text, names) for field, names in NAMES.items()}
         del sizes["num_heads"]
         head_dim = _head_dim(text)
         architectures = config.get("architectures") or text.get("architectures") or []
         model_type = str(text.get("model_type") or config.get("model_type") or "")
-        kv_rows = sum(
-            m.rows
-            for m in matrices
-            if m.name.endswith((".k_proj", ".k_proj.weight", ".v_proj", ".v_proj.weight"))
-        )
+        kv = {m.name.removesuffix(".weight"): m.rows for m in matrices if m.name.endswith(KV_NAMES)}
+        kv = {name: rows for name, rows in kv.items() if name.rpartition(".")[0] not in recurrent}
+        kv_rows = sum(rows for name, rows in kv.items() if not name.endswith("kv_b_proj"))
+        num_attending = _num_attending(text, kv) if recurrent else sizes["num_layers"]
         others = _other_layers(text)
-        kv_elements, kv_scales = _kv_of_layers(text, sizes["num_layers"], others)
+        kv_elements, kv_scales = _kv_of_layers(text, num_attending, others)
         if kv_rows and not (others or _num_without(text)):
-            kv_elements, kv_scales = kv_rows, kv_rows // max(1, head_dim)
+            num_stored = len({name.rpartition(".")[0] for name in kv}) if recurrent else 1
+            kv_elements = kv_rows * (num_attending if recurrent else 1) // num_stored
+            kv_scales = kv_elements // max(1, head_dim)
         sizes["max_positions"] = sizes["max_positions"] or DEFAULT_POSITIONS
         return cls(
             architecture=str(architectures[0]) if architectures else model_type,
@@ -76,9 +92,20 @@ class Dimensions:
             kv_scales=kv_scales,
             index_elements=_num_indexers(text, sizes["num_layers"]) * _number(text, ("index_head_dim",)),
             rotary_elements=2
-            * (_number(text, ("qk_rope_head_dim",)) or sum({head_dim, *map(_head_dim, others.values())})),
+            * (_number(text, ("qk_rope_head_dim",)) or sum({head_dim, *map(_head_dim, others.values())}))
+            * (num_attending > 0),
+            state_bytes=state_bytes(recurrent, text),
             **sizes,
         )
+
+
+def _num_attending(text: Mapping[str, Any], kv: Iterable[str]) -> int:
+    """The number of layers that attend in a model with states. kv: the names of matrices of keys and values.
+
+    Those of Zamba share attention, whose weights are in the first of them.
+    """
+    kinds = text.get("layers_block_type") or text.get("layer_types") or ()
+    return max(len({name.rpartition(".")[0] for name in kv}), list(kinds).count("hybrid"))
 
 
 def _other_layers(text: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
@@ -95,7 +122,9 @@ def _other_layers(text: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
 
 def _head_dim(text: Mapping[str, Any]) -> int:
     num_heads = max(1, _number(text, NAMES["num_heads"]))
-    return _number(text, ("head_dim",)) or _number(text, NAMES["hidden_size"]) // num_heads
+    return (
+        _number(text, ("head_dim", "attention_head_dim")) or _number(text, NAMES["hidden_size"]) // num_heads
+    )
 
 
 def _kv_of_layers(

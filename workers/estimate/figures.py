@@ -21,6 +21,7 @@ from pagewire.workers.checkpoint.headers import DTYPES, Headers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.dimensions import Dimensions
 from pagewire.workers.estimate.inventory import Matrix, Part, matrices
+from pagewire.workers.estimate.states import recurrent_modules
 from pagewire.workers.module.structure import has_stack_structure
 from pagewire.workers.ranks.shares import stage_layers
 
@@ -77,6 +78,8 @@ class Footprint:
     """Taken beside the weights while they are loaded and proven."""
     kv_token_bytes: int
     """That a token takes in the KV cache."""
+    state_bytes: int
+    """That the states of all layers take, for a sequence of any length."""
     position_bytes: int
     """That each position up to max_model_len takes, in tables of rotary angles."""
     drafter: Footprint | None = None
@@ -126,7 +129,7 @@ def footprint(
     """
     try:
         found = list(matrices(headers.tensors, headers.config, headers.foreign))
-        dimensions = Dimensions.of(headers.config, found)
+        dimensions = Dimensions.of(headers.config, found, recurrent_modules(headers.tensors))
     except LoadError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -155,6 +158,7 @@ def footprint(
         kv_token_bytes=dimensions.kv_elements * kv_item
         + dimensions.index_elements * KV_ITEM_BYTES[own]
         + dimensions.kv_scales * KV_SCALE_BYTES.get(kv_dtype, 0),
+        state_bytes=dimensions.state_bytes,
         position_bytes=dimensions.rotary_elements * ITEM_BYTES[own],
     )
 
@@ -192,7 +196,10 @@ def of_rank(whole: Footprint, parallel: Parallel, undivided: Sequence[Part] = ()
     ]
     kv_share = min(1.0, -(-whole.kv_heads // size) / whole.kv_heads)
     return replace(
-        whole, parts=parts, kv_token_bytes=int(math.ceil(whole.kv_token_bytes * layers) * kv_share)
+        whole,
+        parts=parts,
+        kv_token_bytes=int(math.ceil(whole.kv_token_bytes * layers) * kv_share),
+        state_bytes=math.ceil(whole.state_bytes * layers),
     )
 
 

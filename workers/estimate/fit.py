@@ -12,7 +12,7 @@ from pagewire.ipc.wire.model_figures import ModelFigures
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.checkpoint.headers import Headers, read_headers
 from pagewire.workers.checkpoint.mtp_layers import divided
-from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks, step_bytes
+from pagewire.workers.device.kv_size import GIB, MIN_STATES, CacheSize, cache_size, kv_budget, step_bytes
 from pagewire.workers.errors import MemoryShortageError
 from pagewire.workers.estimate.figures import Footprint, footprint, of_rank
 from pagewire.workers.estimate.inventory import Part
@@ -44,17 +44,21 @@ class Fit:
     """The most that a step takes for activations and logits."""
     max_model_len: int
     kv_request_bytes: int
-    """KV cache of a request of max_model_len tokens."""
+    """KV cache of a request of max_model_len tokens, with its states."""
     kv_bytes: int
     """The size of the KV cache; what would fit, if that is too little for a request."""
     kv_tokens: int
+    num_states: int
+    """State slots; 0 if no layer keeps states."""
+    state_bytes: int
+    """Of all of them."""
     problem: str | None
     """Why the model cannot run here."""
 
     @property
     def resident_bytes(self) -> int:
         """Of the worker's process when the KV cache is full, between steps."""
-        return self.base_bytes + self.weight_bytes + self.table_bytes + self.kv_bytes
+        return self.base_bytes + self.weight_bytes + self.table_bytes + self.kv_bytes + self.state_bytes
 
 
 def kept_bytes(config: WorkerConfig, isa: str) -> int | None:
@@ -97,9 +101,12 @@ def fit(sizes: Footprint, config: WorkerConfig, total: int, available: int, kept
     steps = step_bytes(config, max(1, dimensions.vocab_size))
     left = available - base - weights - tables
     budget = max(0, kv_budget(config, max(0, left), steps) - spare)
-    block_bytes = max(1, kv_token_bytes * config.block_size)
-    request_bytes = -(-max_model_len // config.block_size) * block_bytes
-    blocks = budget // block_bytes if config.num_blocks is None else config.num_blocks
+    block_bytes, state_bytes = kv_token_bytes * config.block_size, sizes.state_bytes
+    block_bytes = block_bytes or int(not state_bytes)
+    least_states = MIN_STATES * state_bytes
+    request_bytes = -(-max_model_len // config.block_size) * block_bytes + least_states
+    room = budget if config.num_blocks is None else config.num_blocks * block_bytes + least_states
+    size = CacheSize(room // max(1, block_bytes), 0)
     problem = None
     if left < loading:
         whose = "its weights" if drafter is None else "its weights and the drafter's"
@@ -107,13 +114,13 @@ def fit(sizes: Footprint, config: WorkerConfig, total: int, available: int, kept
             f"{whose} take {amount(weights)} of memory, loading them {amount(loading)} "
             f"more, and the worker itself {amount(base)}"
         )
-    elif blocks * block_bytes < request_bytes or left < request_bytes:
+    elif room < request_bytes or left < request_bytes:
         problem = (
             f"a request of max_model_len {max_model_len} takes {amount(request_bytes)} of KV cache, for which "
             f"{amount(min(budget, left))} are left beside {amount(weights)} of weights"
         )
     else:
-        blocks = num_kv_blocks(config, max_model_len, block_bytes, budget)
+        size = cache_size(config, max_model_len, block_bytes, state_bytes, budget)
     return Fit(
         total_bytes=total,
         available_bytes=available,
@@ -125,8 +132,10 @@ def fit(sizes: Footprint, config: WorkerConfig, total: int, available: int, kept
         step_bytes=steps,
         max_model_len=max_model_len,
         kv_request_bytes=request_bytes,
-        kv_bytes=blocks * block_bytes,
-        kv_tokens=blocks * config.block_size,
+        kv_bytes=size.num_blocks * block_bytes,
+        kv_tokens=size.num_blocks * config.block_size,
+        num_states=size.num_states,
+        state_bytes=size.num_states * state_bytes,
         problem=problem,
     )
 
@@ -247,6 +256,7 @@ def summary(sizes: Footprint) -> str:
         f"{figures.bits:.1f} bits ({sizes.quantization or 'not quantised'}); {amount(figures.weight_bytes)} "
         f"packed for {sizes.isa}, layers {layers}; a token reads {amount(figures.token_read_bytes)} and adds "
         f"{figures.kv_token_bytes / 1024:.1f} KiB to the KV cache"
+        + (f"; a sequence has {amount(sizes.state_bytes)} of states" if sizes.state_bytes else "")
     )
 
 

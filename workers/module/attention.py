@@ -1,4 +1,4 @@
-"""Runs the attention of a Hugging Face module on the paged KV cache.
+"""Runs the attention of a Hugging Face module on the paged KV cache, and its recurrences on state slots.
 
 `attend` is registered in transformers' `AttentionInterface` under `NAME`. It takes the step's metadata from
 `current_step`, so a module need not hand anything down to its layers.
@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.data.states import StateBatch
 from pagewire.kernels.ops import paged_attention, store_kv
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.caches import PAGE, KVShape, Pages
 from pagewire.workers.module.indexed import IndexedTokens
 from pagewire.workers.module.overlay import Overlay
+from pagewire.workers.module.states import RecordedStates, StateShape, StepStates
 
 NAME = "pagewire"
 
@@ -61,6 +63,7 @@ class StepContext(RowsContext):
         token_types: int64 [T], 1 in the second texts of pairs; None: all 0.
         starts: the index in the batch of each request's first token, for a model that runs prompt by prompt.
         received: hidden states [T, H] of the stage before, which are overwritten; None where the model begins.
+        states: of a model whose layers keep some; None: of another.
     """
 
     __slots__ = (
@@ -73,6 +76,7 @@ class StepContext(RowsContext):
         "positions",
         "received",
         "starts",
+        "states",
         "token_types",
     )
 
@@ -88,10 +92,12 @@ class StepContext(RowsContext):
         token_types: Tensor | None = None,
         starts: Sequence[int] = (),
         received: Tensor | None = None,
+        states: StepStates | None = None,
     ) -> None:
         super().__init__(adapters)
         self.batch, self.positions, self.caches, self.first_layer = batch, positions, caches, first_layer
         self.overlay, self.token_types, self.starts, self.received = overlay, token_types, starts, received
+        self.states = states
         self.pages: Pages | None = None
         self._num_pages = 0
 
@@ -119,6 +125,16 @@ class StepContext(RowsContext):
         In a model that encodes all, or those of a window to each side that has the query's own in it.
         """
         return 0 if self.pages is None else LogitTerms.two_sided(window).future
+
+    def hand_on(
+        self, shape: StateShape, values: Tensor, kernel: Callable[[Tensor, StateBatch], Tensor]
+    ) -> Tensor:
+        """Run a kernel that hands a state of this shape from token to token; returns a tensor like values [T, ...].
+
+        kernel: takes the states float32 [num_states, *shape] and the slots that rows read and write.
+        """
+        assert self.states is not None, "the model's layers keep states"
+        return kernel(self.states.take(shape), self.states.batch)
 
     def attend(
         self,
@@ -193,7 +209,7 @@ class AttentionCalls:
 
 @dataclass
 class DryRunRecorder:
-    """Records a dry run: its calls of attention, and what each layer has of the KV cache.
+    """Records a dry run: its calls of attention, what each layer has of the KV cache, and the states of all layers.
 
     sources: the layer whose keys and values each layer reads; as a rule itself.
     """
@@ -201,23 +217,40 @@ class DryRunRecorder:
     num_blocks: int
     block_size: int
     device: Device
+    num_states: int = 0
     calls: AttentionCalls = field(default_factory=AttentionCalls)
     sources: dict[int, int] = field(default_factory=dict)
     caches: dict[int, Cache] = field(default_factory=dict)
+    states: RecordedStates = field(init=False)
 
-    def step(self, batch: AttentionBatch, positions: Tensor, starts: Sequence[int] = ()) -> StepContext:
-        """The context of a step that is recorded here; positions, starts: see `StepContext`."""
+    def __post_init__(self) -> None:
+        self.states = RecordedStates(self.num_states, self.device)
+
+    def step(
+        self,
+        batch: AttentionBatch,
+        positions: Tensor,
+        starts: Sequence[int] = (),
+        states: StateBatch | None = None,
+    ) -> StepContext:
+        """The context of a step that is recorded here; positions, starts: see `StepContext`.
+
+        states: the slots that its rows read and write; None: its layers may keep no states.
+        """
         self.calls.num_steps += 1
-        return _RecordingContext(batch, positions, starts, self)
+        return _RecordingContext(batch, positions, starts, self, states)
 
-    def kv_shapes(self) -> list[KVShape]:
-        """The shape of each layer's cache, from the first layer on. One that never attends has the first one's."""
-        first, last = min(self.calls.shapes), max(self.calls.shapes)
+    def kv_shapes(self, first_layer: int) -> list[KVShape]:
+        """The shape of each layer's cache, from this layer on; empty if none attends.
+
+        One that never attends has that of the first one that does.
+        """
+        attending = self.calls.shapes
         shapes = []
-        for layer in range(first, last + 1):
-            shape = self.calls.shapes.get(layer, self.calls.shapes[first])
-            source = self.sources.get(layer, layer if layer in self.calls.shapes else first)
-            shapes.append(replace(shape, source=None if source == layer else source - first))
+        for layer in range(first_layer, max(attending, default=first_layer - 1) + 1):
+            source = self.sources.get(layer, layer if layer in attending else min(attending))
+            shape = attending.get(layer, attending[source])
+            shapes.append(replace(shape, source=None if source == layer else source - first_layer))
         return shapes
 
 
@@ -225,9 +258,15 @@ class _RecordingContext(StepContext):
     __slots__ = ("_keys", "recorder")
 
     def __init__(
-        self, batch: AttentionBatch, positions: Tensor, starts: Sequence[int], recorder: DryRunRecorder
+        self,
+        batch: AttentionBatch,
+        positions: Tensor,
+        starts: Sequence[int],
+        recorder: DryRunRecorder,
+        states: StateBatch | None,
     ) -> None:
-        super().__init__(batch, positions, recorder.caches, starts=starts)  # type: ignore[arg-type]
+        own = None if states is None else recorder.states.step(states)
+        super().__init__(batch, positions, recorder.caches, starts=starts, states=own)  # type: ignore[arg-type]
         self.recorder = recorder
         self._keys: dict[tuple[object, ...], tuple[int, Tensor, Tensor]] = {}
 

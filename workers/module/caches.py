@@ -88,14 +88,12 @@ def allocate_caches(
 
     scales: of these layers, and maybe of later ones; empty for 1.
     """
-    caches: list[Cache] = []
-    for place, shape in enumerate(shapes):
-        if shape.source is not None:
-            caches.append(caches[shape.source])
-        else:
-            own = scales[place] if scales else UNSCALED
-            caches.append(shape.allocate(num_blocks, block_size, device, own))
-    return caches
+    own = {
+        place: shape.allocate(num_blocks, block_size, device, scales[place] if scales else UNSCALED)
+        for place, shape in enumerate(shapes)
+        if shape.source is None
+    }
+    return [own[place if shape.source is None else shape.source] for place, shape in enumerate(shapes)]
 
 
 def memory_of(caches: Sequence[Cache]) -> list[Tensor]:

@@ -167,6 +167,9 @@ def layer_configs(config: Any) -> Sequence[Any]:
 
 
 def head_dims(config: Any) -> set[int]:
-    """The sizes of the attention heads in a model's layers."""
+    """The sizes of the attention heads in a model's layers; empty if the model has none."""
     layers = layer_configs(config)
-    return {getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads for own in layers}
+    sizes = (
+        (own, getattr(own, "head_dim", None), getattr(own, "num_attention_heads", None)) for own in layers
+    )
+    return {head_dim or own.hidden_size // heads for own, head_dim, heads in sizes if head_dim or heads}

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from pagewire.workers.module import recurrences
 from pagewire.workers.module.attention import current_step, is_in_step
 from pagewire.workers.module.indexed import IndexedTokens, index_tokens
+from pagewire.workers.module.recurrences import replace_functions
 
 
 @cache
@@ -42,6 +44,8 @@ def own_slopes(module: Any, num_heads: int, device: torch.device) -> Tensor:
 def replace_methods(causal: Any) -> None:
     """Replace the methods of a module and of those within it that `METHODS` has."""
     needs_no_mask = False
+    replace_functions(causal)
+    share_blocks(causal)
     for module in list(causal.modules()):
         if (found := METHODS.get(type(module).__name__)) is not None:
             name, ours = found
@@ -56,6 +60,15 @@ def replace_methods(causal: Any) -> None:
         causal._can_set_attn_implementation = lambda: True
         if getattr(causal.config, "alibi", False):
             causal.set_attn_implementation("sdpa")  # Falcon's eager attention adds its bias twice
+
+
+def share_blocks(causal: Any) -> None:
+    """Make one module of the blocks in a module's layers that have the same weights, as Zamba's do."""
+    first: dict[int, nn.Module] = {}
+    for layer in list(causal.modules()):
+        for name in ("shared_transf", "shared_transformer"):
+            if (block := getattr(layer, name, None)) is not None:
+                setattr(layer, name, first.setdefault(id(next(block.parameters())), block))
 
 
 def _in_steps(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,6 +145,12 @@ def _falcon(
     return module.dense(mixed.flatten(2)), None
 
 
+def _zamba_attention(module: Any, hidden_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    """Of Zamba and Zamba2, whose layers share attention, and tell it their numbers."""
+    module.layer_idx = layer_idx
+    return type(module).forward(module, hidden_states, layer_idx, *args, **kwargs)
+
+
 def _dbrx_expert(module: Any, x: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
     """An expert of DBRX by calls of `F.linear`, which can be batch-invariant as `Tensor.matmul` cannot."""
     return F.linear(module.activation_fn(F.linear(x, w1)) * F.linear(x, v1), w2.T)
@@ -173,5 +192,8 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "GlmMoeDsaAttention": ("forward", _without_mask),
     "GlmMoeDsaIndexer": ("forward", _indexer(PAIRS)),
     "MptAttention": ("forward", _mpt),
+    "Zamba2Attention": ("forward", _zamba_attention),
+    "ZambaAttention": ("forward", _zamba_attention),
+    **recurrences.METHODS,
 }
 """By the class of a module: the name of its method, and ours in its place."""

@@ -22,6 +22,8 @@ SHARED_SETTINGS = {
     "num_kv_shared_layers": "keys and values of earlier layers",
     "hidden_size_per_layer_input": "embeddings of their own",
     "cross_attention_layers": "pictures",
+    "n_mamba_heads": "the embeddings of tokens",  # of Zamba
+    "num_mem_blocks": "the embeddings of tokens",  # of Zamba2
 }
 """Settings of models whose layers need more than hidden states."""
 
@@ -121,9 +123,9 @@ class AbsentLayer(nn.Module):
             if not name.startswith("_"):
                 setattr(self, name, value)
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, None]:
         """Its input, in a tuple as some layers return: no layer reads what others return beside it."""
-        return (args[0] if args else kwargs["hidden_states"],)
+        return (args[0] if args else kwargs["hidden_states"]), None
 
 
 class AbsentEmbedding(nn.Module):

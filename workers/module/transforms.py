@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pagewire.kernels.data.joining import joined
 from pagewire.kernels.data.reduced import Reduced
 from pagewire.kernels.data.weight import DENSE
+from pagewire.kernels.dispatch import as_they_are
 from pagewire.kernels.linear import Linear, Weight, dense
 from pagewire.kernels.ops import rms_norm
 from pagewire.workers.errors import LoadError
@@ -41,7 +42,8 @@ class LinearModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] to [..., out_features]."""
-        return self.product(x)
+        with as_they_are():
+            return self.product(x)
 
 
 def pack_linears(module: nn.Module, weights: Weights, device: torch.device) -> None:
@@ -148,6 +150,8 @@ def norm_kernel(module: nn.Module) -> RMSNorm | None:
     if "RMSNorm" not in type(module).__name__ or weight is None or weight.dim() != 1 or eps is None:
         return None
     if len(list(module.parameters())) != 1 or not isinstance(eps, float):
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:  # a gate as well
         return None
     x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
     expected = module(x)

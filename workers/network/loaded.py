@@ -12,6 +12,7 @@ from pagewire.kernels.data.paging import Cache, KVScales
 from pagewire.workers.device.interface import Device
 from pagewire.workers.module.caches import KVShape, allocate_caches
 from pagewire.workers.module.shards import Cut
+from pagewire.workers.module.states import StateShape
 from pagewire.workers.network.model import Model
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.pooler import Pooler
@@ -37,7 +38,9 @@ class Phases:
 class LoadedModel:
     """A model that has passed the proof (`proof.py`), with its properties.
 
-    kv_shapes: of each layer; empty for an encoder. kv_scales: of each layer of the whole model; empty for 1.
+    kv_shapes: of each layer; empty if none attends to earlier tokens. kv_scales: of each layer of the whole model;
+        empty for 1.
+    state_shapes: of the states of all layers, in the order in which layers ask for them.
     short_length: see `transforms.short_length`. pooler: of a model that pools; None: it generates.
     cuts: how parameters are divided over the ranks, by name; what is not there, every rank has as a whole.
     """
@@ -51,6 +54,7 @@ class LoadedModel:
     kv_shapes: list[KVShape]
     kv_scales: list[KVScales]
     weight_bytes: int
+    state_shapes: list[StateShape] = field(default_factory=list)
     short_length: int = 0
     pooler: Pooler | None = None
     cuts: dict[str, Cut] = field(default_factory=dict)

@@ -28,7 +28,6 @@ from pagewire.workers.checkpoint.kv_scales import kv_scales
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError
 from pagewire.workers.module import attention
-from pagewire.workers.module.caches import KVShape
 from pagewire.workers.module.configuration import (
     end_of_sequence,
     head_dims,
@@ -39,6 +38,7 @@ from pagewire.workers.module.configuration import (
 from pagewire.workers.module.experts import pack_experts
 from pagewire.workers.module.latent import LatentHeads, absorb_latents
 from pagewire.workers.module.parallel_layers import fit_modules
+from pagewire.workers.module.recurrences import lay_taps
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.shards import Shards
 from pagewire.workers.module.stage_cut import CutBase, check_cuts
@@ -69,7 +69,13 @@ from pagewire.workers.network.pooler import Pooler
 from pagewire.workers.network.pooling_heads import load_dense, load_head
 from pagewire.workers.network.pooling_info import max_length, max_prompt, module_class, pooling_info, spec_of
 from pagewire.workers.network.pooling_spec import PoolingSpec
-from pagewire.workers.network.proof import check_config, check_scores, prove
+from pagewire.workers.network.proof import (
+    MemoryShapes,
+    check_config,
+    check_scores,
+    permitted_difference,
+    prove,
+)
 from pagewire.workers.network.reference import DryRun, Expected
 from pagewire.workers.network.sharded_state import ShardedState
 from pagewire.workers.ranks.agreement import all_have, own_turn
@@ -183,7 +189,8 @@ def load_model(
         max_model_len=settings.max_len,
         short_length=run.short_length,
         eos_token_id=end_of_sequence(config),
-        kv_shapes=[replace(shape, dtype=settings.kv_dtype) for shape in shapes],
+        kv_shapes=[replace(shape, dtype=settings.kv_dtype) for shape in shapes.kv],
+        state_shapes=shapes.states,
         kv_scales=settings.scales,
         weight_bytes=num_bytes,
         pooler=None
@@ -326,10 +333,11 @@ class Transformation:
     _head: ModuleHead | None = None
     _path: str = field(init=False)
     _base: Any = field(init=False)
+    _dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
         module = self.weights.causal
-        self._path = base_path(module)
+        self._path, self._dtype = base_path(module), module.dtype  # its logits may be of another one
         self._base = without_picture_layers(module.get_submodule(self._path))
         self._arithmetic = arithmetic(self.device.batch_invariant)
         attention.register()
@@ -356,8 +364,8 @@ class Transformation:
         behind = self._head or self.scores
         return None if behind is None else behind.module
 
-    def proven_model(self) -> tuple[Model, list[KVShape]]:
-        """The model with a network, if that is possible, else with the module's own forward; and its KV shapes.
+    def proven_model(self) -> tuple[Model, MemoryShapes]:
+        """The model with a network, if that is possible, else with the module's own forward; and its shapes.
 
         Raises:
             LoadError: the proof fails.
@@ -409,8 +417,8 @@ class Transformation:
         for name, _ in list(behind.named_children()):
             setattr(behind, name, nn.Identity())
 
-    def _proven(self, base: Network | ModuleBase) -> tuple[Model, list[KVShape]]:
-        """A model with this base, and the KV shapes of its layers.
+    def _proven(self, base: Network | ModuleBase) -> tuple[Model, MemoryShapes]:
+        """A model with this base, and the shapes of what its layers keep.
 
         Raises:
             LoadError: the proof fails.
@@ -423,11 +431,20 @@ class Transformation:
             head, output = self._head.shortened(device.torch_device)
         first = position_offset(self._base) if self._encodes else 0
         model = Model(base, head, self._path, output, self.stage, self._encodes, first)
-        results, schemes = self.expected.results, self.weights.schemes
-        shapes = prove(model, config, self.run, results, schemes, self.max_model_len, device, self.collective)
+        permitted = permitted_difference(self._dtype, self.weights.schemes)
+        shapes = prove(
+            model,
+            config,
+            self.run,
+            self.expected.results,
+            permitted,
+            self.max_model_len,
+            device,
+            self.collective,
+        )
         if self.scores is not None:
             assert self.spec is not None
-            check_scores(self.scores, self.spec, self.expected, schemes, device)
+            check_scores(self.scores, self.spec, self.expected, permitted, device)
         return model, shapes
 
 
@@ -444,6 +461,7 @@ def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.dev
     pack_linears(module, weights, device)
     weights.fill(module)
     module.to(device)
+    lay_taps(module)
     replace_norms(module)
 
 

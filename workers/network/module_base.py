@@ -182,10 +182,16 @@ class ModuleScores:
 
 
 class BaseStub(nn.Module):
-    """Stands in for a base model, and returns the hidden states that it is given."""
+    """Stands in for a base model, and returns the hidden states that it is given.
+
+    base: whose numbers it keeps, for some causal modules read a factor of their logits there.
+    """
 
     def __init__(self, base: Any) -> None:
         super().__init__()
+        for name, value in vars(base).items():
+            if type(value) in (int, float):
+                setattr(self, name, value)
         self.vocabulary_mapping = getattr(base, "vocabulary_mapping", None)
         """Which tokens are parts of pictures: Chameleon's head gives them no chance."""
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.paging import AttentionBatch
+from pagewire.kernels.data.states import StateBatch
 from pagewire.kernels.data.weight import Scheme
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
@@ -25,6 +26,7 @@ from pagewire.workers.module.attention import AttentionCalls, DryRunRecorder
 from pagewire.workers.module.caches import KVShape
 from pagewire.workers.module.configuration import layer_configs
 from pagewire.workers.module.refusals import refuse
+from pagewire.workers.module.states import StateShape
 from pagewire.workers.module.text_base import picture_layers
 from pagewire.workers.module.transforms import tolerance
 from pagewire.workers.network.model import Model
@@ -38,21 +40,37 @@ logger = logging.getLogger("pagewire.worker")
 BLOCK = 16
 REQUEST_FACTOR = 3  # in a request of a few tokens, one that goes to other experts weighs as much more
 ROUNDED = 0.15  # permitted difference of logits where activations are rounded
-SERVED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 INDEXED = {"axk2", "deepseek_v32", "glm_moe_dsa"}
 """Model types whose indexers are served (`workers/module/indexed.py`)."""
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "hybrid"}
+"""Types of layers that attend."""
+STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
+"""Types of layers that keep states."""
+FEED_FORWARD_LAYERS = {"mlp", "moe"}
+NUM_STATES = 2 * len(LENGTHS)
+"""State slots of a dry run: a request reads one of its two, and writes the other."""
+
+
+class MemoryShapes(NamedTuple):
+    """The shapes of what a model's layers keep of a sequence."""
+
+    kv: list[KVShape]
+    """Of each layer."""
+    states: list[StateShape]
+    """Of each state, in the order in which layers ask for them; empty if they keep none."""
 
 
 def check_config(config: Any) -> None:
     """Refuse a model that its configuration shows to be unsupported.
 
     Raises:
-        LoadError: an encoder-decoder, or layers that are not attention over a KV cache.
+        LoadError: an encoder-decoder, or layers that are neither attention over a KV cache nor recurrent.
     """
     text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise refuse(config, "it is an encoder-decoder model")
-    other = set(getattr(text, "layer_types", None) or ()) - SERVED_LAYERS
+    served = ATTENTION_LAYERS | STATE_LAYERS | FEED_FORWARD_LAYERS
+    other = set(getattr(text, "layer_types", None) or ()) - served
     if getattr(text, "index_topk", None) is not None:
         other.add("indexed_attention")
     if text.model_type in INDEXED:
@@ -68,6 +86,7 @@ def results(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]
     steps.
     """
     done = [0] * len(run.token_ids)
+    slots = [-1] * len(run.token_ids)
     parts: list[list[Tensor]] = [[] for _ in run.token_ids]
     for lengths in run.chunks:
         places = [torch.arange(d, d + n) for d, n in zip(done, lengths, strict=True)]
@@ -78,16 +97,18 @@ def results(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]
         batch = model.laid_out(dry_batch(places, done), positions)
         starts = batch.query_start_loc[:-1].tolist()
         about_attention = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
-        uploaded = recorder.device.upload([ids, positions, *about_attention])
-        ids, positions, query_start_loc, lens, table, kv_slots = uploaded
+        states = dry_states(lengths, slots)
+        of_states = (states.row_starts, states.spans)
+        uploaded = recorder.device.upload([ids, positions, *about_attention, *of_states])
+        ids, positions, query_start_loc, lens, table, kv_slots, row_starts, spans = uploaded
         longest = batch.max_query_len, batch.max_seq_len
         batch = AttentionBatch(query_start_loc, lens, table, kv_slots, *longest)
-        step = recorder.step(batch, positions, starts)
+        step = recorder.step(batch, positions, starts, StateBatch(row_starts, spans))
         step.received = model.received(len(ids))
-        states = model.hidden_states(ids, step)
+        hidden = model.hidden_states(ids, step)
         if not model.is_last:
             continue
-        rows = (states if model.head is None else model.logits(states)).cpu()
+        rows = (hidden if model.head is None else model.logits(hidden)).cpu()
         for part, own in zip(parts, torch.split(rows, list(lengths)), strict=True):
             part.append(own)
     return [torch.cat(part) for part in parts if part]
@@ -109,28 +130,45 @@ def dry_batch(places: list[Tensor], seq_lens: list[int]) -> AttentionBatch:
     )
 
 
+def dry_states(lengths: Sequence[int], slots: list[int]) -> StateBatch:
+    """The state slots of a step of these numbers of tokens.
+
+    A row of several tokens keeps the states in its middle, too, in the slot that it writes again at its end.
+
+    slots: that each request reads; changed to those that it reads in the next step.
+    """
+    starts, spans, first = [0], list[list[int]](), 0
+    for request, length in enumerate(lengths):
+        read, written = slots[request], 2 * request + (slots[request] == 2 * request)
+        for end in sorted({first + length // 2, first + length} - {first}):
+            spans.append([first, end, read, written])
+            first, read = end, written
+        slots[request] = read
+        starts.append(len(spans))
+    return StateBatch(torch.tensor(starts, dtype=torch.int32), torch.tensor(spans, dtype=torch.int32))
+
+
 def prove(
     model: Model,
     config: Any,
     run: DryRun,
     expected: Sequence[Tensor],
-    schemes: Iterable[Scheme],
+    permitted: float,
     max_model_len: int,
     device: Device,
     collective: Collective,
-) -> list[KVShape]:
+) -> MemoryShapes:
     """Run the transformed model and compare its logits, or its hidden states if it pools.
 
-    Returns the KV shape of each layer; none if the model encodes.
+    Returns the shapes of what its layers keep; there are none if the model encodes.
 
-    expected: of the original module, with dequantised weights. schemes: of the weights, which say how much the
-    rounding of activations may cost.
+    expected: of the original module, with dequantised weights. permitted: see `permitted_difference`.
 
     Raises:
         LoadError: the architecture is not supported; the text says why. If all ranks of the group raise it, it is a
             `DisprovenError`.
     """
-    recorder = DryRunRecorder(3 * len(LENGTHS), BLOCK, device)
+    recorder = DryRunRecorder(3 * len(LENGTHS), BLOCK, device, NUM_STATES)
     attends = "packed prompts do" if model.encodes else "paged attention does"
     try:
         actual = results(model, run, recorder)
@@ -142,26 +180,28 @@ def prove(
         check_calls(config, recorder.calls, None if model.stage is None else model.stage.layers)
         check_windows(config, recorder.calls, max_model_len)
     difference = worst_difference(actual, expected) if actual else 0.0
-    wrong = torch.tensor([difference > permitted_difference(expected[0].dtype, schemes)], dtype=torch.float32)
+    wrong = torch.tensor([difference > permitted], dtype=torch.float32)
     # All ranks must come to the same conclusion.
     if collective.all_reduce(wrong.to(device.torch_device)).item():
         by = f"by {difference:.1%}" if actual else "the last stage has them"
         what = "logits with paged attention" if model.head is not None or not actual else "hidden states"
         raise DisprovenError(str(refuse(config, f"its {what} are wrong ({by})")))
     logger.debug("results differ from the original module's by %.2f%%", 100 * difference)
-    return [] if model.encodes else recorder.kv_shapes()
+    if model.encodes:
+        return MemoryShapes([], [])
+    return MemoryShapes(recorder.kv_shapes(model.first_layer), recorder.states.shapes)
 
 
 def check_scores(
     scores: ModuleScores,
     spec: PoolingSpec,
     expected: Expected,
-    schemes: Iterable[Scheme],
+    permitted: float,
     device: Device,
 ) -> None:
     """Compare a classifier's logits with those of the untouched module, given its hidden states on the host.
 
-    schemes: of the weights, see `prove`.
+    permitted: see `permitted_difference`.
 
     Raises:
         LoadError: they differ.
@@ -173,12 +213,12 @@ def check_scores(
             states = pooled.to(states.dtype)[None]
         actual.append(scores(states.to(device.torch_device)).cpu())
     difference = relative_difference(actual, expected.scores)
-    if difference > permitted_difference(expected.results[0].dtype, schemes):
+    if difference > permitted:
         raise refuse(scores.module.config, f"its scores are wrong (by {difference:.1%})")
 
 
 def permitted_difference(dtype: torch.dtype, schemes: Iterable[Scheme]) -> float:
-    """Permitted relative difference of logits in this dtype, if products have weights of these schemes.
+    """Permitted relative difference of logits of a model in this dtype, if products have weights of these schemes.
 
     Products with quantised weights round most activations to 8 bits. That costs about 1% in the 30 layers of
     SmolLM2, and before outliers were exempt it cost at most 3% in random models. A wrong order of rows, columns or
@@ -188,18 +228,31 @@ def permitted_difference(dtype: torch.dtype, schemes: Iterable[Scheme]) -> float
     return ROUNDED if any(isinstance(scheme, Integers) for scheme in schemes) else tolerance(dtype)
 
 
-def check_calls(config: Any, calls: AttentionCalls, layers: range | None = None) -> None:
-    """Check that each of these decoder layers, and no other, called attention once per step.
+def state_layers(config: Any) -> list[str]:
+    """The types of a model's layers that keep states."""
+    return sorted(STATE_LAYERS & set(getattr(config.get_text_config(), "layer_types", None) or ()))
 
-    layers: None: all that run without pictures.
+
+def attending_layers(config: Any) -> set[int]:
+    """The numbers of the decoder layers that attend to text."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["attention"] * text.num_hidden_layers
+    return {layer for layer, kind in enumerate(kinds) if kind in ATTENTION_LAYERS} - picture_layers(config)
+
+
+def check_calls(config: Any, calls: AttentionCalls, layers: range | None = None) -> None:
+    """Check that each of these decoder layers that attends, and no other, called attention once per step.
+
+    layers: None: all.
 
     Raises:
         LoadError: a layer did not.
     """
-    if not calls.num_calls:
+    attending = attending_layers(config)
+    attending = attending if layers is None else attending & set(layers)
+    if attending and not calls.num_calls:
         raise refuse(config, "it does not let its attention be replaced")
-    layers = range(config.get_text_config().num_hidden_layers) if layers is None else layers
-    for layer in sorted({*layers, *calls.num_calls} - picture_layers(config)):
+    for layer in sorted({*attending, *calls.num_calls} - picture_layers(config)):
         if (num_calls := calls.num_calls.get(layer, 0) / calls.num_steps) != 1:
             raise refuse(config, f"layer {layer} calls attention {num_calls:g} times, not once")
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.overrides import TorchFunctionMode
 
 from pagewire.kernels.data.paging import AttentionBatch
+from pagewire.kernels.data.states import StateBatch
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.module import attention
 from pagewire.workers.module.attention import AttentionCalls, StepContext
@@ -25,8 +26,9 @@ from pagewire.workers.module.caches import KVShape
 from pagewire.workers.module.invariant import OTHER_PRODUCT
 from pagewire.workers.module.matrices import is_experts, is_linear, is_transposed
 from pagewire.workers.module.refusals import refuse
+from pagewire.workers.module.states import StateShape
 from pagewire.workers.network.module_base import ModuleHead, arithmetic
-from pagewire.workers.network.proof import check_calls, check_windows
+from pagewire.workers.network.proof import check_calls, check_windows, state_layers
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -37,14 +39,20 @@ EXPERTS = "pagewire-shapes"
 
 
 class ShapesContext(StepContext):
-    """A step on the meta device: it records calls of attention, whose result has a shape only."""
+    """A step on the meta device: it records calls of attention, and counts states. Results have shapes only."""
 
-    __slots__ = ("calls",)
+    __slots__ = ("calls", "num_states")
 
     def __init__(self, positions: Tensor, calls: AttentionCalls) -> None:
         none = torch.zeros(0, dtype=torch.int32)
         super().__init__(AttentionBatch(none, none, none, none, NUM_TOKENS, NUM_TOKENS), positions, [])
-        self.calls = calls
+        self.calls, self.num_states = calls, 0
+
+    def hand_on(
+        self, shape: StateShape, values: Tensor, kernel: Callable[[Tensor, StateBatch], Tensor]
+    ) -> Tensor:
+        self.num_states += 1
+        return torch.empty_like(values)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.calls.add(layer, KVShape.of(k, v), kwargs.get("window"))
@@ -86,7 +94,8 @@ def rehearse(causal: Any, max_model_len: int) -> None:
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
     hidden = torch.empty(NUM_TOKENS, _width(twin), dtype=twin.dtype, device="meta")
     calls = AttentionCalls(num_steps=1)
-    with LayersOnly(), ShapesContext(ids[0], calls):
+    step = ShapesContext(ids[0], calls)
+    with LayersOnly(), step:
         if _on_shapes(
             config,
             "its forward pass fails",
@@ -94,6 +103,8 @@ def rehearse(causal: Any, max_model_len: int) -> None:
         ):
             check_calls(config, calls)
             check_windows(config, calls, max_model_len)
+            if step.num_states == 0 and (kinds := state_layers(config)):
+                raise refuse(config, f"it does not let its layers of type {', '.join(kinds)} be replaced")
         head = ModuleHead(twin, arithmetic(batch_invariant=False))
         reason = "its output layers need more than the hidden states of its base model"
         _on_shapes(config, reason, lambda: head(hidden))

@@ -42,6 +42,7 @@ def model_info(runner: Runner) -> dict[str, Any]:
         "max_model_len": loaded.max_model_len,
         "weight_bytes": loaded.weight_bytes,
         "num_blocks": runner.num_blocks,
+        "num_states": runner.num_states,
         "num_threads": runner.device.num_threads,
         "forward": loaded.model.base.name,
         "drafter": runner.drafter.name,
@@ -69,7 +70,7 @@ def wake_up(runner: Runner, tags: Sequence[str] | None) -> None:
     try:
         with together(runner):
             runner.load_weights()
-        if not runner.caches and (tags is None or "kv_cache" in tags):
+        if not (runner.caches or runner.states) and (tags is None or "kv_cache" in tags):
             allocate_kv(runner)
             with together(runner):
                 runner.warm_up()

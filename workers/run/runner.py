@@ -19,11 +19,12 @@ from pagewire.kernels.data.paging import Cache
 from pagewire.workers.batch.flat_batch import AdapterOrder, Batch, build_batch
 from pagewire.workers.batch.slots import Relay, Slots
 from pagewire.workers.device.interface import PendingTokens
-from pagewire.workers.device.kv_size import ledger, num_kv_blocks
+from pagewire.workers.device.kv_size import CacheSize, cache_size, ledger
 from pagewire.workers.device.open import open_device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.attention import StepContext
 from pagewire.workers.module.caches import memory_of
+from pagewire.workers.module.states import StepStates, allocate_states, state_bytes
 from pagewire.workers.network.loaded import LoadedModel, Phases
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.single import SingleRank
@@ -51,12 +52,13 @@ def max_samples(config: WorkerConfig) -> int:
 
 
 class Runner:
-    """A loaded model with its KV cache and slots.
+    """A loaded model with its KV cache, states and slots.
 
     collective: the operations of this rank with the others of its group.
     wake: called by other threads when `adapters` has messages.
     adapters: None where they are not served.
-    loaded: None while the weights are dropped. caches: of each layer; empty while their memory is released.
+    loaded: None while the weights are dropped. caches: of each layer; empty while their memory is released. states:
+        float32 [num_states, ...] of each state, likewise.
     drafter: proposes tokens. typical: accepts proposed tokens that were not drawn; None: none is accepted.
     spare_work: optional work for idle moments, a few milliseconds with each `next`.
     embedding_size: numbers of an embedding that may take the place of a token's; 0: none may.
@@ -88,13 +90,15 @@ class Runner:
         self.drafter = self._open_drafter(self.loaded)
         self.block_bytes = sum(shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
         self.block_bytes += self.drafter.block_bytes
+        self.state_bytes = state_bytes(self.loaded.state_shapes)
         self.typical = TypicalAcceptance.of(config.speculative)
         self.relay = Relay(config.max_num_seqs, self.device.torch_device)
         self.caches: list[Cache] = []
+        self.states: list[Tensor] = []
         self.graphs: DecodeGraphs | None = None
         self.profile: Any = None
         self.embedding_size = 0
-        self.num_blocks = self._size_kv(self.loaded)
+        self.num_blocks, self.num_states = self._size_kv(self.loaded)
         self.allocate_kv()
 
     def _open_adapters(self, wake: Callable[[], None]) -> Adapters | None:
@@ -149,6 +153,8 @@ class Runner:
             max_model_len=loaded.max_model_len,
             num_blocks=self.num_blocks,
             bytes_per_block=self.block_bytes,
+            num_states=self.num_states,
+            bytes_per_state=self.state_bytes,
             weight_bytes=self.weight_bytes,
             eos_token_id=loaded.eos_token_id,
             startup_seconds=dict(self.phases.seconds),
@@ -176,10 +182,12 @@ class Runner:
         return own + self.drafter.weight_bytes
 
     def memory(self) -> dict[str, int]:
-        """Bytes by use: `Device.memory`, weights and kv_cache."""
+        """Bytes by use: `Device.memory`, weights, kv_cache and states."""
         kv = sum(cache.nbytes for cache in memory_of([*self.caches, *self.drafter.caches]))
-        adapters = {} if self.adapters is None else {"adapters": self.adapters.num_bytes}
-        return {**self.device.memory(), "weights": self.weight_bytes, "kv_cache": kv, **adapters}
+        others = {} if self.adapters is None else {"adapters": self.adapters.num_bytes}
+        if self.state_bytes:
+            others["states"] = sum(state.nbytes for state in self.states)
+        return {**self.device.memory(), "weights": self.weight_bytes, "kv_cache": kv, **others}
 
     def adapter_rows(self, order: AdapterOrder | None) -> AdapterRows | None:
         """The rows of a batch with their adapters; None if none has one.
@@ -250,6 +258,7 @@ class Runner:
             token_types=batch.token_types,
             starts=batch.starts,
             received=received,
+            states=None if batch.states is None else StepStates(batch.states, self.states),
         )
         return model.hidden_states(input_ids, context)
 
@@ -259,13 +268,14 @@ class Runner:
             self.relay.keep(slots, sampled.token_ids.to(self.device.torch_device))
 
     def allocate_kv(self) -> None:
-        """Take KV memory, zeroed.
+        """Take memory for KV blocks and states, zeroed.
 
         Raises:
             LoadError: there is not enough.
         """
-        self.caches = self._allocate(self.num_blocks)
-        self.spare_work = self.device.populate(memory_of([*self.caches, *self.drafter.caches]))
+        self._allocate(self.num_blocks, self.num_states)
+        kv = memory_of([*self.caches, *self.drafter.caches])
+        self.spare_work = self.device.populate([*self.states, *kv])
 
     def warm_up(self) -> None:
         """Do once what no request shall pay for: run a token, and record graphs. Writes nowhere that matters."""
@@ -275,8 +285,8 @@ class Runner:
         size = of_first_stage(self.model.model.embedding_size, self.collective, self.device)
         size = size if size and trials.take_embeddings(size) else 0
         self.embedding_size = of_first_stage(size, self.collective, self.device)
-        # No graph can send and receive.
-        eager = self.config.enforce_eager or self.config.parallel.stages > 1
+        # No graph can send and receive, nor have states: those of its padding would be some sequence's.
+        eager = self.config.enforce_eager or self.config.parallel.stages > 1 or bool(self.states)
         if not eager and self.model.is_stack and self.device.can_record(self.model.dtype):
             length, forward = self.model.max_model_len, self._forward
             self.graphs = DecodeGraphs.recorded(self.config, self.device, length, forward, self.adapters)
@@ -284,9 +294,9 @@ class Runner:
             memory[0].zero_()
 
     def free(self) -> None:
-        """Give the KV memory back, and forget every request."""
+        """Give the memory for KV blocks and states back, and forget every request."""
         self.slots.clear()
-        self.graphs, self.caches = None, []
+        self.graphs, self.caches, self.states = None, [], []
         self.drafter.free()
 
     def drop_weights(self) -> None:
@@ -311,36 +321,37 @@ class Runner:
             self.adapters.attach(loaded, self.collective)
         return loaded
 
-    def _allocate(self, num_blocks: int) -> list[Cache]:
+    def _allocate(self, num_blocks: int, num_states: int) -> None:
+        model = self.model
         try:
             self.drafter.allocate(num_blocks)
-            return self.model.allocate(num_blocks, self.config.block_size, self.device)
+            self.caches = model.allocate(num_blocks, self.config.block_size, self.device)
+            self.states = allocate_states(model.state_shapes, num_states, self.device)
         except OSError as error:
-            raise LoadError(
-                f"cannot allocate {num_blocks * self.block_bytes} bytes of KV memory: {error}"
-            ) from error
+            size = num_blocks * self.block_bytes + num_states * self.state_bytes
+            raise LoadError(f"cannot allocate {size} bytes of KV memory: {error}") from error
 
     def span(self, name: str) -> AbstractContextManager[object]:
         """A named part of a step for the profiler, which cannot see into compiled kernels."""
         return nullcontext() if self.profile is None else record_function(f"pagewire.{name}")
 
-    def _size_kv(self, loaded: LoadedModel) -> int:
-        """The number of KV blocks, by what the largest steps leave of the device's memory.
+    def _size_kv(self, loaded: LoadedModel) -> CacheSize:
+        """The numbers of KV blocks and state slots, by what the largest steps leave of the device's memory.
 
         Raises:
             LoadError: there is not enough memory.
         """
         config, device = self.config, self.device
         budget = partial(device.kv_budget, config, loaded.vocab_size, self._run_widest)
-        if not loaded.kv_shapes:  # the model encodes: a block of the core stands for a prompt
+        if loaded.model.encodes:  # a block of the core stands for a prompt
             if device.asynchronous:
                 check_room(config, device, budget)
-            return config.max_num_seqs
+            return CacheSize(config.max_num_seqs, 0)
         left = budget() - self.drafter.spare_bytes
-        return num_kv_blocks(config, loaded.max_model_len, self.block_bytes, left)
+        return cache_size(config, loaded.max_model_len, self.block_bytes, self.state_bytes, left)
 
     def _run_widest(self) -> None:
-        """Run the largest steps, with KV memory for one block."""
-        self.caches = self._allocate(1)
+        """Run the largest steps, with KV memory for one block and one state slot."""
+        self._allocate(1, 1)
         TrialSteps(self.step, self.config, self.model).run_widest(MOST_LIKELY)
-        self.caches = []
+        self.caches, self.states = [], []

@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class TrialSteps:
-    """Runs prompts through a model, with all their KV in block 0, and frees their slots.
+    """Runs prompts through a model, with all their KV in block 0 and their states in slot 0, and frees their slots.
 
     step: runs a plan, see `Runner.step`.
     """
@@ -46,6 +46,7 @@ class TrialSteps:
             blocks = [0] * -(-length // size)
             inits.append(SlotInit(slot, [0] * length, length, blocks, task, 0))
             row = Row(slot, 0, length, num_samples=samples, pool=not samples, num_drafts=1, media=list(media))
+            row.states = [(length, 0)] if self._loaded.state_shapes else []
             rows.append(row)
         self._step(StepPlan(-1, rows, inits))
         self._step(StepPlan(-1, [], [], list(range(len(lengths)))))

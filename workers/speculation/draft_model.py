@@ -117,6 +117,11 @@ class DraftModel:
                 f"the draft model {self._config.model_path} has a vocabulary of {loaded.vocab_size} tokens, and "
                 f"the model one of {target.vocab_size}: a draft model must have the model's vocabulary"
             )
+        if loaded.state_shapes:
+            raise LoadError(
+                f"the draft model {self._config.model_path} has layers that keep states, which drafts would "
+                "change: take one with attention only, or the method 'ngram'"
+            )
         self._loaded = loaded
         keep_in_background(loaded, ahead, self._collective)
 

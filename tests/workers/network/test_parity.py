@@ -59,6 +59,7 @@ def test_served(loaded: Loaded) -> None:
     # What was expected by the header alone. In another dtype than the file's, all weights are copies.
     sizes = footprint(read_headers(loaded.folder), REFERENCE, "bfloat16")
     assert sizes.kv_token_bytes * 2 * runner.config.block_size == ready.bytes_per_block
+    assert sizes.state_bytes == ready.bytes_per_state  # float32 in any case
     assert sizes.weight_bytes * 2 == pytest.approx(ready.weight_bytes, rel=0.02)
     assert sizes.is_stack == runner.model.is_stack
     assert sizes.dimensions.vocab_size == ready.vocab_size
@@ -70,6 +71,8 @@ def test_every_setting_gives_the_tokens_of_transformers(loaded: Loaded) -> None:
         assert outputs == loaded.expected + loaded.expected, setting.name
         assert (scheduler.stats.num_preemptions > 0) == (setting.num_blocks < 64), setting.name
         assert scheduler.kv.pool.num_free == setting.num_blocks, setting.name
+        num_free = [states.pool.num_free for states in scheduler.kv.groups]
+        assert num_free == [n for n in [loaded.ready.num_states] if n], setting.name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

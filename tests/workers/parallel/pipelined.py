@@ -87,6 +87,7 @@ def generate(
     num_blocks: int | None = None,
     speculation: Speculation | None = None,
     adapters: Sequence[int] = (),
+    num_states: int = 0,
 ) -> tuple[list[Output], Scheduler]:
     """What becomes of prompts that are submitted together.
 
@@ -102,6 +103,7 @@ def generate(
             max_num_batched_tokens=budget // stages,
             depth=max(2, stages),
             stages=stages,
+            num_states=num_states,
         ),
         speculation,
     )
