@@ -15,6 +15,7 @@ struct LogitTerms {
   const float* relative_bias;  // [heads, 2 bias_radius] or null: added to logits, by bias_radius + key - query
   int64_t bias_radius;
   int64_t window;  // 0: none
+  int64_t chunk;   // 0: none
   int64_t future;  // keys after its own position that a query sees; 0: causal
   float softcap;   // 0: none
 };

@@ -61,6 +61,7 @@ def logit_terms(terms: LogitTerms, num_heads: int) -> tuple[ctypes.Structure, li
         **{name: x.data_ptr() for name, x in tensors.items()},
         bias_radius=tensors["relative_bias"].shape[1] // 2 if "relative_bias" in tensors else 0,
         window=terms.window or 0,
+        chunk=terms.chunk or 0,
         future=terms.future,
         softcap=terms.softcap or 0.0,
     )

@@ -102,6 +102,15 @@ class LogitTerms:
     relative_bias: Tensor | None = None
     """[Hq, 2 R], the bias of distances from -R on: `[:, R + key position - query position]`. R is at least a
     request's length, rounded up to a multiple of 256."""
+    chunk: int | None = None
+    """A query sees no key before its own chunk, which begins at a multiple of this position; None: no chunks."""
+
+    def first_keys(self, positions: Tensor) -> Tensor:
+        """The first key that the query at each of these positions sees; of their shape."""
+        first = torch.zeros_like(positions)
+        if self.window is not None:
+            first = (positions - self.window + 1).clamp_min(0)
+        return first if self.chunk is None else first.maximum(positions // self.chunk * self.chunk)
 
     @classmethod
     def two_sided(cls, window: int | None = None, relative_bias: Tensor | None = None) -> LogitTerms:

@@ -121,6 +121,19 @@ DBRX = {
     "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
     "ffn_config": {"ffn_hidden_size": 36, "moe_num_experts": 4, "moe_top_k": 2},
 }
+LLAMA4 = (
+    GROUPED
+    | {  # a layer that attends to chunks of keys, and one without angles, which scales its queries
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 7,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+    }
+)
 
 ARCHITECTURES = [
     Architecture("afmoe", GROUPED | EXPERTS | {"sliding_window": 7}),
@@ -132,6 +145,7 @@ ARCHITECTURES = [
     Architecture("cohere2", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
     Architecture("deepseek_v2", MLA | LATER_EXPERTS),
     Architecture("deepseek_v3", MLA | LATER_EXPERTS),
+    Architecture("diffllama", GROUPED),
     Architecture("dots1", GROUPED | LATER_EXPERTS | {"sliding_window": 7, "layer_types": WINDOWED}),
     Architecture("ernie4_5", GROUPED),
     Architecture("ernie4_5_moe", GROUPED | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 36}),
@@ -165,6 +179,7 @@ ARCHITECTURES = [
     Architecture(
         "llama with biases", GROUPED | {"attention_bias": True, "mlp_bias": True}, model_type="llama"
     ),
+    Architecture("llama4_text", LLAMA4),
     Architecture("minimax_m2", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     Architecture("ministral", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
     Architecture("mistral", GROUPED | {"sliding_window": 7}),
@@ -178,7 +193,7 @@ ARCHITECTURES = [
     Architecture("persimmon"),
     Architecture("phi", {"partial_rotary_factor": 0.5}),
     Architecture("phi3", GROUPED | {"sliding_window": 7}),
-    Architecture("phimoe", GROUPED | {"num_local_experts": 4, "sliding_window": None}),
+    Architecture("phimoe", GROUPED | {"num_local_experts": 4, "sliding_window": 7}),
     Architecture("qwen2", GROUPED),
     Architecture(
         "qwen2_moe", GROUPED | EXPERTS | {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 1}
@@ -215,12 +230,6 @@ ARCHITECTURES = [
         "mpt", {"hidden_size": 96, "num_attention_heads": 6, "n_layers": 2, "max_seq_len": 128}
     ),  # heads that are no power of 2
     # Refused: no KV cache that could be paged, or attention that cannot be replaced.
-    Architecture(
-        "phimoe with a window",
-        GROUPED | {"num_local_experts": 4, "sliding_window": 7},
-        "sliding window",
-        model_type="phimoe",
-    ),
     Architecture("bamba", GROUPED | {"attn_layer_indices": [1]}, NO_CACHE),
     Architecture("cpmant", {"dim_head": 16, "dim_ff": 96}, OWN_ATTENTION),
     Architecture("hrm_text", GROUPED, "calls attention 8 times"),
@@ -229,7 +238,6 @@ ARCHITECTURES = [
         MLA | {"num_layers": 2, "head_dim": 8, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
         "multiplies by the weight of a linear layer",
     ),
-    Architecture("diffllama", GROUPED, "calls attention 2 times"),
     Architecture("doge", GROUPED, "mask or bias"),
     Architecture(
         "jamba", GROUPED | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}, NO_CACHE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.workers.architectures import ARCHITECTURES, COMMON, GEMMA4, VOCAB_SIZE, WINDOWED
+from tests.workers.architectures import ARCHITECTURES, COMMON, GEMMA4, LLAMA4, VOCAB_SIZE, WINDOWED
 
 SIZES: dict[str, Any] = COMMON | {
     **dict.fromkeys(("d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size"), 64),
@@ -73,6 +73,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # what the names do not tell
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma3n_text": GEMMA4
     | {"intermediate_size": 96, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 5},
+    "llama4_text": LLAMA4 | {"num_experts_per_tok": 2, "interleave_moe_layer_step": 1, "use_qk_norm": False},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 7},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8, "num_key_value_heads": 4, "num_layers": 2, "zero_expert_num": 2},

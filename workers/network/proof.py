@@ -38,7 +38,7 @@ logger = logging.getLogger("pagewire.worker")
 BLOCK = 16
 REQUEST_FACTOR = 3  # in a request of a few tokens, one that goes to other experts weighs as much more
 ROUNDED = 0.15  # permitted difference of logits where activations are rounded
-SERVED_LAYERS = {"full_attention", "sliding_attention", "attention"}
+SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
 def check_config(config: Any) -> None:
@@ -199,7 +199,7 @@ def check_calls(config: Any, calls: AttentionCalls, layers: range | None = None)
 
 
 def check_windows(config: Any, calls: AttentionCalls, max_model_len: int) -> None:
-    """Check that sliding-window layers passed their window to attention; the dry run is too short to show it.
+    """Check that layers passed their sliding window or chunk to attention; the dry run is too short to show it.
 
     Raises:
         LoadError: a layer did not.
@@ -207,12 +207,14 @@ def check_windows(config: Any, calls: AttentionCalls, max_model_len: int) -> Non
     layers = layer_configs(config)
     for layer in calls.shapes:
         kinds = getattr(layers[layer], "layer_types", None)
-        window = getattr(layers[layer], "sliding_window", None)
-        sliding = kinds is None or kinds[layer] == "sliding_attention"
-        if window is None or window >= max_model_len or not sliding:
-            continue
-        if calls.windows[layer] is None:
-            raise refuse(config, f"layer {layer} does not hand its sliding window to attention")
+        kind = "sliding_attention" if kinds is None else kinds[layer]
+        setting = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(
+            kind
+        )
+        window = None if setting is None else getattr(layers[layer], setting, None)
+        if window is not None and window < max_model_len and calls.windows[layer] is None:
+            what = (setting or "").replace("_", " ")
+            raise refuse(config, f"layer {layer} does not hand its {what} to attention")
 
 
 def worst_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -46,8 +46,17 @@ class ShapesContext(StepContext):
         super().__init__(AttentionBatch(none, none, none, none, NUM_TOKENS, NUM_TOKENS), positions, [])
         self.calls = calls
 
+    @property
+    def places(self) -> Tensor:
+        """The positions: the tokens are the first of a sequence."""
+        return self.positions
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.calls.add(layer, KVShape(k.shape[1], k.shape[2], v.shape[2], v.dtype), kwargs.get("window"))
+        self.calls.add(
+            layer,
+            KVShape(k.shape[1], k.shape[2], v.shape[2], v.dtype),
+            kwargs.get("window") or kwargs.get("chunk"),
+        )
         return q.new_empty(*q.shape[:2], v.shape[2])
 
 
