@@ -68,7 +68,7 @@ from pagewire.workers.network.pooler import Pooler
 from pagewire.workers.network.pooling_heads import load_dense, load_head
 from pagewire.workers.network.pooling_info import max_length, max_prompt, module_class, pooling_info, spec_of
 from pagewire.workers.network.pooling_spec import PoolingSpec
-from pagewire.workers.network.proof import check_config, check_scores, prove
+from pagewire.workers.network.proof import CHUNKED, check_config, check_scores, prove
 from pagewire.workers.network.reference import DryRun, Expected
 from pagewire.workers.network.sharded_state import ShardedState
 from pagewire.workers.ranks.agreement import all_have, own_turn
@@ -148,7 +148,13 @@ def load_model(
         weights = saved.weights(dtype)
     else:
         weights = build_module(worker_config, config, dtype, device, module_class(spec))
-    device.prepare(dtype, settings.kv_dtype, head_dims(config), encodes=settings.encodes)
+    device.prepare(
+        dtype,
+        settings.kv_dtype,
+        head_dims(config),
+        encodes=settings.encodes,
+        chunks=CHUNKED in (getattr(config.get_text_config(), "layer_types", None) or ()),
+    )
     module = weights.causal
     base = module.get_submodule(base_path(module))
     shards = weights.shards or own_shards(module, collective, parallel)

@@ -38,7 +38,10 @@ logger = logging.getLogger("pagewire.worker")
 BLOCK = 16
 REQUEST_FACTOR = 3  # in a request of a few tokens, one that goes to other experts weighs as much more
 ROUNDED = 0.15  # permitted difference of logits where activations are rounded
-SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+CHUNKED = "chunked_attention"
+WINDOWS = {"sliding_attention": "sliding_window", CHUNKED: "attention_chunk_size"}
+"""Types of layers whose queries see the keys of a window or a chunk, and the setting of its size."""
+SERVED_LAYERS = {"full_attention", "attention", *WINDOWS}
 
 
 def check_config(config: Any) -> None:
@@ -208,13 +211,11 @@ def check_windows(config: Any, calls: AttentionCalls, max_model_len: int) -> Non
     for layer in calls.shapes:
         kinds = getattr(layers[layer], "layer_types", None)
         kind = "sliding_attention" if kinds is None else kinds[layer]
-        setting = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(
-            kind
-        )
-        window = None if setting is None else getattr(layers[layer], setting, None)
+        if (setting := WINDOWS.get(kind)) is None:
+            continue
+        window = getattr(layers[layer], setting, None)
         if window is not None and window < max_model_len and calls.windows[layer] is None:
-            what = (setting or "").replace("_", " ")
-            raise refuse(config, f"layer {layer} does not hand its {what} to attention")
+            raise refuse(config, f"layer {layer} does not hand its {setting.replace('_', ' ')} to attention")
 
 
 def worst_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
