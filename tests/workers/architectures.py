@@ -146,6 +146,7 @@ ARCHITECTURES = [
     Architecture("deepseek_v2", MLA | LATER_EXPERTS),
     Architecture("deepseek_v3", MLA | LATER_EXPERTS),
     Architecture("diffllama", GROUPED),
+    Architecture("doge", GROUPED),
     Architecture("dots1", GROUPED | LATER_EXPERTS | {"sliding_window": 7, "layer_types": WINDOWED}),
     Architecture("ernie4_5", GROUPED),
     Architecture("ernie4_5_moe", GROUPED | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 36}),
@@ -238,7 +239,9 @@ ARCHITECTURES = [
         MLA | {"num_layers": 2, "head_dim": 8, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
         "multiplies by the weight of a linear layer",
     ),
-    Architecture("doge", GROUPED, "mask or bias"),
+    Architecture(
+        "doge with long sequences", GROUPED | {"keep_window_size": 60}, "max_model_len=60", model_type="doge"
+    ),
     Architecture(
         "jamba", GROUPED | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}, NO_CACHE
     ),

@@ -23,6 +23,11 @@ NAMES = {
         "top_k_experts",
     ),
 }
+KEYS_AND_VALUES = (
+    *(".k_proj", ".k_proj.weight", ".v_proj", ".v_proj.weight"),
+    ".self_attn.dt_proj.weight",  # of Doge, whose keys have one more number
+)
+"""Ends of the names of matrices whose outputs go into the KV cache."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +60,7 @@ class Dimensions:
         head_dim = _head_dim(text)
         architectures = config.get("architectures") or text.get("architectures") or []
         model_type = str(text.get("model_type") or config.get("model_type") or "")
-        kv_rows = sum(
-            m.rows
-            for m in matrices
-            if m.name.endswith((".k_proj", ".k_proj.weight", ".v_proj", ".v_proj.weight"))
-        )
+        kv_rows = sum(m.rows for m in matrices if m.name.endswith(KEYS_AND_VALUES))
         others = _other_layers(text)
         kv_elements, kv_scales = _kv_of_layers(text, sizes["num_layers"], others)
         if kv_rows and not (others or _num_without(text)):

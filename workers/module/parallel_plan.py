@@ -65,9 +65,9 @@ TABLE: dict[str, Plan] = {
     "ctrl": _linears("h.*.multi_head_attention", ("Wq", "Wk", "Wv"), ("dense",))
     | _linears("h.*.ffn", ("0",), ("2",)),
     "deepseek_v3": LATENT_ATTENTION,
-    "diffllama": dict.fromkeys(
-        ATTENTION, "replicated"
-    ),  # whose heads are pairs, of which ranks have one each
+    "diffllama": dict.fromkeys(ATTENTION, "replicated"),  # a head and its pair would be on different ranks
+    "doge": dict.fromkeys(ATTENTION, "replicated")  # each head's bias needs the values of all
+    | {f"layers.*.mlp.{name}": "replicated" for name in ("router_gate", "down_embed", "up_embed")},
     "flex_olmo": NORMED_ATTENTION,
     "glm": _packed("layers.*.mlp"),
     "glm4": _packed("layers.*.mlp"),

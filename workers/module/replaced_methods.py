@@ -101,6 +101,12 @@ def heads_first(x: Tensor, num_heads: int) -> Tensor:
     return x.view(*x.shape[:-1], num_heads, -1).transpose(1, 2)
 
 
+def query_key_value(module: Any, hidden_states: Tensor) -> list[Tensor]:
+    """The projections [1, T, heads, D] of hidden states by a module that has a linear layer for each."""
+    linears = (module.q_proj, module.k_proj, module.v_proj)
+    return [linear(hidden_states).unflatten(-1, (-1, module.head_dim)) for linear in linears]
+
+
 def _gptj(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     """Of GPT-J and CodeGen."""
     return paged(module.layer_idx, query, key, value, 1 / module.scale_attn).transpose(1, 2), None
@@ -158,10 +164,7 @@ def _diffllama(
     """
     from transformers.models.diffllama.modeling_diffllama import apply_rotary_pos_emb
 
-    query, key, value = (
-        linear(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-        for linear in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    query, key, value = (heads.transpose(1, 2) for heads in query_key_value(module, hidden_states))
     query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
     pairs = key.shape[1] // 2
     first, second = query.unflatten(1, (2, pairs, -1)).unbind(1)
@@ -177,6 +180,24 @@ def _diffllama(
     return module.o_proj(((1 - module.lambda_init) * normed).flatten(2)), None
 
 
+def _doge(
+    module: Any, hidden_states: Tensor, position_embeddings: Any, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """Of Doge, where a key's bias depends on its value: as one more number of the key, by which queries have a 1.
+
+    That is all up to `keep_window_size` tokens; of longer sequences queries drop the keys of least bias.
+    """
+    from transformers.models.doge.modeling_doge import apply_rotary_pos_emb
+
+    query, key, value = query_key_value(module, hidden_states)
+    bias = torch.exp(module.A * F.softplus(module.dt_proj(value.flatten(2)))) / module.scaling
+    query, key = (x.transpose(1, 2) for x in (module.q_norm(query), module.k_norm(key)))
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    query, key = F.pad(query, (0, 1), value=1.0), torch.cat([key, bias.transpose(1, 2)[..., None]], -1)
+    mixed = paged(module.layer_idx, query, key, value.transpose(1, 2), module.scaling)
+    return module.o_proj(mixed.flatten(2)), None
+
+
 def _phimoe(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Of PhiMoE, which gives its window to the mask alone."""
     return type(module).forward(module, *args, sliding_window=module.config.sliding_window, **kwargs)
@@ -186,10 +207,7 @@ def _llama4(
     module: Any, hidden_states: Tensor, position_embeddings: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
     """Of Llama 4: layers with rotary angles attend within a chunk, the others scale queries by their place."""
-    query, key, value = (
-        linear(hidden_states).unflatten(-1, (-1, module.head_dim))
-        for linear in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    query, key, value = query_key_value(module, hidden_states)
     config = module.config
     if module.use_rope:
         from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
@@ -239,6 +257,7 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "CodeGenAttention": ("_attn", _gptj),
     "DbrxExpertGLU": ("forward", _dbrx_expert),
     "DiffLlamaAttention": ("forward", _diffllama),
+    "DogeAttention": ("forward", _doge),
     "FalconAttention": ("forward", _falcon),
     "GPTJAttention": ("_attn", _gptj),
     "GPTNeoSelfAttention": ("_attn", _gpt_neo),

@@ -205,8 +205,11 @@ def check_windows(config: Any, calls: AttentionCalls, max_model_len: int) -> Non
     """Check that layers passed their sliding window or chunk to attention; the dry run is too short to show it.
 
     Raises:
-        LoadError: a layer did not.
+        LoadError: a layer did not, or which keys count depends on their numbers in sequences of `max_model_len`.
     """
+    kept = getattr(config.get_text_config(), "keep_window_size", None)
+    if kept is not None and kept < max_model_len:
+        raise refuse(config, f"it drops keys by their values beyond {kept} tokens; use max_model_len={kept}")
     layers = layer_configs(config)
     for layer in calls.shapes:
         kinds = getattr(layers[layer], "layer_types", None)

@@ -42,7 +42,7 @@ WHOLE = (
     "proj",  # of Gemma 4's router
 )
 """Last parts of the names of matrices that every rank has: small ones, whose outputs all ranks need."""
-UNDIVIDED = {"codegen", "dbrx", "diffllama", "falcon", "falcon with ALiBi", "falcon with groups"}
+UNDIVIDED = {"codegen", "dbrx", "diffllama", "doge", "falcon", "falcon with ALiBi", "falcon with groups"}
 """Served by one rank only: the rows of their matrices are in orders that no plan has."""
 WIDE = {
     "hidden_size": 128,
