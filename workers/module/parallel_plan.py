@@ -66,7 +66,9 @@ TABLE: dict[str, Plan] = {
     | _linears("h.*.ffn", ("0",), ("2",)),
     "deepseek_v3": LATENT_ATTENTION,
     "diffllama": dict.fromkeys(ATTENTION, "replicated"),  # a head and its pair would be on different ranks
-    "doge": dict.fromkeys(ATTENTION, "replicated")  # each head's bias needs the values of all
+    "doge": dict.fromkeys(
+        (*ATTENTION, "layers.*.self_attn.dt_proj"), "replicated"
+    )  # each head's bias needs the values of all
     | {f"layers.*.mlp.{name}": "replicated" for name in ("router_gate", "down_embed", "up_embed")},
     "flex_olmo": NORMED_ATTENTION,
     "glm": _packed("layers.*.mlp"),

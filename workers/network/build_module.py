@@ -212,7 +212,7 @@ def _on_meta(
     source = weight_source(worker_config, config, form)
     causal = module_on_meta(worker_config, config, dtype, kind)
     if kind is CAUSAL:
-        rehearse(causal, resolve_max_model_len(worker_config.max_model_len, config))
+        rehearse(causal, resolve_max_model_len(worker_config, config))
     is_part = not kind.has_head or config.model_type in APART
     return CheckpointWeights(causal, source, dtype, quantise, with_heads=is_part)
 

@@ -30,11 +30,13 @@ from pagewire.workers.errors import DisprovenError, LoadError
 from pagewire.workers.module import attention
 from pagewire.workers.module.caches import KVShape
 from pagewire.workers.module.configuration import (
+    CHUNKED,
     end_of_sequence,
     head_dims,
     load_config,
     resolve_dtype,
     resolve_kv_dtype,
+    without_long_chunks,
 )
 from pagewire.workers.module.experts import pack_experts
 from pagewire.workers.module.parallel_layers import fit_modules
@@ -68,7 +70,7 @@ from pagewire.workers.network.pooler import Pooler
 from pagewire.workers.network.pooling_heads import load_dense, load_head
 from pagewire.workers.network.pooling_info import max_length, max_prompt, module_class, pooling_info, spec_of
 from pagewire.workers.network.pooling_spec import PoolingSpec
-from pagewire.workers.network.proof import CHUNKED, check_config, check_scores, prove
+from pagewire.workers.network.proof import check_config, check_scores, prove
 from pagewire.workers.network.reference import DryRun, Expected
 from pagewire.workers.network.sharded_state import ShardedState
 from pagewire.workers.ranks.agreement import all_have, own_turn
@@ -114,7 +116,9 @@ class ModelSettings:
                 "%s is served for text only: pictures, videos and sound are not taken", config.model_type
             )
         scales = kv_scales(worker_config, kv_dtype, config.get_text_config().num_hidden_layers)
-        return cls(config, spec, dtype, kv_dtype, scales, max_length(worker_config, config, spec))
+        max_len = max_length(worker_config, config, spec)
+        without_long_chunks(config, max_len)
+        return cls(config, spec, dtype, kv_dtype, scales, max_len)
 
     @property
     def encodes(self) -> bool:

@@ -23,7 +23,7 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
 from pagewire.workers.module.attention import AttentionCalls, DryRunRecorder
 from pagewire.workers.module.caches import KVShape
-from pagewire.workers.module.configuration import layer_configs
+from pagewire.workers.module.configuration import WINDOWS, layer_windows
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.text_base import picture_layers
 from pagewire.workers.module.transforms import tolerance
@@ -38,9 +38,6 @@ logger = logging.getLogger("pagewire.worker")
 BLOCK = 16
 REQUEST_FACTOR = 3  # in a request of a few tokens, one that goes to other experts weighs as much more
 ROUNDED = 0.15  # permitted difference of logits where activations are rounded
-CHUNKED = "chunked_attention"
-WINDOWS = {"sliding_attention": "sliding_window", CHUNKED: "attention_chunk_size"}
-"""Types of layers whose queries see the keys of a window or a chunk, and the setting of its size."""
 SERVED_LAYERS = {"full_attention", "attention", *WINDOWS}
 
 
@@ -210,15 +207,13 @@ def check_windows(config: Any, calls: AttentionCalls, max_model_len: int) -> Non
     kept = getattr(config.get_text_config(), "keep_window_size", None)
     if kept is not None and kept < max_model_len:
         raise refuse(config, f"it drops keys by their values beyond {kept} tokens; use max_model_len={kept}")
-    layers = layer_configs(config)
+    windows = layer_windows(config)
     for layer in calls.shapes:
-        kinds = getattr(layers[layer], "layer_types", None)
-        kind = "sliding_attention" if kinds is None else kinds[layer]
-        if (setting := WINDOWS.get(kind)) is None:
+        if (window := windows[layer]) is None:
             continue
-        window = getattr(layers[layer], setting, None)
-        if window is not None and window < max_model_len and calls.windows[layer] is None:
-            raise refuse(config, f"layer {layer} does not hand its {setting.replace('_', ' ')} to attention")
+        name, size = window
+        if size < max_model_len and calls.windows[layer] is None:
+            raise refuse(config, f"layer {layer} does not hand its {name.replace('_', ' ')} to attention")
 
 
 def worst_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -576,6 +576,7 @@ def test_chunks_of_keys_are_refused_before_weights_are_read(
     """In float32 PyTorch attends, token for token as transformers does."""
     folder = Architecture("llama4_text", LLAMA4 | HEADS).write(tmp_path)
     prompts = make_prompts(VOCAB_SIZE)
+    load(folder, dtype="bfloat16", max_model_len=7)  # in which there is one chunk
     assert Driver(load(folder)).generate(prompts, 6) == transformers_tokens(folder, prompts, 6)
     monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(
