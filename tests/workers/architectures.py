@@ -231,6 +231,13 @@ ARCHITECTURES = [
         "mpt", {"hidden_size": 96, "num_attention_heads": 6, "n_layers": 2, "max_seq_len": 128}
     ),  # heads that are no power of 2
     # Refused: no KV cache that could be paged, or attention that cannot be replaced.
+    Architecture(
+        "bart",
+        {"d_model": 64, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
+        "decoder of an encoder-decoder model",
+    ),
+    Architecture("openai-gpt", GPT2_SIZES, OWN_ATTENTION),
+    Architecture("rwkv", {}, "recurrent model"),
     Architecture("bamba", GROUPED | {"attn_layer_indices": [1]}, NO_CACHE),
     Architecture("cpmant", {"dim_head": 16, "dim_ff": 96}, OWN_ATTENTION),
     Architecture("hrm_text", GROUPED, "calls attention 8 times"),

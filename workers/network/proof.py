@@ -41,15 +41,33 @@ ROUNDED = 0.15  # permitted difference of logits where activations are rounded
 SERVED_LAYERS = {"full_attention", "attention", *WINDOWS}
 
 
+NOT_REPLACED = "it does not let its attention be replaced"
+RECURRENT = {"rwkv", "xlstm"}
+PLACED_DECODERS = {"whisper"}
+"""Encoder-decoders whose decoder takes the positions of its tokens. The others count them by their own cache."""
+
+
 def check_config(config: Any) -> None:
     """Refuse a model that its configuration shows to be unsupported.
 
     Raises:
-        LoadError: an encoder-decoder, or layers that are not attention over a KV cache.
+        LoadError: an encoder-decoder or a half of one, or layers that are not attention over a KV cache.
     """
     text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise refuse(config, "it is an encoder-decoder model")
+    if getattr(type(config), "is_encoder_decoder", False) and config.model_type not in PLACED_DECODERS:
+        raise refuse(
+            config, "it is the decoder of an encoder-decoder model, which counts positions by its own cache"
+        )
+    if text.model_type in RECURRENT:
+        raise refuse(
+            config, "it is a recurrent model, whose state is no KV cache; transformers' generate runs it"
+        )
+    if text.model_type == "doge" and text.is_moe:
+        raise refuse(
+            config, "its choice of experts mixes the tokens that run together; transformers' generate runs it"
+        )
     other = set(getattr(text, "layer_types", None) or ()) - SERVED_LAYERS
     if other:
         raise refuse(config, f"it has layers of type {', '.join(sorted(map(str, other)))}")
@@ -191,7 +209,7 @@ def check_calls(config: Any, calls: AttentionCalls, layers: range | None = None)
         LoadError: a layer did not.
     """
     if not calls.num_calls:
-        raise refuse(config, "it does not let its attention be replaced")
+        raise refuse(config, NOT_REPLACED)
     layers = range(config.get_text_config().num_hidden_layers) if layers is None else layers
     for layer in sorted({*layers, *calls.num_calls} - picture_layers(config)):
         if (num_calls := calls.num_calls.get(layer, 0) / calls.num_steps) != 1:

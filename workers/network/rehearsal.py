@@ -25,8 +25,9 @@ from pagewire.workers.module.caches import KVShape
 from pagewire.workers.module.invariant import OTHER_PRODUCT
 from pagewire.workers.module.matrices import is_experts, is_linear, is_transposed
 from pagewire.workers.module.refusals import refuse
+from pagewire.workers.module.replaced_methods import METHODS
 from pagewire.workers.network.module_base import ModuleHead, arithmetic
-from pagewire.workers.network.proof import check_calls, check_windows
+from pagewire.workers.network.proof import NOT_REPLACED, check_calls, check_windows
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -52,6 +53,8 @@ class ShapesContext(StepContext):
         return self.positions
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if layer in self.calls.num_calls:  # some repeat all layers many times
+            raise LoadError(f"layer {layer} calls attention more than once")
         self.calls.add(
             layer,
             KVShape(k.shape[1], k.shape[2], v.shape[2], v.dtype),
@@ -103,9 +106,22 @@ def rehearse(causal: Any, max_model_len: int) -> None:
         ):
             check_calls(config, calls)
             check_windows(config, calls, max_model_len)
+        elif not calls.num_calls and not _may_call_ours(twin):
+            raise refuse(config, NOT_REPLACED)
         head = ModuleHead(twin, arithmetic(batch_invariant=False))
         reason = "its output layers need more than the hidden states of its base model"
         _on_shapes(config, reason, lambda: head(hidden))
+
+
+def _may_call_ours(causal: Any) -> bool:
+    """True if some part of a module calls the attention that its configuration names, or has a method of ours."""
+    from transformers import PreTrainedModel
+
+    return any(
+        type(module).__name__ in METHODS
+        or (isinstance(module, PreTrainedModel) and module._can_set_attn_implementation())
+        for module in causal.modules()
+    )
 
 
 def _width(causal: Any) -> int:
