@@ -240,7 +240,7 @@ ARCHITECTURES = [
     Architecture("rwkv", {}, "recurrent model"),
     Architecture("bamba", GROUPED | {"attn_layer_indices": [1]}, NO_CACHE),
     Architecture("cpmant", {"dim_head": 16, "dim_ff": 96}, OWN_ATTENTION),
-    Architecture("hrm_text", GROUPED, "calls attention 8 times"),
+    Architecture("hrm_text", GROUPED, "calls attention more than once"),
     Architecture(
         "longcat_flash",
         MLA | {"num_layers": 2, "head_dim": 8, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},

@@ -114,11 +114,12 @@ def rehearse(causal: Any, max_model_len: int) -> None:
 
 
 def _may_call_ours(causal: Any) -> bool:
-    """True if some part of a module calls the attention that its configuration names, or has a method of ours."""
+    """True if some part of a module calls the attention that its configuration names, or is ours in part."""
     from transformers import PreTrainedModel
 
     return any(
         type(module).__name__ in METHODS
+        or type(module).__module__.startswith("pagewire.")
         or (isinstance(module, PreTrainedModel) and module._can_set_attn_implementation())
         for module in causal.modules()
     )
