@@ -99,10 +99,20 @@ def shrunk(model_type: str) -> Any:
     return AutoConfig.for_model(model_type, **small(model_type, AutoConfig.for_model(model_type).to_dict()))
 
 
+def kinds_within(layer_types: Any) -> int:
+    """The number of first layers among which there is each kind, at least 2; 0 if that is unknown or over 8."""
+    if not isinstance(layer_types, list | tuple):
+        return 0
+    last = max((layer_types.index(kind) for kind in set(layer_types)), default=8)
+    return max(2, last + 1) if last < 8 else 0
+
+
 def small(model_type: str, defaults: dict[str, Any]) -> dict[str, Any]:
     """The fields of a default configuration that have other values in a tiny one, those of parts included."""
     unset = {"sliding_window"} if defaults.get("sliding_window") is None else set()
     fields = {name: SIZES[name] for name in defaults.keys() - unset if name in SIZES}
+    if num_layers := kinds_within(defaults.get("layer_types")):
+        fields["num_hidden_layers"] = num_layers
     tokens = [name for name in defaults if name.startswith(SPECIAL) and "token" in name]
     numbered = [name for name in tokens if type(defaults[name]) is int]
     fields |= {name: VOCAB_SIZE - 1 - place for place, name in enumerate(numbered)}
