@@ -48,6 +48,8 @@ MROPE = (
     "qwen3_vl_moe_text",
     "glm4v_text",
     "glm4v_moe_text",
+    "glm_ocr_text",
+    "paddleocr_vl_text",
 )
 """Types of text models whose angles are of height, width and time."""
 OTHERS: dict[str, dict[str, Any]] = {  # what the names do not tell
@@ -74,6 +76,14 @@ OTHERS: dict[str, dict[str, Any]] = {  # what the names do not tell
     "gemma3n_text": GEMMA4
     | {"intermediate_size": 96, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 5},
     "llama4_text": LLAMA4 | {"num_experts_per_tok": 2, "interleave_moe_layer_step": 1, "use_qk_norm": False},
+    "glm4v_moe_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [1, 1, 2],
+            "partial_rotary_factor": 0.5,
+        }
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 7},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8, "num_key_value_heads": 4, "num_layers": 2, "zero_expert_num": 2},
@@ -111,6 +121,10 @@ def small(model_type: str, defaults: dict[str, Any]) -> dict[str, Any]:
     """The fields of a default configuration that have other values in a tiny one, those of parts included."""
     unset = {"sliding_window"} if defaults.get("sliding_window") is None else set()
     fields = {name: SIZES[name] for name in defaults.keys() - unset if name in SIZES}
+    if defaults.get("head_dim") == defaults.get("qk_rope_head_dim") is not None:
+        fields["head_dim"] = SIZES["qk_rope_head_dim"]  # of what has angles
+    if "kv_lora_rank" in defaults:
+        fields["num_key_value_heads"] = SIZES["num_attention_heads"]  # all read one latent state
     if num_layers := kinds_within(defaults.get("layer_types")):
         fields["num_hidden_layers"] = num_layers
     tokens = [name for name in defaults if name.startswith(SPECIAL) and "token" in name]
