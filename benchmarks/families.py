@@ -32,7 +32,7 @@ This file is made by `python -m benchmarks.parity --all --write`, and README's l
 """
 
 
-class Family(NamedTuple):
+class ModelRow(NamedTuple):
     """A model type, its class in transformers, and what came of it: "equal", "refused", "untested", and why."""
 
     model_type: str
@@ -46,25 +46,25 @@ class Family(NamedTuple):
         return f"| {self.model_type} | {self.class_name} | {self.verdict} | {self.why.replace('|', '/')} |"
 
 
-def summary(families: Sequence[Family]) -> str:
+def summary(families: Sequence[ModelRow]) -> str:
     """How many model types each verdict has."""
     counts = Counter(family.verdict for family in families)
     return ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
 
 
-def document(families: Sequence[Family], version: str) -> str:
+def document(families: Sequence[ModelRow], version: str) -> str:
     """The text of docs/families.md. version: of transformers."""
     lines = "\n".join(family.line for family in families)
     return f"{INTRODUCTION.format(version=version)}\n**{summary(families)}**\n\n{HEADER}\n{lines}\n"
 
 
-def read(text: str) -> list[Family]:
+def read(text: str) -> list[ModelRow]:
     """The families of docs/families.md, given its text."""
     rows = text.partition(HEADER)[2].strip().splitlines()
-    return [Family(*(cell.strip() for cell in row.strip("|").split("|"))) for row in rows]
+    return [ModelRow(*(cell.strip() for cell in row.strip("|").split("|"))) for row in rows]
 
 
-def paragraph(families: Sequence[Family]) -> str:
+def paragraph(families: Sequence[ModelRow]) -> str:
     """README's list of the families that are served."""
     names = sorted(family.model_type for family in families if family.verdict == "equal")
     listed = ", ".join(f"`{name}`" for name in names)
@@ -73,7 +73,7 @@ def paragraph(families: Sequence[Family]) -> str:
     return f"**Served** ({len(names)} model types):\n" + "\n".join(lines) + "."
 
 
-def with_list(readme: str, families: Sequence[Family]) -> str:
+def with_list(readme: str, families: Sequence[ModelRow]) -> str:
     """The text of README with its list of families made anew."""
     return PARAGRAPH.sub(lambda _: paragraph(families), readme, count=1)
 

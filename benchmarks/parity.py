@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import families
-from benchmarks.families import Family
+from benchmarks.families import ModelRow
 from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.errors import LoadError, first_line
 from tests.workers.architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
@@ -192,13 +192,13 @@ def every(names: Iterable[str], *, write: bool) -> int:
 
     class_names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     print(families.HEADER)
-    tried_families: list[Family] = []
+    tried_families: list[ModelRow] = []
     complaints: list[str] = []
     for model_type, class_name in sorted(class_names.items()):
         if names and model_type not in names:
             continue
         verdict, why, complaint = apart(model_type)
-        tried_families.append(Family(model_type, class_name, verdict, why))
+        tried_families.append(ModelRow(model_type, class_name, verdict, why))
         complaints += [f"{model_type}: {complaint}"] if complaint else []
         print(tried_families[-1].line, flush=True)
     print(f"\n{families.summary(tried_families)}", *complaints, sep="\n")
