@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from pagewire.workers.module.attention import current_step, is_in_step
+from pagewire.workers.module.configuration import CHUNKED
 
 
 @cache
@@ -171,7 +172,8 @@ def _diffllama(
     both = torch.stack([F.pad(first, (0, module.head_dim)), F.pad(second, (module.head_dim, 0))], 2)
     key, value = (torch.cat(x.chunk(2, 1), -1) for x in (key, value))
     mixed = paged(module.layer_idx, both.flatten(1, 3), key, value, module.scaling)
-    first, second = (x.flatten(2, 3) for x in mixed.unflatten(2, (pairs, 2, -1)).unbind(3))
+    halves = mixed.view(*mixed.shape[:2], pairs, 2, -1, mixed.shape[3])
+    first, second = (half.flatten(2, 3) for half in halves.unbind(3))
     one, two = (
         (q * k).sum(dtype=torch.float32).exp().to(query.dtype)
         for q, k in ((module.lambda_q1, module.lambda_k1), (module.lambda_q2, module.lambda_k2))
@@ -219,10 +221,10 @@ def _llama4(
         stretches = torch.floor((current_step().places.float() + 1.0) / module.floor_scale)
         scales = torch.log1p(stretches) * module.attn_scale + 1.0
         query = (query * scales[:, None, None]).to(query.dtype)
-    is_chunked = config.layer_types[module.layer_idx] == "chunked_attention"
+    is_chunked = config.layer_types[module.layer_idx] == CHUNKED
     chunk = config.attention_chunk_size if is_chunked else None
-    heads = (x.transpose(1, 2) for x in (query, key, value))
-    mixed = paged(module.layer_idx, *heads, module.scaling, chunk=chunk)
+    query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+    mixed = paged(module.layer_idx, query, key, value, module.scaling, chunk=chunk)
     return module.o_proj(mixed.flatten(2)), None
 
 
