@@ -16,7 +16,7 @@ from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.module.structure import DEFAULT_POSITIONS, MAX_POSITIONS
+from pagewire.workers.module.structure import CHUNKED, DEFAULT_POSITIONS, MAX_POSITIONS, WINDOWS
 
 DTYPES = {
     "float32": torch.float32,
@@ -31,10 +31,6 @@ KV_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-
-CHUNKED = "chunked_attention"
-WINDOWS = {"sliding_attention": "sliding_window", "local": "window_size", CHUNKED: "attention_chunk_size"}
-"""Types of layers whose queries see the keys of a window or a chunk, and the setting of its size."""
 
 
 def load_config(worker_config: WorkerConfig) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from pagewire.workers.module.attention import current_step, is_in_step
-from pagewire.workers.module.configuration import CHUNKED
+from pagewire.workers.module.structure import CHUNKED
 
 
 @cache

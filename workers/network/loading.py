@@ -30,7 +30,6 @@ from pagewire.workers.errors import DisprovenError, LoadError
 from pagewire.workers.module import attention
 from pagewire.workers.module.caches import KVShape
 from pagewire.workers.module.configuration import (
-    CHUNKED,
     end_of_sequence,
     head_dims,
     load_config,
@@ -43,6 +42,7 @@ from pagewire.workers.module.parallel_layers import fit_modules
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.shards import Shards
 from pagewire.workers.module.stage_cut import CutBase, check_cuts
+from pagewire.workers.module.structure import CHUNKED
 from pagewire.workers.module.text_base import base_path, takes_more_than_text, without_picture_layers
 from pagewire.workers.module.transforms import (
     LinearModule,

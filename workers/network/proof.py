@@ -23,8 +23,9 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
 from pagewire.workers.module.attention import AttentionCalls, DryRunRecorder
 from pagewire.workers.module.caches import KVShape
-from pagewire.workers.module.configuration import WINDOWS, layer_windows
+from pagewire.workers.module.configuration import layer_windows
 from pagewire.workers.module.refusals import refuse
+from pagewire.workers.module.structure import WINDOWS
 from pagewire.workers.module.text_base import picture_layers
 from pagewire.workers.module.transforms import tolerance
 from pagewire.workers.network.model import Model
