@@ -4,9 +4,9 @@ Each is a tiny random model. Served means: greedy tokens in float32 equal those 
 prompts of several lengths, chunked and batched.
 
 With --all it tries every language model of the installed transformers, those that take pictures as well with text
-alone, each in a process of its own, and
-says that its tokens are equal, why it is refused, or why it could not be tried. Status 1: another error, or other
-tokens.
+alone, each in a process of its own, and says that its tokens are equal, why it is refused, or why it could not be
+tried. --write: make docs/families.md and README's list of it. Status 1: another error, other tokens, or a refusal
+that takes seconds or reads weights.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ import argparse
 import multiprocessing
 import sys
 import tempfile
-from collections import Counter
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import families
+from benchmarks.families import ModelRow
+from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.errors import LoadError, first_line
 from tests.workers.architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
 from tests.workers.parity import make_prompts, our_tokens, transformers_tokens
-from tests.workers.shrunk import MAX_PARAMETERS, NUM_TEXT_TOKENS, shrunk
+from tests.workers.shrunk import MAX_PARAMETERS, NUM_TEXT_TOKENS, SPECIAL, shrunk
 
 SECONDS = 300  # for one model type: longer than any takes
+REFUSAL_SECONDS = 3  # a refusal decides by shapes alone
+MAX_REASON = 200  # characters
 
 
 def verdict(architecture: Architecture) -> tuple[str, str, bool]:
@@ -71,41 +76,93 @@ def auto_class(model_type: str) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def tried(model_type: str) -> tuple[str, str]:
-    """What came of a model type: "equal", "refused", "untested", "wrong" or "error", and why."""
+class Refusal:
+    """How a model is refused: the seconds that it takes, and the weights that are read before it."""
+
+    def __init__(self) -> None:
+        self.seconds, self.num_read = 0.0, 0
+
+    def tokens(self, path: Path, prompts: list[list[int]]) -> list[list[int]]:
+        """Our tokens of a checkpoint.
+
+        Raises:
+            LoadError: the model is refused.
+        """
+        read, started = Checkpoint.read, time.monotonic()
+
+        def counted(checkpoint: Checkpoint, name: str) -> Any:
+            self.num_read += 1
+            return read(checkpoint, name)
+
+        Checkpoint.read = counted  # type: ignore[method-assign]
+        try:
+            return our_tokens(path, prompts)
+        finally:
+            self.seconds = time.monotonic() - started
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong with it; empty if nothing is."""
+        if self.num_read:
+            return f"refused after {self.num_read} weights were read"
+        return f"refused after {self.seconds:.1f} s" if self.seconds > REFUSAL_SECONDS else ""
+
+
+def tried(model_type: str) -> tuple[str, str, str]:
+    """What came of a model type: "equal", "refused", "untested", "wrong" or "error"; why; what is wrong with it."""
     import torch
 
-    make = auto_class(model_type)
+    make, refusal = auto_class(model_type), Refusal()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         prompts = make_prompts(NUM_TEXT_TOKENS)
+
+        def words(error: Exception) -> str:
+            return f"{type(error).__name__}: {first_line(error)}".replace(folder, "MODEL")[:MAX_REASON]
+
         try:
             config = shrunk(model_type)
             with torch.device("meta"):
                 size = sum(parameter.numel() for parameter in make.from_config(config).parameters())
             if size > MAX_PARAMETERS:
-                return "untested", f"the tiny model would have {size:,} parameters"
+                return "untested", f"the tiny model would have {size:,} parameters", ""
             torch.manual_seed(0)
             make.from_config(config).float().save_pretrained(path)
         except Exception as error:
-            return "untested", f"no tiny model: {type(error).__name__}: {first_line(error)}"
+            return "untested", f"no tiny model: {words(error)}", ""
         try:
-            ours, why = our_tokens(path, prompts), ""
+            ours = refusal.tokens(path, prompts)
         except LoadError as error:
-            ours, why = None, reason(error)
+            ours, why = None, reason(error).replace(folder, "MODEL")[:MAX_REASON]
         except Exception as error:
-            return "error", f"{type(error).__name__}: {first_line(error)}"
+            return "error", words(error), "not refused by name"
+        if ours is None and " fails" not in why:
+            return "refused", why, refusal.complaint
         try:
             theirs = transformers_tokens(path, prompts, make=make)
         except Exception as error:
-            fails = f"transformers itself fails: {type(error).__name__}: {first_line(error)}"
-            return "untested", f"{fails}; pagewire: {why or 'loads'}"
+            return "untested", f"transformers itself fails: {words(error)}", ""
     if ours is None:
-        return "refused", why
-    return ("equal", "") if ours == theirs else ("wrong", "")
+        return "refused", why, refusal.complaint
+    media = media_tokens(config)
+    same = [until(media, tokens) for tokens in ours] == [until(media, tokens) for tokens in theirs]
+    return ("equal", "", "") if same else ("wrong", "", "other tokens")
 
 
-def apart(model_type: str) -> tuple[str, str]:
+def media_tokens(config: Any) -> set[int]:
+    """The tokens that stand for media, in whose place some families of transformers embed another token."""
+    names = config.to_dict().items()
+    return {
+        value for name, value in names if name.startswith(SPECIAL) and "token" in name and type(value) is int
+    }
+
+
+def until(ends: set[int], tokens: list[int]) -> list[int]:
+    """Tokens up to the first of these, that included."""
+    return tokens[: next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))]
+
+
+def apart(model_type: str) -> tuple[str, str, str]:
     """`tried` in a process of its own, which may hang or crash."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
@@ -117,32 +174,38 @@ def apart(model_type: str) -> tuple[str, str]:
     process.start()
     there.close()
     try:
-        found: tuple[str, str] = here.recv() if here.poll(SECONDS) else ("error", "it hangs")
+        found: tuple[str, str, str] = here.recv() if here.poll(SECONDS) else ("error", "it hangs", "it hangs")
     except EOFError:
-        found = "error", "the process ended"
+        found = "error", "the process ended", "the process ended"
     process.kill()
     process.join()
     return found
 
 
-def every(names: Iterable[str]) -> int:
+def every(names: Iterable[str], *, write: bool) -> int:
     """Print the table of all language models of transformers, or of the model types of these names."""
+    import transformers
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
     class_names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    print("| model type | class | | why |\n|---|---|---|---|")
-    counts: Counter[str] = Counter()
+    print(families.HEADER)
+    tried_families: list[ModelRow] = []
+    complaints: list[str] = []
     for model_type, class_name in sorted(class_names.items()):
         if names and model_type not in names:
             continue
-        found, why = apart(model_type)
-        counts[found] += 1
-        print(f"| {model_type} | {class_name} | {found} | {why} |", flush=True)
-    print("\n" + ", ".join(f"{count} {found}" for found, count in counts.most_common()))
-    return 1 if counts["error"] + counts["wrong"] else 0
+        verdict, why, complaint = apart(model_type)
+        tried_families.append(ModelRow(model_type, class_name, verdict, why))
+        complaints += [f"{model_type}: {complaint}"] if complaint else []
+        print(tried_families[-1].line, flush=True)
+    print(f"\n{families.summary(tried_families)}", *complaints, sep="\n")
+    if write:
+        families.PATH.write_text(families.document(tried_families, transformers.__version__))
+        families.main()
+    return 1 if complaints else 0
 
 
 def main() -> int:
@@ -152,8 +215,12 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--all", action="store_true", help="every language model of transformers")
+    parser.add_argument("--write", action="store_true", help="with --all: make docs/families.md of the table")
     options = parser.parse_args()
-    return every(set(options.names)) if options.all else known(set(options.names))
+    if options.write and (options.names or not options.all):
+        parser.error("--write needs the whole table: --all, and no NAME")
+    names = set(options.names)
+    return every(names, write=options.write) if options.all else known(names)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 4096
 SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -140,7 +140,7 @@ def learning_rate(share: float, peak: float) -> float:
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (share - 0.02) / 0.98)))
 
 
-def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for the embedding and the norms; same scale of updates."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
@@ -168,12 +168,16 @@ class Report:
     held_out_loss: float
 
 
+def held_out(corpus: Corpus) -> Corpus:
+    """The documents that no model is trained on."""
+    return Corpus(corpus.documents[::20], [])
+
+
 def train(
-    model: LlamaForCausalLM, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, minutes: float
+    model: PreTrainedModel, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, minutes: float
 ) -> Report:
     """Train for so many minutes; every 20th document is held out."""
     rng = random.Random(0)
-    held = Corpus(corpus.documents[::20], [])
     kept = Corpus([d for i, d in enumerate(corpus.documents) if i % 20], corpus.answers)
     length, rows, peak = 512, 12, 3e-3
     optimizers = make_optimizers(model)
@@ -203,12 +207,12 @@ def train(
         num_tokens_seen=seen,
         minutes=(time.monotonic() - begin) / 60,
         train_loss=smooth,
-        held_out_loss=held_out_loss(model, token_stream(held, tokenizer, rng), length),
+        held_out_loss=held_out_loss(model, token_stream(held_out(corpus), tokenizer, rng), length),
     )
 
 
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, stream: Tensor, length: int) -> float:
+def held_out_loss(model: PreTrainedModel, stream: Tensor, length: int) -> float:
     """Mean loss over a line of tokens, in pieces of `length`."""
     pieces = stream[: len(stream) // length * length].view(-1, length)
     return sum(loss_of(model, piece[None]).item() for piece in pieces) / len(pieces)

@@ -137,6 +137,7 @@ class EngineConfig:
             trust_remote_code=args.trust_remote_code,
             hf_overrides=dict(self.overrides),
             max_model_len=args.max_model_len,
+            disable_sliding_window=args.disable_sliding_window,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             block_size=args.block_size,

@@ -102,6 +102,11 @@ class ModelOptions:
     max_model_len: int | None = option(
         None, "Model", "maximum tokens of prompt and output together; default: the model's limit"
     )
+    disable_sliding_window: bool = option(
+        False,
+        "Model",
+        "serve up to the model's smallest attention window, within which every token sees all before it",
+    )
     served_model_name: str | list[str] | None = option(
         None, "Model", "name(s) of the model in metrics and in the API"
     )

@@ -77,6 +77,7 @@ class WorkerConfig(Message, tag="load"):
     trust_remote_code: bool = False
     hf_overrides: dict[str, Any] = {}
     max_model_len: int | None = None
+    disable_sliding_window: bool = False
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     block_size: int = 16

@@ -117,7 +117,7 @@ bool valid(const AttentionCall& call) {
     if (call.terms.relative_bias && (seq_len + kKvTileKeys - 1) / kKvTileKeys * kKvTileKeys > call.terms.bias_radius)
       return false;
     const int32_t* blocks = call.block_table + request * call.block_table_stride;
-    for (int64_t i = window_begin(call, seq_len - length) / call.block_size; i < num_blocks; ++i)
+    for (int64_t i = sight_begin(call, seq_len - length) / call.block_size; i < num_blocks; ++i)
       if (blocks[i] < 0 || blocks[i] >= call.num_blocks) return false;
   }
   return true;

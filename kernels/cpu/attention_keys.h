@@ -81,7 +81,7 @@ struct KvTile {
   void find(const AttentionCall& call, const QueryTile& tile, int64_t number, const void* zeros) {
     const int64_t start = number * kKvTileKeys, granule = granule_size(call.block_size);
     const int64_t last_position = tile.first_position + tile.num_tokens - 1;
-    begin = int(std::max<int64_t>(0, window_begin(call, tile.first_position) - start));
+    begin = int(std::max<int64_t>(0, sight_begin(call, tile.first_position) - start));
     end = int(std::min<int64_t>(kKvTileKeys, sight_end(call, tile.request, last_position) - start));
 
     std::fill_n(k, kKvTileKeys / granule, static_cast<const T*>(zeros));

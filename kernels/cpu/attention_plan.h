@@ -40,8 +40,10 @@ struct Task {
 bool values_in_keys(const AttentionCall& call) { return call.v_cache == call.k_cache; }
 
 // The first key that a query at this position sees.
-int64_t window_begin(const AttentionCall& call, int64_t position) {
-  return call.terms.window ? std::max<int64_t>(0, position + 1 - call.terms.window) : 0;
+int64_t sight_begin(const AttentionCall& call, int64_t position) {
+  const int64_t window = call.terms.window, chunk = call.terms.chunk;
+  const int64_t begin = window ? std::max<int64_t>(0, position + 1 - window) : 0;
+  return chunk ? std::max(begin, position / chunk * chunk) : begin;
 }
 
 // The end of the keys that a query at this position sees.
@@ -62,7 +64,7 @@ struct QueryRows {
 
   // The keys of a KV tile that a row sees: [visible_begin, visible_end), counted from the tile's first.
   int visible_begin(int64_t kv_tile, int64_t row) const {
-    return int(std::max<int64_t>(0, window_begin(call, position(row)) - kv_tile * kKvTileKeys));
+    return int(std::max<int64_t>(0, sight_begin(call, position(row)) - kv_tile * kKvTileKeys));
   }
   int visible_end(int64_t kv_tile, int64_t row) const {
     const int64_t end = sight_end(call, tile.request, position(row));
@@ -117,7 +119,7 @@ struct Plan {
         tile.first_token = first + t * tile_tokens;
         tile.num_tokens = std::min(tile_tokens, length - t * tile_tokens);
         tile.first_position = first_position + t * tile_tokens;
-        tile.kv_tile_begin = window_begin(call, tile.first_position) / kKvTileKeys;
+        tile.kv_tile_begin = sight_begin(call, tile.first_position) / kKvTileKeys;
         tile.kv_tile_end =
             (sight_end(call, request, tile.first_position + tile.num_tokens - 1) - 1) / kKvTileKeys + 1;
         rows = std::max(rows, tile.num_tokens * group);

@@ -17,6 +17,7 @@ struct LogitTerms {
   const int32_t* chosen;  // [tokens, num_chosen] or null: ascending positions of the only keys that a token sees
   int64_t num_chosen;
   int64_t window;  // 0: none
+  int64_t chunk;   // 0: none
   int64_t future;  // keys after its own position that a query sees; 0: causal
   float softcap;   // 0: none
 };

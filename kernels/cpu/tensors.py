@@ -72,6 +72,7 @@ def logit_terms(
         bias_radius=tensors["relative_bias"].shape[1] // 2 if "relative_bias" in tensors else 0,
         num_chosen=0 if chosen is None else chosen.shape[1],
         window=terms.window or 0,
+        chunk=terms.chunk or 0,
         future=terms.future,
         softcap=terms.softcap or 0.0,
     )

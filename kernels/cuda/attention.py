@@ -289,6 +289,10 @@ def _check_terms(q: Tensor, scale: float, terms: LogitTerms) -> None:
         raise ValueError("attention: no kernel for keys that are chosen for each token; CPUs serve them")
     if scale <= 0 or (terms.window is not None and terms.window < 1):
         raise ValueError(f"attention: scale {scale} and window {terms.window} must be above 0")
+    if terms.chunk is not None:
+        raise ValueError(
+            "attention: no kernel for chunks of keys; CPUs serve them, and so does float32 without kernels"
+        )
 
 
 def _radius(relative_bias: Tensor | None) -> int:

@@ -130,6 +130,15 @@ class LogitTerms:
     chosen: Tensor | None = None
     """int32 [T, C]: the positions, ascending, of the only keys that a token sees, as far as the other terms let it
     see them; None: it sees all of these."""
+    chunk: int | None = None
+    """A query sees no key before its own chunk, which begins at a multiple of this position; None: no chunks."""
+
+    def first_keys(self, positions: Tensor) -> Tensor:
+        """The first key that the query at each of these positions sees; of their shape."""
+        first = torch.zeros_like(positions)
+        if self.window is not None:
+            first = (positions - self.window + 1).clamp_min(0)
+        return first if self.chunk is None else first.maximum(positions // self.chunk * self.chunk)
 
     @classmethod
     def two_sided(cls, window: int | None = None, relative_bias: Tensor | None = None) -> LogitTerms:

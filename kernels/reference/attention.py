@@ -59,8 +59,8 @@ def paged_attention(
         gathered = (_gather(x, blocks, seq_len, num_heads, dtype) for x in cache.tensors)
         scaled = [x if by == 1 else x * by for x, by in zip(gathered, cache.scales, strict=False)]
         k, v = scaled if len(scaled) > 1 else (scaled[0], scaled[0][..., : out.shape[2]].clone())
-        if terms.window is not None:  # what no query sees may hold anything, and 0 x NaN is NaN
-            v[:, : max(0, first - terms.window + 1)] = 0
+        # What no query sees may hold anything, and 0 x NaN is NaN.
+        v[:, : int(terms.first_keys(torch.tensor(first)))] = 0
         if at_once:
             out[rows] = attend_at_once(q[rows].to(dtype), k, v, scale, terms).to(out.dtype)
             continue
@@ -156,9 +156,7 @@ def apply_terms(terms: LogitTerms, logits: Tensor, queries: Tensor, keys: Tensor
         logits = logits + terms.alibi.to(logits)[:, None, None] * (keys - queries)
     if terms.relative_bias is not None:
         logits = logits + _of_distances(terms.relative_bias, keys - queries, seq_len).to(logits)
-    hidden = (keys > queries + terms.future) | (keys >= seq_len)
-    if terms.window is not None:
-        hidden |= keys <= queries - terms.window
+    hidden = (keys < terms.first_keys(queries)) | (keys > queries + terms.future) | (keys >= seq_len)
     return logits.masked_fill(hidden, float("-inf"))
 
 
@@ -197,7 +195,7 @@ def attend_at_once(q: Tensor, k: Tensor, v: Tensor, scale: float, terms: LogitTe
 def _mask(terms: LogitTerms, q: Tensor, seq_len: int) -> Tensor | None:
     """What is added to the logits of queries [n, heads, D]: [heads or 1, n, seq_len]; None: nothing is."""
     by_head = terms.alibi is not None or terms.relative_bias is not None
-    if not by_head and terms.window is None and terms.future >= seq_len:
+    if not by_head and terms.window is None and terms.chunk is None and terms.future >= seq_len:
         return None
     keys = torch.arange(seq_len, device=q.device)
     zeros = q.new_zeros(q.shape[1] if by_head else 1, len(q), seq_len)

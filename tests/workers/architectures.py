@@ -122,6 +122,19 @@ DBRX = {
     "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
     "ffn_config": {"ffn_hidden_size": 36, "moe_num_experts": 4, "moe_top_k": 2},
 }
+LLAMA4 = (
+    GROUPED
+    | {  # a layer that attends to chunks of keys, and one without angles, which scales its queries
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 7,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+    }
+)
 
 RECURRENT = ["linear_attention", "full_attention"]
 DELTA_RULE = {
@@ -236,6 +249,8 @@ ARCHITECTURES = [
     Architecture("axk2", INDEXED | LATER_EXPERTS | {"num_local_experts": 4}),
     Architecture("deepseek_v32", INDEXED | LATER_EXPERTS),
     Architecture("glm_moe_dsa", INDEXED | LATER_EXPERTS | {"indexer_types": ["full", "shared"]}),
+    Architecture("diffllama", GROUPED),
+    Architecture("doge", GROUPED),
     Architecture("dots1", GROUPED | LATER_EXPERTS | {"sliding_window": 7, "layer_types": WINDOWED}),
     Architecture("ernie4_5", GROUPED),
     Architecture("ernie4_5_moe", GROUPED | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 36}),
@@ -269,6 +284,7 @@ ARCHITECTURES = [
     Architecture(
         "llama with biases", GROUPED | {"attention_bias": True, "mlp_bias": True}, model_type="llama"
     ),
+    Architecture("llama4_text", LLAMA4),
     Architecture("minimax_m2", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     Architecture("ministral", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
     Architecture("mistral", GROUPED | {"sliding_window": 7}),
@@ -282,7 +298,7 @@ ARCHITECTURES = [
     Architecture("persimmon"),
     Architecture("phi", {"partial_rotary_factor": 0.5}),
     Architecture("phi3", GROUPED | {"sliding_window": 7}),
-    Architecture("phimoe", GROUPED | {"num_local_experts": 4, "sliding_window": None}),
+    Architecture("phimoe", GROUPED | {"num_local_experts": 4, "sliding_window": 7}),
     Architecture("qwen2", GROUPED),
     Architecture(
         "qwen2_moe", GROUPED | EXPERTS | {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 1}
@@ -321,23 +337,24 @@ ARCHITECTURES = [
     *HYBRIDS,
     # Refused: attention or states that cannot be replaced.
     Architecture(
-        "phimoe with a window",
-        GROUPED | {"num_local_experts": 4, "sliding_window": 7},
-        "sliding window",
-        model_type="phimoe",
+        "bart",
+        {"d_model": 64, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
+        "decoder of an encoder-decoder model",
     ),
     Architecture("deepseek_v4", INDEXED | LATER_EXPERTS, "heavily_compressed_attention"),
+    Architecture("openai-gpt", GPT2_SIZES, OWN_ATTENTION),
+    Architecture("rwkv", {}, "recurrent model"),
     Architecture("cpmant", {"dim_head": 16, "dim_ff": 96}, OWN_ATTENTION),
-    Architecture("hrm_text", GROUPED, "calls attention 8 times"),
+    Architecture("hrm_text", GROUPED, "calls attention more than once"),
     Architecture(
         "longcat_flash",
         MLA | {"num_layers": 2, "head_dim": 8, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
         "multiplies by the weight of a linear layer",
     ),
-    Architecture("diffllama", GROUPED, "calls attention 2 times"),
-    Architecture("doge", GROUPED, "mask or bias"),
-    Architecture("rwkv", {}, OWN_ATTENTION),
     Architecture("zaya", GROUPED, "does not let its layers of type hybrid be replaced"),
+    Architecture(
+        "doge with long sequences", GROUPED | {"keep_window_size": 60}, "max_model_len=60", model_type="doge"
+    ),
 ]
 
 SERVED = {architecture.name: architecture for architecture in ARCHITECTURES if architecture.refused is None}

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.workers.architectures import ARCHITECTURES, COMMON, GEMMA4, RECURRENT, VOCAB_SIZE, WINDOWED
+from tests.workers.architectures import (
+    ARCHITECTURES,
+    COMMON,
+    GEMMA4,
+    LLAMA4,
+    RECURRENT,
+    VOCAB_SIZE,
+    WINDOWED,
+)
 
 SIZES: dict[str, Any] = COMMON | {
     **dict.fromkeys(("d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size"), 64),
@@ -47,6 +55,8 @@ MROPE = (
     "qwen3_vl_moe_text",
     "glm4v_text",
     "glm4v_moe_text",
+    "glm_ocr_text",
+    "paddleocr_vl_text",
 )
 """Types of text models whose angles are of height, width and time."""
 OTHERS: dict[str, dict[str, Any]] = {  # what the names do not tell
@@ -72,6 +82,15 @@ OTHERS: dict[str, dict[str, Any]] = {  # what the names do not tell
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma3n_text": GEMMA4
     | {"intermediate_size": 96, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 5},
+    "llama4_text": LLAMA4 | {"num_experts_per_tok": 2, "interleave_moe_layer_step": 1, "use_qk_norm": False},
+    "glm4v_moe_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [1, 1, 2],
+            "partial_rotary_factor": 0.5,
+        }
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 7},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8, "num_key_value_heads": 4, "num_layers": 2, "zero_expert_num": 2},
@@ -97,10 +116,24 @@ def shrunk(model_type: str) -> Any:
     return AutoConfig.for_model(model_type, **small(model_type, AutoConfig.for_model(model_type).to_dict()))
 
 
+def kinds_within(layer_types: Any) -> int:
+    """The number of first layers among which there is each kind, at least 2; 0 if that is unknown or over 8."""
+    if not isinstance(layer_types, list | tuple):
+        return 0
+    last = max((layer_types.index(kind) for kind in set(layer_types)), default=8)
+    return max(2, last + 1) if last < 8 else 0
+
+
 def small(model_type: str, defaults: dict[str, Any]) -> dict[str, Any]:
     """The fields of a default configuration that have other values in a tiny one, those of parts included."""
     unset = {"sliding_window"} if defaults.get("sliding_window") is None else set()
     fields = {name: SIZES[name] for name in defaults.keys() - unset if name in SIZES}
+    if defaults.get("head_dim") == defaults.get("qk_rope_head_dim") is not None:
+        fields["head_dim"] = SIZES["qk_rope_head_dim"]  # of what has angles
+    if "kv_lora_rank" in defaults:
+        fields["num_key_value_heads"] = SIZES["num_attention_heads"]  # all read one latent state
+    if num_layers := kinds_within(defaults.get("layer_types")):
+        fields["num_hidden_layers"] = num_layers
     tokens = [name for name in defaults if name.startswith(SPECIAL) and "token" in name]
     numbered = [name for name in tokens if type(defaults[name]) is int]
     fields |= {name: VOCAB_SIZE - 1 - place for place, name in enumerate(numbered)}

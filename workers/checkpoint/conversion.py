@@ -103,7 +103,7 @@ def _target(
     """The weight that a tensor makes (the first, if several), and the pattern of the converter that matched."""
     from transformers.core_model_loading import rename_source_key
 
-    prefix = causal.base_model_prefix
+    prefix = type(causal).base_model_prefix  # of names; Llama 4's is not that of its base model
     target, pattern = rename_source_key(name, renamings, converters, prefix, weights)
     if target not in weights and name in weights:
         target, pattern = rename_source_key(name, [], [], prefix, weights)

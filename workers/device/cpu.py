@@ -111,7 +111,13 @@ class CpuDevice:
         return (dtype, KV_CODES) if dtype in DTYPES else (dtype,)
 
     def prepare(
-        self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dims: Collection[int], *, encodes: bool = False
+        self,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        head_dims: Collection[int],
+        *,
+        encodes: bool = False,
+        chunks: bool = False,
     ) -> None:
         """Nothing to do: the CPU's kernels are compiled at first use."""
 

@@ -104,7 +104,13 @@ class CudaDevice:
         return (dtype, *FP8) if dtype in KERNEL_DTYPES else (dtype,)
 
     def prepare(
-        self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dims: Collection[int], *, encodes: bool = False
+        self,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        head_dims: Collection[int],
+        *,
+        encodes: bool = False,
+        chunks: bool = False,
     ) -> None:
         """See `Device.prepare`."""
         other = set(head_dims) - set(HEAD_DIMS)
@@ -112,6 +118,11 @@ class CudaDevice:
             raise LoadError(
                 f"no kernel on {self.name} attends with heads of {max(other)} numbers, only with "
                 f"{', '.join(map(str, HEAD_DIMS))}: use device='cpu', or dtype='float32', which needs none"
+            )
+        if chunks and dtype in KERNEL_DTYPES:
+            raise LoadError(
+                f"no kernel on {self.name} attends to chunks of keys, as chunked_attention layers do: use "
+                "device='cpu', or dtype='float32', which needs none"
             )
         variants = dict.fromkeys(
             variant

@@ -82,14 +82,21 @@ class Device(Protocol):
         """The dtypes that the KV cache of a model of this dtype may have."""
 
     def prepare(
-        self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dims: Collection[int], *, encodes: bool = False
+        self,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        head_dims: Collection[int],
+        *,
+        encodes: bool = False,
+        chunks: bool = False,
     ) -> None:
         """Compile the kernels that a model of these dtypes needs, with progress in the log.
 
-        head_dims: the sizes of attention heads in its layers. encodes: it is an encoder.
+        head_dims: the sizes of attention heads in its layers. encodes: it is an encoder. chunks: some
+        layers attend to chunks of keys.
 
         Raises:
-            LoadError: they cannot be compiled, or the device has none for heads of such a size.
+            LoadError: they cannot be compiled, or the device has none for heads of such a size or for chunks.
         """
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -24,9 +24,11 @@ NAMES = {
         "top_k_experts",
     ),
 }
-KV_NAMES = tuple(
-    f".{name}{suffix}" for name in ("k_proj", "v_proj", "kv_b_proj") for suffix in ("", ".weight")
+KV_NAMES = (
+    *(f".{name}{suffix}" for name in ("k_proj", "v_proj", "kv_b_proj") for suffix in ("", ".weight")),
+    ".self_attn.dt_proj.weight",  # of Doge, whose keys have one more number
 )
+"""Ends of the names of matrices whose outputs go into the KV cache."""
 
 
 @dataclass(frozen=True)

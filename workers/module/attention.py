@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.data.deltas import AdapterRows
@@ -110,10 +111,20 @@ class StepContext(RowsContext):
         """The number of tokens of each request."""
         return [end - start for start, end in pairwise([*self.starts, len(self.positions)])]
 
+    @property
+    def places(self) -> Tensor:
+        """The place of each token in its sequence, int64 [T]; any number for padding."""
+        starts, tokens = (
+            self.batch.query_start_loc,
+            torch.arange(len(self.positions), device=self.positions.device),
+        )
+        requests = torch.searchsorted(starts, tokens, right=True).clamp_max(len(starts) - 1)
+        return tokens - starts[requests] + self.batch.seq_lens[requests - 1]
+
     def cache(self, layer: int, shape: KVShape, window: int | None) -> Cache:
         """The cache of a layer. In a model that encodes, pages that the next layer may overwrite.
 
-        window: keys per query, which the dry run records.
+        window: the most keys that a query sees, which the dry run records; None: all up to its own.
         """
         if self.pages is not None:
             return self.pages.of(shape, self._num_pages, self.positions.device)
@@ -148,6 +159,7 @@ class StepContext(RowsContext):
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
         index: IndexedTokens | None = None,
+        chunk: int | None = None,
     ) -> Tensor:
         """Store k [T, Hkv, D] and v [T, Hkv, Dv] of a layer, then attend with q [T, Hq, D]. Returns [T, Hq, Dv].
 
@@ -156,10 +168,10 @@ class StepContext(RowsContext):
         """
         own_index = None if index is None or index.layer != layer else index.keys
         shape = KVShape.of(k, v, own_index)
-        cache = self.cache(layer, shape, window)
+        cache = self.cache(layer, shape, window or chunk)
         store_kv(k, v, cache, self.batch.slot_mapping)
         chosen = None if index is None else index.choose(layer, cache, self.batch)
-        terms = LogitTerms(window, self.future(window), softcap, sinks, alibi, chosen=chosen)
+        terms = LogitTerms(window, self.future(window), softcap, sinks, alibi, chosen=chosen, chunk=chunk)
         return paged_attention(q, cache, self.batch, scale, terms)
 
 
@@ -193,7 +205,7 @@ def current_adapters() -> AdapterRows | None:
 
 @dataclass
 class AttentionCalls:
-    """The calls of attention in some steps: each layer's cache shape, last window and number of calls."""
+    """The calls of attention in some steps: each layer's cache shape, last window or chunk, and number of calls."""
 
     num_steps: int = 0
     shapes: dict[int, KVShape] = field(default_factory=dict)

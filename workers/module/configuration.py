@@ -17,7 +17,7 @@ from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.registered import registered_class
-from pagewire.workers.module.structure import DEFAULT_POSITIONS, MAX_POSITIONS
+from pagewire.workers.module.structure import CHUNKED, DEFAULT_POSITIONS, MAX_POSITIONS, WINDOWS
 
 DTYPES = {
     "float32": torch.float32,
@@ -129,15 +129,26 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: Device) -> torch.dty
     )
 
 
-def resolve_max_model_len(requested: int | None, config: Any) -> int:
-    """Maximum tokens of a request: `requested`, or else the model's own limit (2048 if it has none).
+def resolve_max_model_len(worker_config: WorkerConfig, config: Any) -> int:
+    """Maximum tokens of a request: as requested, or else the model's own limit (2048 if it has none).
+
+    With `disable_sliding_window` it is at most the smallest window, so that none hides a key.
 
     Raises:
-        LoadError: `requested` exceeds the model's limit, unless `PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1`.
+        LoadError: `max_model_len` exceeds that window, or the model's limit without
+            `PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1`.
     """
-    text = config.get_text_config()
+    text, requested = config.get_text_config(), worker_config.max_model_len
     limits = (getattr(text, name, None) for name in MAX_POSITIONS)
     model_limit = next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+    windows = [size for _, size in filter(None, layer_windows(config))]
+    if worker_config.disable_sliding_window and windows:
+        model_limit = min(*windows, model_limit or windows[0])
+        if requested is not None and requested > model_limit:
+            raise LoadError(
+                f"max_model_len {requested} exceeds the {model_limit} tokens up to which disable_sliding_window "
+                "serves this model"
+            )
     if requested is None:
         return model_limit or DEFAULT_POSITIONS
     if (
@@ -152,6 +163,14 @@ def resolve_max_model_len(requested: int | None, config: Any) -> int:
     return requested
 
 
+def without_long_chunks(config: Any, max_len: int) -> None:
+    """Let layers whose chunk no request of `max_len` tokens exceeds see all keys, for which GPUs have kernels."""
+    text = config.get_text_config()
+    size = getattr(text, WINDOWS[CHUNKED], None)
+    if size is not None and size >= max_len and getattr(text, "layer_types", None):
+        text.layer_types = ["full_attention" if kind == CHUNKED else kind for kind in text.layer_types]
+
+
 def end_of_sequence(config: Any) -> int | None:
     """The main end-of-sequence token of a configuration; None if it has none."""
     eos = getattr(config.get_text_config(), "eos_token_id", None)
@@ -164,6 +183,17 @@ def layer_configs(config: Any) -> Sequence[Any]:
     if getattr(text, "is_heterogeneous", False):
         return text.per_layer_config  # type: ignore[no-any-return]
     return [text] * text.num_hidden_layers
+
+
+def layer_windows(config: Any) -> list[tuple[str, int] | None]:
+    """The name and the value of the setting that says how many keys a query of each layer sees; None: of all."""
+    windows: list[tuple[str, int] | None] = []
+    for layer, own in enumerate(layer_configs(config)):
+        kinds = getattr(own, "layer_types", None) or getattr(own, "attention_layers", None)
+        name = WINDOWS.get("sliding_attention" if kinds is None else kinds[layer])
+        size = None if name is None else getattr(own, name, None)
+        windows.append(None if name is None or size is None else (name, size))
+    return windows
 
 
 def head_dims(config: Any) -> set[int]:

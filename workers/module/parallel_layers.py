@@ -88,6 +88,11 @@ class DividedEmbedding(nn.Module):
         self.rows, self.own, self.collective = rows, own, collective
         self.embedding_dim: Any = rows.embedding_dim
 
+    @property
+    def weight(self) -> Any:
+        """This rank's rows."""
+        return self.rows.weight
+
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids int64 [...] to embeddings [..., H], the same on all ranks."""
         places = ids - self.own.start

@@ -65,6 +65,11 @@ TABLE: dict[str, Plan] = {
     "ctrl": _linears("h.*.multi_head_attention", ("Wq", "Wk", "Wv"), ("dense",))
     | _linears("h.*.ffn", ("0",), ("2",)),
     "deepseek_v3": LATENT_ATTENTION,
+    "diffllama": dict.fromkeys(ATTENTION, "replicated"),  # a head and its pair would be on different ranks
+    "doge": dict.fromkeys(
+        (*ATTENTION, "layers.*.self_attn.dt_proj"), "replicated"
+    )  # each head's bias needs the values of all
+    | {f"layers.*.mlp.{name}": "replicated" for name in ("router_gate", "down_embed", "up_embed")},
     "flex_olmo": NORMED_ATTENTION,
     "glm": _packed("layers.*.mlp"),
     "glm4": _packed("layers.*.mlp"),
@@ -85,6 +90,10 @@ TABLE: dict[str, Plan] = {
     "hunyuan_v1_moe": ATTENTION | _gated("layers.*.mlp.shared_mlp"),
     "jais": {"h.*.attn.c_attn": "qkv_colwise", "h.*.attn.c_proj": "rowwise"}
     | _linears("h.*.mlp", ("c_fc", "c_fc2"), ("c_proj",)),
+    "llama4_text": {
+        "layers.*.feed_forward.experts.gate_up_proj": "packed_colwise",
+        "layers.*.feed_forward.experts.down_proj": "rowwise",
+    },
     "minimax_m2": NORMED_ATTENTION,
     "mpt": {"blocks.*.attn.Wqkv": "qkv_colwise", "blocks.*.attn.out_proj": "rowwise"}
     | _linears("blocks.*.ffn", ("up_proj",), ("down_proj",)),
@@ -117,10 +126,13 @@ def plan_of(causal: Any) -> Plan:
     is_base = not hasattr(causal, causal.base_model_prefix)
     prefix = "" if is_base else f"{base_path(causal)}."
     others = "" if is_base else f"{causal.base_model_prefix}."  # with the names of what is not for texts, too
+    parts = dict(
+        causal.named_children()
+    )  # Llama 4's plan has each name without that of the base model as well
     plan = {
         name: style
         for name, style in (getattr(causal, "_tp_plan", None) or {}).items()
-        if name.startswith(prefix) or not name.startswith(others)
+        if name.partition(".")[0] in parts and (name.startswith(prefix) or not name.startswith(others))
     }
     plan |= {f"{prefix}{name}": style for name, style in TABLE.get(config.model_type, {}).items()}
     for name, style in plan.items():

@@ -22,6 +22,7 @@ from pagewire.workers.module import recurrences
 from pagewire.workers.module.attention import current_step, is_in_step
 from pagewire.workers.module.indexed import IndexedTokens, index_tokens
 from pagewire.workers.module.recurrences import replace_functions
+from pagewire.workers.module.structure import CHUNKED
 
 
 @cache
@@ -53,6 +54,8 @@ def replace_methods(causal: Any) -> None:
                 module.layer_idx = module.layer_id  # the name that all others have
             setattr(module, name, MethodType(_in_steps(getattr(type(module), name), ours), module))
             needs_no_mask |= type(module).__name__ in WITH_MASK
+        if type(module).__name__ == "Llama4TextExperts":
+            _make_selectable(module, causal.config.get_text_config())
         elif type(module).__name__ == "FalconLinear":
             module.__class__ = nn.Linear  # which rounds once where the other one rounds twice
     if needs_no_mask:
@@ -71,6 +74,19 @@ def share_blocks(causal: Any) -> None:
                 setattr(layer, name, first.setdefault(id(next(block.parameters())), block))
 
 
+def _make_selectable(experts: Any, config: Any) -> None:
+    """Give Llama 4's experts the fields of those whose implementation transformers selects by name."""
+    experts.config, experts.has_gate, experts.is_transposed = config, True, True
+    experts.has_bias = experts.has_post_expert_norm = False
+    experts._apply_gate = MethodType(_gated, experts)
+
+
+def _gated(experts: Any, both: Tensor) -> Tensor:
+    """What is between the two products of Llama 4's experts."""
+    gate, up = both.chunk(2, dim=-1)
+    return experts.act_fn(gate) * up  # type: ignore[no-any-return]
+
+
 def _in_steps(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     def method(module: Any, *args: Any, **kwargs: Any) -> Any:
         return (ours if is_in_step() else theirs)(module, *args, **kwargs)
@@ -87,15 +103,26 @@ def paged(
     window: int | None = None,
     alibi: Tensor | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
-    """Our attention of query [1, Hq, T, D] to key, value [1, Hkv, T, D]: [1, T, Hq, D]. alibi: slopes [Hq]."""
+    """Our attention of query [1, Hq, T, D] to key [1, Hkv, T, D], value [1, Hkv, T, Dv]: [1, T, Hq, Dv].
+
+    window, alibi, chunk: see `LogitTerms`.
+    """
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    return current_step().attend(layer, q, k, v, scale, window=window, softcap=softcap, alibi=alibi)[None]
+    step = current_step()
+    return step.attend(layer, q, k, v, scale, window=window, softcap=softcap, alibi=alibi, chunk=chunk)[None]
 
 
 def heads_first(x: Tensor, num_heads: int) -> Tensor:
     """[1, T, H * D] as [1, H, T, D]."""
     return x.view(*x.shape[:-1], num_heads, -1).transpose(1, 2)
+
+
+def query_key_value(module: Any, hidden_states: Tensor) -> list[Tensor]:
+    """The projections [1, T, heads, D] of hidden states by a module that has a linear layer for each."""
+    linears = (module.q_proj, module.k_proj, module.v_proj)
+    return [linear(hidden_states).unflatten(-1, (-1, module.head_dim)) for linear in linears]
 
 
 def _gptj(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -151,6 +178,100 @@ def _zamba_attention(module: Any, hidden_states: Tensor, layer_idx: int, *args: 
     return type(module).forward(module, hidden_states, layer_idx, *args, **kwargs)
 
 
+def _diffllama(
+    module: Any, hidden_states: Tensor, position_embeddings: Any, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """Of DiffLlama: the heads of its two halves, whose difference counts, attend to the values of both halves.
+
+    A head and its partner in the other half are one head of twice the size here, with keys and values of both. A
+    query of one half has zeros for the keys of the other.
+    """
+    from transformers.models.diffllama.modeling_diffllama import apply_rotary_pos_emb
+
+    query, key, value = (heads.transpose(1, 2) for heads in query_key_value(module, hidden_states))
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    pairs = key.shape[1] // 2
+    first, second = query.unflatten(1, (2, pairs, -1)).unbind(1)
+    both = torch.stack([F.pad(first, (0, module.head_dim)), F.pad(second, (module.head_dim, 0))], 2)
+    key, value = (torch.cat(x.chunk(2, 1), -1) for x in (key, value))
+    mixed = paged(module.layer_idx, both.flatten(1, 3), key, value, module.scaling)
+    halves = mixed.view(*mixed.shape[:2], pairs, 2, -1, mixed.shape[3])
+    first, second = (half.flatten(2, 3) for half in halves.unbind(3))
+    one, two = (
+        (q * k).sum(dtype=torch.float32).exp().to(query.dtype)
+        for q, k in ((module.lambda_q1, module.lambda_k1), (module.lambda_q2, module.lambda_k2))
+    )
+    normed = module.groupnorm(first - (one - two + module.lambda_init) * second)
+    return module.o_proj(((1 - module.lambda_init) * normed).flatten(2)), None
+
+
+def _doge(
+    module: Any, hidden_states: Tensor, position_embeddings: Any, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """Of Doge, where a key's bias depends on its value: as one more number of the key, by which queries have a 1.
+
+    That is all up to `keep_window_size` tokens; of longer sequences queries drop the keys of least bias.
+    """
+    from transformers.models.doge.modeling_doge import apply_rotary_pos_emb
+
+    query, key, value = query_key_value(module, hidden_states)
+    bias = torch.exp(module.A * F.softplus(module.dt_proj(value.flatten(2)))) / module.scaling
+    query, key = (x.transpose(1, 2) for x in (module.q_norm(query), module.k_norm(key)))
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    query, key = F.pad(query, (0, 1), value=1.0), torch.cat([key, bias.transpose(1, 2)[..., None]], -1)
+    mixed = paged(module.layer_idx, query, key, value.transpose(1, 2), module.scaling)
+    return module.o_proj(mixed.flatten(2)), None
+
+
+def _phimoe(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of PhiMoE, which gives its window to the mask alone."""
+    return type(module).forward(module, *args, sliding_window=module.config.sliding_window, **kwargs)
+
+
+def _llama4(
+    module: Any, hidden_states: Tensor, position_embeddings: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """Of Llama 4: layers with rotary angles attend within a chunk, the others scale queries by their place."""
+    query, key, value = query_key_value(module, hidden_states)
+    config = module.config
+    if module.use_rope:
+        from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
+
+        query, key = apply_rotary_emb(query, key, position_embeddings)
+        if config.use_qk_norm:
+            query, key = module.qk_norm(query), module.qk_norm(key)
+    elif module.attn_temperature_tuning:
+        stretches = torch.floor((current_step().places.float() + 1.0) / module.floor_scale)
+        scales = torch.log1p(stretches) * module.attn_scale + 1.0
+        query = (query * scales[:, None, None]).to(query.dtype)
+    is_chunked = config.layer_types[module.layer_idx] == CHUNKED
+    chunk = config.attention_chunk_size if is_chunked else None
+    query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+    mixed = paged(module.layer_idx, query, key, value, module.scaling, chunk=chunk)
+    return module.o_proj(mixed.flatten(2)), None
+
+
+def _llama4_mixture(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Of Llama 4: a token's expert gets the token's state times its score, and no other expert runs."""
+    rows = hidden_states.reshape(-1, module.hidden_dim)
+    _, logits = module.router(rows)
+    chosen, ids = logits.topk(module.top_k, dim=1)
+    scores = torch.sigmoid(chosen.float()).to(rows.dtype)
+    out, ones = module.shared_expert(rows), torch.ones(len(rows), 1, device=rows.device)
+    for place in range(module.top_k):
+        column = slice(place, place + 1)
+        out = out + module.experts(rows * scores[:, column], ids[:, column], ones)
+    return out, logits
+
+
+def _llama4_experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Of Llama 4, as transformers runs the experts of other families."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    run = ALL_EXPERTS_FUNCTIONS[module.config._experts_implementation]
+    return run(module, hidden, ids, weights)  # type: ignore[no-any-return]
+
+
 def _dbrx_expert(module: Any, x: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
     """An expert of DBRX by calls of `F.linear`, which can be batch-invariant as `Tensor.matmul` cannot."""
     return F.linear(module.activation_fn(F.linear(x, w1)) * F.linear(x, v1), w2.T)
@@ -176,7 +297,10 @@ def _indexer(rotation: str) -> Callable[..., IndexedTokens]:
 
 
 HALVES, PAIRS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"
-WITH_MASK = {"BloomAttention", "FalconAttention", "GPTJAttention", "CodeGenAttention", "GPTNeoSelfAttention"}
+WITH_MASK = {
+    *("BloomAttention", "CodeGenAttention", "DiffLlamaAttention", "DogeAttention", "FalconAttention"),
+    *("GPTJAttention", "GPTNeoSelfAttention", "Llama4TextAttention", "PhimoeAttention"),
+}
 """Classes of modules whose families make masks, unless their attention is of another name."""
 METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "AXK2Attention": ("forward", _without_mask),
@@ -186,12 +310,18 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "DbrxExpertGLU": ("forward", _dbrx_expert),
     "DeepseekV32Attention": ("forward", _without_mask),
     "DeepseekV32Indexer": ("forward", _indexer(HALVES)),
+    "DiffLlamaAttention": ("forward", _diffllama),
+    "DogeAttention": ("forward", _doge),
     "FalconAttention": ("forward", _falcon),
     "GPTJAttention": ("_attn", _gptj),
     "GPTNeoSelfAttention": ("_attn", _gpt_neo),
     "GlmMoeDsaAttention": ("forward", _without_mask),
     "GlmMoeDsaIndexer": ("forward", _indexer(PAIRS)),
+    "Llama4TextAttention": ("forward", _llama4),
+    "Llama4TextExperts": ("forward", _llama4_experts),
+    "Llama4TextMoe": ("forward", _llama4_mixture),
     "MptAttention": ("forward", _mpt),
+    "PhimoeAttention": ("forward", _phimoe),
     "Zamba2Attention": ("forward", _zamba_attention),
     "ZambaAttention": ("forward", _zamba_attention),
     **recurrences.METHODS,

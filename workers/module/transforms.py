@@ -99,6 +99,11 @@ class QuantisedEmbedding(nn.Module):
         return Weight(self.scheme, parts, self.shape, self.dtype)
 
     @property
+    def weight(self) -> Tensor:
+        """The first part of the rows: Llama 4 asks for its device."""
+        return self.get_buffer("part0")
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the rows."""
         return self.rows.num_bytes

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from pagewire.ipc.files.hub import read_foreign
 from pagewire.ipc.gguf.file import is_gguf
@@ -36,6 +37,8 @@ from pagewire.workers.network.rehearsal import rehearse
 logger = logging.getLogger("pagewire.worker")
 
 DUMMY_SEED = 0
+APART = {"llama4"}
+"""Types of models with pictures whose language model is a causal one within, and is loaded without the rest."""
 
 
 class ModelClass(NamedTuple):
@@ -47,7 +50,8 @@ class ModelClass(NamedTuple):
     def load(self, config: Any) -> Any:
         """The class for a model of this configuration.
 
-        A language model that takes pictures as well is made as a whole, for so its checkpoint names its parts.
+        A language model that takes pictures as well is made as a whole, for so its checkpoint names its parts,
+        unless it is `APART`.
 
         Raises:
             LoadError: transformers has no language model of this type, or the registered class cannot be used.
@@ -61,7 +65,8 @@ class ModelClass(NamedTuple):
         if self.name != CAUSAL.name or getattr(config, "auto_map", None):
             return own
         wider = transformers.AutoModelForImageTextToText
-        if takes_more_than_text(config) and type(config) in wider._model_mapping:
+        is_wide = takes_more_than_text(config) and config.model_type not in APART
+        if is_wide and type(config) in wider._model_mapping:
             return wider
         if type(config) in own._model_mapping:
             return own
@@ -216,6 +221,12 @@ def _from_config(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, k
     module = kind.load(config).from_config(config, **_options(worker_config, dtype)).eval()
     if not kind.has_head and getattr(module, "pooler", None) is not None:
         module.pooler = None  # of BERT: made for its classifier, and not in every checkpoint
+    if not hasattr(module, module.base_model_prefix) and isinstance(
+        getattr(module, "model", None), nn.Module
+    ):
+        module.base_model_prefix = (
+            "model"  # Llama 4's class names the part of a checkpoint that has all of it
+        )
     replace_methods(module)
     return module
 
@@ -236,8 +247,9 @@ def _on_meta(
     source = weight_source(worker_config, config, form)
     causal = module_on_meta(worker_config, config, dtype, kind)
     if kind is CAUSAL:
-        rehearse(causal, resolve_max_model_len(worker_config.max_model_len, config))
-    return CheckpointWeights(causal, source, dtype, quantise, with_heads=not kind.has_head)
+        rehearse(causal, resolve_max_model_len(worker_config, config))
+    is_part = not kind.has_head or config.model_type in APART
+    return CheckpointWeights(causal, source, dtype, quantise, with_heads=is_part)
 
 
 def weight_source(worker_config: WorkerConfig, config: Any, form: Format | None) -> WeightSource:
@@ -259,7 +271,14 @@ def module_on_meta(
 ) -> Any:
     """The module of a configuration without memory for its weights."""
     with torch.device("meta"):
-        return _from_config(worker_config, config, dtype, kind)
+        module = _from_config(worker_config, config, dtype, kind)
+    for child in module.modules():
+        for name, own in child._parameters.items():
+            if (
+                own is not None and own.device.type != "meta"
+            ):  # torch.normal has made it, on the CPU in any context
+                child._parameters[name] = nn.Parameter(own.detach().to("meta"), requires_grad=False)
+    return module
 
 
 def _from_pretrained(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, kind: ModelClass) -> Any:

@@ -34,6 +34,7 @@ from pagewire.workers.module.configuration import (
     load_config,
     resolve_dtype,
     resolve_kv_dtype,
+    without_long_chunks,
 )
 from pagewire.workers.module.experts import pack_experts
 from pagewire.workers.module.latent import LatentHeads, absorb_latents
@@ -42,6 +43,7 @@ from pagewire.workers.module.recurrences import lay_taps
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.shards import Shards
 from pagewire.workers.module.stage_cut import CutBase, check_cuts
+from pagewire.workers.module.structure import CHUNKED
 from pagewire.workers.module.text_base import base_path, takes_more_than_text, without_picture_layers
 from pagewire.workers.module.transforms import (
     LinearModule,
@@ -121,7 +123,9 @@ class ModelSettings:
                 "%s is served for text only: pictures, videos and sound are not taken", config.model_type
             )
         scales = kv_scales(worker_config, kv_dtype, config.get_text_config().num_hidden_layers)
-        return cls(config, spec, dtype, kv_dtype, scales, max_length(worker_config, config, spec))
+        max_len = max_length(worker_config, config, spec)
+        without_long_chunks(config, max_len)
+        return cls(config, spec, dtype, kv_dtype, scales, max_len)
 
     @property
     def encodes(self) -> bool:
@@ -155,7 +159,13 @@ def load_model(
         weights = saved.weights(dtype)
     else:
         weights = build_module(worker_config, config, dtype, device, module_class(spec))
-    device.prepare(dtype, settings.kv_dtype, head_dims(config), encodes=settings.encodes)
+    device.prepare(
+        dtype,
+        settings.kv_dtype,
+        head_dims(config),
+        encodes=settings.encodes,
+        chunks=CHUNKED in (getattr(config.get_text_config(), "layer_types", None) or ()),
+    )
     module = weights.causal
     base = module.get_submodule(base_path(module))
     shards = weights.shards or own_shards(module, collective, parallel)

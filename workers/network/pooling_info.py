@@ -72,10 +72,9 @@ def max_length(worker_config: WorkerConfig, config: Any, spec: PoolingSpec | Non
     Raises:
         LoadError: `max_model_len` exceeds what the model has positions for.
     """
-    requested = worker_config.max_model_len
-    if requested is None and spec is not None and spec.max_length is not None:
+    if worker_config.max_model_len is None and spec is not None and spec.max_length is not None:
         return spec.max_length
-    return resolve_max_model_len(requested, config)
+    return resolve_max_model_len(worker_config, config)
 
 
 def max_prompt(worker_config: WorkerConfig, config: Any, spec: PoolingSpec, base: Any) -> int:

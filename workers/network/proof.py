@@ -24,9 +24,10 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
 from pagewire.workers.module.attention import AttentionCalls, DryRunRecorder
 from pagewire.workers.module.caches import KVShape
-from pagewire.workers.module.configuration import layer_configs
+from pagewire.workers.module.configuration import layer_windows
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.states import StateShape
+from pagewire.workers.module.structure import WINDOWS
 from pagewire.workers.module.text_base import picture_layers
 from pagewire.workers.module.transforms import tolerance
 from pagewire.workers.network.model import Model
@@ -42,13 +43,18 @@ REQUEST_FACTOR = 3  # in a request of a few tokens, one that goes to other exper
 ROUNDED = 0.15  # permitted difference of logits where activations are rounded
 INDEXED = {"axk2", "deepseek_v32", "glm_moe_dsa"}
 """Model types whose indexers are served (`workers/module/indexed.py`)."""
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "hybrid"}
+ATTENTION_LAYERS = {"full_attention", "attention", "hybrid", *WINDOWS}
 """Types of layers that attend."""
 STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
 """Types of layers that keep states."""
 FEED_FORWARD_LAYERS = {"mlp", "moe"}
 NUM_STATES = 2 * len(LENGTHS)
 """State slots of a dry run: a request reads one of its two, and writes the other."""
+NOT_REPLACED = "it does not let its attention be replaced"
+RECURRENT = {"rwkv", "xlstm"}
+"""Recurrent models whose modules do not let their states be replaced."""
+PLACED_DECODERS = {"whisper"}
+"""Encoder-decoders whose decoder takes the positions of its tokens. The others count them by their own cache."""
 
 
 class MemoryShapes(NamedTuple):
@@ -64,11 +70,24 @@ def check_config(config: Any) -> None:
     """Refuse a model that its configuration shows to be unsupported.
 
     Raises:
-        LoadError: an encoder-decoder, or layers that are neither attention over a KV cache nor recurrent.
+        LoadError: an encoder-decoder or a half of one, or layers that are neither attention over a KV cache nor
+            recurrent.
     """
     text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise refuse(config, "it is an encoder-decoder model")
+    if getattr(type(config), "is_encoder_decoder", False) and config.model_type not in PLACED_DECODERS:
+        raise refuse(
+            config, "it is the decoder of an encoder-decoder model, which counts positions by its own cache"
+        )
+    if text.model_type in RECURRENT:
+        raise refuse(
+            config, "it is a recurrent model that keeps its states itself; transformers' generate runs it"
+        )
+    if text.model_type == "doge" and text.is_moe:
+        raise refuse(
+            config, "its choice of experts mixes the tokens that run together; transformers' generate runs it"
+        )
     served = ATTENTION_LAYERS | STATE_LAYERS | FEED_FORWARD_LAYERS
     other = set(getattr(text, "layer_types", None) or ()) - served
     if getattr(text, "index_topk", None) is not None:
@@ -251,27 +270,28 @@ def check_calls(config: Any, calls: AttentionCalls, layers: range | None = None)
     attending = attending_layers(config)
     attending = attending if layers is None else attending & set(layers)
     if attending and not calls.num_calls:
-        raise refuse(config, "it does not let its attention be replaced")
+        raise refuse(config, NOT_REPLACED)
     for layer in sorted({*attending, *calls.num_calls} - picture_layers(config)):
         if (num_calls := calls.num_calls.get(layer, 0) / calls.num_steps) != 1:
             raise refuse(config, f"layer {layer} calls attention {num_calls:g} times, not once")
 
 
 def check_windows(config: Any, calls: AttentionCalls, max_model_len: int) -> None:
-    """Check that sliding-window layers passed their window to attention; the dry run is too short to show it.
+    """Check that layers passed their sliding window or chunk to attention; the dry run is too short to show it.
 
     Raises:
-        LoadError: a layer did not.
+        LoadError: a layer did not, or which keys count depends on their numbers in sequences of `max_model_len`.
     """
-    layers = layer_configs(config)
+    kept = getattr(config.get_text_config(), "keep_window_size", None)
+    if kept is not None and kept < max_model_len:
+        raise refuse(config, f"it drops keys by their values beyond {kept} tokens; use max_model_len={kept}")
+    windows = layer_windows(config)
     for layer in calls.shapes:
-        kinds = getattr(layers[layer], "layer_types", None)
-        window = getattr(layers[layer], "sliding_window", None)
-        sliding = kinds is None or kinds[layer] == "sliding_attention"
-        if window is None or window >= max_model_len or not sliding:
+        if (window := windows[layer]) is None:
             continue
-        if calls.windows[layer] is None:
-            raise refuse(config, f"layer {layer} does not hand its sliding window to attention")
+        name, size = window
+        if size < max_model_len and calls.windows[layer] is None:
+            raise refuse(config, f"layer {layer} does not hand its {name.replace('_', ' ')} to attention")
 
 
 def worst_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -26,9 +26,10 @@ from pagewire.workers.module.caches import KVShape
 from pagewire.workers.module.invariant import OTHER_PRODUCT
 from pagewire.workers.module.matrices import is_experts, is_linear, is_transposed
 from pagewire.workers.module.refusals import refuse
+from pagewire.workers.module.replaced_methods import METHODS
 from pagewire.workers.module.states import StateShape
 from pagewire.workers.network.module_base import ModuleHead, arithmetic
-from pagewire.workers.network.proof import check_calls, check_windows, state_layers
+from pagewire.workers.network.proof import NOT_REPLACED, check_calls, check_windows, state_layers
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -54,8 +55,15 @@ class ShapesContext(StepContext):
         self.num_states += 1
         return torch.empty_like(values)
 
+    @property
+    def places(self) -> Tensor:
+        """The positions: the tokens are the first of a sequence."""
+        return self.positions
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.calls.add(layer, KVShape.of(k, v), kwargs.get("window"))
+        if layer in self.calls.num_calls:  # some repeat all layers many times
+            raise LoadError(f"layer {layer} calls attention more than once")
+        self.calls.add(layer, KVShape.of(k, v), kwargs.get("window") or kwargs.get("chunk"))
         return q.new_empty(*q.shape[:2], v.shape[2])
 
 
@@ -105,9 +113,23 @@ def rehearse(causal: Any, max_model_len: int) -> None:
             check_windows(config, calls, max_model_len)
             if step.num_states == 0 and (kinds := state_layers(config)):
                 raise refuse(config, f"it does not let its layers of type {', '.join(kinds)} be replaced")
+        elif not calls.num_calls and not _may_call_ours(twin):
+            raise refuse(config, NOT_REPLACED)
         head = ModuleHead(twin, arithmetic(batch_invariant=False))
         reason = "its output layers need more than the hidden states of its base model"
         _on_shapes(config, reason, lambda: head(hidden))
+
+
+def _may_call_ours(causal: Any) -> bool:
+    """True if some part of a module calls the attention that its configuration names, or is ours in part."""
+    from transformers import PreTrainedModel
+
+    return any(
+        type(module).__name__ in METHODS
+        or type(module).__module__.startswith("pagewire.")
+        or (isinstance(module, PreTrainedModel) and module._can_set_attn_implementation())
+        for module in causal.modules()
+    )
 
 
 def _width(causal: Any) -> int:

@@ -93,6 +93,7 @@ def test_engine_options_stand_in_the_groups_of_their_definition(command: str) ->
     ("arguments", "name", "value"),
     [
         (["--enforce-eager"], "enforce_eager", True),
+        (["--disable-sliding-window"], "disable_sliding_window", True),
         (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
         (["--no-weight-cache"], "weight_cache", False),
         (["--block-size", "32"], "block_size", 32),

@@ -104,6 +104,7 @@ def test_ragged_batches(kernels: CpuKernels, data: st.DataObject) -> None:
         sinks=data.draw(st.none() | st.just(torch.linspace(-2, 2, num_heads))),
         alibi=data.draw(st.none() | st.just(torch.logspace(-3, -1, num_heads))),
         relative_bias=data.draw(st.none() | st.just(by_distance(num_heads))),
+        chunk=data.draw(st.none() | st.integers(1, LENGTH)),
     )
     length = st.integers(1, LENGTH) | st.sampled_from([16, 255, 256, 257, 512])
     ends = data.draw(st.lists(length, min_size=1, max_size=4))

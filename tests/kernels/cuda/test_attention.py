@@ -199,6 +199,7 @@ def test_refusals() -> None:
         (TypeError, "sinks", {"terms": LogitTerms(alibi=torch.zeros(4, dtype=torch.float64))}),
         (ValueError, "above 0", {"terms": LogitTerms(window=0)}),
         (ValueError, "above 0", {"scale": 0.0}),
+        (ValueError, "no kernel for chunks", {"terms": LogitTerms(chunk=8)}),
         (ValueError, "out", {"out": torch.empty(1, 4, 65, dtype=BF16)}),
         (
             TypeError,

@@ -16,27 +16,31 @@ from pagewire.kernels.reference.kernels import reference
 from tests.kernels.batches import TOLERANCE, Request, Shape, page, random_request
 
 
-def dense(request: Request, scale: float, window: int | None = None) -> torch.Tensor:
+def dense(
+    request: Request, scale: float, window: int | None = None, chunk: int | None = None
+) -> torch.Tensor:
     """The whole sequence through `scaled_dot_product_attention`, [L, Hq, Dv]."""
     length = len(request.q)
     position = torch.arange(length)
     visible = position <= position[:, None]
     if window is not None:
         visible &= position > position[:, None] - window
+    if chunk is not None:
+        visible &= position // chunk == position[:, None] // chunk
     q, k, v = (x.transpose(0, 1)[None] for x in (request.q, request.k, request.v))
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("window", [None, 1, 7])
-def test_equals_dense_attention(dtype: torch.dtype, window: int | None) -> None:
+@pytest.mark.parametrize("sight", [{}, {"window": 1}, {"window": 7}, {"chunk": 7}], ids=str)
+def test_equals_dense_attention(dtype: torch.dtype, sight: dict[str, int]) -> None:
     shape = Shape(num_heads=6, num_kv_heads=2, head_dim=24, v_head_dim=40, block_size=8)
     requests = [random_request(shape, 50, dtype, seed) for seed in range(4)]
     spans = [(0, 50), (49, 50), (7, 7), (13, 29)]
     paged = page(shape, requests, spans, padding=2)
-    out = reference.paged_attention(paged.q, paged.plain, paged.batch, 0.2, LogitTerms(window))
-    expected = [dense(r, 0.2, window)[begin:end] for r, (begin, end) in zip(requests, spans, strict=True)]
+    out = reference.paged_attention(paged.q, paged.plain, paged.batch, 0.2, LogitTerms(**sight))
+    expected = [dense(r, 0.2, **sight)[begin:end] for r, (begin, end) in zip(requests, spans, strict=True)]
     torch.testing.assert_close(out[:-2], torch.cat(expected), atol=TOLERANCE[dtype], rtol=0)
     assert not out[-2:].any()
 

@@ -32,6 +32,7 @@ from pagewire.ipc.wire.worker_messages import (
 )
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.reference.kernels import reference
+from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.device import cuda
 from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.device.open import open_device, own_gpu
@@ -44,7 +45,7 @@ from pagewire.workers.run.graphs import recorded_sizes
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
-from tests.workers.architectures import GEMMA4, VOCAB_SIZE, Architecture
+from tests.workers.architectures import GEMMA4, LLAMA4, VOCAB_SIZE, Architecture
 from tests.workers.driver import GREEDY, Driver, load_runner, tokens_of, values
 from tests.workers.parity import make_prompts, transformers_tokens
 from tests.workers.peft_adapters import peft_logprobs
@@ -567,6 +568,21 @@ def test_heads_without_a_kernel_are_refused_by_name() -> None:
     ):
         device.prepare(torch.bfloat16, torch.bfloat16, {256, 5120})
     device.prepare(torch.float32, torch.float32, {256, 5120})  # by PyTorch
+
+
+def test_chunks_of_keys_are_refused_before_weights_are_read(
+    tmp_path: Path, load: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 PyTorch attends, token for token as transformers does."""
+    folder = Architecture("llama4_text", LLAMA4 | HEADS).write(tmp_path)
+    prompts = make_prompts(VOCAB_SIZE)
+    load(folder, dtype="bfloat16", max_model_len=7)  # in which there is one chunk
+    assert Driver(load(folder)).generate(prompts, 6) == transformers_tokens(folder, prompts, 6)
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("a weight was read"))
+    with pytest.raises(
+        LoadError, match=r"attends to chunks of keys, .*: use device='cpu', or dtype='float32'"
+    ):
+        load(folder, dtype="bfloat16")
 
 
 def test_more_requests_than_were_recorded(load: Callable[..., Runner]) -> None:

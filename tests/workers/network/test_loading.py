@@ -186,6 +186,19 @@ def test_overrides(llama: Path) -> None:
     assert ready.max_model_len == 48
 
 
+def test_without_sliding_windows_a_model_is_served_up_to_the_smallest(tmp_path: Path) -> None:
+    """As vLLM does it: within a window every token sees all tokens before it."""
+    fields = GROUPED | {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+    folder = Architecture("ministral", fields).write(tmp_path)
+    sizes: dict[str, Any] = {"disable_sliding_window": True, "num_blocks": 100}
+    assert load_runner(folder, max_model_len=None, **sizes)[1].max_model_len == 7
+    assert load_runner(folder, max_model_len=5, **sizes)[1].max_model_len == 5
+    with pytest.raises(
+        LoadError, match="max_model_len 8 exceeds the 7 tokens up to which disable_sliding_window"
+    ):
+        load_runner(folder, max_model_len=8, **sizes)
+
+
 def test_a_longer_model_must_be_asked_for(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LoadError, match=r"exceeds the model.s limit of 128 positions"):
         load_runner(llama, max_model_len=200, num_blocks=100)

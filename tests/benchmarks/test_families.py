@@ -1,0 +1,34 @@
+"""README's list of families is that of docs/families.md."""
+
+from __future__ import annotations
+
+from tests.benchmarks.loading import load
+
+families = load("families")
+SOME = [
+    families.ModelRow("bart", "BartForCausalLM", "refused", "it is the decoder of an encoder-decoder model"),
+    families.ModelRow("big_bird", "BigBirdForCausalLM", "untested", "no tiny model: ValueError: a | b"),
+    families.ModelRow("llama", "LlamaForCausalLM", "equal"),
+    families.ModelRow("xlm-roberta", "XLMRobertaForCausalLM", "equal"),
+]
+
+
+def test_readme_lists_the_families_of_the_table() -> None:
+    readme, table = families.README.read_text(), families.read(families.PATH.read_text())
+    assert len(table) > 200
+    assert families.with_list(readme, table) == readme
+    assert families.paragraph(table) in readme
+
+
+def test_a_table_is_read_as_it_was_written() -> None:
+    text = families.document(SOME, "5.0")
+    assert "transformers 5.0" in text and "**2 equal, 1 refused, 1 untested**" in text
+    assert families.read(text)[::2] == SOME[::2]
+    assert families.read(text)[1].why == "no tiny model: ValueError: a / b"
+    assert families.paragraph(families.read(text)) == "**Served** (2 model types):\n`llama`, `xlm-roberta`."
+
+
+def test_a_new_list_takes_the_place_of_the_old_one() -> None:
+    readme = "## Models\n\n**Served** (1 model types):\n`gpt2`.\n\n**Others**\n\nNo list.\n"
+    made = families.with_list(readme, SOME)
+    assert made == readme.replace("(1 model", "(2 model").replace("`gpt2`", "`llama`, `xlm-roberta`")
