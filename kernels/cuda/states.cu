@@ -5,7 +5,7 @@
 // on the batch or its spans. Which rows there are is read from memory, so a recorded launch serves any batch.
 #include "ptx.cuh"
 
-struct DeltaRule {
+struct GatedDeltaRule {
     float* state;           // [slots, value_heads, key_dim, value_dim], slots slot_stride apart
     const int* row_starts;  // [rows + 1]: the first span of each row
     const int* spans;       // [spans, 4]: first token, token after the last, slot read (-1: zeros), slot written
@@ -127,7 +127,7 @@ DEVICE float sum_warps(float (*sums)[32]) {
 // A block computes COLUMNS columns of a head: blockIdx.x is the head times the blocks of a head. key_dim is at most
 // WARPS * ROWS.
 template <class T, int ROWS>
-__global__ void __launch_bounds__(THREADS) gated_delta_rule(const __grid_constant__ DeltaRule p) {
+__global__ void __launch_bounds__(THREADS) gated_delta_rule(const __grid_constant__ GatedDeltaRule p) {
     constexpr int SIZE = WARPS * ROWS;
     __shared__ float query[SIZE], key[SIZE], decay[SIZE];  // of a token
     __shared__ float by_key[WARPS][32], by_query[WARPS][32];
