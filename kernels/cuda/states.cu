@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(THREADS) state_space(const __grid_constant__ S
                 sum += state.held[i] * read[warp * ROWS + i];
             }
             sums[warp][lane] = sum;
-            __syncthreads();  // the sums are there
+            __syncthreads();  // the sums of the warps are there
             if (warp == 0 && column < p.head_dim)
                 static_cast<T*>(p.out)[at * p.head_dim + column] =
                     from_float<T>(sum_warps(sums) + (p.d ? p.d[head] : 0.0f) * x);

@@ -21,8 +21,9 @@ SPANS = [[(0, 2, -1, 3), (2, 7, 3, 0)], [], [(7, 8, 1, 1)]]
 
 
 def small_layers(dtype: torch.dtype) -> list[StateLayer]:
-    """Few variants, which are compiled for the test: matrices of up to 16 and 64 rows."""
-    return [layer for layer in state_layers(TOKENS, dtype) if "128" not in layer.name]
+    """Few variants, which are compiled for the test: matrices of up to 16 and 64 rows; of float16 one."""
+    layers = [layer for layer in state_layers(TOKENS, dtype) if "128" not in layer.name]
+    return layers if dtype == torch.bfloat16 else layers[:3]
 
 
 def slots(layer: StateLayer) -> Tensor:
@@ -71,7 +72,7 @@ def test_sizes_without_a_kernel_are_left_to_pytorch() -> None:
 
 def test_wrong_shapes_are_refused() -> None:
     ours, batch = CudaStateKernels(EmulatedLauncher()), state_batch([[(0, TOKENS, -1, 0)]])
-    for layer in small_layers(torch.float16):
+    for layer in small_layers(torch.bfloat16):
         for number in range(1, len(layer.inputs)):
             inputs = list(layer.inputs)
             inputs[number] = inputs[number][:-1]
@@ -88,7 +89,7 @@ FAULTS = {
         ("+ product * change", ""),
         ("(change * key_scale)", "change"),
         ("* p.beta[at]", ""),
-        ("row < rows && column < columns ? state", "row < rows ? state"),
+        ("if (row < rows && column < columns) state", "if (row < rows) state"),
     ],
     "state space of 2": [
         ("__syncthreads();  // the token is there, and", "// the token is there, and"),
