@@ -60,7 +60,7 @@ def dispatched_states(
     name = method.__name__
 
     @functools.wraps(method)
-    def call(first: Tensor, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def call(first: Tensor, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         kernels = implementation_for(first).states
         return getattr(kernels, name)(first, *args, **kwargs)  # type: ignore[no-any-return]
 
