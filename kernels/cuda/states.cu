@@ -142,6 +142,7 @@ __global__ void __launch_bounds__(THREADS) gated_delta_rule(const __grid_constan
                        column);
         for (int token = span.begin; token < span.end; token++) {
             const i64 at = i64(token) * p.value_heads + head;
+#pragma unroll 1
             for (int i = threadIdx.x; i < SIZE; i += THREADS) {
                 const bool is_there = i < p.key_dim;
                 query[i] = is_there ? number<T>(p.q, token * p.q_stride + key_head * p.key_dim + i) : 0.0f;
@@ -150,6 +151,7 @@ __global__ void __launch_bounds__(THREADS) gated_delta_rule(const __grid_constan
             }
             __syncthreads();  // the token is there
             float query_squares = 0.0f, key_squares = 0.0f, product = 0.0f;
+#pragma unroll 1
             for (int i = lane; i < SIZE; i += 32) {
                 query_squares += query[i] * query[i];
                 key_squares += key[i] * key[i];
@@ -198,6 +200,7 @@ __global__ void __launch_bounds__(THREADS) state_space(const __grid_constant__ S
             state.load(span.read < 0 ? nullptr : p.state + span.read * p.slot_stride + offset, p.state_dim, p.head_dim,
                        column);
         for (int token = span.begin; token < span.end; token++) {
+#pragma unroll 1
             for (int i = threadIdx.x; i < SIZE; i += THREADS) {
                 const bool is_there = i < p.state_dim;
                 write[i] = is_there ? number<T>(p.b, token * p.b_stride + group * p.state_dim + i) : 0.0f;
