@@ -85,6 +85,10 @@ class Batch:
         states = () if self.states is None else (self.states.row_starts, self.states.spans)
         return (*about_tokens, *about_attention, *token_types, *states, *embeddings)
 
+    def with_attention(self, attention: AttentionBatch) -> Batch:
+        """The batch with another layout of its attention; itself if it has this one."""
+        return self if attention is self.attention else replace(self, attention=attention)
+
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
         """A copy with other `tensors`, such as their copies on the device."""
         input_ids, positions, sample_indices, sample_slots, starts, lens, table, kv_slots, *others = tensors

@@ -19,12 +19,12 @@ from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.states import StateBatch
 from pagewire.kernels.ops import paged_attention, store_kv
+from pagewire.workers.caches.kv import PAGE, KVShape, Pages
+from pagewire.workers.caches.states import RecordedStates, StateShape, StepStates
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.module.caches import PAGE, KVShape, Pages
 from pagewire.workers.module.indexed import IndexedTokens
 from pagewire.workers.module.overlay import Overlay
-from pagewire.workers.module.states import RecordedStates, StateShape, StepStates
 
 NAME = "pagewire"
 

@@ -19,7 +19,7 @@ from pagewire.kernels.data.paging import LogitTerms
 from pagewire.kernels.data.reduced import Reduced, Sum
 from pagewire.kernels.linear import Linear
 from pagewire.kernels.stack import Stack
-from pagewire.workers.module.caches import KVShape
+from pagewire.workers.caches.kv import KVShape
 from pagewire.workers.module.experts import grouped_experts, router_of
 from pagewire.workers.module.transforms import RotaryTable, embedding, pack_joined
 from pagewire.workers.module.weights import Weights

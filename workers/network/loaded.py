@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 
 from pagewire.kernels.data.paging import Cache, KVScales
+from pagewire.workers.caches.kv import KVShape, allocate_caches
+from pagewire.workers.caches.states import StateShape
 from pagewire.workers.device.interface import Device
-from pagewire.workers.module.caches import KVShape, allocate_caches
 from pagewire.workers.module.shards import Cut
-from pagewire.workers.module.states import StateShape
 from pagewire.workers.network.model import Model
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.pooler import Pooler

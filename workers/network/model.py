@@ -10,8 +10,8 @@ from torch import Tensor
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.kernels.linear import Linear
+from pagewire.workers.caches.kv import Pages, in_pages
 from pagewire.workers.module.attention import RowsContext, StepContext
-from pagewire.workers.module.caches import Pages, in_pages
 from pagewire.workers.module.overlay import embedding_size, laid_over
 from pagewire.workers.network.module_base import ModuleBase, ModuleHead
 from pagewire.workers.network.network import Network

@@ -18,8 +18,8 @@ from torch import Tensor
 from pagewire.kernels.data.layer import Angles, LayerNorm
 from pagewire.kernels.ops import layer_norm
 from pagewire.kernels.stack import Stack
+from pagewire.workers.caches.kv import KVShape
 from pagewire.workers.module.attention import StepContext
-from pagewire.workers.module.caches import KVShape
 
 
 @dataclass

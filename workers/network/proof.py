@@ -20,13 +20,13 @@ from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.kernels.data.states import StateBatch
 from pagewire.kernels.data.weight import Scheme
+from pagewire.workers.caches.kv import KVShape
+from pagewire.workers.caches.states import StateShape
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
 from pagewire.workers.module.attention import AttentionCalls, DryRunRecorder
-from pagewire.workers.module.caches import KVShape
 from pagewire.workers.module.configuration import layer_windows
 from pagewire.workers.module.refusals import refuse
-from pagewire.workers.module.states import StateShape
 from pagewire.workers.module.structure import WINDOWS
 from pagewire.workers.module.text_base import picture_layers
 from pagewire.workers.module.transforms import tolerance

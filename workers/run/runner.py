@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +17,13 @@ from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.paging import Cache
 from pagewire.workers.batch.flat_batch import AdapterOrder, Batch, build_batch
 from pagewire.workers.batch.slots import Relay, Slots
+from pagewire.workers.caches.kv import memory_of
+from pagewire.workers.caches.states import StepStates, allocate_states, state_bytes
 from pagewire.workers.device.interface import PendingTokens
 from pagewire.workers.device.kv_size import CacheSize, cache_size, ledger
 from pagewire.workers.device.open import open_device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.attention import StepContext
-from pagewire.workers.module.caches import memory_of
-from pagewire.workers.module.states import StepStates, allocate_states, state_bytes
 from pagewire.workers.network.loaded import LoadedModel, Phases
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.single import SingleRank
@@ -57,8 +56,7 @@ class Runner:
     collective: the operations of this rank with the others of its group.
     wake: called by other threads when `adapters` has messages.
     adapters: None where they are not served.
-    loaded: None while the weights are dropped. caches: of each layer; empty while their memory is released. states:
-        float32 [num_states, ...] of each state, likewise.
+    loaded: None while the weights are dropped. caches, states: of layers; empty while their memory is released.
     drafter: proposes tokens. typical: accepts proposed tokens that were not drawn; None: none is accepted.
     spare_work: optional work for idle moments, a few milliseconds with each `next`.
     embedding_size: numbers of an embedding that may take the place of a token's; 0: none may.
@@ -234,9 +232,7 @@ class Runner:
         """
         size = None if self.graphs is None else self.graphs.size_for(plan, self.slots, self.adapters)
         batch = build_batch(plan.rows, self.slots, size or 0)
-        attention = self.model.model.laid_out(batch.attention, batch.positions)
-        if attention is not batch.attention:
-            batch = replace(batch, attention=attention)
+        batch = batch.with_attention(self.model.model.laid_out(batch.attention, batch.positions))
         if self.device.asynchronous:
             batch = batch.with_tensors(self.device.upload(batch.tensors))
         adapters = self.adapter_rows(batch.adapters)
@@ -286,7 +282,7 @@ class Runner:
         size = size if size and trials.take_embeddings(size) else 0
         self.embedding_size = of_first_stage(size, self.collective, self.device)
         # No graph can send and receive, nor have states: those of its padding would be some sequence's.
-        eager = self.config.enforce_eager or self.config.parallel.stages > 1 or bool(self.states)
+        eager = self.config.enforce_eager or self.config.parallel.stages > 1 or self.states
         if not eager and self.model.is_stack and self.device.can_record(self.model.dtype):
             length, forward = self.model.max_model_len, self._forward
             self.graphs = DecodeGraphs.recorded(self.config, self.device, length, forward, self.adapters)
@@ -322,11 +318,10 @@ class Runner:
         return loaded
 
     def _allocate(self, num_blocks: int, num_states: int) -> None:
-        model = self.model
         try:
             self.drafter.allocate(num_blocks)
-            self.caches = model.allocate(num_blocks, self.config.block_size, self.device)
-            self.states = allocate_states(model.state_shapes, num_states, self.device)
+            self.caches = self.model.allocate(num_blocks, self.config.block_size, self.device)
+            self.states = allocate_states(self.model.state_shapes, num_states, self.device)
         except OSError as error:
             size = num_blocks * self.block_bytes + num_states * self.state_bytes
             raise LoadError(f"cannot allocate {size} bytes of KV memory: {error}") from error

@@ -24,8 +24,8 @@ from torch import Tensor
 from pagewire.ipc.wire.worker_messages import StepPlan, WorkerConfig
 from pagewire.kernels.data.paging import AttentionBatch, Cache
 from pagewire.workers.batch.slots import Slots
+from pagewire.workers.caches.kv import KVShape, allocate_caches
 from pagewire.workers.device.interface import Device, TokenSampler
-from pagewire.workers.module.caches import KVShape, allocate_caches
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.speculation.interface import RowOver
 from pagewire.workers.speculation.places import Places

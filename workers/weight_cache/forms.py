@@ -33,7 +33,7 @@ from pagewire.kernels.data.paging import LogitTerms
 from pagewire.kernels.data.weight import Weight
 from pagewire.kernels.stack import Stack
 from pagewire.workers.adapters.embedding import AdaptedEmbedding
-from pagewire.workers.module.caches import KVShape
+from pagewire.workers.caches.kv import KVShape
 from pagewire.workers.module.parallel_layers import DividedEmbedding, Gather, GatheredLinear
 from pagewire.workers.module.shards import Axis, Cut
 from pagewire.workers.module.transforms import QuantisedEmbedding

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.data.paging import UNSCALED, KVScales
+from pagewire.workers.caches.kv import KVShape, allocate_caches
 from pagewire.workers.checkpoint.kv_scales import kv_scales
 from pagewire.workers.device.cpu import CpuDevice
 from pagewire.workers.errors import LoadError
-from pagewire.workers.module.caches import KVShape, allocate_caches
 from tests.workers.driver import load_runner
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

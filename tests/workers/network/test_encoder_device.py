@@ -12,8 +12,8 @@ from torch import Tensor
 from pagewire.kernels.data.layer import Angles
 from pagewire.kernels.data.paging import AttentionBatch, Cache
 from pagewire.kernels.reference.kernels import Kernels
+from pagewire.workers.caches.kv import in_pages
 from pagewire.workers.module.attention import StepContext
-from pagewire.workers.module.caches import in_pages
 from pagewire.workers.module.transforms import tabulate_rotary
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.build import build_network
