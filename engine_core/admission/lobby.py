@@ -175,6 +175,9 @@ class Lobby:
     def _enter(self, sequence: Sequence, outcome: Grammar | Exception, now: float) -> list[Outcome]:
         """Make a sequence ready to leave; returns its end if it is refused."""
         try:
+            if isinstance(outcome, GrammarError) and is_optional(sequence):
+                self._ready[sequence] = None
+                return []
             if isinstance(outcome, Exception):
                 raise outcome
             sequence.matcher = outcome.matcher(sequence.output_token_ids, sequence.params.ignore_eos)
@@ -184,6 +187,12 @@ class Lobby:
         if sequence.index == 0:
             self._on_compiled(now - sequence.arrival_time)
         return []
+
+
+def is_optional(sequence: Sequence) -> bool:
+    """True if a sequence may be generated without its grammar."""
+    structure = sequence.params.structured_outputs
+    return structure is not None and structure.optional
 
 
 def ended(sequence: Sequence, error: Exception) -> Outcome:

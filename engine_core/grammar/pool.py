@@ -14,6 +14,7 @@ of the threads' time (`FairQueue`), so that the many grammars of one do not hold
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -49,6 +50,7 @@ QUICK_SECONDS = 2.0  # the same for its time: where processors are busy, jobs ge
 NICENESS = 10  # of the threads: the core's loop goes first
 THREAD_STACK_BYTES = 8 << 20  # of the threads that compile; a grammar was proven within a quarter of it
 Lane = FairQueue[Compilation]
+logger = logging.getLogger("pagewire.core")
 
 
 class Grammars:
@@ -166,6 +168,8 @@ class Grammars:
                     self._wait(compilation, self._slow, compilation.tenants, time.monotonic())
                 return
             compilation.finish(too_slow(structure.kind, self._seconds))
+        if structure.optional and isinstance(compilation.outcome, GrammarError):
+            logger.info("outputs are free whose optional grammar cannot be had: %s", compilation.outcome)
         self._limit_cached()
         self._wake()
 

@@ -121,6 +121,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
             or a line break with some indentation, so that no model can go on with whitespace for ever.
         disable_any_whitespace: no whitespace between the tokens of JSON.
         disable_additional_properties: objects have no properties but those that the schema names.
+        optional: the output is free if the grammar cannot be compiled; without it, the request is refused.
         disable_fallback: accepted, without effect: there is nothing to fall back to.
 
     Raises:
@@ -138,6 +139,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     disable_fallback: bool = False
+    optional: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)

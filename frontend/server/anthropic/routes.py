@@ -85,7 +85,7 @@ async def answer(service: Service, request: MessagesRequest, exchange: Exchange)
         Exceptions of the engine.
     """
     check_version(exchange.headers)
-    wanted = chat_request(request, service.options.reasoning_parser is not None)
+    wanted = chat_request(request, service.formats.reasoning is not None)
     chat = await prepare(service, wanted, exchange)
     omits_thoughts = request.thinking is not None and request.thinking.display == "omitted"
     if request.stream:
@@ -137,6 +137,6 @@ async def num_tokens(service: Service, request: CountTokensRequest) -> int:
         APIError, ValueError, TypeError: the request is invalid.
     """
     service.model(request.model)
-    chat = chat_request(request, service.options.reasoning_parser is not None)
+    chat = chat_request(request, service.formats.reasoning is not None)
     prompt = await prompt_of(service, chat, tools_of(service, chat), counts=True)
     return len(prompt["prompt_token_ids"])

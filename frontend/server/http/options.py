@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pagewire.frontend.server.http.limits import connection_limits
-from pagewire.frontend.server.parsing.choice import PARSERS
-from pagewire.frontend.server.parsing.reasoning import BEGUN
+from pagewire.frontend.server.parsing.detection import OFF
+from pagewire.frontend.server.parsing.dialects import DIALECTS
+from pagewire.frontend.server.parsing.reasoning import REASONING
 from pagewire.ipc.bounds import check_int, check_number
 from pagewire.ipc.environment import env_flag
 from pagewire.ipc.options.option import check_types, option
@@ -20,8 +21,8 @@ from pagewire.ipc.wire.budget import MAX_HTTP_LOGPROBS, MAX_HTTP_SEQUENCES, MAX_
 from pagewire.ipc.wire.sockets import is_loopback
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
-TOOL_PARSERS = tuple(PARSERS)
-REASONING_PARSERS = tuple(BEGUN)
+TOOL_PARSERS = (*sorted(DIALECTS), OFF)
+REASONING_PARSERS = (*sorted(REASONING), OFF)
 MODE = re.compile(r"[0-7]{3}")
 ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/]*")
 CERTIFICATE = (0, 1, 2)  # client certificates: ssl.CERT_NONE, ssl.CERT_OPTIONAL, ssl.CERT_REQUIRED
@@ -142,11 +143,17 @@ class ServerOptions:
     )
     trust_request_chat_template: bool = option(False, "Chat", "allow requests to bring a chat template")
     response_role: str = option("assistant", "Chat", "role of generated messages")
-    enable_auto_tool_choice: bool = option(
-        False, "Chat", "let the model decide whether to call tools (tool_choice: auto)"
+    enable_auto_tool_choice: bool | None = option(
+        None,
+        "Chat",
+        "let the model decide whether to call tools (tool_choice: auto;"
+        " default: if the format of its calls is known)",
     )
     reasoning_parser: str | None = option(
-        None, "Chat", "format in which the model marks its reasoning", choices=REASONING_PARSERS
+        None,
+        "Chat",
+        "format in which the model marks its reasoning (default: found from its chat template and type)",
+        choices=REASONING_PARSERS,
     )
     enable_in_reasoning: bool = option(
         False,
@@ -156,7 +163,15 @@ class ServerOptions:
     )
     prompt_unused_tools: bool = option(False, "Chat", "keep tools in the prompt even with tool_choice: none")
     tool_call_parser: str | None = option(
-        None, "Chat", "format in which the model writes tool calls", choices=TOOL_PARSERS
+        None,
+        "Chat",
+        "format in which the model writes tool calls (default: found from its chat template and type)",
+        choices=TOOL_PARSERS,
+    )
+    constrain_auto_tools: bool = option(
+        True,
+        "Chat",
+        "with tool_choice: auto, a call that the model has begun follows its schema; if not, only with `strict`",
     )
 
     lora_modules: list[str] = option(
@@ -258,8 +273,8 @@ class ServerOptions:
             raise ValueError("TLS needs both ssl_keyfile and ssl_certfile")
         if self.lora_root is not None and not self.enable_admin:
             raise ValueError("lora_root needs enable_admin: it is for /v1/load_lora_adapter")
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            raise ValueError("enable_auto_tool_choice needs tool_call_parser")
+        if self.enable_auto_tool_choice and self.tool_call_parser == OFF:
+            raise ValueError("enable_auto_tool_choice needs a tool_call_parser")
 
     def _check_access(self) -> None:
         if any(not key.strip() for key in [*self.api_key, os.environ.get("PAGEWIRE_API_KEY", "-")]):

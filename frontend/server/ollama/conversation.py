@@ -102,8 +102,10 @@ def thinking_fields(service: Service, request: GenerationFields) -> JSON:
     """
     if request.think is None:
         return {}
-    if request.think and service.options.reasoning_parser is None:
-        raise APIError(400, "think is not supported: the server was started without --reasoning-parser")
+    if request.think and service.formats.reasoning is None:
+        raise APIError(
+            400, "think is not supported: the model's format of reasoning is unknown (--reasoning-parser)"
+        )
     effort = request.think if isinstance(request.think, str) else None
     variables = {"enable_thinking": bool(request.think)}
     return {"chat_template_kwargs": variables, "reasoning_effort": effort}

@@ -100,8 +100,8 @@ def capabilities(service: Service) -> list[str]:
     """Return what clients may ask of a model."""
     if service.info.pooling is not None:
         return ["embedding"]
-    options = service.options
-    more = {"tools": options.enable_auto_tool_choice, "thinking": options.reasoning_parser is not None}
+    formats = service.formats
+    more = {"tools": formats.auto, "thinking": formats.reasoning is not None}
     return ["completion", *(name for name, able in more.items() if able)]
 
 

@@ -2,13 +2,14 @@
 
 tool_choice             output, with `response_format` or another demand
 none                    what is demanded
-auto                    calls in the model's own format, or what is demanded
+auto                    calls in the model's own format, or what is demanded; else text in which calls are valid
 required, a function    calls; `response_format` is for answers without calls, and so has no effect: a warning
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from pagewire.frontend.server.parsing.call_formats import (
     sequence,
 )
 from pagewire.frontend.server.parsing.choice import ToolUse
+from pagewire.frontend.server.parsing.reasoning import REASONING
 from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
 
 GUIDED = {
@@ -121,13 +123,46 @@ def constrained(
                 "response_format has no effect: tool_choice requires calls, which follow the schemas of tools"
             )
         structure = StructuredOutputsParams(json=tools.schema)
+        structure = as_answer(structure, tools)
     elif structure is not None and structure.structural_tag is None and tools.call_format is not None:
-        structure = as_format(structure, either(tools.call_format(), format_in(structure)))
+        answer = format_in(as_answer(structure, tools))
+        structure = as_format(structure, either(tools.call_format(), answer))
+    elif structure is None and tools.text_format is not None:
+        structure = valid_calls(tools.text_format, tools.strict, thought)
+        thought = None
     if structure is not None and thought is not None:
         structure = as_format(structure, sequence(thought, format_in(structure)))
     if structure is params.structured_outputs:
         return params
     return msgspec.structs.replace(params, structured_outputs=structure)
+
+
+def as_answer(structure: StructuredOutputsParams, tools: ToolUse) -> StructuredOutputsParams:
+    """Return the constraint on an answer, which some models begin with a mark."""
+    begin = "" if tools.reasoning is None else REASONING[tools.reasoning].answer_begin
+    return as_format(structure, sequence(const(begin), format_in(structure))) if begin else structure
+
+
+def valid_calls(
+    text_format: Callable[[], Format], strict: bool, thought: Format | None
+) -> StructuredOutputsParams | None:
+    """Return the constraint to text whose calls are valid; None, with a warning, if they cannot be written so.
+
+    strict: the grammar must be compiled, or the request fails. thought: see `constrained`.
+
+    Raises:
+        ValueError: they cannot be written so, and a tool demands it.
+    """
+    try:
+        form = text_format() if thought is None else sequence(thought, text_format())
+        return StructuredOutputsParams(
+            structural_tag={"type": "structural_tag", "format": form}, optional=not strict
+        )
+    except ValueError as error:
+        if strict:
+            raise
+        warn(f"calls are not constrained to their schemas: {error}")
+        return None
 
 
 def as_format(structure: StructuredOutputsParams, form: Format) -> StructuredOutputsParams:

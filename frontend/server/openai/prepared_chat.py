@@ -133,15 +133,16 @@ def tools_of(service: Service, request: ChatRequest) -> ToolUse:
         request.tools,
         request.tool_choice,
         parallel=request.parallel_tool_calls is not False,
-        parser=options.tool_call_parser,
-        auto=options.enable_auto_tool_choice,
+        parser=service.formats.tools,
+        auto=service.formats.auto,
         prompt_unused=options.prompt_unused_tools,
+        constrained=options.constrain_auto_tools and not request.use_beam_search,
     )
-    if options.reasoning_parser is None:
+    if service.formats.reasoning is None:
         return tools
     if options.enable_in_reasoning and (tools.schema is not None or demands(request)):
         return tools  # the constraint covers the whole output, so there is no reasoning
-    return thinking(tools, options.reasoning_parser)
+    return thinking(tools, service.formats.reasoning)
 
 
 def params_of(service: Service, request: ChatRequest, tools: ToolUse, prompt: TokensPrompt) -> SamplingParams:

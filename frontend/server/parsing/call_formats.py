@@ -1,7 +1,6 @@
-"""Formats of tool calls as models write them, for outputs that are constrained to calls or something else.
+"""Formats that tool calls are composed of: what a dialect's format allows, its parser reads as valid calls.
 
-Each is a format of a structural tag (`engine_core/grammar/structural_tag.py`). What it allows, the parser of the
-same name reads as calls with valid arguments.
+Each is a format of a structural tag (`engine_core/grammar/structural_tag.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from pagewire.frontend.server.parsing import hermes, llama3_json, mistral
 from pagewire.frontend.server.parsing.constrained import arguments_schema, moved
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_STRUCTURE_CHARS
 
 Format: TypeAlias = dict[str, Any]
+Functions: TypeAlias = Sequence[dict[str, Any]]
 
 
 def const(text: str) -> Format:
@@ -74,74 +73,67 @@ def call_object(function: dict[str, Any], arguments: str) -> Format:
     )
 
 
-def hermes_calls(functions: Sequence[dict[str, Any]], parallel: bool) -> Format:
-    """Return the format of calls in tags."""
-    begin, end = f"{hermes.OPEN}\n", f"\n{hermes.CLOSE}"
-    calls = [tag(begin, call_object(function, "arguments"), end) for function in functions]
-    return tags(calls, "\n", parallel)
+def triggered(forms: Sequence[Format], triggers: Collection[str], parallel: bool) -> Format:
+    """Return the format of free text in which a trigger begins a tag; unless `parallel`, it ends with one."""
+    return {
+        "type": "triggered_tags",
+        "triggers": list(triggers),
+        "tags": list(forms),
+        "stop_after_first": not parallel,
+    }
 
 
-def llama3_json_calls(functions: Sequence[dict[str, Any]], parallel: bool) -> Format:
-    """Return the format of bare objects, with the mark before them or not."""
-    calls = [tag("", call_object(function, "parameters"), "") for function in functions]
-    return sequence(optional(const(llama3_json.MARK)), tags(calls, "; ", parallel))
+def json_value(part: Any, definitions: dict[str, Any]) -> Format:
+    """Return the format of a value as JSON. part: its schema. definitions: keywords that this may refer to."""
+    return json_schema({**part, **definitions} if isinstance(part, dict) else part)
 
 
-def mistral_calls(functions: Sequence[dict[str, Any]], parallel: bool) -> Format:
-    """Return the format of a list of objects after a mark, or of names and arguments after a mark each."""
-    listed = [tag("", call_object(function, "arguments"), "") for function in functions]
-    named = [
-        tag(mistral.MARK + function["name"] + mark, json_schema(arguments_schema(function)), "")
-        for function in functions
-        for mark in ("", mistral.ARGUMENTS_MARK)
-    ]
-    return either(tag(f"{mistral.MARK}[", tags(listed, ", ", parallel), "]"), tags(named, "", parallel))
+def listed_arguments(
+    function: dict[str, Any],
+    write_name: Callable[[str], str],
+    value: Callable[[Any, dict[str, Any]], Format],
+    separator: str = ", ",
+) -> Format:
+    """Return the format of a function's arguments one after the other, in the order of their declaration.
 
-
-def pythonic_calls(functions: Sequence[dict[str, Any]], parallel: bool) -> Format:
-    """Return the format of a list of calls in Python's syntax.
+    write_name: returns what stands before a value. value: returns the format of a value, as `json_value`.
 
     Raises:
-        ValueError: a parameter's name is not an identifier, or the format would be too large.
-    """
-    if (size := sum(map(least_size, functions))) > MAX_STRUCTURE_CHARS:
-        raise ValueError(
-            f"tools: their pythonic format would have over {size} characters, and may have {MAX_STRUCTURE_CHARS}: "
-            "have fewer parameters or definitions, or require the first parameters"
-        )
-    calls = [tag(f"{function['name']}(", keyword_arguments(function), ")") for function in functions]
-    return tag("[", tags(calls, ", ", parallel), "]")
-
-
-def keyword_arguments(function: dict[str, Any]) -> Format:
-    """Return the format of a function's arguments as Python's keyword arguments, in the order of their declaration.
-
-    Raises:
-        ValueError: a parameter's name is not an identifier.
+        ValueError: a name or a value cannot be written so, or the format would be too large.
     """
     schema = arguments_schema(function)
+    if (size := least_size(schema)) > MAX_STRUCTURE_CHARS:
+        raise ValueError(
+            f"tools: the format of their calls would have over {size} characters, and may have "
+            f"{MAX_STRUCTURE_CHARS}: have fewer parameters or definitions, or require the first parameters"
+        )
     properties, required, definitions = keywords(schema)
-    names, values = [], []
-    for name, part in properties.items():
-        if not name.isidentifier():
-            raise ValueError(
-                f"tools: the pythonic format of calls has no way to write the parameter {quoted(name)}"
-            )
-        names.append(name)
-        values.append(json_schema({**part, **definitions} if isinstance(part, dict) else part))
-    if missing := required - set(names):
-        raise ValueError(f"tools: the required parameter {quoted(min(missing))} is not among the properties")
+    check_required(properties, required)
+    names = [(name, write_name(name)) for name in properties]
+    values = [value(part, definitions) for part in properties.values()]
 
     def rest(begin: int) -> list[Format]:
         """Return the formats of the arguments from `begin` on, after another argument."""
         following = zip(names[begin:], values[begin:], strict=True)
-        arguments = [(name, sequence(const(f", {name}="), value)) for name, value in following]
+        arguments = [
+            (name, sequence(const(separator + written), form)) for (name, written), form in following
+        ]
         return [argument if name in required else optional(argument) for name, argument in arguments]
 
     starts = [
-        sequence(const(f"{names[i]}="), values[i], *rest(i + 1)) for i in range(num_starts(names, required))
+        sequence(const(names[i][1]), values[i], *rest(i + 1)) for i in range(num_starts(properties, required))
     ]
     return either(*starts, *([] if required else [const("")]))
+
+
+def check_required(properties: Collection[str], required: set[str]) -> None:
+    """Check that all required parameters are declared.
+
+    Raises:
+        ValueError: one is not.
+    """
+    if missing := required - set(properties):
+        raise ValueError(f"tools: the required parameter {quoted(min(missing))} is not among the properties")
 
 
 def keywords(schema: dict[str, Any]) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
@@ -156,20 +148,12 @@ def num_starts(names: Collection[str], required: Container[str]) -> int:
     return len(names) if first is None else first + 1
 
 
-def least_size(function: dict[str, Any]) -> int:
-    """Return the characters of a function's format without its schemas: it grows with the square of the parameters.
+def least_size(schema: dict[str, Any]) -> int:
+    """Return the characters of `listed_arguments` without the schemas of values, from the schema of all arguments.
 
     Whichever argument comes first, the formats of all that may follow stand after it, each with all definitions.
     """
-    properties, required, definitions = keywords(arguments_schema(function))
+    properties, required, definitions = keywords(schema)
     count = num_starts(properties, required)
     num_values = count * len(properties) - count * (count - 1) // 2
     return num_values * len(msgspec.json.encode(json_schema(definitions)))
-
-
-CALL_FORMATS: dict[str, Callable[[Sequence[dict[str, Any]], bool], Format]] = {
-    "hermes": hermes_calls,
-    "mistral": mistral_calls,
-    "llama3_json": llama3_json_calls,
-    "pythonic": pythonic_calls,
-}

@@ -2,7 +2,7 @@
 
 tool_choice   prompt        output                       parser
 none          no tools      free                         none
-auto          all tools     free                         the one set by --tool-call-parser
+auto          all tools     free; a call is valid        of the model's dialect
 required      all tools     a list of calls              RequiredCalls
 a function    all tools     that function's arguments    NamedCall
 """
@@ -15,30 +15,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pagewire.frontend.server.parsing.call_formats import CALL_FORMATS, Format
+from pagewire.frontend.server.parsing.call_formats import Format
 from pagewire.frontend.server.parsing.constrained import (
     NamedCall,
     RequiredCalls,
     arguments_schema,
     calls_schema,
 )
-from pagewire.frontend.server.parsing.deltas import call_id, short_call_id
-from pagewire.frontend.server.parsing.hermes import Hermes
-from pagewire.frontend.server.parsing.llama3_json import Llama3JSON
-from pagewire.frontend.server.parsing.mistral import Mistral
+from pagewire.frontend.server.parsing.deltas import call_id
+from pagewire.frontend.server.parsing.dialects import DIALECTS, Dialect
 from pagewire.frontend.server.parsing.parser import NAME, Parser
-from pagewire.frontend.server.parsing.pythonic import Pythonic
 from pagewire.ipc.quoting import quoted
 
-PARSERS: dict[str, type[Parser]] = {
-    "hermes": Hermes,
-    "mistral": Mistral,
-    "llama3_json": Llama3JSON,
-    "pythonic": Pythonic,
-}
 NO_AUTO = (
-    "tool_choice 'auto' needs a server with --enable-auto-tool-choice and --tool-call-parser; "
-    "give 'none', 'required' or a function"
+    "tool_choice 'auto' needs a server that knows how its model writes calls (--tool-call-parser) and allows it "
+    "(--enable-auto-tool-choice); give 'none', 'required' or a function"
 )
 
 
@@ -54,6 +45,8 @@ class ToolUse:
         reasoning: format of the reasoning before the answer; None: the output has none.
         call_format: returns the format of calls in the model's own form, if it may choose to make calls; else None.
             It raises ValueError if a tool has no such form.
+        text_format: the same for free text with calls; None: what is not constrained otherwise is free.
+        strict: a tool demands that its calls are valid.
     """
 
     prompted: list[dict[str, Any]] | None = None
@@ -62,17 +55,19 @@ class ToolUse:
     marks_are_special: bool = False
     reasoning: str | None = None
     call_format: Callable[[], Format] | None = None
+    text_format: Callable[[], Format] | None = None
+    strict: bool = False
 
 
-def parser_named(name: str) -> type[Parser]:
-    """Return the parser class of a format.
+def dialect_named(name: str) -> Dialect:
+    """Return a dialect.
 
     Raises:
-        ValueError: there is no format with that name.
+        ValueError: there is none with that name.
     """
-    if name not in PARSERS:
-        raise ValueError(f"tool_call_parser must be one of {', '.join(PARSERS)}, got {name!r}")
-    return PARSERS[name]
+    if name not in DIALECTS:
+        raise ValueError(f"tool_call_parser must be one of {', '.join(DIALECTS)}, got {name!r}")
+    return DIALECTS[name]
 
 
 def tool_use(
@@ -82,14 +77,16 @@ def tool_use(
     parallel: bool = True,
     parser: str | None = None,
     auto: bool = True,
+    constrained: bool = False,
     prompt_unused: bool = False,
 ) -> ToolUse:
     """Check a request's `tools` and `tool_choice`, and return how it uses tools.
 
     Args:
         parallel: allow several calls.
-        parser: name of the format in which the model writes calls; None: unknown.
+        parser: name of the dialect in which the model writes calls; None: unknown.
         auto: allow tool_choice "auto".
+        constrained: with "auto", a call that was begun is valid, if its format can be had.
         prompt_unused: pass tools to the template even with tool_choice "none".
 
     Raises:
@@ -109,16 +106,21 @@ def tool_use(
         return ToolUse(prompted if prompt_unused else None)
     if not functions:
         raise ValueError("tool_choice needs tools to choose from")
-    model_format = parser_named(parser) if parser is not None else None
-    new_id = (
-        short_call_id if model_format is Mistral else call_id
-    )  # later requests pass these ids to the template
+    dialect = None if parser is None else dialect_named(parser)
+    new_id = call_id if dialect is None else dialect.new_id
     if choice == "auto":
-        if model_format is None or not auto:
+        if dialect is None or not auto:
             raise ValueError(NO_AUTO)
-        new_parser = partial(model_format, new_id, parallel)
-        call_format = partial(CALL_FORMATS[parser or ""], functions, parallel)
-        return ToolUse(prompted, None, new_parser, model_format.marks_are_special, call_format=call_format)
+        strict = any(function.get("strict") is True for function in functions)
+        text_format = partial(dialect.text_with_calls, functions, parallel)
+        return ToolUse(
+            prompted,
+            new_parser=partial(dialect.new_parser, functions, new_id, parallel),
+            marks_are_special=dialect.marks_are_special,
+            call_format=partial(dialect.whole_calls, functions, parallel),
+            text_format=text_format if constrained or strict else None,
+            strict=strict,
+        )
     if choice == "required":
         return ToolUse(prompted, calls_schema(functions, parallel), partial(RequiredCalls, new_id))
     name = chosen_name(choice)

@@ -32,7 +32,7 @@ class JSONCalls(Parser):
     """
 
     needs_arguments: ClassVar[bool] = False
-    close: ClassVar[str] = ""
+    close: str = ""
 
     def call_list(self) -> Reading[bool]:
         """Read `[{...}, {...}]` and emit the calls. Returns False at text that is not a call."""

@@ -5,6 +5,19 @@
 
 from __future__ import annotations
 
+from pagewire.frontend.server.parsing.call_formats import (
+    Format,
+    Functions,
+    call_object,
+    const,
+    json_schema,
+    optional,
+    sequence,
+    tag,
+    tags,
+    triggered,
+)
+from pagewire.frontend.server.parsing.constrained import arguments_schema
 from pagewire.frontend.server.parsing.json_calls import JSONCalls
 from pagewire.frontend.server.parsing.parser import Reading
 
@@ -30,3 +43,20 @@ class Llama3JSON(JSONCalls):
                 yield from self.accept(";")
                 yield from self.space()
             self.emit_content()
+
+
+def whole_calls(functions: Functions, parallel: bool) -> Format:
+    """Return the format of bare objects, with the mark before them or not."""
+    calls = [tag("", call_object(function, "parameters"), "") for function in functions]
+    return sequence(optional(const(MARK)), tags(calls, "; ", parallel))
+
+
+def text_with_calls(functions: Functions, parallel: bool) -> Format:
+    """Return the format of text with objects after the mark, or that begin as a call of a function does."""
+    marked = [tag(MARK, call_object(function, "parameters"), "") for function in functions]
+    bare = [
+        tag(f'{{"name": "{function["name"]}", "{name}": ', json_schema(arguments_schema(function)), "}")
+        for function in functions
+        for name in ("parameters", "arguments")
+    ]
+    return triggered([*marked, *bare], [MARK, *(form["begin"] for form in bare)], parallel)

@@ -12,6 +12,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from pagewire.frontend.server.parsing.call_formats import (
+    Format,
+    Functions,
+    call_object,
+    json_schema,
+    tag,
+    tags,
+)
+from pagewire.frontend.server.parsing.constrained import arguments_schema
 from pagewire.frontend.server.parsing.deltas import short_call_id
 from pagewire.frontend.server.parsing.json_calls import JSONCalls
 from pagewire.frontend.server.parsing.parser import Reading
@@ -23,7 +32,6 @@ BRACKET = re.compile(r"\[")
 class Mistral(JSONCalls):
     """Parser for text and calls of either form."""
 
-    marks_are_special = True
     call_marks = (MARK,)
 
     def __init__(self, new_id: Callable[[], str] = short_call_id, parallel: bool = True) -> None:
@@ -59,14 +67,14 @@ class Mistral(JSONCalls):
                 return True
         return False
 
-    def start_call(self, name: str) -> None:
+    def start_call(self, name: str, given_id: str | None = None) -> None:
         """Emit the start of a call, after the text between the mark and the list of calls."""
         if self._before_list:
             at = self._at
             self._from, self._at = self._from + len(MARK), self._from + self._before_list
             self.emit_content()
             self._at, self._before_list = at, 0
-        super().start_call(name)
+        super().start_call(name, given_id)
 
     def named_call(self) -> Reading[bool]:
         """Read and emit `f{...}` or `f[CALL_ID]123456789[ARGS]{...}`. Returns False at other text."""
@@ -81,3 +89,14 @@ class Mistral(JSONCalls):
         self.start_call(name)
         yield from self.streamed_arguments()
         return True
+
+
+def call_tags(functions: Functions, parallel: bool) -> list[Format]:
+    """Return the formats of a list of objects after a mark, and of names and arguments after a mark."""
+    listed = [tag("", call_object(function, "arguments"), "") for function in functions]
+    named = [
+        tag(MARK + function["name"] + mark, json_schema(arguments_schema(function)), "")
+        for function in functions
+        for mark in ("", ARGUMENTS_MARK)
+    ]
+    return [tag(f"{MARK}[", tags(listed, ", ", parallel), "]"), *named]

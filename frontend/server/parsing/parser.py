@@ -14,10 +14,11 @@ separator. All other text that is not a call is content, unchanged.
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from pagewire.frontend.server.parsing.deltas import (
     Arguments,
@@ -45,12 +46,10 @@ class Parser(ABC):
         new_id: returns an id for a new call. parallel: emit all calls; False: only the first.
 
     Attributes:
-        marks_are_special: the marks of the format are special tokens, which must be kept in the text.
         call_marks: marks that come before calls and nowhere else.
     """
 
-    marks_are_special: ClassVar[bool] = False
-    call_marks: ClassVar[tuple[str, ...]] = ()
+    call_marks: tuple[str, ...] = ()
 
     def __init__(self, new_id: Callable[[], str] = call_id, parallel: bool = True) -> None:
         self._new_id, self._parallel = new_id, parallel
@@ -174,6 +173,14 @@ class Parser(ABC):
             self._at -= len(literal)
         return read
 
+    def marked(self, marks: str) -> Reading[bool]:
+        """Read the words of `marks` with any white space before each; return whether all came."""
+        for word in marks.split():
+            yield from self.space()
+            if not (yield from self.accept(word)):
+                return False
+        return True
+
     def space(self) -> Reading[None]:
         """Read white space."""
         while True:
@@ -195,6 +202,27 @@ class Parser(ABC):
         while (yield from self.through(end)) == "\\":
             if not (yield from self.at_end()):
                 self._at += 1
+
+    def string_until(self, *marks: str) -> Reading[bool]:
+        """Read up to and including the first of `marks`, and emit it as a JSON string; return whether a mark came.
+
+        The string's first quote has been emitted. The marks are not a part of it.
+        """
+        pattern = re.compile("|".join(map(re.escape, marks)))
+        while (match := pattern.search(self._text, self._at)) is None:
+            self._at = len(self._text) - self._held(list(marks))
+            self.emit_arguments(in_string(self.pending))
+            self.drop()
+            if not (yield from self.more()):
+                self._at = len(self._text)
+                self.emit_arguments(in_string(self.pending))
+                self.drop()
+                return False
+        self._at = match.start()
+        self.emit_arguments(in_string(self.pending) + '"')
+        self._at = match.end()
+        self.drop()
+        return True
 
     def name(self) -> Reading[str]:
         """Read the name of a function; return "" if the next text is not a name."""
@@ -229,9 +257,12 @@ class Parser(ABC):
             self._blank.append(text[len(solid) :])
         self.drop()
 
-    def start_call(self, name: str) -> None:
-        """Emit the start of a call, and discard the pending text, which is its head."""
-        self._emit(CallStart(self._num_calls, self._new_id(), name))
+    def start_call(self, name: str, given_id: str | None = None) -> None:
+        """Emit the start of a call, and discard the pending text, which is its head.
+
+        given_id: id that the model gave to the call; None: it gave none.
+        """
+        self._emit(CallStart(self._num_calls, given_id or self._new_id(), name))
         self._num_calls += 1
         self.drop()
 
@@ -258,3 +289,15 @@ class Parser(ABC):
     def _take(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
         return deltas
+
+
+class PlainText(Parser):
+    """Parser for an answer without calls: all text is content."""
+
+    def read(self) -> Reading[None]:
+        yield from self.rest()
+
+
+def in_string(text: str) -> str:
+    """Return a text as it stands in a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

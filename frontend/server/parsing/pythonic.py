@@ -1,6 +1,11 @@
-"""Parser for calls of Llama 3.2, Llama 4 and others: a list of calls in Python syntax.
+"""Parser for calls in Python syntax: a list of them, or (OLMo 3) a line for each.
 
-[f(a=1, b="x"), g()]
+Llama 4     [f(a=1, b="x"), g()]
+LFM 2       <|tool_call_start|>[f(a=1, b="x"), g()]<|tool_call_end|>
+OLMo 3      <function_calls>
+            f(a=1, b="x")
+            g()
+            </function_calls>
 """
 
 from __future__ import annotations
@@ -9,34 +14,110 @@ import ast
 import json
 import re
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from pagewire.frontend.server.parsing.call_formats import (
+    Format,
+    Functions,
+    const,
+    json_value,
+    listed_arguments,
+    optional,
+    sequence,
+    tag,
+    tags,
+)
+from pagewire.frontend.server.parsing.deltas import call_id
 from pagewire.frontend.server.parsing.parser import NAME, Parser, Reading
+from pagewire.ipc.quoting import quoted
 
-MARKS = ("<|python_start|>", "<|python_tag|>")
-END_MARK = "<|python_end|>"
 SIGN = re.compile(r"""['"()\[\]{}]""")
 STRING_END = {quote: re.compile(rf"[\\{quote}]") for quote in "'\""}
 CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's names: models mix the two syntaxes
 
 
+@dataclass(frozen=True)
+class PythonicMarks:
+    """The texts around calls.
+
+    begins: marks before a list; `bare`: it may also begin at the start of a line. opening: begins the list.
+    separator: stands between calls; white space may always. closing: ends the list. end: mark after the list.
+    """
+
+    begins: tuple[str, ...]
+    end: str
+    opening: str = "["
+    separator: str = ", "
+    closing: str = "]"
+    bare: bool = False
+
+    def whole_calls(self, functions: Functions, parallel: bool) -> Format:
+        """Return the format of calls without marks."""
+        calls = [tag(f"{function['name']}(", keyword_arguments(function), ")") for function in functions]
+        return tag(self.opening, tags(calls, self.separator, parallel), self.closing)
+
+    def tags(self, functions: Functions, parallel: bool) -> list[Format]:
+        """Return the format of calls as tags that begin with a mark, or with the name of the first function."""
+        calls = self.whole_calls(functions, parallel)
+        marked = [tag(begin, calls, self.end if not self.bare else "") for begin in self.begins]
+        if not self.bare:
+            return marked
+        others = calls["content"]["tags"]
+        more = optional(sequence(const(self.separator), tags(others, self.separator, True)))
+        bare = [
+            tag(
+                self.opening + call["begin"],
+                sequence(call["content"], const(call["end"]), *([more] if parallel else [])),
+                self.closing,
+            )
+            for call in others
+        ]
+        return [*marked, *bare]
+
+
+BARE = PythonicMarks(("<|python_start|>", "<|python_tag|>"), "<|python_end|>", bare=True)
+
+
+def keyword_arguments(function: dict[str, Any]) -> Format:
+    """Return the format of a function's arguments as Python's keyword arguments; see `listed_arguments`."""
+
+    def keyword(name: str) -> str:
+        if not name.isidentifier():
+            raise ValueError(
+                f"tools: the pythonic format of calls has no way to write the parameter {quoted(name)}"
+            )
+        return f"{name}="
+
+    return listed_arguments(function, keyword, json_value)
+
+
 class Pythonic(Parser):
-    """Parser for lists of calls, which begin at a mark or at the start of a line.
+    """Parser for lists of calls, which begin at a mark or, if the dialect allows it, at the start of a line.
 
     A call is emitted when it is complete and followed by "," or "]" (or the end). Anything else is content: also a
     call with other arguments than keyword literals, between calls that are emitted.
     """
 
-    call_marks = MARKS
+    def __init__(
+        self,
+        marks: PythonicMarks = BARE,
+        new_id: Callable[[], str] = call_id,
+        parallel: bool = True,
+    ) -> None:
+        self.marks, self.call_marks = marks, tuple(begin.strip() for begin in marks.begins)
+        super().__init__(new_id, parallel)
 
     def read(self) -> Reading[None]:
-        while mark := (yield from self.text_until(*MARKS, line_start="[")):
-            if mark in MARKS:
+        line_start = self.marks.opening if self.marks.bare else ""
+        while mark := (yield from self.text_until(*self.call_marks, line_start=line_start)):
+            if mark in self.call_marks:
                 yield from self.accept(mark)
                 yield from self.space()
-            if (yield from self.accept("[")) and (yield from self.calls()):
+            if (yield from self.accept(self.marks.opening)) and (yield from self.calls()):
                 yield from self.space()
-                if (yield from self.accept(END_MARK)):
+                if (yield from self.accept(self.marks.end)):
                     self.drop()
             else:
                 self.emit_content()
@@ -47,10 +128,11 @@ class Pythonic(Parser):
         Returns True at the end of a list with calls. Otherwise the pending text is content.
         """
         first = self._num_calls
+        separator, closing = self.marks.separator.strip(), self.marks.closing.strip()
         another = True
         while another:
             yield from self.space()
-            if (yield from self.accept("]")):  # after a comma
+            if (yield from self.accept(closing)):  # after a comma
                 break
             text = yield from self.call()
             if not text:
@@ -59,8 +141,8 @@ class Pythonic(Parser):
             if call is None:
                 self.emit_content()
             yield from self.space()
-            another = yield from self.accept(",")
-            if not another and not (yield from self.accept("]")) and not (yield from self.at_end()):
+            another = yield from self.accept(separator)
+            if not another and not (yield from self.accept(closing)) and not (yield from self.at_end()):
                 return False
             if call is not None:
                 name, arguments = call

@@ -9,23 +9,51 @@ The answer, with calls or without
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pagewire.frontend.server.parsing.call_formats import Format, optional, sequence, tag
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.parsing.deltas import CallStart, ContentDelta, Delta, Reasoning
-from pagewire.frontend.server.parsing.parser import Parser, Reading
-
-OPEN, CLOSE = "<think>", "</think>"
-# Formats by name. True: a reply begins within the reasoning, where the prompt does not say otherwise.
-BEGUN = {"deepseek_r1": True, "qwen3": False}
+from pagewire.frontend.server.parsing.harmony import CHANNEL, END, FINAL, MESSAGE, Harmony, before_answer
+from pagewire.frontend.server.parsing.parser import Parser, PlainText, Reading
 
 
-class PlainText(Parser):
-    """Parser for an answer without calls: all text is content."""
+@dataclass(frozen=True)
+class ReasoningMarks:
+    """How a family of models marks its reasoning.
 
-    def read(self) -> Reading[None]:
-        yield from self.rest()
+    open, close: texts around it. begun: a reply begins within it, where the prompt does not say otherwise.
+    special: the marks are special tokens, which must be kept in the text.
+    answer_begin: text before an answer that is no call.
+    signs: texts that the chat templates contain, all of them. lacks: texts that they do not contain.
+    """
+
+    open: str
+    close: str
+    signs: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
+    begun: bool = False
+    special: bool = False
+    answer_begin: str = ""
+
+
+THINK = ReasoningMarks("<think>", "</think>", ("</think>",))
+REASONING = {
+    "gpt_oss": ReasoningMarks(
+        f"{CHANNEL}analysis{MESSAGE}", END, (CHANNEL, MESSAGE), special=True, answer_begin=FINAL
+    ),
+    "gemma4": ReasoningMarks("<|channel>thought", "<channel|>", ("<|channel>thought",), special=True),
+    "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>", ("<seed:think>",)),
+    "mistral": ReasoningMarks("[THINK]", "[/THINK]", ("[THINK]",), special=True),
+    "granite": ReasoningMarks(
+        "Here is my thought process:", "Here is my response:", ("Here is my thought process:",)
+    ),
+    "minimax_m2": replace(THINK, signs=("minimax:tool_call", "</think>"), begun=True),
+    "deepseek_r1": replace(THINK, signs=("<｜Assistant｜>", "</think>"), lacks=("thinking",), begun=True),
+    "glm4": replace(THINK, signs=("[gMASK]", "</think>")),
+    "qwen3": THINK,
+}
+"""Formats of reasoning by name, in the order in which they are tried. Harmony has a parser for whole replies."""
 
 
 class Thinking(Parser):
@@ -37,13 +65,13 @@ class Thinking(Parser):
     answer: parser of the answer. begun: the reply begins within the reasoning, without an opening tag.
     """
 
-    def __init__(self, answer: Parser, begun: bool) -> None:
-        self.answer, self.begun = answer, begun
+    def __init__(self, answer: Parser, begun: bool, marks: ReasoningMarks = THINK) -> None:
+        self.answer, self.begun, self.marks = answer, begun, marks
         super().__init__()
 
     def read(self) -> Reading[None]:
         yield from self.space()
-        opened = yield from self.accept(OPEN)
+        opened = yield from self.accept(self.marks.open)
         if opened or self.begun:
             yield from self.reasoning()
         while not (yield from self.at_end()) or self.pending:
@@ -57,14 +85,15 @@ class Thinking(Parser):
         yield from self.space()
         self.drop()
         self._prose = Reasoning
-        mark = yield from self.text_until(CLOSE, *self.answer.call_marks)
-        if mark != CLOSE:
-            closed = bool(mark) and (yield from self.hold_until(CLOSE))
+        close = self.marks.close
+        mark = yield from self.text_until(close, *self.answer.call_marks)
+        if mark != close:
+            closed = bool(mark) and (yield from self.hold_until(close))
             self._at = self._at if closed else len(self._text)
             if closed or not self.emit_calls():
                 self.emit_content()
         self._prose, self._blank = ContentDelta, []
-        yield from self.accept(CLOSE)
+        yield from self.accept(close)
         yield from self.space()
         self.drop()
 
@@ -85,14 +114,15 @@ class Thinking(Parser):
 
 
 def thinking(tools: ToolUse, parser: str) -> ToolUse:
-    """Return `tools` with reasoning before the answer. parser: a key of `BEGUN`.
+    """Return `tools` with reasoning before the answer. parser: a key of `REASONING`.
 
     Raises:
         ValueError: there is no format with that name.
     """
-    if parser not in BEGUN:
-        raise ValueError(f"reasoning_parser must be one of {', '.join(BEGUN)}, got {parser!r}")
-    return replace(tools, reasoning=parser)
+    if parser not in REASONING:
+        raise ValueError(f"reasoning_parser must be one of {', '.join(REASONING)}, got {parser!r}")
+    special = tools.marks_are_special or REASONING[parser].special
+    return replace(tools, reasoning=parser, marks_are_special=special)
 
 
 def parser_for(tools: ToolUse, prompt: str, continued: str | None = None) -> Parser | None:
@@ -103,7 +133,11 @@ def parser_for(tools: ToolUse, prompt: str, continued: str | None = None) -> Par
     if tools.reasoning is None:
         return None if tools.new_parser is None else tools.new_parser()
     answer = PlainText() if tools.new_parser is None else tools.new_parser()
-    return Thinking(answer, begins_within(tools.reasoning, prompt, continued))
+    if isinstance(answer, Harmony):
+        return answer
+    if tools.reasoning == "gpt_oss":
+        return Harmony(answer=answer)
+    return Thinking(answer, begins_within(tools.reasoning, prompt, continued), REASONING[tools.reasoning])
 
 
 def begins_within(parser: str, prompt: str, continued: str | None = None) -> bool:
@@ -112,16 +146,16 @@ def begins_within(parser: str, prompt: str, continued: str | None = None) -> boo
     A template may open the reasoning at the end of the prompt, or open and close it to leave it out.
 
     Args:
-        parser: a key of `BEGUN`, which decides if the prompt does not.
+        parser: a key of `REASONING`, which decides if the prompt does not.
         prompt: the rendered conversation.
         continued: text of the final message if the reply continues it.
     """
-    end = prompt.rstrip()
-    if end.endswith((OPEN, CLOSE)):
-        return end.endswith(OPEN)
+    marks, end = REASONING[parser], prompt.rstrip()
+    if end.endswith((marks.open, marks.close)):
+        return end.endswith(marks.open)
     if continued is not None:
-        return continued.rfind(OPEN) > continued.rfind(CLOSE)
-    return BEGUN[parser]
+        return continued.rfind(marks.open) > continued.rfind(marks.close)
+    return marks.begun
 
 
 def reasoning_format(parser: str, prompt: str, continued: str | None = None) -> Format | None:
@@ -129,9 +163,13 @@ def reasoning_format(parser: str, prompt: str, continued: str | None = None) -> 
 
     None: there is none, since the prompt has closed it. Arguments: see `begins_within`.
     """
+    if parser == "gpt_oss":
+        return before_answer()
+    marks = REASONING[parser]
+    thought: Format = {"type": "any_text"}
     separator = {"type": "regex", "pattern": r"\s{0,4}"}
     if begins_within(parser, prompt, continued):
-        return sequence(tag("", {"type": "any_text"}, CLOSE), separator)
-    if prompt.rstrip().endswith(CLOSE):
+        return sequence(tag("", thought, marks.close), separator)
+    if prompt.rstrip().endswith(marks.close):
         return None
-    return optional(sequence(tag(OPEN, {"type": "any_text"}, CLOSE), separator))
+    return optional(sequence(tag(marks.open, thought, marks.close), separator))

@@ -41,7 +41,7 @@ class Generation:
             chat.new_parser(),
             tokenizer,
             TokenNames(tokenizer, chat.service.options.return_tokens_as_token_ids),
-            reasons=chat.tools.reasoning is not None,
+            reasoning=chat.tools.reasoning,
             top_logprobs=(chat.request.top_logprobs or 0) if chat.request.logprobs else None,
         )
 

@@ -10,7 +10,7 @@ from pagewire.frontend.requests.outputs import CompletionOutput
 from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs
 from pagewire.frontend.server.openai.protocol import TokenLogprob
 from pagewire.frontend.server.openai.reply import ReplyDelta, ReplyParser, read
-from pagewire.frontend.server.parsing.reasoning import CLOSE, OPEN
+from pagewire.frontend.server.parsing.reasoning import REASONING, ReasoningMarks
 from pagewire.frontend.text.logprobs import token_bytes
 from pagewire.frontend.text.tokenizer import Tokenizer
 
@@ -18,7 +18,8 @@ from pagewire.frontend.text.tokenizer import Tokenizer
 class OutputReader:
     """Reads the increments of one output.
 
-    parser: of the text. tokenizer: None: reasoning tokens are not counted. reasons: the output may have reasoning.
+    parser: of the text. tokenizer: None: reasoning tokens are not counted.
+    reasoning: format of the reasoning that the output may have; None: it has none.
     top_logprobs: return log probabilities, each with this many alternatives; None: none.
     """
 
@@ -28,11 +29,13 @@ class OutputReader:
         tokenizer: Tokenizer | None,
         names: TokenNames,
         *,
-        reasons: bool,
+        reasoning: str | None,
         top_logprobs: int | None,
     ) -> None:
         self._parser, self._tokenizer, self._names = parser, tokenizer, names
-        self._thought = None if tokenizer is None or not reasons else ThoughtTokens(tokenizer)
+        self._thought = None
+        if tokenizer is not None and reasoning is not None:
+            self._thought = ThoughtTokens(tokenizer, REASONING[reasoning])
         self._top = top_logprobs
         self._message = MessageTokens()
 
@@ -65,8 +68,8 @@ class OutputReader:
 class ThoughtTokens:
     """Counts the tokens of an output's reasoning: those up to the closing tag, or all while it is open."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, marks: ReasoningMarks) -> None:
+        self._tokenizer, self._marks = tokenizer, marks
         self._token_ids: list[int] = []
         self._text = ""
         self._open, self._ended = False, False
@@ -76,12 +79,13 @@ class ThoughtTokens:
         """Add tokens and their text, and what the parser made of the text."""
         if self._ended:
             return
-        searched = max(0, len(self._text) - len(CLOSE))
+        close = self._marks.close
+        searched = max(0, len(self._text) - len(close))
         self._token_ids += token_ids
         self._text += text
-        self._open |= bool(delta.reasoning) or self._text.lstrip().startswith((OPEN, CLOSE))
-        if self._open and self._text.find(CLOSE, searched) >= 0:
-            self.num_tokens = num_through(self._tokenizer, self._token_ids, CLOSE)
+        self._open |= bool(delta.reasoning) or self._text.lstrip().startswith((self._marks.open, close))
+        if self._open and self._text.find(close, searched) >= 0:
+            self.num_tokens = num_through(self._tokenizer, self._token_ids, close)
             self._ended = True
         elif self._open:
             self.num_tokens = len(self._token_ids)

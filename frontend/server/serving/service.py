@@ -16,8 +16,11 @@ from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.frontend.server.parsing.detection import reply_formats
 from pagewire.frontend.server.serving.adapters import ServedAdapters, modules_of
 from pagewire.frontend.server.serving.exchange import Exchange
+from pagewire.frontend.text.chat_template import template_source
+from pagewire.frontend.text.conversation import compile_template
 from pagewire.frontend.text.render_process import NUM_PARALLEL
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.quoting import quoted
@@ -27,7 +30,7 @@ OF_THE_FIRST: dict[str, Any] = {
     "chat_template_content_format": "auto",
     "tool_call_parser": None,
     "reasoning_parser": None,
-    "enable_auto_tool_choice": False,
+    "enable_auto_tool_choice": None,
     "lora_modules": [],
     "lora_root": None,
     "prompt_adapters": [],
@@ -43,6 +46,7 @@ class Service:
         engine, options: the constructor's arguments. info: properties of the engine. others: of further engines.
         names: names of the model, the main one first. created: start of the server, in seconds since the epoch.
         adapters: those that are addressed as models.
+        formats: how the model's replies are read.
         defaults: sampling parameters from the model's generation config.
         prompt_adapters: those of the server's options, by name.
         open: generation requests in flight, by id. request_templates: runs the chat templates of requests.
@@ -52,12 +56,20 @@ class Service:
         """Begin to serve engines.
 
         Raises:
-            ValueError: two models have the same name, or an adapter is bad.
+            ValueError: two models have the same name, an adapter is bad, or calls are to be the model's choice and
+                its dialect is unknown.
         """
         self.engine, self.options = engine, options
         self.info = engine.info
         self.names = engine.info.served_model_names or [engine.info.model]
         self.created = int(time.time())
+        self.formats = reply_formats(
+            self._template(),
+            engine.info.architecture,
+            tools=options.tool_call_parser,
+            reasoning=options.reasoning_parser,
+            auto=options.enable_auto_tool_choice,
+        )
         self.defaults = default_sampling_params(engine.info)
         self.prompt_adapters = engine.session.prompt_adapters.named(options.prompt_adapters, self.names)
         self.open: dict[str, Exchange] = {}
@@ -71,6 +83,18 @@ class Service:
                 f"two models have the name {quoted(twice[0])}: give one another by --served-model-name; several "
                 "cores of one model are served by `pagewire route`"
             )
+
+    def _template(self) -> str:
+        """Return the chat template of conversations with tools; "" if there is none."""
+        tokenizer = self.engine.session.tokenizer
+        if tokenizer is None or self.info.pooling is not None:
+            return ""
+        try:
+            source = template_source(tokenizer, self.options.chat_template, with_tools=True)
+            compile_template(source)
+        except ValueError:  # `chat.routes` and requests for chat say so
+            return ""
+        return source
 
     @property
     def all(self) -> list[Service]:

@@ -164,7 +164,10 @@ def test_a_lost_core_ends_the_run_and_leaves_what_is_answered(tmp_path: Path) ->
         (["-i", "none", "-o", "out"], "there is no file none"),
         (["-i", "-", "-o", "-", "--resume"], "needs an output file"),
         (["-i", "same", "-o", "same"], "overwrite"),
-        (["-i", "same", "-o", "out", "--enable-auto-tool-choice"], "tool_call_parser"),
+        (
+            ["-i", "same", "-o", "out", "--enable-auto-tool-choice", "--tool-call-parser", "none"],
+            "tool_call_parser",
+        ),
     ],
 )
 def test_mistakes_are_reported(

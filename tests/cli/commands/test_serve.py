@@ -71,7 +71,7 @@ def test_further_models() -> None:
         (("demo", "--port", "x"), "invalid int"),
         (("demo", "--ssl-certfile", "x"), "ssl_keyfile"),
         (("demo", "--root-path", "llm"), "root_path"),
-        (("demo", "--enable-auto-tool-choice"), "tool_call_parser"),
+        (("demo", "--enable-auto-tool-choice", "--tool-call-parser", "none"), "tool_call_parser"),
         (("demo", "--tool-call-parser", "other"), "hermes"),
         (("demo", "--hots", "x"), "did you mean '--host'"),
         (("demo", "--config", "/nowhere.yaml"), "cannot read"),

@@ -14,9 +14,10 @@ from llguidance import LLTokenizer
 import pagewire.demo
 from pagewire.engine_core.grammar.compile import compile_grammar, load_tokenizer
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
-from pagewire.frontend.server.parsing.call_formats import CALL_FORMATS, Format
-from pagewire.frontend.server.parsing.choice import PARSERS, tool_use
-from pagewire.frontend.server.parsing.deltas import ParsedReply
+from pagewire.frontend.server.parsing.call_formats import Format
+from pagewire.frontend.server.parsing.choice import tool_use
+from pagewire.frontend.server.parsing.deltas import ParsedReply, call_id
+from pagewire.frontend.server.parsing.dialects import DIALECTS
 from pagewire.ipc.wire.params import StructuredOutputsParams
 
 EOS, VOCAB = 2, 4096
@@ -39,6 +40,16 @@ FUNCTIONS: list[dict[str, Any]] = [
 ]
 SCHEMAS = {function["name"]: function.get("parameters", {}) for function in FUNCTIONS}
 CLOSED = [FUNCTIONS[0], FUNCTIONS[2], {"name": "clock", "parameters": {"additionalProperties": False}}]
+
+
+TEXTS = {
+    "hermes": '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "room.free", "arguments": {"n": 3}}\n</tool_call>',
+    "llama3_json": '<|python_tag|>{"name": "clock", "parameters": {}}; '
+    '{"name": "room.free", "parameters": {"n": 3}}',
+    "mistral": '[TOOL_CALLS][{"name": "clock", "arguments": {}}, {"name": "room.free", "arguments": {"n": 3}}]',
+    "pythonic": "[clock(), room.free(n=3)]",
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,42 +75,38 @@ def written(tokenizer: LLTokenizer, grammar: Grammar, chance: random.Random) -> 
     return tokenizer.decode_str(token_ids)
 
 
+def parsed(dialect: str, text: str) -> ParsedReply:
+    return DIALECTS[dialect].new_parser(FUNCTIONS, call_id, True).parse(text)
+
+
 def check(reply: ParsedReply) -> None:
     assert reply.content is None and reply.tool_calls
     for call in reply.tool_calls:
         jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
 
 
-@pytest.mark.parametrize("parser", sorted(CALL_FORMATS))
+@pytest.mark.parametrize("parser", sorted(TEXTS))
 @pytest.mark.parametrize("parallel", [True, False])
 def test_what_a_format_allows_its_parser_reads(tokenizer: LLTokenizer, parser: str, parallel: bool) -> None:
-    grammar = compiled(tokenizer, CALL_FORMATS[parser](CLOSED, parallel))
+    grammar = compiled(tokenizer, DIALECTS[parser].whole_calls(CLOSED, parallel))
     names: set[str] = set()
     for seed in range(15):
         text = written(tokenizer, grammar, random.Random(seed))
-        reply = PARSERS[parser]().parse(text)
+        reply = parsed(parser, text)
         check(reply)
         names |= {call.name for call in reply.tool_calls}
         assert parallel or len(reply.tool_calls) == 1
     assert len(names) > 1
 
 
-TEXTS = {
-    "hermes": '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "room.free", "arguments": {"n": 3}}\n</tool_call>',
-    "llama3_json": '<|python_tag|>{"name": "clock", "parameters": {}}; '
-    '{"name": "room.free", "parameters": {"n": 3}}',
-    "mistral": '[TOOL_CALLS][{"name": "clock", "arguments": {}}, {"name": "room.free", "arguments": {"n": 3}}]',
-    "pythonic": "[clock(), room.free(n=3)]",
-}
-
-
-@pytest.mark.parametrize("parser", sorted(CALL_FORMATS))
+@pytest.mark.parametrize("parser", sorted(TEXTS))
 def test_what_models_write(tokenizer: LLTokenizer, parser: str) -> None:
     text = TEXTS[parser]
-    several, single = (compiled(tokenizer, CALL_FORMATS[parser](FUNCTIONS, many)) for many in (True, False))
+    several, single = (
+        compiled(tokenizer, DIALECTS[parser].whole_calls(FUNCTIONS, many)) for many in (True, False)
+    )
     several.matcher(tokenizer.tokenize_str(text))
-    assert [call.name for call in PARSERS[parser]().parse(text).tool_calls] == ["clock", "room.free"]
+    assert [call.name for call in parsed(parser, text).tool_calls] == ["clock", "room.free"]
     with pytest.raises(GrammarError, match="does not fit"):
         single.matcher(tokenizer.tokenize_str(text))
     with pytest.raises(GrammarError, match="does not fit"):
@@ -107,7 +114,7 @@ def test_what_models_write(tokenizer: LLTokenizer, parser: str) -> None:
 
 
 def test_both_forms_of_mistral(tokenizer: LLTokenizer) -> None:
-    grammar = compiled(tokenizer, CALL_FORMATS["mistral"](FUNCTIONS, True))
+    grammar = compiled(tokenizer, DIALECTS["mistral"].whole_calls(FUNCTIONS, True))
     for text in ('[TOOL_CALLS]clock[ARGS]{}[TOOL_CALLS]room.free[ARGS]{"n": 3}', "[TOOL_CALLS]clock{}"):
         grammar.matcher(tokenizer.tokenize_str(text))
 
@@ -125,7 +132,7 @@ def test_what_grows_with_the_square_of_the_parameters_is_refused_before_it_is_ma
         return call_format()
 
     with pytest.raises(
-        ValueError, match=r"tools: their pythonic format would have over .* require the first"
+        ValueError, match=r"tools: the format of their calls would have over .* require the first"
     ):
         form(properties=properties)
     with pytest.raises(ValueError, match="have fewer parameters or definitions"):

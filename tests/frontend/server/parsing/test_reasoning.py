@@ -19,13 +19,13 @@ from pagewire.frontend.server.parsing.deltas import (
     Reasoning,
     fold,
 )
-from pagewire.frontend.server.parsing.hermes import Hermes
+from pagewire.frontend.server.parsing.dialects import HERMES
 from pagewire.frontend.server.parsing.llama3_json import Llama3JSON
+from pagewire.frontend.server.parsing.marked_calls import MarkedCalls
 from pagewire.frontend.server.parsing.mistral import Mistral
-from pagewire.frontend.server.parsing.parser import Parser
+from pagewire.frontend.server.parsing.parser import Parser, PlainText
 from pagewire.frontend.server.parsing.pythonic import Pythonic
 from pagewire.frontend.server.parsing.reasoning import (
-    PlainText,
     Thinking,
     begins_within,
     parser_for,
@@ -38,7 +38,7 @@ CALLS = [ParsedCall("0", "f", '{"a": 1}')]
 
 def reader(begun: bool, with_tools: bool = True) -> Parser:
     ids = map(str, itertools.count())
-    return Thinking(Hermes(lambda: next(ids)) if with_tools else PlainText(), begun)
+    return Thinking(MarkedCalls(HERMES, lambda: next(ids)) if with_tools else PlainText(), begun)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_which_parser() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     assert parser_for(ToolUse(), "Hello") is None
     hermes = tool_use([tool], "auto", parser="hermes")
-    assert isinstance(parser_for(hermes, "Hello"), Hermes)
+    assert isinstance(parser_for(hermes, "Hello"), MarkedCalls)
     for tools, name, reply in (
         (ToolUse(), "deepseek_r1", ParsedReply("a", "b")),
         (hermes, "qwen3", ParsedReply(None, "a</think>b")),

@@ -8,9 +8,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pagewire.frontend.server.parsing.choice import ToolUse, parser_named, tool_use
+from pagewire.frontend.server.parsing.choice import ToolUse, dialect_named, tool_use
 from pagewire.frontend.server.parsing.constrained import NamedCall, RequiredCalls, calls_schema
-from pagewire.frontend.server.parsing.hermes import Hermes
+from pagewire.frontend.server.parsing.dialects import DIALECTS
+from pagewire.frontend.server.parsing.marked_calls import MarkedCalls
 from pagewire.frontend.server.parsing.mistral import Mistral
 
 INTEGER = {"type": "integer", "maximum": 5}
@@ -92,7 +93,7 @@ def test_choices() -> None:
     for choice in (None, "auto"):
         use = tool_use(TOOLS, choice, parser="hermes")
         assert (use.prompted, use.schema, use.marks_are_special) == (TOOLS, None, False)
-        assert isinstance(parser_of(use), Hermes)
+        assert isinstance(parser_of(use), MarkedCalls)
     use = tool_use(TOOLS, "auto", parser="mistral")
     assert isinstance(parser_of(use), Mistral) and use.marks_are_special
     use = tool_use(TOOLS, "required", parallel=False)
@@ -148,8 +149,8 @@ def test_refused_tools_and_choices(tools: Any, choice: Any, error: str) -> None:
 
 
 def test_parsers_by_name() -> None:
-    assert parser_named("hermes") is Hermes
+    assert dialect_named("hermes") is DIALECTS["hermes"]
     with pytest.raises(ValueError, match="one of hermes, mistral, llama3_json, pythonic, got 'x'"):
-        parser_named("x")
+        dialect_named("x")
     with pytest.raises(ValueError, match="--enable-auto-tool-choice"):
         tool_use(TOOLS, "auto", parser="hermes", auto=False)

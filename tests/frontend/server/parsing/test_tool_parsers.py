@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,13 +23,17 @@ from pagewire.frontend.server.parsing.deltas import (
     ParsedReply,
     fold,
 )
-from pagewire.frontend.server.parsing.hermes import Hermes
+from pagewire.frontend.server.parsing.dialects import HERMES
 from pagewire.frontend.server.parsing.llama3_json import Llama3JSON
+from pagewire.frontend.server.parsing.marked_calls import MarkedCalls
 from pagewire.frontend.server.parsing.mistral import Mistral
 from pagewire.frontend.server.parsing.parser import Parser
-from pagewire.frontend.server.parsing.pythonic import Pythonic
+from pagewire.frontend.server.parsing.pythonic import BARE
+from pagewire.frontend.server.parsing.pythonic import Pythonic as PythonicCalls
 
 Call = tuple[str, str]
+Hermes = partial(MarkedCalls, HERMES)
+Pythonic = partial(PythonicCalls, BARE)
 
 
 def named_call(new_id: Callable[[], str]) -> NamedCall:
@@ -59,7 +64,7 @@ def calls_of(reply: ParsedReply) -> list[Call]:
     return [(call.name, call.arguments) for call in reply.tool_calls]
 
 
-EXAMPLES: list[tuple[type[Parser], str, str | None, list[Call]]] = [
+EXAMPLES: list[tuple[Callable[..., Parser], str, str | None, list[Call]]] = [
     (Hermes, "Hello!\n", "Hello!\n", []),
     (Hermes, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', None, [("f", '{"a": 1}')]),
     (

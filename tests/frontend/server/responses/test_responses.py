@@ -18,7 +18,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.openai.protocol import TokenLogprob
 from pagewire.frontend.server.openai.reply import ReplyParser, ReplyWithCalls, TextReply, read
 from pagewire.frontend.server.parsing.deltas import call_id
-from pagewire.frontend.server.parsing.hermes import Hermes
+from pagewire.frontend.server.parsing.dialects import DIALECTS
 from pagewire.frontend.server.responses.items import messages_of, read_input
 from pagewire.frontend.server.responses.protocol import (
     CallItem,
@@ -178,7 +178,7 @@ def without_ids(response: Response) -> list[Any]:
 def test_events_add_up_to_the_response_under_any_chunking(text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    for new_parser in (TextReply, lambda: ReplyWithCalls(Hermes(call_id, True))):
+    for new_parser in (TextReply, lambda: ReplyWithCalls(DIALECTS["hermes"].new_parser((), call_id, True))):
         events, response = written(new_parser(), pieces)
         _, whole = written(new_parser(), [text])
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -191,7 +191,7 @@ def test_events_add_up_to_the_response_under_any_chunking(text: str, data: st.Da
 
 def test_an_item_that_is_cut_off_is_not_complete() -> None:
     writer = ResponseWriter(new_response())
-    parser = ReplyWithCalls(Hermes(call_id, True))
+    parser = ReplyWithCalls(DIALECTS["hermes"].new_parser((), call_id, True))
     writer.read(read(parser, HERMES[: HERMES.index("ln")], False))
     writer.end("incomplete", Usage(1, 2, 3))
     message, call = writer.response.output

@@ -1,0 +1,117 @@
+"""Calls with JSON arguments between marks: the parser and the format of all dialects of `CallMarks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from pagewire.frontend.server.parsing.call_formats import (
+    Format,
+    Functions,
+    call_object,
+    const,
+    json_schema,
+    sequence,
+    tag,
+    tags,
+)
+from pagewire.frontend.server.parsing.constrained import arguments_schema
+from pagewire.frontend.server.parsing.deltas import call_id
+from pagewire.frontend.server.parsing.json_calls import JSONCalls
+from pagewire.frontend.server.parsing.parser import Reading
+
+
+@dataclass(frozen=True)
+class CallMarks:
+    """The texts around calls, in their order. White space in them is written, and may be missing or more when read.
+
+    Attributes:
+        opening: comes before the first call. begin: comes before each.
+        prefix: stands before the name. numbered: ":" and the call's number stand after it.
+        middle: stands between name and arguments; "": a JSON object has both.
+        lists: a JSON list of such objects stands between `begin` and `end`.
+        end: comes after each call. closing: comes after the last one. separator: stands between calls.
+        arguments: name of the arguments in a JSON object.
+    """
+
+    begin: str
+    end: str = ""
+    _: KW_ONLY
+    opening: str = ""
+    prefix: str = ""
+    numbered: bool = False
+    middle: str = ""
+    lists: bool = False
+    closing: str = ""
+    separator: str = ""
+    arguments: str = "arguments"
+
+    def tags(self, functions: Functions, parallel: bool) -> list[Format]:
+        """Return the format of calls as tags that begin with the first mark."""
+        if self.lists:
+            objects = [tag("", call_object(function, self.arguments), "") for function in functions]
+            return [tag(f"{self.begin}[", tags(objects, ", ", parallel), f"]{self.end}")]
+        calls = [self._call(function) for function in functions]
+        if not self.opening:
+            return calls
+        return [tag(self.opening, tags(calls, self.separator, parallel), self.closing)]
+
+    def _call(self, function: dict[str, Any]) -> Format:
+        if not self.middle:
+            return tag(self.begin, call_object(function, self.arguments), self.end)
+        arguments = json_schema(arguments_schema(function))
+        begin = self.begin + self.prefix + function["name"]
+        if not self.numbered:
+            return tag(begin + self.middle, arguments, self.end)
+        number = {"type": "regex", "pattern": "[0-9]{1,4}"}
+        return tag(f"{begin}:", sequence(number, const(self.middle), arguments), self.end)
+
+
+class MarkedCalls(JSONCalls):
+    """Parser for calls between marks, with text around them. All marks but the first may be missing."""
+
+    def __init__(self, marks: CallMarks, new_id: Callable[[], str] = call_id, parallel: bool = True) -> None:
+        self.marks = marks
+        self._begin = marks.begin.strip()
+        self.call_marks = tuple(filter(None, (marks.opening.strip(), self._begin)))
+        end = marks.end.split()[-1:]
+        self.close = end[0] if end and end[0].startswith("<") else ""
+        super().__init__(new_id, parallel)
+
+    def read(self) -> Reading[None]:
+        while mark := (yield from self.text_until(*self.call_marks)):
+            yield from self.accept(mark)
+            begun = mark == self._begin or (yield from self.marked(self._begin))
+            yield from self.space()
+            if not begun or not (yield from self.body()):
+                self.emit_content()
+                continue
+            for text in (self.marks.end, self.marks.closing):
+                if (yield from self.marked(text)):
+                    self.drop()
+
+    def body(self) -> Reading[bool]:
+        """Read and emit what stands between the marks of a call. Returns False at other text."""
+        if self.marks.lists and (yield from self.comes("[")):
+            return (yield from self.call_list())
+        return (yield from (self.named_call() if self.marks.middle else self.call_object()))
+
+    def named_call(self) -> Reading[bool]:
+        """Read and emit a name, the mark behind it, and arguments. Returns False at other text."""
+        begin = len(self.pending)
+        if not (yield from self.marked(self.marks.prefix)):
+            return False
+        name = yield from self.name()
+        number = ""
+        if name and self.marks.numbered and (yield from self.accept(":")):
+            number = yield from self.name()
+        given_id = self.pending[begin:] if number else None
+        if not name or not (yield from self.marked(self.marks.middle)):
+            return False
+        yield from self.space()
+        if not (yield from self.object_begins()):
+            return False
+        self.start_call(name, given_id)
+        yield from self.streamed_arguments()
+        return True
