@@ -147,16 +147,15 @@ MINIMAX = ParameterMarks(
     closing="</minimax:tool_call>",
     separator="",
 )
-DEEPSEEK = {"opening": "<｜tool▁calls▁begin｜>", "closing": "<｜tool▁calls▁end｜>"}
-DEEPSEEK_V3 = CallMarks(
+DEEPSEEK = partial(CallMarks, opening="<｜tool▁calls▁begin｜>", closing="<｜tool▁calls▁end｜>")
+DEEPSEEK_V3 = DEEPSEEK(
     "<｜tool▁call▁begin｜>",
     "\n```<｜tool▁call▁end｜>",
     prefix="function<｜tool▁sep｜>",
     middle="\n```json\n",
     separator="\n",
-    **DEEPSEEK,
 )
-DEEPSEEK_V31 = CallMarks("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", middle="<｜tool▁sep｜>", **DEEPSEEK)
+DEEPSEEK_V31 = DEEPSEEK("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", middle="<｜tool▁sep｜>")
 KIMI = CallMarks(
     "<|tool_call_begin|>",
     "<|tool_call_end|>",
