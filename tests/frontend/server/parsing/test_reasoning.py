@@ -125,7 +125,7 @@ def test_which_parser() -> None:
     assert parser is not None
     reply = parser.parse('Hm</think>\n\n[{"name": "f", "parameters": {}}]')
     assert reply.reasoning == "Hm" and [call.name for call in reply.tool_calls] == ["f"]
-    with pytest.raises(ValueError, match="must be one of deepseek_r1, qwen3, got 'x'"):
+    with pytest.raises(ValueError, match="must be one of gpt_oss, .*qwen3, got 'x'"):
         thinking(ToolUse(), "x")
     with pytest.raises(ValueError, match="must be one of hermes, mistral, llama3_json, pythonic, got 'x'"):
         tool_use([tool], "auto", parser="x")
@@ -156,6 +156,6 @@ def test_calls_of_every_format_in_reasoning_that_never_ends() -> None:
     for answer, text in (
         (Mistral(lambda: "0"), '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]'),
         (Llama3JSON(lambda: "0"), '<|python_tag|>{"name": "f", "parameters": {"a": 1}}'),
-        (Pythonic(lambda: "0"), "<|python_start|>[f(a=1)]<|python_end|>"),
+        (Pythonic(new_id=lambda: "0"), "<|python_start|>[f(a=1)]<|python_end|>"),
     ):
         assert Thinking(answer, True).parse(f"Hm\n{text}") == ParsedReply("Hm", None, CALLS)

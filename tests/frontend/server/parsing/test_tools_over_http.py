@@ -265,7 +265,7 @@ def test_refused_tools_and_choices(replay: Replay) -> None:
             client.chat.completions.create(model="fake", messages=ASK, **request)
         assert caught.value.param == field
 
-    with replay.serve() as url, client_of(url) as client:
+    with replay.serve(tool_call_parser="none") as url, client_of(url) as client:
         refused("tool_choice", "--enable-auto-tool-choice", tools=[WEATHER])
         refused("tool_choice", "--enable-auto-tool-choice", tools=[WEATHER], tool_choice="auto")
         refused("tool_choice", "no tool 'x', only get_weather", tools=[WEATHER],

@@ -140,7 +140,7 @@ def reader_of(tokenizer: Tokenizer) -> OutputReader:
     parser = parser_for(thinking(tool_use([tool], "auto", parser="hermes"), "qwen3"), "")
     assert parser is not None
     names = TokenNames(tokenizer, False)
-    return OutputReader(ReplyWithCalls(parser), tokenizer, names, reasons=True, top_logprobs=0)
+    return OutputReader(ReplyWithCalls(parser), tokenizer, names, reasoning="qwen3", top_logprobs=0)
 
 
 def increments(tokenizer: Tokenizer, text: str, cuts: list[int]) -> list[CompletionOutput]:
