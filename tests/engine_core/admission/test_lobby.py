@@ -59,8 +59,10 @@ class Waiting:
         self.lobby = Lobby(self.compiler, max_waiting, self.compiled.append)
         self.num_added = 0
 
-    def add(self, regex: str | None = None, n: int = 1, num_queued: int = 0) -> list[Sequence]:
-        structure = None if regex is None else StructuredOutputsParams(regex=regex)
+    def add(
+        self, regex: str | None = None, n: int = 1, num_queued: int = 0, optional: bool = False
+    ) -> list[Sequence]:
+        structure = None if regex is None else StructuredOutputsParams(regex=regex, optional=optional)
         task = SamplingParams(n=n, structured_outputs=structure)
         group = self.group(task)
         self.lobby.add(group, num_queued, 1.0)
@@ -100,6 +102,13 @@ def test_a_sequence_leaves_with_its_matcher_when_its_grammar_is_compiled() -> No
     assert waiting.ready() == group and all(sequence.matcher for sequence in group)
     assert group[0].matcher is not group[1].matcher
     assert waiting.compiled == [2.0]  # once for the request
+
+
+def test_a_sequence_leaves_without_an_optional_grammar_that_is_refused() -> None:
+    waiting = Waiting()
+    group = waiting.add(REGEX, optional=True)
+    waiting.compiler.pending[REGEX].outcome = GrammarError("bad")
+    assert waiting.ready() == group and group[0].matcher is None
 
 
 @pytest.mark.parametrize(
