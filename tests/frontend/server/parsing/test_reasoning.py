@@ -125,9 +125,9 @@ def test_which_parser() -> None:
     assert parser is not None
     reply = parser.parse('Hm</think>\n\n[{"name": "f", "parameters": {}}]')
     assert reply.reasoning == "Hm" and [call.name for call in reply.tool_calls] == ["f"]
-    with pytest.raises(ValueError, match="must be one of gpt_oss, .*qwen3, got 'x'"):
+    with pytest.raises(ValueError, match=r"must be one of gpt_oss, .*qwen3, got 'x'"):
         thinking(ToolUse(), "x")
-    with pytest.raises(ValueError, match="must be one of gpt_oss, .*hermes, .*got 'x'"):
+    with pytest.raises(ValueError, match=r"must be one of gpt_oss, .*hermes, .*got 'x'"):
         tool_use([tool], "auto", parser="x")
 
 

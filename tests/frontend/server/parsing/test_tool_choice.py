@@ -150,7 +150,7 @@ def test_refused_tools_and_choices(tools: Any, choice: Any, error: str) -> None:
 
 def test_parsers_by_name() -> None:
     assert dialect_named("hermes") is DIALECTS["hermes"]
-    with pytest.raises(ValueError, match="one of gpt_oss, .*hermes, .*got 'x'"):
+    with pytest.raises(ValueError, match=r"one of gpt_oss, .*hermes, .*got 'x'"):
         dialect_named("x")
     with pytest.raises(ValueError, match="--enable-auto-tool-choice"):
         tool_use(TOOLS, "auto", parser="hermes", auto=False)
