@@ -182,7 +182,7 @@ def test_a_call_is_whole_when_the_next_begins() -> None:
         ("/api/chat", {"messages": HELLO, "priority": 5}, 400, "priority=5 has no effect"),
         ("/api/chat", {"messages": [{"role": "user", "images": ["x"]}]}, 400, "messages[0].images"),
         ("/api/chat", {"messages": HELLO, "think": True}, 400, "unknown (--reasoning-parser)"),
-        ("/api/chat", {"messages": HELLO, "tools": [CLOCK]}, 400, "tools need a server that knows how its model writes calls"),
+        ("/api/chat", {"messages": HELLO, "tools": [CLOCK]}, 400, "tools need a server that knows"),
         ("/api/chat", {"messages": HELLO, "options": {"num_ctx": 1 << 20}}, 400, "options.num_ctx=1048576"),
         ("/api/chat", {"messages": HELLO, "options": {"mirostat": 1}}, 400, "there is no Mirostat"),
         ("/api/chat", {"messages": HELLO, "options": {"speed": 1}}, 400, "unknown field `speed`"),
