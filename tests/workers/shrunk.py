@@ -9,7 +9,6 @@ from tests.workers.architectures import (
     COMMON,
     GEMMA4,
     LLAMA4,
-    RECURRENT,
     VOCAB_SIZE,
     WINDOWED,
 )
@@ -96,8 +95,6 @@ OTHERS: dict[str, dict[str, Any]] = {  # what the names do not tell
     "longcat_flash": {"head_dim": 8, "num_key_value_heads": 4, "num_layers": 2, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
-    "qwen3_5_moe_text": {"layer_types": RECURRENT},
-    "qwen3_5_text": {"layer_types": RECURRENT},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (32, 32), "axial_pos_shape": (8, 16)},
     "xlm": {"n_words": VOCAB_SIZE, "emb_dim": 64},
     "zaya": {"num_experts_per_tok": 1},

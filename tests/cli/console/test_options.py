@@ -187,7 +187,7 @@ def test_a_bad_file_is_named_with_what_is_wrong(
         ("doctor --distributed --ranks 1", "pagewire doctor: --ranks must be at least 2"),
         ("doctor --distributed --rank 1", "pagewire doctor: --at and --rank go together"),
         ("core --quantization qqq", "quantization='qqq' is not supported: its layout belongs to"),
-        ("core -q awk", "unknown quantization 'awk'; those known are aqlm, awq, awq_marlin, bits"),
+        ("core -q awk", "unknown quantization 'awk'; those known are aqlm, auto-round, awq, awq_mar"),
         ("core --fully-sharded-loras", "fully_sharded_loras=True is not supported: it would"),
         ("generate x --temperature -1", "pagewire generate: temperature must be in"),
         ("chat --top-p 2", "pagewire chat: top_p must be in"),

@@ -189,7 +189,8 @@ def test_layers_of_the_models_checkpoint_propose_what_their_formula_says(tmp_pat
     for num_bytes, block_bytes in over_ranks(
         tmp_path, speculative, lambda r: (r.drafter.weight_bytes, r.drafter.block_bytes)
     ):
-        assert num_bytes < alone.weight_bytes and block_bytes * 2 == alone.block_bytes
+        # Every rank has the latents, which all heads read.
+        assert num_bytes < alone.weight_bytes and block_bytes == alone.block_bytes
 
 
 def test_ranks_sleep_and_wake_with_their_drafters(llama: Path, small: Path) -> None:

@@ -25,6 +25,7 @@ VALUES: dict[str, Any] = {
     "load_format": "safetensors",
     "hf_overrides": {"rope_theta": 1.0},
     "max_model_len": 7,
+    "disable_sliding_window": True,
     "kv_cache_dtype": "fp8",
     "kv_scales": [0.5],
     "quantization": "int8",
