@@ -23,7 +23,7 @@ from pagewire.frontend.server.parsing.call_formats import (
     tag,
 )
 from pagewire.frontend.server.parsing.deltas import call_id
-from pagewire.frontend.server.parsing.parser import Parser, Reading
+from pagewire.frontend.server.parsing.parser import Parser, Reading, marked
 from pagewire.ipc.quoting import quoted
 
 HEAD = "call:"
@@ -109,7 +109,7 @@ class EscapedCalls(Parser):
         while (yield from self.text_until(self.marks.begin)):
             yield from self.accept(self.marks.begin)
             name = ""
-            if (yield from self.marked(HEAD)):
+            if (yield from marked(self, HEAD)):
                 name = yield from self.name()
             if not name or not (yield from self.accept("{")):
                 self.emit_content()
@@ -117,7 +117,7 @@ class EscapedCalls(Parser):
             self.start_call(name)
             self.emit_arguments("{")
             yield from self.members()
-            if (yield from self.marked(self.marks.end)):
+            if (yield from marked(self, self.marks.end)):
                 self.drop()
 
     def members(self) -> Reading[None]:

@@ -19,7 +19,7 @@ from pagewire.frontend.server.parsing.call_formats import (
 from pagewire.frontend.server.parsing.constrained import arguments_schema
 from pagewire.frontend.server.parsing.deltas import call_id
 from pagewire.frontend.server.parsing.json_calls import JSONCalls
-from pagewire.frontend.server.parsing.parser import Reading
+from pagewire.frontend.server.parsing.parser import Reading, marked
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class MarkedCalls(JSONCalls):
     def read(self) -> Reading[None]:
         while mark := (yield from self.text_until(*self.call_marks)):
             yield from self.accept(mark)
-            begun = mark == self._begin or (yield from self.marked(self._begin))
+            begun = mark == self._begin or (yield from marked(self, self._begin))
             yield from self.space()
             if not begun or not (yield from self.body()):
                 self.emit_content()
                 continue
             for text in (self.marks.end, self.marks.closing):
-                if (yield from self.marked(text)):
+                if (yield from marked(self, text)):
                     self.drop()
 
     def body(self) -> Reading[bool]:
@@ -100,14 +100,14 @@ class MarkedCalls(JSONCalls):
     def named_call(self) -> Reading[bool]:
         """Read and emit a name, the mark behind it, and arguments. Returns False at other text."""
         begin = len(self.pending)
-        if not (yield from self.marked(self.marks.prefix)):
+        if not (yield from marked(self, self.marks.prefix)):
             return False
         name = yield from self.name()
         number = ""
         if name and self.marks.numbered and (yield from self.accept(":")):
             number = yield from self.name()
         given_id = self.pending[begin:] if number else None
-        if not name or not (yield from self.marked(self.marks.middle)):
+        if not name or not (yield from marked(self, self.marks.middle)):
             return False
         yield from self.space()
         if not (yield from self.object_begins()):

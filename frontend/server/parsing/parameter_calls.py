@@ -27,7 +27,7 @@ from pagewire.frontend.server.parsing.call_formats import (
 )
 from pagewire.frontend.server.parsing.constrained import arguments_schema
 from pagewire.frontend.server.parsing.deltas import call_id
-from pagewire.frontend.server.parsing.parser import Parser, Reading
+from pagewire.frontend.server.parsing.parser import Parser, Reading, marked
 
 LENGTHS = ("minLength", "maxLength")
 
@@ -136,20 +136,20 @@ class ParameterCalls(Parser):
     def read(self) -> Reading[None]:
         while mark := (yield from self.text_until(*self.call_marks)):
             yield from self.accept(mark)
-            begun = mark == self._call or (yield from self.marked(self._call))
+            begun = mark == self._call or (yield from marked(self, self._call))
             if not begun or not (yield from self.call()):
                 self.emit_content()
                 continue
-            while self._opening and (yield from self.marked(self._call)) and (yield from self.call()):
+            while self._opening and (yield from marked(self, self._call)) and (yield from self.call()):
                 pass
-            if (yield from self.marked(self.marks.closing)):
+            if (yield from marked(self, self.marks.closing)):
                 self.drop()
 
     def call(self) -> Reading[bool]:
         """Read and emit a call after its mark. Returns False, and emits nothing, if it is none."""
         yield from self.space()
         name = yield from self.name()
-        if not name or not (yield from self.marked(self.marks.name_end)):
+        if not name or not (yield from marked(self, self.marks.name_end)):
             return False
         yield from self.space()
         has_parameter = yield from self.comes(self._key)
@@ -192,7 +192,7 @@ class ParameterCalls(Parser):
         key = self.pending.strip()
         yield from self.accept(first)
         for mark in others:
-            yield from self.marked(mark)
+            yield from marked(self, mark)
         yield from self.accept(self.marks.pad)
         self.drop()
         return key

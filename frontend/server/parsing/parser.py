@@ -73,7 +73,8 @@ class Parser(ABC):
             self._at -= self._from
             self._from = 0
             next(self._reading, None)
-        return self._take()
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def finish(self) -> list[Delta]:
         """End the reply, and return the remaining deltas."""
@@ -84,7 +85,7 @@ class Parser(ABC):
             self.emit_content()
             if not self._num_calls:
                 self._emit(self._prose("".join(self._blank)))
-        return self._take()
+        return self.feed("")
 
     def parse(self, text: str) -> ParsedReply:
         """Parse a whole reply."""
@@ -172,14 +173,6 @@ class Parser(ABC):
         if read:
             self._at -= len(literal)
         return read
-
-    def marked(self, marks: str) -> Reading[bool]:
-        """Read the words of `marks` with any white space before each; return whether all came."""
-        for word in marks.split():
-            yield from self.space()
-            if not (yield from self.accept(word)):
-                return False
-        return True
 
     def space(self) -> Reading[None]:
         """Read white space."""
@@ -286,16 +279,21 @@ class Parser(ABC):
         else:
             self._deltas.append(delta)
 
-    def _take(self) -> list[Delta]:
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
 
 class PlainText(Parser):
     """Parser for an answer without calls: all text is content."""
 
     def read(self) -> Reading[None]:
         yield from self.rest()
+
+
+def marked(parser: Parser, marks: str) -> Reading[bool]:
+    """Read the words of `marks` with any white space before each; return whether all came."""
+    for word in marks.split():
+        yield from parser.space()
+        if not (yield from parser.accept(word)):
+            return False
+    return True
 
 
 def in_string(text: str) -> str:

@@ -110,7 +110,7 @@ class Thinking(Parser):
         """End the reply, and return the remaining deltas."""
         self._ended = True
         next(self._reading, None)
-        return self._take()
+        return self.feed("")
 
 
 def thinking(tools: ToolUse, parser: str) -> ToolUse:
