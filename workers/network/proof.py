@@ -24,7 +24,12 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
 from pagewire.workers.module.attention import AttentionCalls, DryRunRecorder
 from pagewire.workers.module.caches import KVShape
-from pagewire.workers.module.configuration import layer_configs
+from pagewire.workers.module.configuration import (
+    ATTENTION_LAYERS,
+    FEED_FORWARD_LAYERS,
+    STATE_LAYERS,
+    layer_configs,
+)
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.states import StateShape
 from pagewire.workers.module.text_base import picture_layers
@@ -40,11 +45,6 @@ logger = logging.getLogger("pagewire.worker")
 BLOCK = 16
 REQUEST_FACTOR = 3  # in a request of a few tokens, one that goes to other experts weighs as much more
 ROUNDED = 0.15  # permitted difference of logits where activations are rounded
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention", "hybrid"}
-"""Types of layers that attend."""
-STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
-"""Types of layers that keep states."""
-FEED_FORWARD_LAYERS = {"mlp", "moe"}
 NUM_STATES = 2 * len(LENGTHS)
 """State slots of a dry run: a request reads one of its two, and writes the other."""
 
@@ -220,11 +220,6 @@ def permitted_difference(dtype: torch.dtype, schemes: Iterable[Scheme]) -> float
     sharply (`products.py`).
     """
     return ROUNDED if any(isinstance(scheme, Integers) for scheme in schemes) else tolerance(dtype)
-
-
-def state_layers(config: Any) -> list[str]:
-    """The types of a model's layers that keep states."""
-    return sorted(STATE_LAYERS & set(getattr(config.get_text_config(), "layer_types", None) or ()))
 
 
 def attending_layers(config: Any) -> set[int]:

@@ -19,7 +19,7 @@ from pagewire.workers.estimate.fit import sizes_of
 from pagewire.workers.module.matrices import is_linear, is_stack
 from pagewire.workers.module.shards import Shards
 from pagewire.workers.run.runner import Runner
-from tests.workers.architectures import EXPERTS, GROUPED, SERVED, VOCAB_SIZE, Architecture
+from tests.workers.architectures import EXPERTS, GROUPED, HYBRIDS, SERVED, VOCAB_SIZE, Architecture
 from tests.workers.driver import GREEDY, Driver, load_runner
 from tests.workers.parallel.threads import Rank, Threads, run_ranks
 from tests.workers.parity import NUM_TOKENS, make_prompts
@@ -43,6 +43,8 @@ WHOLE = (
 """Last parts of the names of matrices that every rank has: small ones, whose outputs all ranks need."""
 UNDIVIDED = {"codegen", "dbrx", "falcon", "falcon with ALiBi", "falcon with groups"}
 """Served by one rank only: the rows of their joined matrices are in orders that no plan has."""
+STATES = {architecture.name for architecture in HYBRIDS}
+"""Likewise, since their layers keep states."""
 WIDE = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -105,7 +107,7 @@ def test_two_ranks_generate_what_one_worker_does(name: str, tmp_path: Path) -> N
 
 @pytest.mark.every_architecture
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", sorted(SERVED.keys() - FORMS - UNDIVIDED))
+@pytest.mark.parametrize("name", sorted(SERVED.keys() - FORMS - UNDIVIDED - STATES))
 def test_every_architecture(name: str, size: int, tmp_path: Path) -> None:
     check_parity(SERVED[name].write(tmp_path), size)
 
@@ -119,7 +121,13 @@ def test_what_has_no_plan_is_refused(name: str, tmp_path: Path) -> None:
         generate_over_ranks(folder, 2, make_prompts(VOCAB_SIZE))
 
 
-@pytest.mark.parametrize("name", sorted(SERVED.keys() - UNDIVIDED))
+def test_states_are_not_divided(tmp_path: Path) -> None:
+    folder = SERVED["mamba2"].write(tmp_path)
+    with pytest.raises(LoadError, match=r"its layers keep states, .* use pipeline_parallel_size"):
+        generate_over_ranks(folder, 2, [[1]])
+
+
+@pytest.mark.parametrize("name", sorted(SERVED.keys() - UNDIVIDED - STATES))
 def test_all_large_weights_are_divided(name: str) -> None:
     from transformers import AutoModelForCausalLM
 
