@@ -65,7 +65,7 @@ def dispatched_states(
     name = method.__name__
 
     @functools.wraps(method)
-    def call(first: Tensor, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def call(first: Tensor, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         with as_they_are():
             kernels = implementation_for(first).states
             return getattr(kernels, name)(first, *args, **kwargs)  # type: ignore[no-any-return]

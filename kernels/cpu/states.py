@@ -9,7 +9,13 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.library import structure
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.data.states import StateBatch
+from pagewire.kernels.data.states import (
+    StateBatch,
+    check_shared,
+    check_states,
+    factors,
+    token_rows,
+)
 from pagewire.kernels.reference.states import StateKernels
 
 States = structure("States")
@@ -30,8 +36,9 @@ class CpuStateKernels(StateKernels):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, batch: StateBatch, *, silu: bool
     ) -> Tensor:
         (tokens, channels), taps = x.shape, len(weight)
-        x, weight = _rows(x), _like(x, weight, (taps, channels))
-        bias = None if bias is None else _like(x, bias, (channels,))
+        x = token_rows(x, x.dtype, *x.shape)
+        weight = token_rows(weight, x.dtype, taps, channels).contiguous()
+        bias = None if bias is None else token_rows(bias, x.dtype, channels).contiguous()
         out = x.new_empty(tokens, channels)
         states, owners = _states(x, state, (taps - 1, channels), batch)
         call = CausalConvCall(
@@ -63,12 +70,12 @@ class CpuStateKernels(StateKernels):
     ) -> Tensor:
         tokens, value_heads, value_dim = v.shape
         _, key_heads, key_dim = q.shape
-        _check_groups(key_heads, value_heads)
-        q, k, v = _rows(q), _rows(_like(v, k, q.shape)), _rows(v)
-        _like(v, q, (tokens, key_heads, key_dim))
+        check_shared(key_heads, value_heads)
+        v = token_rows(v, v.dtype, *v.shape)
+        q, k = (token_rows(x, v.dtype, tokens, key_heads, key_dim) for x in (q, k))
         decays = key_dim if decay.dim() == 3 else 1
-        decay = _factors(decay, (tokens, value_heads, key_dim)[: decay.dim()])
-        beta = _factors(beta, (tokens, value_heads))
+        decay = factors(decay, *(tokens, value_heads, key_dim)[: decay.dim()])
+        beta = factors(beta, tokens, value_heads)
         out = v.new_empty(v.shape)
         states, owners = _states(v, state, (value_heads, key_dim, value_dim), batch)
         call = DeltaRuleCall(
@@ -107,10 +114,11 @@ class CpuStateKernels(StateKernels):
     ) -> Tensor:
         tokens, heads, head_dim = x.shape
         _, groups, state_dim = b.shape
-        _check_groups(groups, heads)
-        x, b, c = _rows(x), _rows(_like(x, b, (tokens, groups, state_dim))), _rows(_like(x, c, b.shape))
-        dt, a = _factors(dt, (tokens, heads)), _factors(a, (heads,))
-        d = None if d is None else _factors(d, (heads,))
+        check_shared(groups, heads)
+        x = token_rows(x, x.dtype, *x.shape)
+        b, c = (token_rows(tensor, x.dtype, tokens, groups, state_dim) for tensor in (b, c))
+        dt, a = factors(dt, tokens, heads), factors(a, heads)
+        d = None if d is None else factors(d, heads)
         out = x.new_empty(x.shape)
         states, owners = _states(x, state, (heads, state_dim, head_dim), batch)
         call = StateSpaceCall(
@@ -145,9 +153,10 @@ class CpuStateKernels(StateKernels):
         batch: StateBatch,
     ) -> Tensor:
         (tokens, channels), state_dim = x.shape, len(a)
-        x, b, c = _rows(x), _rows(_like(x, b, (tokens, state_dim))), _rows(_like(x, c, b.shape))
-        dt, a = _factors(dt, (tokens, channels)), _factors(a, (state_dim, channels))
-        d = None if d is None else _factors(d, (channels,))
+        x = token_rows(x, x.dtype, *x.shape)
+        b, c = (token_rows(tensor, x.dtype, tokens, state_dim) for tensor in (b, c))
+        dt, a = factors(dt, tokens, channels), factors(a, state_dim, channels)
+        d = None if d is None else factors(d, channels)
         out = x.new_empty(x.shape)
         states, owners = _states(x, state, (state_dim, channels), batch)
         call = SelectiveScanCall(
@@ -170,7 +179,7 @@ class CpuStateKernels(StateKernels):
 
     def linear_recurrence(self, x: Tensor, decay: Tensor, state: Tensor, batch: StateBatch) -> Tensor:
         _, channels = x.shape
-        x, decay = _rows(x), _rows(_like(x, decay, x.shape))
+        x, decay = (token_rows(tensor, x.dtype, *x.shape) for tensor in (x, decay))
         out = x.new_empty(x.shape)
         states, owners = _states(x, state, (channels,), batch)
         call = LinearRecurrenceCall(
@@ -193,14 +202,8 @@ def _states(
 
     x: a tensor [T, ...] of the call, in the dtype of its `void*`.
     """
-    if state.shape[1:] != shape or state.dtype != torch.float32 or not _dense_after_first(state):
-        raise ValueError(f"states float32 {['S', *shape]} expected, not {state.dtype} {tuple(state.shape)}")
+    check_states(state, shape, batch)
     row_starts, spans = batch.row_starts.contiguous(), batch.spans.contiguous()
-    for indices in (row_starts, spans):
-        if indices.dtype != torch.int32:
-            raise TypeError(f"spans and their rows are int32, not {indices.dtype}")
-    if row_starts.dim() != 1 or len(row_starts) == 0 or spans.dim() != 2 or spans.shape[1] != 4:
-        raise ValueError(f"rows {tuple(row_starts.shape)} of spans {tuple(spans.shape)}")
     struct = States(
         state=state.data_ptr(),
         row_starts=row_starts.data_ptr(),
@@ -220,31 +223,3 @@ def _check(failed: int, owners: list[Tensor]) -> None:
     del owners  # they have lived until now
     if failed:
         raise ValueError("spans, rows or state slots of the batch do not fit its tensors")
-
-
-def _check_groups(groups: int, heads: int) -> None:
-    if groups == 0 or heads % groups:
-        raise ValueError(f"{heads} heads cannot share {groups}")
-
-
-def _dense_after_first(x: Tensor) -> bool:
-    return len(x) == 0 or x[0].is_contiguous()
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x, or a copy of which all axes but the first are contiguous."""
-    return x if _dense_after_first(x) else x.contiguous()
-
-
-def _like(x: Tensor, other: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Another tensor of x's dtype, if it has this shape."""
-    if other.shape != shape or other.dtype != x.dtype:
-        raise ValueError(f"{x.dtype} {list(shape)} expected, not {other.dtype} {tuple(other.shape)}")
-    return other
-
-
-def _factors(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of this shape as contiguous float32."""
-    if x.shape != shape:
-        raise ValueError(f"{list(shape)} expected, not {tuple(x.shape)}")
-    return x.to(torch.float32).contiguous()

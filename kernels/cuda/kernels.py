@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire.kernels.cuda import attention, gates, kv, lora, norms, sampling
+from pagewire.kernels.cuda import attention, gates, kv, lora, norms, sampling, states
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.replacements import REPLACEMENTS
 from pagewire.kernels.cuda.source import Variant
@@ -35,11 +35,17 @@ def serves(tensors: Sequence[Tensor]) -> bool:
 
 
 def variants(
-    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *, encodes: bool = False
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    head_dim: int,
+    *,
+    encodes: bool = False,
+    recurrent: bool = False,
 ) -> list[Variant]:
     """The kernels that a model may launch. Float32 models have sampling kernels only.
 
     kv_dtype: of its KV cache. encodes: it is an encoder, which keeps keys and values for a layer only.
+    recurrent: it has layers with states.
     """
     result = [sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES if dtype in sampling.DTYPES]
     if dtype not in norms.DTYPES:
@@ -52,6 +58,8 @@ def variants(
             result.append(attention.prefill_instance(dtype, dtype, head_dim, two_sided=True).variant)
         return result
     result += lora.variants(dtype)
+    if recurrent:
+        result += states.variants(dtype)
     for cache_dtype in dict.fromkeys((dtype, kv_dtype)):
         result.append(kv.variant(dtype, cache_dtype))
         if head_dim in attention.HEAD_DIMS:
@@ -71,6 +79,7 @@ class CudaKernels(Kernels):
     def __init__(self, launcher: KernelLauncher, on: torch.device | str) -> None:
         self.launcher = launcher
         self.replaced: set[str] = set()
+        self.states = states.CudaStateKernels(launcher)
         self._workspace = attention.Workspace.allocate(launcher.multiprocessors, on)
 
     def replace(self, method: str) -> None:

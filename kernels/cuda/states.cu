@@ -5,7 +5,7 @@
 // on the batch or its spans. Which rows there are is read from memory, so a recorded launch serves any batch.
 #include "ptx.cuh"
 
-struct DeltaRule {
+struct GatedDeltaRule {
     float* state;           // [slots, value_heads, key_dim, value_dim], slots slot_stride apart
     const int* row_starts;  // [rows + 1]: the first span of each row
     const int* spans;       // [spans, 4]: first token, token after the last, slot read (-1: zeros), slot written
@@ -127,7 +127,7 @@ DEVICE float sum_warps(float (*sums)[32]) {
 // A block computes COLUMNS columns of a head: blockIdx.x is the head times the blocks of a head. key_dim is at most
 // WARPS * ROWS.
 template <class T, int ROWS>
-__global__ void __launch_bounds__(THREADS) gated_delta_rule(const __grid_constant__ DeltaRule p) {
+__global__ void __launch_bounds__(THREADS) gated_delta_rule(const __grid_constant__ GatedDeltaRule p) {
     constexpr int SIZE = WARPS * ROWS;
     __shared__ float query[SIZE], key[SIZE], decay[SIZE];  // of a token
     __shared__ float by_key[WARPS][32], by_query[WARPS][32];
@@ -142,6 +142,7 @@ __global__ void __launch_bounds__(THREADS) gated_delta_rule(const __grid_constan
                        column);
         for (int token = span.begin; token < span.end; token++) {
             const i64 at = i64(token) * p.value_heads + head;
+#pragma unroll 1
             for (int i = threadIdx.x; i < SIZE; i += THREADS) {
                 const bool is_there = i < p.key_dim;
                 query[i] = is_there ? number<T>(p.q, token * p.q_stride + key_head * p.key_dim + i) : 0.0f;
@@ -150,6 +151,7 @@ __global__ void __launch_bounds__(THREADS) gated_delta_rule(const __grid_constan
             }
             __syncthreads();  // the token is there
             float query_squares = 0.0f, key_squares = 0.0f, product = 0.0f;
+#pragma unroll 1
             for (int i = lane; i < SIZE; i += 32) {
                 query_squares += query[i] * query[i];
                 key_squares += key[i] * key[i];
@@ -198,6 +200,7 @@ __global__ void __launch_bounds__(THREADS) state_space(const __grid_constant__ S
             state.load(span.read < 0 ? nullptr : p.state + span.read * p.slot_stride + offset, p.state_dim, p.head_dim,
                        column);
         for (int token = span.begin; token < span.end; token++) {
+#pragma unroll 1
             for (int i = threadIdx.x; i < SIZE; i += THREADS) {
                 const bool is_there = i < p.state_dim;
                 write[i] = is_there ? number<T>(p.b, token * p.b_stride + group * p.state_dim + i) : 0.0f;
@@ -214,7 +217,7 @@ __global__ void __launch_bounds__(THREADS) state_space(const __grid_constant__ S
                 sum += state.held[i] * read[warp * ROWS + i];
             }
             sums[warp][lane] = sum;
-            __syncthreads();  // the sums are there
+            __syncthreads();  // the sums of the warps are there
             if (warp == 0 && column < p.head_dim)
                 static_cast<T*>(p.out)[at * p.head_dim + column] =
                     from_float<T>(sum_warps(sums) + (p.d ? p.d[head] : 0.0f) * x);

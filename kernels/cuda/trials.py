@@ -10,17 +10,20 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cuda import attention, gates, kv, norms
+from pagewire.kernels.cuda import attention, gates, kv, norms, states
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.data.layer import Activation, Norm
 from pagewire.kernels.data.paging import CAUSAL, UNSCALED, AttentionBatch, Cache, KVScales, LogitTerms
+from pagewire.kernels.data.states import StateBatch
 from pagewire.kernels.reference.kernels import Kernels, reference
+from pagewire.kernels.reference.states import StateKernels
 
 TOLERANCE = {
     torch.float16: 0.02,
@@ -43,7 +46,7 @@ class Trial:
     name: str
     """What is tried, for the log."""
     method: str
-    """Of `Kernels`; computed by PyTorch if the trial fails."""
+    """Of `Kernels`; computed by PyTorch if the trial fails. "states": all of `StateKernels`."""
     compute: Callable[[Kernels, Layout, Sequence[Tensor]], Tensor]
     """Calls the method, with copies of the inputs, which it may change. Returns its results as rows [n, any]."""
     inputs: Sequence[Tensor]
@@ -94,7 +97,14 @@ def recorded(run: Callable[[], Tensor]) -> Tensor:
     return result
 
 
-def trials(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *, encodes: bool = False) -> list[Trial]:
+def trials(
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    head_dim: int,
+    *,
+    encodes: bool = False,
+    recurrent: bool = False,
+) -> list[Trial]:
     """A trial of every kernel that a model may launch, as `kernels.variants` lists them, but for sampling."""
     if dtype not in norms.DTYPES:
         return []
@@ -105,6 +115,8 @@ def trials(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *, encodes:
             result += two_sided_trials(dtype, head_dim)
         return result
     result.append(adapter_trial(dtype))
+    if recurrent:
+        result += [*matrix_trials(dtype), *channel_trials(dtype)]
     for cache_dtype in dict.fromkeys((dtype, kv_dtype)):
         result += write_trials(dtype, cache_dtype, head_dim)
         if head_dim in attention.HEAD_DIMS:
@@ -271,3 +283,65 @@ def adapter_trial(dtype: torch.dtype) -> Trial:
 
     # Tables of adapters come from the host. Recorded steps have theirs before.
     return Trial("adapters", "adapt", compute, [x.to(dtype) for x in inputs], TOLERANCE[dtype], records=False)
+
+
+def state_trial(
+    name: str, run: Callable[..., Tensor], slot: Sequence[int], inputs: Sequence[Tensor], dtype: torch.dtype
+) -> Trial:
+    """A layer with states [4, *slot] and 9 tokens: a row that continues, and one of two spans."""
+    row_starts = torch.tensor([0, 1, 3], dtype=torch.int32)
+    spans = torch.tensor([[0, 2, 0, 1], [2, 5, -1, 2], [5, 9, 2, 3]], dtype=torch.int32)
+
+    def compute(kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+        starts, spans, state, *tensors = inputs
+        out = run(kernels.states, *tensors, state, StateBatch(starts, spans))
+        return torch.cat([out.float().flatten(), state.flatten()])[None]
+
+    whole = [row_starts, spans, normal(4, *slot, seed=9), *inputs]
+    return Trial(name, "states", compute, whole, TOLERANCE[dtype])
+
+
+def matrix_trials(dtype: torch.dtype) -> Iterator[Trial]:
+    """Layers with a matrix per head, of every number of rows in registers; some threads have nothing to do."""
+    tokens, heads, columns = 9, 2, 40
+
+    def delta_rule(kernels: StateKernels, *arguments: Any) -> Tensor:
+        return kernels.gated_delta_rule(*arguments, scale=1.0, norm_eps=1e-6)
+
+    def state_space(kernels: StateKernels, x: Tensor, dt: Tensor, *others: Any) -> Tensor:
+        rates = torch.full((heads,), -0.5, device=x.device)
+        b, c, state, batch = others
+        return kernels.state_space(x, dt, rates, b, c, -rates, state, batch)
+
+    values, steps = normal(tokens, heads, columns).to(dtype), normal(tokens, heads, seed=1).abs()
+    for rows in states.MATRIX_ROWS:
+        size = states.WARPS * rows - 2
+        slot = (heads, size, columns)
+        q, k = ((normal(tokens, 1, size, seed=seed) / size**0.5).to(dtype) for seed in (2, 3))
+        yield state_trial(f"delta rule of {size}", delta_rule, slot, [q, k, values, -steps, steps], dtype)
+        yield state_trial(f"state space of {size}", state_space, slot, [values, steps, q, k], dtype)
+
+
+def channel_trials(dtype: torch.dtype) -> Iterator[Trial]:
+    """Layers whose channels have states of their own, in every size; the last block of channels is not full."""
+    tokens, channels = 9, states.THREADS + 8
+    x, steps = normal(tokens, channels).to(dtype), normal(tokens, channels, seed=1).abs()
+
+    def scan(kernels: StateKernels, x: Tensor, dt: Tensor, a: Tensor, *others: Any) -> Tensor:
+        b, c, state, batch = others
+        return kernels.selective_scan(x, dt, a, b, c, dt[0], state, batch)
+
+    def convolution(kernels: StateKernels, x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+        return kernels.causal_conv(x, weight, weight[0], *others, silu=True)
+
+    def recurrence(kernels: StateKernels, *arguments: Any) -> Tensor:
+        return kernels.linear_recurrence(*arguments)
+
+    for size in states.SCAN_ROWS:
+        a = -normal(size - 1, channels).abs()
+        b, c = ((normal(tokens, size - 1, seed=seed) / size**0.5).to(dtype) for seed in (2, 3))
+        yield state_trial(f"scan of {size - 1}", scan, a.shape, [x, steps, a, b, c], dtype)
+    for taps in states.TAPS:
+        weight = normal(taps, channels, seed=2).to(dtype)
+        yield state_trial(f"convolution by {taps}", convolution, (taps - 1, channels), [x, weight], dtype)
+    yield state_trial("recurrence", recurrence, (channels,), [x, torch.exp(-steps).to(dtype)], dtype)

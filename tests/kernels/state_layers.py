@@ -73,7 +73,7 @@ def _state_space(
 
 
 def _selective_scan(tokens: int, dtype: torch.dtype, channels: int, dim: int) -> StateLayer:
-    a, d = -4 * torch.rand(dim, channels), torch.randn(channels)
+    a, d = -4 * torch.rand(channels, dim).T, torch.randn(channels)
     inputs = [torch.randn(tokens, channels).to(dtype), torch.rand(tokens, channels)]
     inputs += list(torch.randn(2, tokens, dim).to(dtype))
 
@@ -85,7 +85,7 @@ def _selective_scan(tokens: int, dtype: torch.dtype, channels: int, dim: int) ->
 
 
 def _convolution(tokens: int, dtype: torch.dtype, channels: int, taps: int, silu: bool) -> StateLayer:
-    weight, bias = torch.randn(taps, channels).to(dtype), torch.randn(channels).to(dtype)
+    weight, bias = torch.randn(channels, taps).to(dtype).T, torch.randn(channels).to(dtype)
 
     def run(kernels: StateKernels, inputs: list[Tensor], state: Tensor, batch: StateBatch) -> Tensor:
         return kernels.causal_conv(*inputs, weight, bias if silu else None, state, batch, silu=silu)

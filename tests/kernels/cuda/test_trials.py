@@ -17,18 +17,19 @@ BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("encodes", [False, True], ids=["generates", "encodes"])
-def test_every_kernel_has_a_trial(encodes: bool) -> None:
+@pytest.mark.parametrize("kind", [{}, {"encodes": True}, {"recurrent": True}], ids=str)
+def test_every_kernel_has_a_trial(kind: dict[str, bool]) -> None:
     for dtype, head_dim in ((BF16, 64), (FP16, 128)):
-        launches = Recorder.of_trials(dtype, E4M3, head_dim, encodes=encodes)
-        expected = set(cuda_kernels.variants(dtype, E4M3, head_dim, encodes=encodes))
+        launches = Recorder.of_trials(dtype, E4M3, head_dim, **kind)
+        expected = set(cuda_kernels.variants(dtype, E4M3, head_dim, **kind))
         of_sampling = {sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES}
         assert {launch.variant for launch in launches} == expected - of_sampling
 
 
 def find(name: str, cache_dtype: torch.dtype = BF16, encodes: bool = False) -> list[trials.Trial]:
     """The trials whose names begin so; norms of short rows only, as each shape is another kernel."""
-    found = [t for t in trials.trials(BF16, cache_dtype, 32, encodes=encodes) if t.name.startswith(name)]
+    known = trials.trials(BF16, cache_dtype, 32, encodes=encodes, recurrent=not encodes)
+    found = [t for t in known if t.name.startswith(name)]
     return found[:1] if " of " in name else found[-2:]
 
 
@@ -45,6 +46,8 @@ FAULTS = {
     "store_kv": (Edit("layout.cuh", "row / (8 / p)", "row"), False),
     "rotate_and_store": (Edit("kv.cu", "chunk < half ? -1.0f : 1.0f", "1.0f"), False),
     "prefill attention": (Edit("attention.cuh", "(lane >> 3 & 1)", "(lane >> 4 & 1)"), False),
+    "delta rule of ": (Edit("states.cu", "* p.beta[at]", ""), False),
+    "convolution": (Edit("states.cu", "window[tap + 1]", "window[tap]"), False),
     "adapters": (Edit("lora.cu", "delta.scale * sum", "sum"), False),
 }
 

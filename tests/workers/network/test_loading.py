@@ -390,6 +390,8 @@ def test_states_and_blocks_share_a_budget() -> None:
     )
     assert cache_size(load, 1000, 0, 700, 10_000) == (2 * 4 * 63, 14), "blocks without memory"
     assert cache_size(load, 1000, 100, 0, 10_000) == (100, 0)
+    many = replace(load, max_num_seqs=100)
+    assert cache_size(many, 1000, 100, 700, 40 * 700) == (70, 30), "half is for running sequences"
     drafting = replace(load, speculative=SpeculativeConfig("ngram", None, 3))
     assert cache_size(drafting, 1000, 100, 700, 8 * 700 + 2 * 7000) == (70, 18), "two slots for each sequence"
     with pytest.raises(LoadError, match=r"and 3 state slots of .* lower max_model_len"):

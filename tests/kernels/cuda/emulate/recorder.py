@@ -40,11 +40,17 @@ class Recorder(EmulatedLauncher):
 
     @classmethod
     def of_trials(
-        cls, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *, encodes: bool = False
+        cls,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        head_dim: int,
+        *,
+        encodes: bool = False,
+        recurrent: bool = False,
     ) -> set[RecordedLaunch]:
         """The launches of the trials of a first run."""
         device = cls()
         kernels = CudaKernels(device, "cpu")
-        for trial in trials(dtype, kv_dtype, head_dim, encodes=encodes):
+        for trial in trials(dtype, kv_dtype, head_dim, encodes=encodes, recurrent=recurrent):
             trial.why_wrong(kernels, torch.device("cpu"))
         return device.launches
