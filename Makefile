@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults test-ranks test-ray lint sbom wheels clean
+.PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults test-ranks test-ray test-clients lint sbom wheels clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
@@ -94,6 +94,16 @@ $(VENV)/.ray: $(STAMP)
 
 test-ray: $(VENV)/.ray
 	$(BIN)/pytest tests/ray
+
+# Clients of the server's APIs, which call a server on the demo model: for changes of the server. They have an environment
+# of their own, since their dependencies are not the project's.
+build/clients/.installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv build/clients
+	build/clients/bin/python -m pip install --quiet -r $<
+	@touch $@
+
+test-clients: build/clients/.installed $(STAMP)
+	SERVER_PYTHON=$(CURDIR)/$(BIN)/python build/clients/bin/python -m pytest tests/clients
 
 # mypy sees the namespace through links: the folders sit side by side, pagewire.* is made on installation.
 FOLDERS := cli engine_core frontend ipc kernels workers

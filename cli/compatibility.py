@@ -41,7 +41,11 @@ SECTIONS: tuple[tuple[str, str, Mapping[str, Absent]], ...] = (
         "vLLM's have a counterpart that begins with `PAGEWIRE_`, which the warning names.",
         VARIABLES,
     ),
-    ("Fields of requests", "By the type of the request in `/openapi.json`.", REQUEST_FIELDS),
+    (
+        "Fields of requests",
+        "By the type of the request in `/openapi.json`, those of Anthropic's and Ollama's APIs as well.",
+        REQUEST_FIELDS,
+    ),
     ("Attributes and arguments", "The error says what to write.", NAMES),
     ("Hardware, software and services", "pagewire does without them.", FOUNDATIONS),
 )

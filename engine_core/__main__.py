@@ -10,12 +10,14 @@ import json
 import signal
 import sys
 
+import msgspec
+
 from pagewire.engine_core.workers.launchers.early import EarlyWorker
 from pagewire.ipc.host.descriptors import raise_descriptor_limit
 
 
 def main() -> int:
-    """Entry point. The frontend writes `EngineArgs` as JSON to standard input."""
+    """Entry point. The frontend writes `EngineArgs` and its `Registrations` as JSON to standard input."""
     parser = argparse.ArgumentParser(description="pagewire engine core (spawned by a frontend)")
     parser.add_argument("--listen", required=True)
     parser.add_argument("--options-stdin", action="store_true", required=True)
@@ -28,13 +30,16 @@ def main() -> int:
 
     from pagewire.engine_core.daemon import Listen, serve  # while the worker starts
     from pagewire.ipc import logs
+    from pagewire.ipc.models.registrations import Registrations, adopt
     from pagewire.ipc.options.engine_args import EngineArgs
 
     try:
         logs.configure()
     except ValueError as error:
         parser.exit(1, f"engine core failed: {error}\n")
-    args = EngineArgs(**json.load(sys.stdin))
+    given = json.load(sys.stdin)
+    args = EngineArgs(**given["options"])
+    adopt(msgspec.convert(given["registrations"], Registrations))
     return serve(args, Listen(options.listen, drain_seconds=0.0), options.lifeline, early)
 
 

@@ -375,6 +375,64 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
             ("mm_processor_kwargs", OPTIONS["mm_processor_kwargs"]),
         )
     },
+    **{
+        f"{kind}.{name}": absent
+        for kind in ("CountTokensRequest", "MessagesRequest")
+        for name, absent in (
+            ("container", Absent("the server runs no code", "give a tool that runs it")),
+            (
+                "context_management",
+                Absent(
+                    "the server sends the model all messages that it gets",
+                    "leave out what the model is not to see",
+                    silent=({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+                ),
+            ),
+            ("mcp_servers", Absent("the server calls no tools", "call them and send a tool_result")),
+        )
+    },
+    **{
+        f"OllamaOptions.{name}": Absent(
+            "the model was loaded when the server started", "give options of `pagewire serve`", warned=kind
+        )
+        for kind, names in (
+            (int, ("main_gpu", "num_batch", "num_gpu", "num_thread")),
+            (bool, ("embedding_only", "f16_kv", "logits_all", "low_vram", "numa", "use_mlock", "use_mmap")),
+            (bool, ("vocab_only",)),
+        )
+        for name in names
+    },
+    **{
+        f"{kind}.keep_alive": Absent(
+            "the model stays loaded while the server runs",
+            "stop the server, or let it sleep (/sleep)",
+            warned=str | int | float,
+        )
+        for kind in ("OllamaChatRequest", "OllamaEmbedRequest", "OllamaGenerateRequest")
+    },
+    "OllamaOptions.mirostat": Absent("there is no Mirostat", "give top_p or min_p", silent=(0,)),
+    "OllamaOptions.mirostat_eta": Absent("there is no Mirostat", "give top_p or min_p", warned=int | float),
+    "OllamaOptions.mirostat_tau": Absent("there is no Mirostat", "give top_p or min_p", warned=int | float),
+    "OllamaOptions.num_keep": Absent(
+        "prompts are never shortened", "leave it out: a prompt that is too long is refused", warned=int
+    ),
+    "OllamaOptions.penalize_newline": Absent(
+        "penalties are those of all tokens", "set repeat_penalty to 1", silent=(True,)
+    ),
+    "OllamaOptions.repeat_last_n": Absent(
+        "repeat_penalty is over all tokens of the prompt and the answer", "give -1", silent=(-1,)
+    ),
+    "OllamaOptions.tfs_z": Absent("there is no tail-free sampling", "give min_p", silent=(1.0,)),
+    "OllamaOptions.typical_p": Absent("there is no typical sampling", "give top_p or min_p", silent=(1.0,)),
+    "OllamaGenerateRequest.context": Absent(
+        "an answer has no context that a request could continue", "send the conversation to /api/chat"
+    ),
+    "OllamaGenerateRequest.images": _MEDIA,
+    "OllamaGenerateRequest.template": Absent(
+        "templates are Jinja, and the server's (--chat-template)",
+        "give raw and a prompt with all of its marks",
+        silent=("",),
+    ),
     "ChatRequest.metadata": Absent("nothing is stored", "the log names the user of a request", warned=dict),
     "ChatRequest.prediction": Absent(
         "the text of a prediction is not read", "the engine's speculative_model proposes tokens", warned=dict

@@ -12,6 +12,7 @@ FLAGS = {
     "PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN": False,
     "PAGEWIRE_CONFIGURE_LOGGING": True,
     "PAGEWIRE_KEEP_ALIVE_ON_ENGINE_DEATH": False,
+    "PAGEWIRE_USE_MODELSCOPE": False,
 }
 """The variables that are true or false, and what they are if they are not set."""
 READ = frozenset(
@@ -31,6 +32,7 @@ READ = frozenset(
         "PAGEWIRE_LOGGING_LEVEL",
         "PAGEWIRE_LOG_FORMAT",
         "PAGEWIRE_MAX_N_SEQUENCES",
+        "PAGEWIRE_PLUGINS",
         "PAGEWIRE_PORT",
         "PAGEWIRE_PP_LAYER_PARTITION",
         "PAGEWIRE_RAY_PLACEMENT_GROUP",

@@ -15,6 +15,7 @@ from pagewire.ipc.quoting import quoted
 
 FAMILIES = {
     "aqlm": "aqlm",
+    "auto-round": "auto-round",
     "awq": "awq",
     "awq_marlin": "awq",
     "bitsandbytes": "bitsandbytes",
@@ -24,11 +25,17 @@ FAMILIES = {
     "gguf": "gguf",
     "gptq": "gptq",
     "gptq_marlin": "gptq",
+    "hqq": "hqq",
     "marlin": "gptq",
+    "modelopt": "modelopt",
+    "modelopt_fp4": "modelopt",
     "mxfp4": "mxfp4",
+    "mxfp8": "mxfp8",
+    "quark": "quark",
     "squeezellm": "squeezellm",
+    "torchao": "torchao",
 }
-"""Names of quantised checkpoints to the format that they are of. Marlin is a layout of kernels for one of them."""
+"""Names of quantised checkpoints to the format that they are of. Marlin is a layout of kernels for some of them."""
 ONLINE = ("fp8", "int8", "int4", "bitsandbytes", "experts_int8")
 """Names of quantisations that are applied to a checkpoint of plain numbers while it is loaded."""
 NAMES = (*FAMILIES, *(name for name in ONLINE if name not in FAMILIES))
@@ -73,7 +80,7 @@ def method_of(settings: Mapping[str, Any] | None) -> str | None:
     if method not in FAMILIES:
         raise ValueError(
             f"checkpoints quantised with {quoted(settings.get('quant_method'))} are not served; "
-            f"those of {', '.join(FAMILIES)} are"
+            f"those of {', '.join(dict.fromkeys(FAMILIES.values()))} are"
         )
     return method
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pagewire.frontend.api.async_llm import AsyncLLM, AsyncLLMEngine
     from pagewire.frontend.api.llm import LLM
     from pagewire.frontend.api.llm_engine import LLMEngine
+    from pagewire.frontend.api.model_registry import ModelRegistry
     from pagewire.frontend.core.stat_loggers import StatLoggerBase
     from pagewire.frontend.requests.beam_search import BeamSearchOutput, BeamSearchSequence
     from pagewire.frontend.requests.inputs import is_embeds_prompt, is_tokens_prompt
@@ -83,6 +84,7 @@ __all__ = [
     "LLMEngine",
     "LoRARequest",
     "ModelNotFoundError",
+    "ModelRegistry",
     "PoolerConfig",
     "PoolingOutput",
     "PoolingParams",
@@ -119,6 +121,7 @@ _HOMES = {
     ),
     "pagewire.frontend.api.llm": ("LLM",),
     "pagewire.frontend.api.llm_engine": ("LLMEngine",),
+    "pagewire.frontend.api.model_registry": ("ModelRegistry",),
     "pagewire.frontend.requests.lora": ("LoRARequest",),
     "pagewire.frontend.requests.outputs": ("CompletionOutput", "RequestOutput"),
     "pagewire.frontend.requests.pooling.outputs": (

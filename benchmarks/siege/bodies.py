@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from pagewire.frontend.server.anthropic.protocol import MessagesRequest
+from pagewire.frontend.server.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest
 from pagewire.frontend.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -28,11 +30,14 @@ ENDPOINTS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/chat/completions": (ChatRequest, {"messages": [MESSAGE], "max_tokens": 4}),
     "/v1/responses": (ResponsesRequest, {"input": "What is a list?", "max_output_tokens": 4}),
     "/v1/responses/input_tokens": (InputTokensRequest, {"input": "What is a list?"}),
+    "/v1/messages": (MessagesRequest, {"messages": [MESSAGE], "max_tokens": 4}),
+    "/api/chat": (OllamaChatRequest, {"messages": [MESSAGE], "options": {"num_predict": 4}}),
+    "/api/generate": (OllamaGenerateRequest, {"prompt": "A list is", "options": {"num_predict": 4}}),
     "/tokenize": (TokenizeRequest, {"prompt": "A list is"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [300, 301]}),
 }
 MAX_CHANGED = 4  # fields that differ from the good body
-WEIGHTS = (8, 8, 6, 2, 2, 1)
+WEIGHTS = (8, 8, 6, 2, 4, 2, 2, 2, 1)
 MAX_BYTES = 4 << 20  # about the size of the largest conversation
 DISTINCT_MESSAGES = 50  # of a conversation; more repeat them
 DEEPEST = 100_000  # levels of a body that is written as text

@@ -112,13 +112,14 @@ async def run_lines(
     Raises:
         Exceptions of `post` and `write`; the other requests are then cancelled.
     """
-    counts, seen = Counts(), set[str]()
+    counts, seen = Counts(), dict[str, int]()
+    numbered = enumerate(lines, 1)
 
     async def work() -> None:
-        for line in lines:  # the iterator is shared: each worker takes the next line
+        for number, line in numbered:  # the iterator is shared: each worker takes the next line
             if not line.strip():
                 continue
-            result = await answer(line, post, seen, answered)
+            result = await answer(number, line, post, seen, answered)
             if result is None:
                 counts.skipped += 1
             else:
@@ -136,13 +137,15 @@ async def run_lines(
     return counts
 
 
-async def answer(line: bytes, post: Post, seen: set[str], answered: frozenset[str]) -> Result | None:
-    """Return the result of one line; None if an earlier run has answered it."""
+async def answer(
+    number: int, line: bytes, post: Post, seen: dict[str, int], answered: frozenset[str]
+) -> Result | None:
+    """Return the result of one line; None if an earlier run has answered it. number: of the line, from 1."""
     name = f"batch_req_{uuid.uuid4().hex}"
     try:
-        request = checked(line, seen)
+        request = checked(number, line, seen)
     except InvalidLineError as error:
-        return Result(name, custom_id_of(line), error=Failure(error.code, str(error)))
+        return Result(name, custom_id_of(line), error=Failure(error.code, f"line {number}: {error}"))
     if request.custom_id in answered:
         return None
     response = await post(request.url, bytes(request.body))
@@ -152,8 +155,8 @@ async def answer(line: bytes, post: Post, seen: set[str], answered: frozenset[st
     return Result(name, request.custom_id, response)
 
 
-def checked(line: bytes, seen: set[str]) -> BatchLine:
-    """Parse and check a line, and add its custom_id to `seen`.
+def checked(number: int, line: bytes, seen: dict[str, int]) -> BatchLine:
+    """Parse and check a line, and add its custom_id and its number to `seen`.
 
     Raises:
         InvalidLineError: the line is malformed, its id has been seen before, or there is no such endpoint.
@@ -162,12 +165,10 @@ def checked(line: bytes, seen: set[str]) -> BatchLine:
         request = msgspec.json.decode(line, type=BatchLine)
         stream = msgspec.json.decode(request.body, type=StreamField).stream
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidLineError("invalid_json_line", f"not a valid line: {error}") from None
-    if request.custom_id in seen:
-        raise InvalidLineError(
-            "duplicate_custom_id", f"custom_id {quoted(request.custom_id)} is already used by an earlier line"
-        )
-    seen.add(request.custom_id)
+        raise InvalidLineError("invalid_json_line", f"not a valid request: {error}") from None
+    if (earlier := seen.setdefault(request.custom_id, number)) != number:
+        message = f"custom_id {quoted(request.custom_id)} is already used by line {earlier}"
+        raise InvalidLineError("duplicate_custom_id", message)
     if request.method != "POST":
         raise InvalidLineError("invalid_method", f"method must be POST, got {quoted(request.method)}")
     if request.url not in URLS:

@@ -50,7 +50,7 @@ def quantise_checkpoint(
     progress: called with the numbers of parameters done since the last call.
 
     Raises:
-        ValueError: the model is quantised already, transformers does not know it, or a group does not fit.
+        ValueError: the model is quantised already, it is not served, or a group does not fit.
         OSError: `out` exists, the disk has too little room, or a file cannot be read or written.
     """
     if out.exists():

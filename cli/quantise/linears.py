@@ -1,18 +1,22 @@
-"""Which tensors of a dense checkpoint are the matrices of linear layers, by transformers' module of the model."""
+"""Which tensors of a dense checkpoint are the matrices of linear layers, by the module that runs the model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from pagewire.ipc.files.hub import read_foreign
+from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.checkpoint.conversion import Conversion, conversions
 from pagewire.workers.checkpoint.formats.online import ROUTERS
+from pagewire.workers.checkpoint.mapped import MappedCheckpoint
 from pagewire.workers.checkpoint.source import Checkpoint
+from pagewire.workers.module.configuration import load_config
 from pagewire.workers.module.matrices import is_experts
+from pagewire.workers.network.build_module import module_on_meta
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -32,10 +36,14 @@ def find_linears(folder: Path, checkpoint: Checkpoint) -> Linears:
     """The linear layers of a model, but for its output layer and what chooses among experts.
 
     Raises:
-        ValueError: transformers does not know the model, the checkpoint does not fit it, or it has no such layer.
+        ValueError: the model is not served, the checkpoint does not fit it, or it has no such layer.
     """
-    causal = _on_meta(folder)
-    found, _ = conversions(causal, checkpoint.names, checkpoint.on_meta)
+    worker_config = WorkerConfig(str(folder))
+    causal = module_on_meta(worker_config, load_config(worker_config), torch.float32)
+    foreign = read_foreign(folder, trust_remote_code=False)
+    source = checkpoint if foreign is None else MappedCheckpoint(checkpoint, foreign)
+    found, _ = conversions(causal, source.names, source.on_meta)
+    places = {} if foreign is None else foreign.excerpts(checkpoint.names)
     output = causal.get_output_embeddings()
     chosen: set[str] = set()
     ignored: set[str] = set()
@@ -46,6 +54,7 @@ def find_linears(folder: Path, checkpoint: Checkpoint) -> Linears:
             chosen.update(source for source, _ in found[f"{name}.weight"].sources)
         elif is_experts(module):
             chosen.update(_experts(name, module, found))
+    chosen = {places[name].tensor if name in places else name for name in chosen}
     for name in checkpoint.names:
         tensor = checkpoint.on_meta(name)
         if name.endswith(".weight") and tensor.dim() == 2 and name not in chosen:
@@ -72,21 +81,3 @@ def _experts(name: str, module: nn.Module, found: dict[str, Conversion]) -> set[
             )
         names.update(tensor for member in members for tensor in member)
     return names
-
-
-def _on_meta(folder: Path) -> Any:
-    """The causal module without memory.
-
-    Raises:
-        ValueError: transformers does not know it, or it needs code of its repository.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager", experts_implementation="eager"
-            )
-    except Exception as error:
-        raise ValueError(f"transformers cannot build the model of {folder}: {error}") from error

@@ -17,6 +17,8 @@ from pagewire.engine_core.schedule.state_slots import CHECKPOINT_TOKENS
 from pagewire.ipc.counts import check_counts
 from pagewire.ipc.files.adapter_files import adapter_folder, adapter_version
 from pagewire.ipc.files.hub import model_folder, read_configs
+from pagewire.ipc.models.plugins import load_allowed_plugins
+from pagewire.ipc.models.registrations import registered
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.quantization import resolve_quantization, settings_of
 from pagewire.ipc.speculative import SpeculativeConfig
@@ -40,6 +42,7 @@ class EngineConfig:
     merged_adapter: folder of the adapter that is added to the weights; None for none.
     first_adapter: the adapter that is loaded at the start; None for none.
     overrides: what is merged into config.json: `hf_overrides`, and those of the rotary embedding.
+    plugins: names of those that are loaded.
     """
 
     args: EngineArgs
@@ -51,6 +54,7 @@ class EngineConfig:
     merged_adapter: Path | None = None
     first_adapter: AdapterSource | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    plugins: tuple[str, ...] = ()
 
     @classmethod
     def resolve(cls, args: EngineArgs) -> EngineConfig:
@@ -58,9 +62,11 @@ class EngineConfig:
 
         Raises:
             ValueError, TypeError: a bad option, such as the revision of a local folder, a quantisation that is not
-                the checkpoint's, or a bad file of scaling factors. ModelNotFoundError: no such model.
+                the checkpoint's, or a bad file of scaling factors; or a plugin that must be loaded fails.
+            ModelNotFoundError: no such model.
         """
         args.check()
+        plugins = load_allowed_plugins()
         layer_partition(args.pipeline_parallel_size)
         path = model_folder(
             args.model,
@@ -91,6 +97,7 @@ class EngineConfig:
             merged_adapter=merged_adapter(args),
             first_adapter=first_adapter(args),
             overrides=overrides,
+            plugins=plugins,
         )
 
     @property
@@ -155,6 +162,7 @@ class EngineConfig:
             speculative=self.speculation,
             lora=args.lora_config(),
             merged_adapter="" if self.merged_adapter is None else str(self.merged_adapter),
+            registrations=registered(self.plugins),
         )
 
     def adapter_limits(self, ready: Ready) -> AdapterLimits | None:

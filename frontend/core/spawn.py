@@ -53,11 +53,13 @@ def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
     Raises:
         ValueError, PermissionError, OSError: a bad address, or no process could be started.
     """
+    from pagewire.ipc.models.registrations import registered  # a frontend that attaches registers nothing
+
     address = address or private_address(f"core-{os.getpid()}-{uuid.uuid4().hex[:12]}")
     command = [sys.executable, "-m", "pagewire.engine_core", "--listen", address, "--options-stdin"]
     if args.has_local_worker:
         command += ["--worker-address", private_address(f"worker-{os.getpid()}-{uuid.uuid4().hex[:12]}")]
-    options = msgspec.json.encode(dataclasses.asdict(args))
+    options = msgspec.json.encode({"options": dataclasses.asdict(args), "registrations": registered()})
     return SpawnedCore(Child(command, stdin=options, env=os.environ | ray_cluster.environment()), address)
 
 

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.requests.answer_budget import AnswerMemory
+from pagewire.frontend.server.anthropic import routes as anthropic
 from pagewire.frontend.server.http import openapi
 from pagewire.frontend.server.http.body import LARGE_BODIES, IncomingBodies
 from pagewire.frontend.server.http.errors import APIError
@@ -20,6 +21,7 @@ from pagewire.frontend.server.http.json_response import on_error, on_http_error
 from pagewire.frontend.server.http.middleware import middleware
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.frontend.server.ollama import routes as ollama
 from pagewire.frontend.server.openai import chat, completions, models, tokenization
 from pagewire.frontend.server.operate import admin, cores, monitoring
 from pagewire.frontend.server.page import page_routes
@@ -39,7 +41,19 @@ HANDLED = (
     msgspec.MsgspecError,
     Exception,
 )
-MODULES = (completions, chat, responses, pooling, models, tokenization, monitoring, admin, cores)
+MODULES = (
+    completions,
+    chat,
+    responses,
+    anthropic,
+    ollama,
+    pooling,
+    models,
+    tokenization,
+    monitoring,
+    admin,
+    cores,
+)
 
 
 def create_app(

@@ -1,4 +1,4 @@
-"""Families of models whose repositories bring their own code, as configurations and weights of other modules.
+"""Families of models with code of their own, or needs, as configurations and weights of other modules.
 
 A family is a table: how its config.json becomes that of a module which transformers has, and which part of which
 tensor each weight of that module is. So the model runs without a line of its repository's code.
@@ -59,6 +59,7 @@ class Family:
     layers: where its checkpoint has the layers. layer, top: names within a layer and outside of layers, and the
     module's names for them; a name that is not listed is the same in both. has_unit_head: of its configuration,
     True where the rows of the output layer are divided by their lengths. unused: tensors that follow from it.
+    beside: how the names of tensors begin that only pictures or sound need.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Family:
     own_layers: str = "model.layers"
     has_unit_head: Callable[[Config], bool] = lambda _: False
     unused: frozenset[str] = frozenset()
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class ForeignModel:
         pattern = re.compile(rf"{re.escape(self.family.layers)}\.(\d{{1,4}})\.(.+)\.(\w+)")
         found: dict[str, Excerpt] = {}
         for name in set(names) - self.family.unused:
+            if name.startswith(self.family.beside):
+                continue
             if (match := pattern.fullmatch(name)) is None:
                 found |= self._outside(name)
                 continue

@@ -34,3 +34,4 @@ PHI3_SMALL = Family(
         "Phi-3-mini or Phi-3-medium"
     ),
 )
+REFUSED = (ARCTIC, PHI3_SMALL)

@@ -1,4 +1,4 @@
-"""Locates the files of LoRA adapters: a local folder, or a repository of the Hugging Face hub."""
+"""Locates the files of LoRA adapters: a local folder, or a source of models (`hub.py`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.files.hub import TOKENIZER_FILES, download
+from pagewire.ipc.files.hub import TOKENIZER_FILES, download, is_s3
 from pagewire.ipc.wire.lora import ADAPTER_FILES
 
 CONFIG = ADAPTER_FILES[0]
@@ -24,7 +24,8 @@ def adapter_folder(name: str, *, token: str | bool | None = None, cache_dir: str
     path = Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser fails for an unknown user
     is_folder = os.path.isdir(path)  # noqa: PTH112 - Path.is_dir fails for a name that is too long
     if not is_folder:
-        if not name or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+        if not name or (is_path and not is_s3(name)):
             raise ModelNotFoundError(f"no adapter folder {name!r}")
         path = download(name, [*DOWNLOADED, *TOKENIZER_FILES], None, token, cache_dir)
     if not (path / CONFIG).is_file():

@@ -1,4 +1,7 @@
-"""Locates a model's files: the embedded model, a local folder or GGUF file, or the Hugging Face hub."""
+"""Locates a model's files: the embedded model, a local folder or GGUF file, or the Hugging Face hub.
+
+Other sources are S3, for names with s3://, and ModelScope in place of the hub (`PAGEWIRE_USE_MODELSCOPE`).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ import glob
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from pagewire.ipc.environment import env_flag
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.gguf.config import generation_config, model_config
 from pagewire.ipc.gguf.file import is_gguf, parts_of, read_gguf
@@ -31,9 +35,11 @@ TOKENIZER_FILES = [
     "config.json",
     "generation_config.json",
 ]
+MODELOPT_FILE = "hf_quant_config.json"
+"""How ModelOpt has quantised a checkpoint; its newer versions write that to config.json, too."""
 WEIGHT_FILES = {  # by load format
-    "auto": ["*.safetensors", "*.safetensors.index.json"],
-    "safetensors": ["*.safetensors", "*.safetensors.index.json"],
+    "auto": ["*.safetensors", "*.safetensors.index.json", MODELOPT_FILE],
+    "safetensors": ["*.safetensors", "*.safetensors.index.json", MODELOPT_FILE],
     "bitsandbytes": ["*.safetensors", "*.safetensors.index.json"],
     "gguf": ["*.gguf"],
     "pt": ["*.bin", "*.bin.index.json"],  # pickles
@@ -72,13 +78,13 @@ def model_folder(
     trust_remote_code: bool = False,
     ignore_patterns: str | Sequence[str] = IGNORED_FILES,
 ) -> Path:
-    """The local folder with the model's files, or its GGUF file; downloaded from the hub if necessary.
+    """The local folder with the model's files, or its GGUF file; downloaded if necessary.
 
     What can run code is downloaded only on request: .bin files (pickles) by `load_format`, .py files by
     `trust_remote_code`.
 
-    name: "demo" (the embedded model), a folder, a repository of the hub; or a GGUF file, also as the only one of a
-    folder, or as `owner/repository/file.gguf` of the hub. Of a split file any part may be named.
+    name: "demo" (the embedded model), a folder, a repository of the hub, s3://bucket/folder; or a GGUF file, also
+    as the only one of a folder, or as `owner/repository/file.gguf`. Of a split file any part may be named.
     revision: branch, tag or commit of the repository. tokenizer_only: do not download weights.
     load_format: which weights, one of `WEIGHT_FILES` or "gguf". trust_remote_code: download Python code as well.
     ignore_patterns: files of the hub not to download. `*` stands for any characters, `**/` for any folders or none.
@@ -108,7 +114,7 @@ def model_folder(
         if not (path / "config.json").is_file() and not tokenizer_only:
             raise ModelNotFoundError(f"{path} holds no config.json: not a Hugging Face model folder")
         return path.resolve()
-    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+    if name.startswith(("/", "./", "../", "~")) or (name.count("/") > 1 and not is_s3(name)):
         raise ModelNotFoundError(f"no model folder {name}")
     if load_format == "gguf":
         raise ModelNotFoundError(f"name the GGUF file, too: {name}/file.gguf")
@@ -119,7 +125,7 @@ def model_folder(
     folder = download(name, patterns, revision, token, cache_dir, [*ignored, *DOUBLED_FILES])
     if weights and not any(folder.glob(weights[0])):
         raise ModelNotFoundError(
-            f"{name} has no {weights[0]} files on the hub, which load_format={load_format!r} takes, but for those "
+            f"{name} has no {weights[0]} files, which load_format={load_format!r} takes, but for those "
             f"that are ignored ({', '.join([*ignored, DOUBLED_FILES[0]])}); {OTHER_FORMATS}"
         )
     return folder
@@ -136,7 +142,7 @@ def download_file(name: str, revision: str | None, token: str | bool | None, cac
     repository, file, patterns = found
     path = download(repository, patterns, revision, token, cache_dir) / file
     if not path.is_file():
-        raise ModelNotFoundError(f"{repository} has no file {file} on the hub")
+        raise ModelNotFoundError(f"{repository} has no file {file}")
     return path
 
 
@@ -148,13 +154,24 @@ def download(
     cache_dir: str | None,
     ignored: Sequence[str] = (),
 ) -> Path:
-    """Download the files of a hub repository that match `patterns`, with a progress bar; offline, use the cache.
+    """Download the files of a repository or of a folder in S3 that match `patterns`; offline, use the hub's cache.
 
     ignored: patterns of files that are not downloaded, as `ignore_patterns` of `model_folder`.
 
     Raises:
         ModelNotFoundError: the text says why, and how to fix it.
     """
+    ignored = [*ignored, *(pattern.replace("**/", "") for pattern in ignored)]
+    if is_s3(name):
+        from pagewire.ipc.files import s3  # a frontend that attaches downloads nothing
+
+        if revision is not None:
+            raise ValueError(f"revision {revision!r}: {name} has none; leave the revision out")
+        return s3.download(name, patterns, cache_dir, ignored)
+    if env_flag("PAGEWIRE_USE_MODELSCOPE"):
+        from pagewire.ipc.files import model_scope  # as above
+
+        return model_scope.download(name, patterns, revision, token, cache_dir, ignored)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
@@ -166,7 +183,7 @@ def download(
                 token=token,
                 cache_dir=cache_dir,
                 allow_patterns=patterns,
-                ignore_patterns=[*ignored, *(pattern.replace("**/", "") for pattern in ignored)],
+                ignore_patterns=ignored,
             )
         )
     except GatedRepoError as error:
@@ -183,6 +200,11 @@ def download(
             f"{name} is not a local folder, and the hub could not be reached ({cause}); "
             "give a model folder, or model='demo' for the embedded one"
         ) from error
+
+
+def is_s3(name: str) -> bool:
+    """True for the address of a folder or a file in S3."""
+    return name.startswith("s3://")
 
 
 def read_file(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
@@ -256,7 +278,21 @@ def read_configs(path: Path, trust_remote_code: bool = False) -> tuple[dict[str,
 
     values = read_json(path / "config.json")
     foreign = foreign_model(values, trust_remote_code)
-    return values if foreign is None else dict(foreign.config), read_json(path / "generation_config.json")
+    config = values if foreign is None else dict(foreign.config)
+    if (settings := _quantisation(path, values)) is not None:
+        config["quantization_config"] = settings
+    return config, read_json(path / "generation_config.json")
+
+
+def _quantisation(path: Path, values: Mapping[str, Any]) -> Any:
+    """How a checkpoint says that it is quantised: in its config.json, in the part of that for text, or in the file
+    of ModelOpt; None if nowhere."""
+    text = values.get("text_config")
+    for config in (values, text if isinstance(text, dict) else {}):
+        if config.get("quantization_config") is not None:
+            return config["quantization_config"]
+    settings = read_json(path / MODELOPT_FILE).get("quantization")
+    return {"quant_method": "modelopt", **settings} if isinstance(settings, dict) else None
 
 
 def read_foreign(path: Path, trust_remote_code: bool) -> ForeignModel | None:
@@ -303,9 +339,14 @@ def gguf_in_repository(name: str) -> tuple[str, str, list[str]] | None:
 
     None if the name is of another form.
     """
-    owner, _, rest = name.partition("/")
-    repository, _, file = rest.partition("/")
-    if not (is_gguf(name) and owner.strip("~.") and repository and file) or ".." in PurePosixPath(file).parts:
+    if is_s3(name):
+        folder, _, file = name.rpartition("/")
+        is_complete = is_s3(folder)
+    else:
+        owner, _, rest = name.partition("/")
+        repository, _, file = rest.partition("/")
+        folder, is_complete = f"{owner}/{repository}", bool(owner.strip("~.") and repository and file)
+    if not (is_gguf(name) and is_complete) or ".." in PurePosixPath(file).parts:
         return None
     first, *others = parts_of(Path(file))
-    return f"{owner}/{repository}", str(first), [glob.escape(str(path)) for path in (first, *others)]
+    return folder, str(first), [glob.escape(str(path)) for path in (first, *others)]

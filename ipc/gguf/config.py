@@ -45,6 +45,11 @@ SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 NUMBER = (int, float)
+VARYING = ("gemma3n", "gemma4", "lfm2")
+"""Architectures whose layers may differ in heads and in the size of their MLP."""
+GROUPED_EXPERTS = {256: (8, 4), 160: (8, 3)}
+"""Groups of experts and how many a token gets, of DeepSeek 3 and 2, by their experts: older files do not say it."""
+SIGMOID = 2  # expert_gating_func
 
 
 def model_config(file: GgufFile) -> Values:
@@ -59,7 +64,10 @@ def model_config(file: GgufFile) -> Values:
             f"{file.path}: GGUF files of the architecture {file.architecture!r} are not served, but of "
             f"{', '.join(sorted(ARCHITECTURES))}; the model's safetensors checkpoint may be"
         )
-    return common(file) | served(file)
+    own, shared = served(file), common(file)
+    if "rope_parameters" in own:  # which say what these do
+        shared.pop("rope_scaling", None)
+    return shared | own
 
 
 def generation_config(file: GgufFile) -> Values:
@@ -111,6 +119,14 @@ class Fields:
             raise GgufError(f"{self._file.path}: {self._prefix}.{name} is {value}, not a positive integer")
         return value
 
+    def first(self, name: str, default: int | None = None) -> int:
+        """As `whole`; of an array, the first value that is positive."""
+        value = self._file.get(f"{self._prefix}.{name}", (int, array), default)
+        if isinstance(value, array) and value.typecode not in "fd":
+            value = next((own for own in value if 0 < own < 1 << 31), None)
+            return self.whole(name, default) if value is None else value
+        return self.whole(name, default)
+
     def number(self, name: str, default: float | None = None) -> float:
         """A number.
 
@@ -153,12 +169,16 @@ def common(file: GgufFile) -> Values:
     if fields.whole("block_count") > MAX_LAYERS:
         raise GgufError(f"{file.path} claims to have {fields.whole('block_count')} layers")
     heads = fields.whole("attention.head_count")
+    size = fields.first if file.architecture in VARYING else fields.whole
+    drafting = fields.get("nextn_predict_layers", int, 0)  # layers behind the others
+    if not 0 <= drafting < fields.whole("block_count"):
+        raise GgufError(f"{file.path}: {drafting} of {fields.whole('block_count')} layers draft tokens")
     values = {
         "hidden_size": fields.whole("embedding_length"),
-        "num_hidden_layers": fields.whole("block_count"),
-        "intermediate_size": fields.whole("feed_forward_length", 1),
+        "num_hidden_layers": fields.whole("block_count") - drafting,
+        "intermediate_size": size("feed_forward_length", 1),
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": size("attention.head_count_kv", heads),
         "head_dim": head_size(fields),
         "max_position_embeddings": fields.whole("context_length", 2048),
         "vocab_size": shape_of(file, "token_embd.weight", 2)[0],
@@ -399,6 +419,230 @@ def gpt2(file: GgufFile) -> Values:
     }
 
 
+def glm4(file: GgufFile) -> Values:
+    """GLM 4 with dense layers."""
+    fields = Fields(file)
+    return (
+        rms(fields)
+        | partial_rotary(fields)
+        | {
+            "model_type": "glm4",
+            "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        }
+    )
+
+
+def partial_rotary(fields: Fields) -> Values:
+    """The share of a head that is rotated."""
+    size = head_size(fields)
+    return {"partial_rotary_factor": fields.whole("rope.dimension_count", size) / size}
+
+
+def later_experts(fields: Fields) -> Values:
+    """The experts of the layers behind the first ones, as DeepSeek has them."""
+    count = fields.whole("expert_count")
+    groups, chosen = GROUPED_EXPERTS.get(count, (1, 1))
+    return experts(fields, "n_routed_experts") | {
+        "moe_intermediate_size": fields.whole("expert_feed_forward_length"),
+        "first_k_dense_replace": fields.get("leading_dense_block_count", int, 0),
+        "n_shared_experts": fields.get("expert_shared_count", int, 0),
+        "n_group": fields.whole("expert_group_count", groups),
+        "topk_group": fields.whole("expert_group_used_count", chosen),
+        "routed_scaling_factor": fields.number("expert_weights_scale", 1.0) or 1.0,
+        "norm_topk_prob": bool(fields.get("expert_weights_norm", bool, False)),
+    }
+
+
+def glm4moe(file: GgufFile) -> Values:
+    """GLM 4.5 and later ones, with experts."""
+    fields = Fields(file)
+    return (
+        rms(fields)
+        | partial_rotary(fields)
+        | later_experts(fields)
+        | {
+            "model_type": "glm4_moe",
+            "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        }
+    )
+
+
+def deepseek2(file: GgufFile) -> Values:
+    """DeepSeek 2 and 3, and models like them. Newer files hold the keys and values of all heads apart."""
+    fields = Fields(file)
+    rotated = fields.whole("rope.dimension_count")
+    keys = fields.whole("attention.key_length_mla", fields.whole("attention.key_length"))
+    is_third = fields.get("expert_gating_func", int, 1) == SIGMOID
+    values = (
+        rms(fields)
+        | later_experts(fields)
+        | {
+            "model_type": "deepseek_v3" if is_third else "deepseek_v2",
+            "q_lora_rank": fields.get("attention.q_lora_rank", int),
+            "kv_lora_rank": fields.whole("attention.kv_lora_rank"),
+            "qk_rope_head_dim": rotated,
+            "qk_nope_head_dim": keys - rotated,
+            "v_head_dim": fields.whole("attention.value_length_mla", fields.whole("attention.value_length")),
+            "head_dim": rotated,
+            "num_key_value_heads": fields.whole("attention.head_count"),
+            "attention_bias": False,
+        }
+    )
+    if not is_third:
+        values["topk_method"] = "greedy" if values["n_group"] == 1 else "group_limited_greedy"
+    scaling = rope_scaling(file, fields)
+    if scaling is not None and scaling["rope_type"] == "yarn":
+        # Of the published models, both factors are equal, and so angles keep their size.
+        scale = round(10 * fields.number("rope.scaling.yarn_log_multiplier", 0.1), 6)
+        values["rope_scaling"] = scaling | {"mscale": scale, "mscale_all_dim": scale}
+    return values
+
+
+def gpt_oss(file: GgufFile) -> Values:
+    """gpt-oss, where every other layer has a window."""
+    fields = Fields(file)
+    values = (
+        rms(fields)
+        | windows(fields, 2)
+        | experts(fields, "num_local_experts")
+        | {
+            "model_type": "gpt_oss",
+            "intermediate_size": fields.whole("expert_feed_forward_length"),
+            "attention_bias": True,
+        }
+    )
+    scaling = rope_scaling(file, fields)
+    return values if scaling is None else values | {"rope_scaling": scaling | {"truncate": False}}
+
+
+def qwen3next(file: GgufFile) -> Values:
+    """Qwen 3 Next, where most layers have linear attention."""
+    fields = Fields(file)
+    every = fields.whole("full_attention_interval", 4)
+    kinds = range(1, fields.whole("block_count") + 1)
+    heads = fields.whole("ssm.time_step_rank")
+    return (
+        rms(fields)
+        | routed(file)
+        | partial_rotary(fields)
+        | {
+            "model_type": "qwen3_next",
+            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": shape_of(file, "blk.0.ffn_gate_shexp.weight", 2)[0],
+            "layer_types": ["linear_attention" if layer % every else "full_attention" for layer in kinds],
+            "linear_conv_kernel_dim": fields.whole("ssm.conv_kernel"),
+            "linear_key_head_dim": fields.whole("ssm.state_size"),
+            "linear_num_key_heads": fields.whole("ssm.group_count"),
+            "linear_num_value_heads": heads,
+            "linear_value_head_dim": fields.whole("ssm.inner_size") // heads,
+        }
+    )
+
+
+def lfm2(file: GgufFile) -> Values:
+    """LFM 2, where layers without heads of keys are convolutions."""
+    fields = Fields(file)
+    heads = fields.get("attention.head_count_kv", (int, array))
+    counts = heads if isinstance(heads, array) else [heads] * fields.whole("block_count")
+    return {
+        "model_type": "lfm2",
+        "norm_eps": fields.number("attention.layer_norm_rms_epsilon", 1e-5),
+        "conv_L_cache": fields.whole("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["full_attention" if count else "conv" for count in counts],
+    }
+
+
+def per_layer_inputs(file: GgufFile, fields: Fields) -> Values:
+    """The embeddings that each layer of Gemma 3n and 4 has, and the layers that share keys and values."""
+    size = fields.get("embedding_length_per_layer_input", int, 0)
+    table = "per_layer_token_embd.weight" if size else "token_embd.weight"
+    return {
+        "hidden_size_per_layer_input": size,
+        "vocab_size_per_layer_input": shape_of(file, table, 2)[0],
+        "num_kv_shared_layers": fields.get("attention.shared_kv_layers", int, 0),
+    }
+
+
+def gemma3n(file: GgufFile) -> Values:
+    """The language model of Gemma 3n."""
+    fields = Fields(file)
+    layers = fields.whole("block_count")
+    widths = fields.get("feed_forward_length", (int, array))
+    # A file holds quantiles of a normal distribution, the configuration their shares.
+    quantiles = fields.get("activation_sparsity_scale", array, array("f", [-math.inf] * layers))
+    return (
+        gemma(file)
+        | windows(fields, 5)
+        | per_layer_inputs(file, fields)
+        | {
+            "model_type": "gemma3n_text",
+            "intermediate_size": list(widths) if isinstance(widths, array) else [widths] * layers,
+            "activation_sparsity_pattern": [
+                round((1 + math.erf(x / math.sqrt(2))) / 2, 6) for x in quantiles
+            ],
+            "altup_num_inputs": fields.whole("altup.num_inputs", 4),
+            "altup_active_idx": fields.get("altup.active_idx", int, 0),
+            "laurel_rank": shape_of(file, "blk.0.laurel_l.weight", 2)[0],
+            "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
+            "rope_parameters": rotary_of_both(fields),
+        }
+    )
+
+
+def rotary_of_both(fields: Fields, **whole: Any) -> Values:
+    """The rotary embeddings of layers with a window and of the others. whole: more settings of the latter."""
+    bases = fields.number("rope.freq_base", 1e6), fields.number("rope.freq_base_swa", 10000.0)
+    return {
+        "full_attention": {"rope_type": "default", "rope_theta": bases[0]} | whole,
+        "sliding_attention": {"rope_type": "default", "rope_theta": bases[1]},
+    }
+
+
+def gemma4(file: GgufFile) -> Values:
+    """The language model of Gemma 4. Layers with a window have heads of another size, perhaps of another number."""
+    fields = Fields(file)
+    slides = windows(fields, 6)
+    kinds = slides["layer_types"]
+    kv_heads = fields.get("attention.head_count_kv", (int, array))
+    widths = fields.get("feed_forward_length", (int, array))
+    size = fields.whole("attention.key_length")
+    plain = sum(factor == 1 for factor in read_floats(file, "rope_freqs.weight"))
+    values = (
+        gemma(file)
+        | slides
+        | per_layer_inputs(file, fields)
+        | {
+            "model_type": "gemma4_text",
+            "head_dim": fields.whole("attention.key_length_swa", size),
+            "global_head_dim": size,
+            "final_logit_softcapping": fields.get("final_logit_softcapping", NUMBER),
+            "use_double_wide_mlp": isinstance(widths, array) and len(set(widths)) > 1,
+            "attention_k_eq_v": any(
+                f"blk.{layer}.attn_k.weight" in file.tensors
+                and f"blk.{layer}.attn_v.weight" not in file.tensors
+                for layer, kind in enumerate(kinds)
+            ),
+            "enable_moe_block": "blk.0.ffn_gate_inp.weight" in file.tensors,
+            "rope_parameters": rotary_of_both(
+                fields, rope_type="proportional", partial_rotary_factor=2 * plain / size
+            ),
+        }
+    )
+    if isinstance(kv_heads, array) and len(set(kv_heads)) > 1:
+        by_kind = dict(zip(kinds, kv_heads, strict=False))
+        values["num_key_value_heads"] = by_kind.get("sliding_attention")
+        values["num_global_key_value_heads"] = by_kind.get("full_attention")
+    if values["enable_moe_block"]:
+        values |= {
+            "num_experts": fields.whole("expert_count"),
+            "top_k_experts": fields.whole("expert_used_count"),
+            "moe_intermediate_size": fields.whole("expert_feed_forward_length"),
+        }
+    return values
+
+
 ARCHITECTURES: dict[str, Callable[[GgufFile], Values]] = {
     "llama": llama,
     "qwen2": qwen2,
@@ -412,5 +656,13 @@ ARCHITECTURES: dict[str, Callable[[GgufFile], Values]] = {
     "starcoder2": starcoder2,
     "stablelm": stablelm,
     "gpt2": gpt2,
+    "glm4": glm4,
+    "glm4moe": glm4moe,
+    "deepseek2": deepseek2,
+    "gpt-oss": gpt_oss,
+    "gemma3n": gemma3n,
+    "gemma4": gemma4,
+    "qwen3next": qwen3next,
+    "lfm2": lfm2,
 }
 """The settings of an architecture beside the common ones, by llama.cpp's name."""

@@ -75,7 +75,17 @@ RULES: dict[str, tuple[Step, ...]] = {
 SAME = {
     "gpt-2": ("gpt2", "phi-2", "mpt", "olmo", "jais", "gigachat", "exaone4", "a.x-4.0", "mellum"),
     "starcoder": ("refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"),
-    "llama-bpe": ("llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe", "chatglm-bpe", "lfm2"),
+    "llama-bpe": (
+        "llama3",
+        "llama-v3",
+        "falcon3",
+        "pixtral",
+        "dbrx",
+        "smaug-bpe",
+        "chatglm-bpe",
+        "glm4",
+        "lfm2",
+    ),
     "qwen2": ("deepseek-r1-qwen", "kormo", "megrez", "stablelm2"),
     "gpt-4o": ("llama4", "kanana2"),
 }

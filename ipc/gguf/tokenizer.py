@@ -18,6 +18,8 @@ from pagewire.ipc.gguf.pre_tokenizers import BEGINS, KEEPS_WORDS, NAMES, RULES
 
 Json = dict[str, Any]
 MAX_TOKEN_CHARACTERS = 1024  # of a token that is cut in all ways to find merges
+SENTENCEPIECE = ("llama", "gemma4")
+"""Forms of tokenizers that spell spaces as a character of their own; Gemma 4's file has a list of its merges."""
 NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
@@ -29,8 +31,11 @@ def tokenizer_json(file: GgufFile) -> bytes:
     """
     tokens = token_list(file)
     kind = file.get("tokenizer.ggml.model", str, "none")
-    if kind not in ("gpt2", "llama"):
-        raise GgufError(f"{file.path}: tokenizers of the form {kind!r} are not read, but 'gpt2' and 'llama'")
+    if kind not in ("gpt2", *SENTENCEPIECE):
+        raise GgufError(
+            f"{file.path}: tokenizers of the form {kind!r} are not read, but 'gpt2', 'llama' and 'gemma4'; give "
+            "that of a model folder as `tokenizer`"
+        )
     parts = byte_level(file, tokens) if kind == "gpt2" else sentencepiece(file, tokens)
     described = {
         "version": "1.0",
@@ -212,7 +217,7 @@ def added_tokens(file: GgufFile, tokens: Sequence[str]) -> list[Json]:
 
 def post_processor(file: GgufFile, tokens: Sequence[str]) -> Json | None:
     """What puts special tokens around a text; None if there are none to put."""
-    is_sentencepiece = file.get("tokenizer.ggml.model", str) == "llama"
+    is_sentencepiece = file.get("tokenizer.ggml.model", str) in SENTENCEPIECE
     begins = is_sentencepiece or rule_of(file) in BEGINS
     around: list[list[Json]] = [[], []]
     special = {}

@@ -22,7 +22,9 @@ BACKENDS = ("mp", "ray", "join")
 class ModelOptions:
     """Which model is served, where its files are, and how they are read."""
 
-    model: str = option("demo", "Model", "model folder, Hugging Face id, or 'demo' (the embedded model)")
+    model: str = option(
+        "demo", "Model", "model folder, Hugging Face id, s3://bucket/folder, or 'demo' (the embedded model)"
+    )
     runner: Literal["auto", "generate", "pooling"] = option(
         "auto",
         "Model",

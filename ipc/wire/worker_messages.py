@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from pagewire.ipc.models.registrations import Registrations
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import Item, LogprobRows, Media, Message, Task
@@ -66,6 +67,7 @@ class WorkerConfig(Message, tag="load"):
     speculative: where drafts come from, and how many a row has at most; None: there are none.
     lora: None: adapters are not served. merged_adapter: folder of an adapter that is added to the weights as they
         are read; empty: none.
+    registrations: models of one's own, and the plugins that the worker loads.
     """
 
     model_path: str
@@ -94,6 +96,7 @@ class WorkerConfig(Message, tag="load"):
     speculative: SpeculativeConfig | None = None
     lora: LoRAConfig | None = None
     merged_adapter: str = ""
+    registrations: Registrations = Registrations()
 
 
 class SlotInit(Item):

@@ -13,7 +13,7 @@ from tests.end_to_end.conftest import KV_BYTES
 from tests.end_to_end.test_recovery import kill_worker, wait_for_start
 from tests.workers.architectures import GROUPED, VOCAB_SIZE, Architecture
 from tests.workers.parity import make_prompts
-from tests.workers.quantised_models import write_awq
+from tests.workers.quantised_models import write_packed
 
 PROMPTS = make_prompts(VOCAB_SIZE, tuple(range(3, 35, 2)))
 OPTIONS: dict[str, Any] = {
@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {
 def awq(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny Llama in AWQ."""
     folder = tmp_path_factory.mktemp("awq")
-    return write_awq(
+    return write_packed(
         Architecture("llama", GROUPED | {"intermediate_size": 128}).write(folder / "dense"), folder
     )[0]
 
@@ -67,8 +67,8 @@ def test_alone_in_a_crowd_and_after_the_worker_is_killed(awq: Path) -> None:
         ({"quantization": "gptq_marlin"}, "'gptq_marlin', but the checkpoint is quantised with 'awq'"),
         ({"quantization": "int8"}, "'int8', but the checkpoint is quantised with 'awq'"),
         (
-            {"hf_overrides": {"quantization_config": {"quant_method": "hqq"}}},
-            "'hqq' are not served; those of aqlm",
+            {"hf_overrides": {"quantization_config": {"quant_method": "quanto"}}},
+            "'quanto' are not served; those of aqlm",
         ),
     ],
 )

@@ -24,6 +24,8 @@ WITH_BODIES = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
+    "/v1/messages",
+    "/api/chat",
     "/tokenize",
     "/detokenize",
     "/abort",

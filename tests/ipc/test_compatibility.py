@@ -19,10 +19,12 @@ from pagewire.cli.compatibility import PATH, document
 from pagewire.cli.console.options import UsageError, engine_args, flag
 from pagewire.cli.main import build_parser
 from pagewire.frontend.core.metrics import MetricList
+from pagewire.frontend.server.anthropic import protocol as anthropic_protocol
 from pagewire.frontend.server.http.body import Decoder
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.warnings import begin_warnings
-from pagewire.frontend.server.openai import protocol
+from pagewire.frontend.server.ollama import protocol as ollama_protocol
+from pagewire.frontend.server.openai import protocol as openai_protocol
 from pagewire.ipc import compatibility
 from pagewire.ipc.compatibility import NAMES, OPTIONS, REQUEST_FIELDS, VALUES, VARIABLES, Absent
 from pagewire.ipc.environment import FLAGS, MAX_UNREAD, READ, check_environment, env_flag
@@ -30,7 +32,7 @@ from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.params import GuidedDecodingParams, SamplingParams
 
 ROOT = Path(__file__).parents[2]
-SAMPLES: dict[Any, Any] = {int: 7, float: 0.5, dict: {"a": 1}, object: "x"}
+SAMPLES: dict[Any, Any] = {bool: True, int: 7, float: 0.5, str: "5m", dict: {"a": 1}, object: "x"}
 parser = functools.cache(build_parser)
 
 
@@ -107,20 +109,34 @@ def test_a_value_of_an_option_is_refused_with_the_alternative(name: str) -> None
         engine_args(parser().parse_args(["core", flag(next(iter(given))), words]))
 
 
+PROTOCOLS = (openai_protocol, anthropic_protocol, ollama_protocol)
+NEEDED: dict[str, Any] = {"messages": [], "input": "a", "max_tokens": 1}  # by the structs that have them
+OF_TYPES: dict[str, Any] = {  # the first whose name is in a type fits it
+    "list[dict": [{"a": 1}],
+    "list[int": [1],
+    "list": ["a"],
+    "dict": {"a": 1},
+    "bool": False,
+    "int": 77,
+    "float": 77.5,
+}
+
+
 @pytest.mark.parametrize("name", REQUEST_FIELDS)
 def test_a_field_of_a_request_is_named_in_a_warning_or_refused(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kind, field = name.split(".")
-    decoder: Decoder[Any] = Decoder(getattr(protocol, kind))
-    needed: dict[str, Any] = {"messages": []} if kind == "ChatRequest" else {}
+    kind_name, field = name.split(".")
+    kind = next(vars(protocol)[kind_name] for protocol in PROTOCOLS if kind_name in vars(protocol))
+    decoder: Decoder[Any] = Decoder(kind)
+    needed = {name: value for name, value in NEEDED.items() if name in kind.__struct_fields__}
     absent, begun = REQUEST_FIELDS[name], begin_warnings("id")
     for value in warned_values(absent):
         decoder.decode(json.dumps(needed | {field: value}).encode())
         assert begun.texts[-1] == absent.warning(field) and begun.texts[-1] in caplog.messages[-1]
     if isinstance(absent.warned, tuple) and True not in absent.warned:
-        hint = str(typing.get_type_hints(getattr(protocol, kind))[field])
-        value = {"a": 1} if "dict" in hint else ["a"] if "list" in hint else "something else"
+        hint = str(typing.get_type_hints(kind)[field])
+        value = next((value for name, value in OF_TYPES.items() if name in hint), "something else")
         with pytest.raises(ValueError, match=re.escape(absent.refusal(f"{field}={value!r}"))):
             decoder.decode(json.dumps(needed | {field: value}).encode())
 

@@ -29,6 +29,8 @@ def settings(method: str | None) -> dict[str, Any] | None:
         (None, "GPTQ", "gptq"),
         ("AWQ", "awq", "awq"),
         ("awq_marlin", "awq", "awq"),
+        ("awq", "awq_marlin", "awq_marlin"),
+        ("modelopt_fp4", "modelopt", "modelopt"),
         ("gptq", "marlin", "marlin"),
         ("compressed_tensors", "compressed-tensors", "compressed-tensors"),
         ("compressed-tensors", "compressed_tensors", "compressed-tensors"),
@@ -50,11 +52,11 @@ def test_names_that_agree(name: str | None, method: str | None, resolved: str | 
         ("int8", "awq", "'int8', but the checkpoint is quantised with 'awq'"),
         ("fp8", "fbgemm_fp8", "'fp8', but the checkpoint is quantised with 'fbgemm_fp8'"),
         ("marlin", "awq", "'marlin', but the checkpoint is quantised with 'awq'"),
-        (None, "hqq", "quantised with 'hqq' are not served; those of aqlm, awq"),
+        (None, "quanto", "quantised with 'quanto' are not served; those of aqlm, auto-round, awq"),
         (None, "None", "quantised with 'None' are not served"),
         ("GPTQ_marlin_24", "gptq", "'gptq_marlin_24' is not supported: .*'compressed-tensors'"),
         ("deepspeedfp", None, "'deepspeedfp' is not supported: .*'fp8' quantises weights"),
-        ("awk", None, "unknown quantization 'awk'; those known are aqlm, awq"),
+        ("awk", None, "unknown quantization 'awk'; those known are aqlm, auto-round, awq"),
     ],
 )
 def test_names_that_do_not_agree(name: str | None, method: str | None, words: str) -> None:

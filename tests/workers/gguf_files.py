@@ -27,6 +27,23 @@ COMMON = {
     "expert_used_count": "num_experts_per_tok",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "rope.dimension_count": "qk_rope_head_dim",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "shortconv.l_cache": "conv_L_cache",
 }
 """Fields of the metadata by the names that configurations have for them."""
 
@@ -42,7 +59,8 @@ def tensors_of(folder: Path, config: Any, arch: str) -> dict[str, np.ndarray]:
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     stacks: dict[str, dict[int, np.ndarray]] = {}
     found: dict[str, np.ndarray] = {}
-    for name, values in load_file(folder / "model.safetensors").items():
+    pieces = load_file(folder / "model.safetensors").items()
+    for name, values in [piece for whole in pieces for piece in divided(*whole, config)]:
         if match := EXPERT.fullmatch(name):
             prefix, expert, leaf = match.groups()
             stacks.setdefault(f"{prefix}.{leaf}.weight", {})[int(expert)] = values
@@ -53,10 +71,64 @@ def tensors_of(folder: Path, config: Any, arch: str) -> dict[str, np.ndarray]:
     for name, values in found.items():
         if config.model_type == "gpt2" and not name.startswith(("transformer", "lm_head")):
             name = f"transformer.{name}"
-        written_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        written_name = named(names, name)
         assert written_name is not None, name
         written[written_name] = changed(name, values, config, arch)
+    if arch == "gemma4":  # angles that stay 0 have a very large divisor
+        size = max(layer["head_dim"] for layer in config.to_dict()["per_layer_config"].values())
+        plain = int(size * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
+        written["rope_freqs.weight"] = np.array([1.0] * plain + [1e30] * (size // 2 - plain), np.float32)
     return written
+
+
+def divided(name: str, values: np.ndarray, config: Any) -> list[tuple[str, np.ndarray]]:
+    """The tensors that llama.cpp's converter makes of a tensor, with names as transformers would give them."""
+    if "experts.gate_up_proj" in name and config.model_type == "gpt_oss":  # columns of gate and up take turns
+        turned = values.swapaxes(1, 2) if values.ndim == 3 else values
+        kinds = [name.replace("gate_up_proj", f"{kind}_proj") for kind in ("gate", "up")]
+        return [(kind, np.ascontiguousarray(turned[:, part::2])) for part, kind in enumerate(kinds)]
+    if "experts.down_proj" in name and config.model_type == "gpt_oss" and values.ndim == 3:
+        return [(name, values.swapaxes(1, 2))]
+    if name.endswith("in_proj_qkvz.weight"):
+        heads, size = config.linear_num_key_heads, config.linear_key_head_dim
+        values_of_head = config.linear_num_value_heads // heads * config.linear_value_head_dim
+        ends = np.cumsum([size, size, values_of_head])
+        parts = np.split(values.reshape(heads, -1, values.shape[-1]), ends, axis=1)
+        flat = [part.reshape(-1, values.shape[-1]) for part in parts]
+        kinds = [name.replace("in_proj_qkvz", kind) for kind in ("attn_qkv", "attn_gate")]
+        return list(zip(kinds, (np.concatenate(flat[:3]), flat[3]), strict=True))
+    if name.endswith("kv_b_proj.weight"):
+        size = config.qk_nope_head_dim
+        heads = values.reshape(config.num_attention_heads, -1, values.shape[-1])
+        keys, rest = heads[:, :size].swapaxes(1, 2), heads[:, size:]
+        return [(name.replace("kv_b", "k_b"), keys), (name.replace("kv_b", "v_b"), rest)]
+    if match := re.fullmatch(r"model\.(altup_(?:unembed_)?projections)\.(\d)\.weight", name):
+        return [(f"model.layers.0.experts.{match[2]}.{match[1]}.weight", values)]  # stacked as experts are
+    return [(name, values)]
+
+
+def named(names: gguf.TensorNameMap, name: str) -> str | None:
+    """llama.cpp's name of a tensor."""
+    layer = re.search(r"\.layers\.(\d+)\.", name)
+    number = layer[1] if layer else ""
+    for word, own in (
+        ("e_score_correction_bias", f"blk.{number}.exp_probs_b.bias"),
+        ("attn_qkv", f"blk.{number}.attn_qkv.weight"),
+        ("attn_gate", f"blk.{number}.attn_gate.weight"),
+        ("dt_bias", f"blk.{number}.ssm_dt.bias"),
+        ("A_log", f"blk.{number}.ssm_a"),
+        ("router.scale", f"blk.{number}.ffn_gate_inp.scale"),
+        ("per_expert_scale", f"blk.{number}.ffn_down_exps.scale"),
+        ("altup_projections", "altup_proj.weight"),
+        ("altup_unembed_projections", "altup_unembd_proj.weight"),
+    ):
+        if word in name:
+            return own
+    if match := re.search(r"experts\.(gate|up|down)_proj_bias", name):
+        return f"blk.{number}.ffn_{match[1]}_exps.bias"
+    found: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    is_whole = found is not None and not found.endswith((".weight", ".bias"))
+    return f"{found}.weight" if is_whole else found
 
 
 def changed(name: str, values: np.ndarray, config: Any, arch: str) -> np.ndarray:
@@ -65,11 +137,16 @@ def changed(name: str, values: np.ndarray, config: Any, arch: str) -> np.ndarray
         return permuted(values, config.num_attention_heads)
     if arch == "llama" and "k_proj" in name:
         return permuted(values, config.num_key_value_heads)
-    if arch.startswith("gemma") and name.endswith("norm.weight"):
+    if name.endswith("A_log"):
+        return -np.exp(values)
+    plus_one = arch in ("gemma", "gemma2", "gemma3", "qwen3next") and not name.endswith(
+        "linear_attn.norm.weight"
+    )
+    if plus_one and name.endswith("norm.weight"):
         return values + 1
     if arch == "gpt2" and re.search(r"(c_attn|c_proj|c_fc)\.weight", name):
         return values.T
-    return values.squeeze()
+    return values if name.endswith("layer_scalar") else values.squeeze()
 
 
 def write_gguf(
@@ -90,16 +167,18 @@ def write_gguf(
     there are several.
     """
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
-    values = {name: getattr(config, found, None) for name, found in COMMON.items()}
-    values["expert_count"] = getattr(config, "num_local_experts", values["expert_count"])
-    rope = getattr(config, "rope_parameters", None) or {}
+    settings = {name: value for name, value in config.to_dict().items() if not isinstance(value, list)}
+    settings = {own: getattr(config, own, None) for own in config.attribute_map} | settings
+    values = {name: settings.get(found) for name, found in COMMON.items()}
+    counts = (settings.get(name) for name in ("num_local_experts", "n_routed_experts", "num_experts"))
+    values["expert_count"] = next((count for count in counts if count), None)
+    rope = settings.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     values["rope.freq_base"] = rope.get("rope_theta")
     for name, value in (values | (fields or {})).items():
         if value is not None:
-            add = {int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}.get(
-                type(value), writer.add_string
-            )
+            kinds = {int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
+            add = kinds.get(type(value), writer.add_array if isinstance(value, list) else writer.add_string)
             add(f"{arch}.{name}", value)
     extra(writer)
     for name, data in tensors_of(folder, config, arch).items():

@@ -15,7 +15,7 @@ from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.kernels.data.integers import Integers, integer_weight, quantise
 from pagewire.kernels.data.weight import Weight, dense_weight
 from pagewire.workers.checkpoint.formats.format import Held, Parts, described
-from tests.workers.checkpoint.formats.rounding import awq_gemm, rounded
+from tests.workers.checkpoint.formats.rounding import awq_gemm, gptq, rounded
 
 SchemeOf = Callable[[str], Integers | None]
 """The scheme of a module by its name; None: it stays dense."""
@@ -72,13 +72,19 @@ def write_quantised(
     return _write(source, folder / "quantised", parts, settings), _write(source, folder / "plain", dense)
 
 
-def write_awq(
-    source: Path, folder: Path, group: int = 32, packed: tuple[str, ...] = ("_proj.weight",)
+def write_packed(
+    source: Path,
+    folder: Path,
+    group: int = 32,
+    packed: tuple[str, ...] = ("_proj.weight",),
+    method: str = "awq",
+    **fields: Any,
 ) -> tuple[Path, Path]:
-    """An AWQ checkpoint of a dense one, and one with the same numbers, dequantised.
+    """An AWQ or GPTQ checkpoint of a dense one, and one with the same numbers, dequantised.
 
-    packed: how the names of the matrices end that are quantised.
+    packed: how the names of the matrices end that are quantised. fields: of its `quantization_config`.
     """
+    packer = awq_gemm if method == "awq" else gptq
     parts: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
@@ -87,16 +93,11 @@ def write_awq(
             continue
         matrix = rounded(tensor, 4, group, symmetric=False)
         module = name.removesuffix("weight")
-        parts.update({f"{module}{suffix}": part for suffix, part in awq_gemm(matrix).items()})
+        parts.update({f"{module}{suffix}": part for suffix, part in packer(matrix).items()})
         dense[name] = matrix.dense().to(tensor.dtype)
-    settings = {
-        "quant_method": "awq",
-        "bits": 4,
-        "group_size": group,
-        "zero_point": True,
-        "version": "gemm",
-    }
-    return _write(source, folder / "awq", parts, settings), _write(source, folder / "plain", dense)
+    kind = {"zero_point": True, "version": "gemm"} if method == "awq" else {"sym": False}
+    settings = {"quant_method": method, "bits": 4, "group_size": group} | kind | fields
+    return _write(source, folder / method, parts, settings), _write(source, folder / "plain", dense)
 
 
 def _write(

@@ -50,6 +50,18 @@ MROPE = (
 )
 """Types of text models whose angles are of height, width and time."""
 OTHERS: dict[str, dict[str, Any]] = {  # what the names do not tell
+    "chameleon": {
+        "num_key_value_heads": 4,
+        "vocabulary_map": {"<image>": VOCAB_SIZE - 1, "IMGIMGAZ": VOCAB_SIZE - 2, "IMGIMGBZ": VOCAB_SIZE - 3},
+    },
+    "chameleon_vqgan": {
+        "embed_dim": 16,
+        "latent_channels": 16,
+        "num_embeddings": 2,
+        "base_channels": 32,
+        "channel_multiplier": [1],
+        "num_res_blocks": 1,
+    },
     "cohere_compass_text": {
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in WINDOWED}
     },

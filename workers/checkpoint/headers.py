@@ -14,9 +14,9 @@ from pagewire.ipc.families.family import ForeignModel
 from pagewire.ipc.files.hub import read_configs, read_foreign, read_json
 from pagewire.ipc.files.safetensors import LENGTH_BYTES, parse_header
 from pagewire.ipc.gguf.config import model_config
-from pagewire.ipc.gguf.file import GgufError, is_gguf, read_gguf
+from pagewire.ipc.gguf.file import GgufError, TensorInfo, is_gguf, read_gguf
 from pagewire.ipc.quoting import quoted
-from pagewire.workers.checkpoint.gguf_names import MODELS, places
+from pagewire.workers.checkpoint.gguf_names import BLOCKS, MODELS, WeightPlace, joined_shape, places
 from pagewire.workers.errors import LoadError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -30,7 +30,7 @@ WITHOUT_HEADERS = ("pt", "dummy", "sharded_state")
 DTYPES = (
     {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     | {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
-    | {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+    | {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 )
 """Dtypes that are read, by their names in safetensors files: as PyTorch calls them."""
 FLOATS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
@@ -170,12 +170,24 @@ def _gguf_headers(path: Path, hf_overrides: Mapping[str, Any]) -> Headers:
     if config["model_type"] not in MODELS:
         raise LoadError(f"{path}: {config['model_type']} is not served from GGUF files")
     try:
-        found = places(config["model_type"], {name: info.shape for name, info in file.tensors.items()}, 1, 1)
+        shapes = {name: info.shape for name, info in file.tensors.items()}
+        found = places(config["model_type"], shapes, 1, 1, config["num_hidden_layers"])
+        tensors = [_gguf_header(name, place, file.tensors) for name, place in found.items()]
     except KeyError as error:
         raise LoadError(f"{path} has tensors of unknown names: {error}") from error
-    tensors = []
-    for name, place in found.items():
-        info = file.tensors[place.tensor]
-        shape, count = (info.shape, 1) if place.expert is None else (info.shape[1:], info.shape[0])
-        tensors.append(TensorHeader(name, shape, info.type, info.num_bytes // count))
+    except ValueError as error:
+        raise LoadError(f"{path}: {error}") from error
     return Headers(config, tensors, len({info.path for info in file.tensors.values()}), "GGUF")
+
+
+def _gguf_header(name: str, place: WeightPlace, tensors: Mapping[str, TensorInfo]) -> TensorHeader:
+    """The header of a weight with transformers' name, whose experts are [N, K] in any case."""
+    info = tensors[place.tensor]
+    if not place.form:
+        shape, count = (info.shape, 1) if place.expert is None else (info.shape[1:], info.shape[0])
+        return TensorHeader(name, shape, info.type, info.num_bytes // count)
+    second = tensors[place.other] if place.other else None
+    shape = joined_shape(place.form, info.shape, None if second is None else second.shape)
+    # Parts of heads are put together as 8 bits in groups of 32: see `GgufCheckpoint`.
+    kind = "Q8_0" if place.form == "heads" and info.type in BLOCKS else info.type
+    return TensorHeader(name, shape, kind, info.num_bytes + (0 if second is None else second.num_bytes))

@@ -16,6 +16,7 @@ from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
+from pagewire.workers.module.registered import registered_class
 from pagewire.workers.module.structure import DEFAULT_POSITIONS, MAX_POSITIONS
 
 DTYPES = {
@@ -57,13 +58,22 @@ def load_config(worker_config: WorkerConfig) -> Any:
     try:
         values = read_configs(path, trusts)[0] | worker_config.hf_overrides
         check_counts(values)
+        if (own := registered_class(values)) is not None:
+            # Settings that would name another class, or the repository's own code.
+            settings = {
+                name: value for name, value in values.items() if name not in ("model_type", "auto_map")
+            }
+            return _with_rotary(own.config_class.from_dict(settings), worker_config)
         if is_file or read_foreign(path, trusts) is not None:
             return _with_rotary(CONFIG_MAPPING[values["model_type"]].from_dict(values), worker_config)
-        values = PretrainedConfig.get_config_dict(path)[0] | worker_config.hf_overrides
+        quantised = {name: values[name] for name in ("quantization_config",) if name in values}
+        values = PretrainedConfig.get_config_dict(path)[0] | worker_config.hf_overrides | quantised
         kind = values.get("model_type")
         if kind in CONFIG_MAPPING and not (trusts and "auto_map" in values):
             return _with_rotary(CONFIG_MAPPING[kind].from_dict(values), worker_config)
         return AutoConfig.from_pretrained(path, trust_remote_code=trusts, **worker_config.hf_overrides)
+    except LoadError:
+        raise
     except Exception as error:
         source = "the metadata" if is_file else "config.json"
         raise LoadError(f"{source} of {worker_config.model_path} cannot be used: {error}") from error

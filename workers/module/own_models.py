@@ -17,23 +17,8 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaModel
 from transformers.pytorch_utils import Conv1D
 
-from pagewire.workers.module.attention import is_in_step
-from pagewire.workers.module.replaced_methods import heads_first, own_slopes, paged
-
-
-def attend_with_alibi(module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention with ALiBi of query, key, value [1, H, T, D]: [1, T, H * D]. Outside of a step in torch.
-
-    module: the attention module, with its layer and the heads that this rank has.
-    """
-    slopes = own_slopes(module, query.shape[1], query.device)
-    if is_in_step():
-        return paged(module.layer_idx, query, key, value, scale, alibi=slopes).flatten(2)
-    places = torch.arange(query.shape[2], device=query.device)
-    distances = places - places[:, None]
-    logits = query.float() @ key.float().transpose(-1, -2) * scale + slopes[:, None, None] * distances
-    weights = logits.masked_fill(distances > 0, -torch.inf).softmax(-1).to(value.dtype)
-    return (weights @ value).transpose(1, 2).flatten(2)
+from pagewire.workers.module.attention_layer import Attention
+from pagewire.workers.module.replaced_methods import heads_first
 
 
 class AlibiLlamaConfig(LlamaConfig):  # type: ignore[misc]
@@ -45,6 +30,10 @@ class AlibiLlamaConfig(LlamaConfig):  # type: ignore[misc]
 class AlibiLlamaAttention(LlamaAttention):  # type: ignore[misc]
     """The attention of `AlibiLlamaModel`."""
 
+    def __init__(self, config: AlibiLlamaConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.attention = Attention(layer_idx, self.scaling, alibi=True)
+
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """See `LlamaAttention.forward`."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -52,7 +41,7 @@ class AlibiLlamaAttention(LlamaAttention):  # type: ignore[misc]
             project(hidden_states).view(shape).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return self.o_proj(attend_with_alibi(self, query, key, value, self.scaling)), None
+        return self.o_proj(self.attention(query, key, value)), None
 
 
 class AlibiLlamaModel(LlamaModel):  # type: ignore[misc]
@@ -90,14 +79,15 @@ class JaisAttention(nn.Module):
         super().__init__()
         size = config.hidden_size
         self.num_heads, self.layer_idx = config.num_attention_heads, layer_idx
-        self.head_dim, self.scale = size // config.num_attention_heads, config.attention_scale
+        self.head_dim = size // config.num_attention_heads
+        self.attention = Attention(layer_idx, config.attention_scale, alibi=True)
         self.c_attn, self.c_proj = Conv1D(3 * size, size), Conv1D(size, size)
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """See `GPT2Attention.forward`."""
         parts = self.c_attn(hidden_states).chunk(3, -1)
         query, key, value = (heads_first(part, self.num_heads) for part in parts)
-        return self.c_proj(attend_with_alibi(self, query, key, value, self.scale)), None
+        return self.c_proj(self.attention(query, key, value)), None
 
 
 class JaisMLP(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from pagewire.kernels.data.weight import Linear
+from pagewire.workers.module.attention_layer import Attention
 from pagewire.workers.module.shards import Cut, Shards, head_size
 from pagewire.workers.ranks.interface import Collective
 
@@ -118,7 +119,9 @@ def fit_modules(base: nn.Module, prefix: str, shards: Shards) -> None:
         attention: Any = base.get_submodule(name.removeprefix(f"{prefix}."))
         query, kv = heads.share(shards.collective.rank, shards.collective.size)
         _fit_attention(attention, heads.num, len(query), heads.num_kv, len(kv))
-        attention.all_heads, attention.first_head = heads.num, query.start  # for what depends on the head
+        # For what depends on the head. A module of the family's own may leave it to an `Attention` within.
+        for layer in (attention, *(child for child in attention.children() if isinstance(child, Attention))):
+            layer.all_heads, layer.first_head = heads.num, query.start
     for name, cut in shards.gathered.items():
         parent, _, leaf = name.removeprefix(f"{prefix}.").rpartition(".")
         owner = base.get_submodule(parent)

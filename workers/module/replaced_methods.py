@@ -84,10 +84,11 @@ def paged(
     scale: float,
     window: int | None = None,
     alibi: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Our attention of query [1, Hq, T, D] to key, value [1, Hkv, T, D]: [1, T, Hq, D]. alibi: slopes [Hq]."""
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    return current_step().attend(layer, q, k, v, scale, window=window, alibi=alibi)[None]
+    return current_step().attend(layer, q, k, v, scale, window=window, softcap=softcap, alibi=alibi)[None]
 
 
 def heads_first(x: Tensor, num_heads: int) -> Tensor:

@@ -10,8 +10,8 @@ NAMES = ("language_model", "text_model")
 
 
 def takes_more_than_text(config: Any) -> bool:
-    """True if the model of a configuration takes pictures or sound as well."""
-    return config.get_text_config() is not config
+    """True if the model of a configuration takes pictures or sound as well; Chameleon's has no part for text."""
+    return config.get_text_config() is not config or hasattr(config, "vq_config")
 
 
 def picture_layers(config: Any) -> set[int]:

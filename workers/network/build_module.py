@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.module.configuration import resolve_max_model_len
 from pagewire.workers.module.refusals import refuse
+from pagewire.workers.module.registered import registered_class
 from pagewire.workers.module.replaced_methods import replace_methods
 from pagewire.workers.module.text_base import takes_more_than_text
 from pagewire.workers.module.weights import CheckpointWeights, Quantise, Weights, keep
@@ -48,10 +50,13 @@ class ModelClass(NamedTuple):
         A language model that takes pictures as well is made as a whole, for so its checkpoint names its parts.
 
         Raises:
-            LoadError: transformers has no language model of this type.
+            LoadError: transformers has no language model of this type, or the registered class cannot be used.
         """
         import transformers
 
+        registered = registered_class({"architectures": config.architectures})
+        if registered is not None and self._is_own(config.architectures[0]):
+            return OwnClass(registered, self.has_head)
         own = getattr(transformers, self.name)
         if self.name != CAUSAL.name or getattr(config, "auto_map", None):
             return own
@@ -61,6 +66,36 @@ class ModelClass(NamedTuple):
         if type(config) in own._model_mapping:
             return own
         raise refuse(config, f"transformers has no language model of the type {config.model_type!r}")
+
+    def _is_own(self, architecture: str) -> bool:
+        """True if a class that is registered under this name makes modules of this kind.
+
+        Those of the other kinds are made by transformers, where it has a class for the configuration.
+        """
+        return self in (CAUSAL, BASE) or architecture.endswith(self.name.removeprefix("AutoModel"))
+
+
+@dataclass(frozen=True)
+class OwnClass:
+    """A class that is registered for an architecture, with the methods of transformers' `AutoModel` classes.
+
+    has_head: modules of the class are made as they are; otherwise the base models in them.
+    """
+
+    own: Any
+    has_head: bool
+
+    def from_config(self, config: Any, *, trust_remote_code: bool, **options: Any) -> Any:
+        """A module of a configuration, with random weights."""
+        return self._part(self.own._from_config(config, **options))
+
+    def from_pretrained(self, path: str, *, trust_remote_code: bool, **options: Any) -> Any:
+        """A module with the weights of a checkpoint, and a report of missing ones."""
+        module, report = self.own.from_pretrained(path, **options)
+        return self._part(module), report
+
+    def _part(self, module: Any) -> Any:
+        return module if self.has_head else module.base_model
 
 
 CAUSAL = ModelClass("AutoModelForCausalLM")

@@ -120,7 +120,8 @@ class ModuleHead:
 
     def __init__(self, causal: Any, arithmetic: Arithmetic) -> None:
         self.module, self._arithmetic = causal, arithmetic
-        setattr(causal, causal.base_model_prefix, BaseStub(getattr(causal, causal.base_model_prefix)))
+        prefix = causal.base_model_prefix
+        setattr(causal, prefix, BaseStub(getattr(causal, prefix)))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, H]."""
@@ -186,11 +187,13 @@ class BaseStub(nn.Module):
     base: whose numbers it keeps, for some causal modules read a factor of their logits there.
     """
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: Any) -> None:
         super().__init__()
         for name, value in vars(base).items():
             if type(value) in (int, float):
                 setattr(self, name, value)
+        self.vocabulary_mapping = getattr(base, "vocabulary_mapping", None)
+        """Which tokens are parts of pictures: Chameleon's head gives them no chance."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseStubOutput:
         """`inputs_embeds` in the form of a base model's output."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from pagewire.ipc.files.hub import read_json
 from pagewire.ipc.gguf.file import is_gguf
+from pagewire.ipc.models import architectures
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.pooling import PoolerConfig
 from pagewire.ipc.wire.worker_messages import WorkerConfig
@@ -61,18 +62,6 @@ PROBLEMS = {
     "single_label_classification": "softmax",
     "multi_label_classification": "sigmoid",
 }
-KINDS = {
-    "ForSequenceClassification": "classify",
-    "ForTokenClassification": "token_classify",
-    "ForCausalLM": "embed",
-    "ForMaskedLM": "embed",
-    "ForPreTraining": "embed",
-    "EmbeddingModel": "embed",
-    "Model": "embed",
-}
-"""What a model pools to, by the end of its architecture's name."""
-
-
 RENAMED = {"new": "gte"}
 """Model types of repositories' own code that transformers has under another name."""
 REWARD_HEADS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -140,12 +129,7 @@ def pools(config: WorkerConfig, values: dict[str, Any]) -> bool:
         return True
     if values.get("is_encoder_decoder"):
         return False  # refused where models that generate are loaded
-    name = architecture(values)
-    if name in REWARD_HEADS or values.get("classifier_from_token"):
-        return True
-    return (
-        bool(name) and not name.endswith("ForCausalLM") and kind_of(name) is not None and "LMHead" not in name
-    )
+    return bool(values.get("classifier_from_token")) or architectures.pools(architecture(values))
 
 
 def read_spec(config: WorkerConfig, values: dict[str, Any]) -> PoolingSpec:
@@ -165,7 +149,7 @@ def read_spec(config: WorkerConfig, values: dict[str, Any]) -> PoolingSpec:
         if encoder:
             raise LoadError("rewards of tokens, and classifiers made of tokens, are those of causal models")
         return changed(special, config.pooler_config)
-    kind = kind_of(name)
+    kind = architectures.kind_of(name)
     if config.convert == "embed":
         kind = "embed"
     elif config.convert in ("classify", "reward") and kind != "token_classify":
@@ -250,13 +234,6 @@ def changed(spec: PoolingSpec, settings: PoolerConfig | None) -> PoolingSpec:
 def architecture(values: dict[str, Any]) -> str:
     """The name of the model's class; empty if config.json gives none."""
     return str((values.get("architectures") or [""])[0])
-
-
-def kind_of(name: str) -> str | None:
-    """What a model of this class pools to; None: it is not served."""
-    if name.endswith("RewardModel"):
-        return None
-    return next((kind for end, kind in KINDS.items() if name.endswith(end)), None)
 
 
 def activation_of(values: dict[str, Any], kind: str) -> str:

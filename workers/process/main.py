@@ -53,6 +53,7 @@ from pagewire.workers.device.machine import machine_memory, runs_on_cpu
 from pagewire.workers.errors import LoadError, LostRankError, MemoryShortageError
 from pagewire.workers.estimate.figures import Footprint
 from pagewire.workers.estimate.fit import check_fit, model_figures, summary
+from pagewire.workers.module.registered import take_registrations
 from pagewire.workers.process.progress_signs import ProgressSigns
 from pagewire.workers.ranks.introduction import introduce
 from pagewire.workers.weight_cache.ahead import WeightsAhead
@@ -252,6 +253,7 @@ def start(connection: CoreSession, config: WorkerConfig, listener: socket.socket
         connection.send(Progress(phase, seconds))
 
     with progress_signs(connection):
+        take_registrations(config.registrations)
         sizes = expected_sizes(config)
         # Works while torch is imported here.
         ahead = WeightsAhead(config, 0 if sizes is None else sizes.panel_bytes)

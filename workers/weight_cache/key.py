@@ -27,6 +27,9 @@ import msgspec
 from pagewire import kernels, workers
 from pagewire.ipc import families
 from pagewire.ipc.environment import env_flag
+from pagewire.ipc.families.registry import FAMILIES
+from pagewire.ipc.files.hub import read_configs, read_foreign
+from pagewire.ipc.models.registrations import model_path
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.build import REFERENCE
@@ -98,7 +101,20 @@ def reason_against(config: WorkerConfig) -> str | None:
         return "they are random"
     if config.trust_remote_code:
         return "the model may run code that lies elsewhere"
+    if runs_own_code(config):
+        return "its class or its table is registered from code that lies elsewhere"
     return None
+
+
+def runs_own_code(config: WorkerConfig) -> bool:
+    """True if the model's class, or the table of its family, is one's own."""
+    if not config.registrations.models and not config.registrations.families:
+        return False
+    path = Path(config.model_path)
+    foreign = read_foreign(path, config.trust_remote_code)
+    if foreign is not None and foreign.family not in FAMILIES:
+        return True
+    return model_path(read_configs(path, config.trust_remote_code)[0] | config.hf_overrides) is not None
 
 
 def code_digest() -> str:

@@ -123,7 +123,10 @@ class ApiKeys:
 
 
 class KeyCheck:
-    """ASGI middleware that requires `Authorization: Bearer KEY`, and puts the key's tenant into the scope."""
+    """ASGI middleware that requires a key, and puts its tenant into the scope.
+
+    A key is sent as `Authorization: Bearer KEY`, or as `X-API-Key: KEY`, as Anthropic's clients do.
+    """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self.app, self._keys = app, keys
@@ -141,10 +144,11 @@ class KeyCheck:
         error = APIError(
             401, "give a valid API key", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
         )
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope)(scope, receive, send)
 
     def _tenant(self, scope: Scope) -> ApiTenant | None:
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            return None
-        return self._keys.tenant(given.strip().encode("latin-1"))
+        headers = Headers(scope=scope)
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = (bearer if scheme.lower() == "bearer" else None, headers.get("x-api-key"))
+        tenants = (self._keys.tenant(key.strip().encode("latin-1")) for key in given if key is not None)
+        return next((tenant for tenant in tenants if tenant is not None), None)

@@ -89,6 +89,25 @@ class IncomingBodies:
         self.num_bytes += num_bytes
 
 
+class AbsentFields:
+    """The fields of a struct type that `ipc.compatibility` knows as absent."""
+
+    def __init__(self, kind: type) -> None:
+        names = (field.encode_name for field in msgspec.structs.fields(kind))
+        rows = ((name, REQUEST_FIELDS.get(f"{kind.__name__}.{name}")) for name in names)
+        self._absent = [(name, absent) for name, absent in rows if absent is not None]
+
+    def settle(self, request: Any) -> None:
+        """Warn of those that a request has, without their values, which may be a client's text.
+
+        Raises:
+            ValueError: one would have an effect.
+        """
+        for name, absent in self._absent:
+            if needs_warning(name, getattr(request, name), absent):
+                warn(absent.warning(name))
+
+
 class Decoder(Generic[T]):
     """Decodes bodies into one struct type.
 
@@ -103,8 +122,7 @@ class Decoder(Generic[T]):
         self.fields: tuple[str, ...] = tuple(field.encode_name for field in msgspec.structs.fields(kind))  # type: ignore[arg-type]
         self._kind: Any = kind
         self._known = frozenset(self.fields)
-        rows = ((name, REQUEST_FIELDS.get(f"{kind.__name__}.{name}")) for name in self.fields)
-        self._absent = [(name, absent) for name, absent in rows if absent is not None]
+        self._absent = AbsentFields(kind)
         self._typed = msgspec.json.Decoder(kind)
         raw = [(name, msgspec.Raw, msgspec.Raw()) for name in self.fields]
         self._raw = msgspec.json.Decoder(msgspec.defstruct("Fields", raw))
@@ -132,9 +150,7 @@ class Decoder(Generic[T]):
             raise msgspec.DecodeError(str(error)) from None
         if unknown := self._unknown(body):
             warn(f"unknown fields are ignored: {shortened(unknown)}")
-        for name, absent in self._absent:
-            if needs_warning(name, getattr(request, name), absent):
-                warn(absent.warning(name))  # without its value, which may be a client's text
+        self._absent.settle(request)
         return request
 
     def _unknown(self, body: bytes | bytearray) -> set[str]:

@@ -1,4 +1,4 @@
-"""Errors in the form of OpenAI's API: a status and `{"error": {message, type, param, code}}`."""
+"""Errors of requests, with their HTTP status; `api_shapes.py` writes them."""
 
 from __future__ import annotations
 
@@ -19,34 +19,6 @@ RETRY_SECONDS = 1  # Retry-After header when too many requests are waiting
 # LangChain by "the prompt is too long".
 TOO_LONG = re.compile(r"maximum context length|max_model_len|leaves no room")
 NO_RETRY = {"x-should-retry": "false"}  # header that OpenAI's clients obey; else they retry every 408
-TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    429: "rate_limit_error",
-    499: "abort_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-}
-
-
-class ErrorBody(msgspec.Struct):
-    """Details of an error.
-
-    type: class of errors. param: field that caused it, if known. code: machine-readable name of the error.
-    """
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorResponse(msgspec.Struct):
-    """Body of the response to a failed request."""
-
-    error: ErrorBody
 
 
 class APIError(Exception):
@@ -68,11 +40,6 @@ class APIError(Exception):
         self.status, self.message, self.param, self.code = status, shortened(message), param, code
         super().__init__(self.message)
         self.headers = headers or {}
-
-    def encode(self) -> bytes:
-        """Return the response body, as JSON."""
-        kind = TYPES.get(self.status, "invalid_request_error")
-        return msgspec.json.encode(ErrorResponse(ErrorBody(self.message, kind, self.param, self.code)))
 
 
 def api_error(error: BaseException, fields: tuple[str, ...] = ()) -> APIError:

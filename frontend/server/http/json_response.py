@@ -8,7 +8,9 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
+from pagewire.frontend.server.http.api_shapes import shape_of
 from pagewire.frontend.server.http.errors import APIError, api_error
 from pagewire.ipc.quoting import quoted
 
@@ -18,15 +20,16 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def error_response(error: Exception) -> Response:
-    """Return the response for an exception."""
-    reported = api_error(error)
-    return Response(reported.encode(), reported.status, reported.headers, media_type="application/json")
+def error_response(error: Exception, scope: Scope) -> Response:
+    """Return the response for an exception, in the shape of the API of the request."""
+    reported, shape = api_error(error), shape_of(scope)
+    body, status = shape.encode(reported), shape.status(reported)
+    return Response(body, status, reported.headers, media_type="application/json")
 
 
 async def on_error(request: Request, error: Exception) -> Response:
     """Starlette's handler for any exception."""
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -37,4 +40,5 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         404: f"unknown path {quoted(path)}",
         405: f"{quoted(path)} does not support {request.method}",
     }.get(error.status_code, error.detail)
-    return error_response(APIError(error.status_code, message, headers=dict(error.headers or {})))
+    refusal = APIError(error.status_code, message, headers=dict(error.headers or {}))
+    return error_response(refusal, request.scope)

@@ -18,6 +18,7 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagewire.frontend.server.http.api_shapes import shape_of
 from pagewire.frontend.server.http.auth import ApiKeys, KeyCheck
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.origin import OriginCheck
@@ -87,15 +88,17 @@ class RequestId:
         name = request_id.decode("latin-1")
         warnings = begin_warnings(name)
 
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                own = [(b"x-request-id", request_id), *warnings.headers()]
-                message["headers"] = [*message.get("headers", ()), *own]
-            await send(message)
-
         changes = {
             "request_id": name,
             "client_request_id": name if request_id == given else "",
             "root_path": self._root_path,
         }
-        await self.app({**scope, **changes}, receive, send_with_id)
+        scope = {**scope, **changes}
+        ids = [(header, request_id) for header in shape_of(scope).id_headers]
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *ids, *warnings.headers()]
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)

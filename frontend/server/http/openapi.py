@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pagewire.frontend.server.http.errors import ErrorResponse
+from pagewire.frontend.server.http.api_shapes import SHAPES, shape_at
+from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.query import Query
@@ -31,6 +32,7 @@ FAILURES = {
     "499": "the request was aborted",
     "500": "the engine failed to process this request",
     "503": "the engine is not available",
+    "529": "too many requests are waiting, or the engine is not available",
 }
 # Error statuses of every operation, and further ones of operations with a body or a query.
 EVERY_OPERATION = ("401", "403", "503")
@@ -83,22 +85,24 @@ def document(operations: Sequence[Operation], options: ServerOptions) -> dict[st
         for kind in (operation.body, operation.result, operation.streams)
         if kind is not None
     ]
-    schemas, components = msgspec.json.schema_components([*kinds, ErrorResponse], ref_template=REFERENCE)
-    schema_of = dict(zip(map(repr, [*kinds, ErrorResponse]), schemas, strict=True))
+    kinds += [shape.error for shape in SHAPES]
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
+    schema_of = dict(zip(map(repr, kinds), schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         path = re.sub(r"{(\w+):\w+}", r"{\1}", operation.path)
         paths.setdefault(path, {})[operation.method.lower()] = described(operation, schema_of)
     components = {"schemas": components}
     if options.keyed:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        in_header = {"type": "apiKey", "in": "header", "name": "X-API-Key"}
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "key_header": in_header}
     return {
         "openapi": "3.1.0",
         "info": {"title": "pagewire", "version": __version__},
         "servers": [{"url": options.root_path or "/"}],
         "paths": paths,
         "components": components,
-        "security": [{"key": []}] if options.keyed else [],
+        "security": [{"key": []}, {"key_header": []}] if options.keyed else [],
     }
 
 
@@ -108,9 +112,10 @@ def described(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]
     def schema(kind: Any) -> dict[str, Any]:
         return {"schema": schema_of[repr(kind)]}
 
+    shape = shape_at(operation.path)
     content = {} if operation.result is None else {"application/json": schema(operation.result)}
     if operation.streams is not None:
-        content["text/event-stream"] = {
+        content[shape.media] = {
             "schema": {"type": "string"},
             "x-event": schema(operation.streams)["schema"],
         }
@@ -122,12 +127,13 @@ def described(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]
     if "{" in operation.path:
         failures += ("400", "404")
     answer: dict[str, Any] = {"description": operation.summary} | ({"content": content} if content else {})
-    error_content = {"application/json": schema(ErrorResponse)}
+    error_content = {"application/json": schema(shape.error)}
+    codes = {str(shape.status(APIError(int(code), ""))) for code in failures}
     description: dict[str, Any] = {
         "summary": operation.summary,
         "parameters": parameters(operation),
         "responses": {"200": answer}
-        | {code: {"description": FAILURES[code], "content": error_content} for code in sorted(set(failures))},
+        | {code: {"description": FAILURES[code], "content": error_content} for code in sorted(codes)},
     }
     if operation.body is not None:
         description["requestBody"] = {

@@ -22,6 +22,7 @@ from pagewire.ipc.wire.sockets import is_loopback
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 TOOL_PARSERS = tuple(PARSERS)
 REASONING_PARSERS = tuple(BEGUN)
+MODE = re.compile(r"[0-7]{3}")
 ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/]*")
 CERTIFICATE = (0, 1, 2)  # client certificates: ssl.CERT_NONE, ssl.CERT_OPTIONAL, ssl.CERT_REQUIRED
 
@@ -33,6 +34,12 @@ class ServerOptions:
     host: str = option("127.0.0.1", "HTTP", "address to listen on; 0.0.0.0: all interfaces")
     port: int = option(8000, "HTTP", "port to listen on; 0: any free port")
     uds: str | None = option(None, "HTTP", "path of a Unix socket to listen on instead of host and port")
+    uds_mode: str | None = option(
+        None, "HTTP", "permissions of the Unix socket in octal, such as 660 (default: those of the umask)"
+    )
+    uds_group: str | None = option(
+        None, "HTTP", "group of the Unix socket, by name or number (default: that of the server)"
+    )
     root_path: str = option("", "HTTP", "path prefix under which a proxy exposes this server, such as /llm")
     ssl_keyfile: str | None = option(None, "HTTP", "TLS: file with the private key")
     ssl_certfile: str | None = option(None, "HTTP", "TLS: file with the certificate")
@@ -241,6 +248,10 @@ class ServerOptions:
         for name in ("head_seconds", "body_seconds", "stall_seconds", "drain_seconds", "reattach_timeout"):
             check_number(name, getattr(self, name), 0.0, math.inf)
         self.keeps_alive()
+        if self.uds is None and (self.uds_mode is not None or self.uds_group is not None):
+            raise ValueError("uds_mode and uds_group need uds: they are for a Unix socket")
+        if self.uds_mode is not None and MODE.fullmatch(self.uds_mode) is None:
+            raise ValueError(f"uds_mode must be three octal digits, such as 660, got {self.uds_mode!r}")
         if self.root_path and not self.root_path.startswith("/"):
             raise ValueError(f"root_path must begin with '/', got {self.root_path!r}")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

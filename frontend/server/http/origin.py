@@ -50,7 +50,7 @@ class OriginCheck:
             if len(given) != 1 or given[0] not in self._known:
                 error = self._refusal(given, scope["http_version"])
                 if error is not None:
-                    await error_response(error)(scope, receive, send)
+                    await error_response(error, scope)(scope, receive, send)
                     return
                 if len(given) == 1 and given[0][0] == b"host" and len(self._known) < MOST_KNOWN:
                     self._known.add(given[0])

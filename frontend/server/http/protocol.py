@@ -9,6 +9,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from pagewire.frontend.server.http.api_shapes import OPENAI
 from pagewire.frontend.server.http.connections import Connections, HttpConnection
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.limits import (
@@ -160,7 +161,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Answer with an error, unless there is an answer or one is being sent, and close."""
         self._refusal = refusal
         if self._may_answer():
-            body = refusal.encode()
+            body = OPENAI.encode(refusal)
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
             self.transport.write(STATUS_LINE[refusal.status] + head % len(body) + body)
         self.transport.close()

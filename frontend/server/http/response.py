@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from starlette.types import Send
 
 from pagewire.frontend.server.http import sse
+from pagewire.frontend.server.http.api_shapes import ApiShape
 from pagewire.frontend.server.http.errors import APIError
 
 Header = tuple[bytes, bytes]
@@ -22,18 +23,21 @@ READ_GRACE_SECONDS = 60.0  # beside that, for a pause or a slow beginning
 class HttpResponse:
     """A response of JSON or events. The status is sent with the first data, so that an earlier error keeps its own.
 
+    shape: how errors and streams are written.
+
     Attributes:
         streaming: the stream of events has begun. complete: all else has been sent, or can only be cut.
     """
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, shape: ApiShape) -> None:
+        self._send, self._shape = send, shape
         self.streaming = self.complete = False
 
     async def begin_stream(self, headers: dict[str, str]) -> None:
         """Send the status of a stream of events, and its headers, with those given in addition."""
         self.streaming = True
-        await self._start(200, [*sse.HEADERS, *encoded(headers)])
+        media = (b"content-type", self._shape.media.encode() + b"; charset=utf-8")
+        await self._start(200, [media, *sse.HEADERS, *encoded(headers)])
 
     async def stream(self, events: bytes) -> None:
         """Send encoded events, or a part of JSON, in one write. The response has begun."""
@@ -80,10 +84,10 @@ class HttpResponse:
         if self.complete:
             return
         if self.streaming:
-            await self.stream(b"data: " + error.encode() + b"\n\n" + sse.DONE)
+            await self.stream(self._shape.last_words(error))
             await self.end()
         else:
-            await self.send_json(error.status, error.encode(), error.headers)
+            await self.send_json(self._shape.status(error), self._shape.encode(error), error.headers)
 
 
 def encoded(headers: dict[str, str]) -> list[Header]:

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # tells proxies (nginx) not to buffer events
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from pagewire.frontend.server.http.api_shapes import OPENAI
 from pagewire.frontend.server.http.connections import Connections, HttpConnection
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.limits import KEEP_ALIVE_SECONDS, connection_limits
@@ -84,7 +86,7 @@ class HTTPServer(uvicorn.Server):
             new_protocol,
             context=self.config.ssl,
             handshake_seconds=self._options.head_seconds,
-            refusal=self._refusal.encode(),
+            refusal=OPENAI.encode(self._refusal),
             backlog=self.config.backlog,
         )
 
@@ -107,7 +109,7 @@ def bound(options: ServerOptions) -> socket.socket:
         OSError: the address is in use or not available.
     """
     if options.uds is not None:
-        return bound_path(Path(options.uds))
+        return bound_path(Path(options.uds), options.uds_mode, options.uds_group)
     listening = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -121,11 +123,14 @@ def bound(options: ServerOptions) -> socket.socket:
     return listening
 
 
-def bound_path(path: Path) -> socket.socket:
+def bound_path(path: Path, mode: str | None, group: str | None) -> socket.socket:
     """Return a bound Unix socket; a socket file left by a killed server is replaced.
 
+    mode: its permissions, in octal. group: its group, by name or number. Nobody can connect before they are set:
+    the socket does not listen yet.
+
     Raises:
-        OSError: a server listens at the path, or the path cannot be used.
+        OSError: a server listens at the path, the path cannot be used, or the group is unknown or not allowed.
     """
     listening = socket.socket(socket.AF_UNIX)
     try:
@@ -135,9 +140,17 @@ def bound_path(path: Path) -> socket.socket:
                     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
             path.unlink()
         listening.bind(str(path))
-    except OSError as error:
+        try:
+            if group is not None:
+                shutil.chown(path, group=int(group) if group.isdecimal() else group)
+            if mode is not None:
+                path.chmod(int(mode, 8))
+        except (OSError, LookupError, OverflowError):
+            path.unlink()
+            raise
+    except (OSError, LookupError, OverflowError) as error:  # the latter: there is no such group
         listening.close()
-        raise OSError(f"cannot listen on {path}: {error.strerror or error}") from error
+        raise OSError(f"cannot listen on {path}: {getattr(error, 'strerror', None) or error}") from error
     return listening
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
-from pagewire.frontend.api.off_loop import off_loop, tokenizing
-from pagewire.frontend.requests.inputs import check_generates
+from pagewire.frontend.api.off_loop import off_loop
 from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http import sse
-from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.http.warnings import warn
 from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
-from pagewire.frontend.server.openai.constraints import constrained, demands
 from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from pagewire.frontend.server.openai.prepared_chat import Outputs, PreparedChat, prepare
 from pagewire.frontend.server.openai.protocol import (
     ChatChoice,
     ChatChunk,
@@ -30,40 +26,15 @@ from pagewire.frontend.server.openai.protocol import (
     ChatRequest,
     ToolCall,
 )
-from pagewire.frontend.server.openai.reply import (
-    ReplyDelta,
-    ReplyParser,
-    ReplyWithCalls,
-    TextReply,
-    joined,
-    read,
-)
-from pagewire.frontend.server.openai.sampling import (
-    best_outputs,
-    check_stream_options,
-    salted,
-    sampling_params,
-)
-from pagewire.frontend.server.openai.size import (
-    check_amount,
-    check_conversation,
-    logprob_budget,
-    writing_size,
-)
-from pagewire.frontend.server.parsing.choice import ToolUse, tool_use
-from pagewire.frontend.server.parsing.history import read_history
-from pagewire.frontend.server.parsing.reasoning import parser_for, reasoning_format, thinking
+from pagewire.frontend.server.openai.reply import ReplyDelta, ReplyParser, joined, read
+from pagewire.frontend.server.openai.sampling import best_outputs, check_stream_options
+from pagewire.frontend.server.openai.size import writing_size
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.chat_template import chat_prompt, check_template, unread_text
-from pagewire.frontend.text.conversation import as_text
-from pagewire.frontend.text.prompts import TokensPrompt
-from pagewire.ipc.wire.params import SamplingParams
+from pagewire.frontend.text.chat_template import check_template
 
 SERVICE_TIER = "default"  # the only one that there is
-
-Outputs: TypeAlias = AsyncGenerator[list[tuple[int, RequestOutput]], None]
 
 
 def routes(service: Service) -> list[Operation]:
@@ -95,171 +66,19 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
         APIError, ValueError, TypeError: the request is invalid.
         Exceptions of the engine.
     """
-    tools = tools_of(service, request)
-    writer = ChatWriter(service, request, exchange, tools)
-    check_chat(request)
     check_beam_fields(request)
-    check_generates(service.info)
-    prompt = await prompt_of(service, request, tools)
-    params = params_of(service, request, tools, prompt)
-    exchange.prompt = prompt.get("prompt", "")
+    chat = await prepare(service, request, exchange)
+    writer = ChatWriter(chat)
     if request.use_beam_search:
-        (output,) = await beam_outputs(service, request, [prompt], params, exchange)
+        (output,) = await beam_outputs(service, request, [chat.prompt], chat.params, exchange)
         return writer.whole(output)
-    batches = generate(service, request, exchange, prompt, params)
+    batches = chat.outputs()
     if request.stream:
         return writer.stream(batches)
     async with aclosing(batches):
         async for ((_, output),) in batches:
             final = output
     return await off_loop(writing_size([final]), writer.whole, final)
-
-
-def generate(
-    service: Service, request: ChatRequest, exchange: Exchange, prompt: TokensPrompt, params: SamplingParams
-) -> Outputs:
-    """Submit the request, and return an iterator over batches of its outputs."""
-    return service.engine.generate_all(
-        [salted(prompt, request.cache_salt)],
-        params,
-        exchange.id,
-        priority=request.priority or 0,
-        trace_headers=exchange.headers,
-        logprob_budget=logprob_budget(service),
-        admit=exchange.lease.admit,
-        lora_request=service.adapter(request.model),
-        prompt_adapter_request=service.prompt_adapter(request.model),
-    )
-
-
-def check_chat(request: ChatRequest) -> None:
-    """Check fields that are not supported, and contradictions.
-
-    Raises:
-        APIError: a field is not supported or contradicts another.
-    """
-    if request.functions or request.function_call:
-        raise APIError(400, "functions and function_call are not supported: use tools", param="functions")
-    if request.audio or set(request.modalities or ()) - {"text"}:
-        raise APIError(400, "only text can be generated", param="modalities")
-    if request.web_search_options is not None:
-        message = (
-            "web_search_options is not supported: nothing is searched; describe a search function in tools"
-        )
-        raise APIError(400, message, param="web_search_options")
-    if request.top_logprobs and not request.logprobs:
-        raise APIError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-
-
-def tools_of(service: Service, request: ChatRequest) -> ToolUse:
-    """Return how the request uses tools, and how its outputs are parsed.
-
-    Raises:
-        ValueError: the tools or the choice are malformed or contradictory.
-    """
-    options = service.options
-    tools = tool_use(
-        request.tools,
-        request.tool_choice,
-        parallel=request.parallel_tool_calls is not False,
-        parser=options.tool_call_parser,
-        auto=options.enable_auto_tool_choice,
-        prompt_unused=options.prompt_unused_tools,
-    )
-    if options.reasoning_parser is None:
-        return tools
-    if options.enable_in_reasoning and (tools.schema is not None or demands(request)):
-        return tools  # the constraint covers the whole output, so there is no reasoning
-    return thinking(tools, options.reasoning_parser)
-
-
-def params_of(service: Service, request: ChatRequest, tools: ToolUse, prompt: TokensPrompt) -> SamplingParams:
-    """Return the engine's parameters for a request.
-
-    Raises:
-        APIError, ValueError, TypeError: a value is out of range, or fields contradict each other.
-    """
-    max_tokens = (
-        request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    )
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    params = sampling_params(service, request, max_tokens, logprobs)
-    check_amount(service, 1, params)
-    thought = None
-    if tools.reasoning is not None:
-        thought = reasoning_format(tools.reasoning, prompt.get("prompt", ""), continued_text(request))
-    return constrained(params, request, tools, thought)
-
-
-async def prompt_of(
-    service: Service, request: ChatRequest, tools: ToolUse, counts: bool = False
-) -> TokensPrompt:
-    """Apply the chat template to the conversation, and return the prompt.
-
-    counts: the prompt's tokens are only counted or listed, so there may be more than the model takes.
-
-    Raises:
-        APIError: there is no tokenizer, the conversation is too large, or the request has a template and that is
-            not allowed.
-        ContextLengthError: the conversation is too long for the model.
-        EngineBusyError: too many templates from requests are waiting.
-        ValueError, TypeError: there is no template, it rejects the conversation, or messages are malformed.
-    """
-    if request.chat_template is not None and not service.options.trust_request_chat_template:
-        raise APIError(
-            400,
-            "chat templates in requests are not allowed (--trust-request-chat-template)",
-            param="chat_template",
-        )
-    variables: dict[str, Any] = {}
-    if request.documents is not None:
-        variables["documents"] = request.documents
-    if request.reasoning_effort is not None:
-        variables["reasoning_effort"] = request.reasoning_effort
-    if request.verbosity is not None:
-        variables["verbosity"] = request.verbosity
-    continues = bool(request.continue_final_message)
-    generation = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    size = check_conversation(service, request.messages)
-    tokenizer = service.tokenizer_of(request.model)
-
-    unread: list[str] = []
-
-    def make() -> TokensPrompt:
-        return chat_prompt(
-            tokenizer,
-            read_history(request.messages),
-            chat_template=request.chat_template or service.options.chat_template,
-            template_files=request.chat_template is None,
-            chat_template_content_format=service.options.chat_template_content_format,
-            add_generation_prompt=generation,
-            continue_final_message=continues,
-            tools=tools.prompted,
-            chat_template_kwargs=variables | (request.chat_template_kwargs or {}),
-            on_unread=unread.extend,
-            add_special_tokens=bool(request.add_special_tokens),
-            max_model_len=service.info.max_model_len,
-            truncates=counts or request.truncate_prompt_tokens is not None,
-        )
-
-    if request.chat_template is not None:
-        prompt = await service.request_templates.run(make)
-    else:
-        prompt = await tokenizing(size, make)
-    if unread:
-        warn(unread_text(unread))
-    return prompt
-
-
-def reply_parser(request: ChatRequest, tools: ToolUse, prompt: str | None) -> ReplyParser:
-    """Return a new parser for one output. prompt: the text to which it is the reply."""
-    parser = parser_for(tools, prompt or "", continued_text(request))
-    return TextReply() if parser is None else ReplyWithCalls(parser)
-
-
-def continued_text(request: ChatRequest) -> str | None:
-    """Return the text of the final message if the reply continues it; else None."""
-    return as_text(request.messages[-1].get("content")) if request.continue_final_message else None
 
 
 def whole_calls(deltas: list[ToolCall]) -> list[ToolCall]:
@@ -274,8 +93,9 @@ class ChatWriter:
         APIError: from the constructor, for an unknown model or contradictory fields.
     """
 
-    def __init__(self, service: Service, request: ChatRequest, exchange: Exchange, tools: ToolUse) -> None:
-        self.service, self.request, self.exchange, self.tools = service, request, exchange, tools
+    def __init__(self, chat: PreparedChat) -> None:
+        service, request = chat.service, chat.request
+        self.service, self.request, self.exchange, self._chat = service, request, chat.exchange, chat
         self.model = service.model(request.model)
         self.options = check_stream_options(request)
         as_ids = request.return_tokens_as_token_ids
@@ -295,10 +115,7 @@ class ChatWriter:
             id=self.exchange.id,
             created=self.exchange.created,
             model=self.model,
-            choices=[
-                self._choice(part, output.prompt)
-                for part in best_outputs(output.outputs, self.request.n or 1)
-            ],
+            choices=[self._choice(part) for part in best_outputs(output.outputs, self.request.n or 1)],
             usage=self.exchange.usage(),
             service_tier=self._service_tier,
             prompt_logprobs=None
@@ -314,7 +131,7 @@ class ChatWriter:
             async for ((_, output),) in batches:
                 events = self._begin(output) if self.exchange.count(0, output) else b""
                 for part in output.outputs:
-                    events += self._event(part, output.prompt)
+                    events += self._event(part)
                 if events:
                     yield events
         if self.options.include_usage:
@@ -334,10 +151,10 @@ class ChatWriter:
         echoes = self.request.echo and last.get("role") == role and isinstance(content, str)
         return role, str(content) if echoes else ""
 
-    def _read(self, part: CompletionOutput, prompt: str | None) -> ReplyDelta:
-        """Parse the next text of an output. prompt: the text to which it is the reply."""
+    def _read(self, part: CompletionOutput) -> ReplyDelta:
+        """Parse the next text of an output."""
         if part.index not in self._parsers:
-            self._parsers[part.index] = reply_parser(self.request, self.tools, prompt)
+            self._parsers[part.index] = self._chat.new_parser()
         delta = read(self._parsers[part.index], part.text, part.finished())
         if delta.tool_calls:
             self._called.add(part.index)
@@ -352,8 +169,8 @@ class ChatWriter:
             return None
         return chat_logprobs(self._names, part.token_ids, part.logprobs or (), self.request.top_logprobs or 0)
 
-    def _choice(self, part: CompletionOutput, prompt: str | None) -> ChatChoice:
-        reply = self._read(part, prompt)
+    def _choice(self, part: CompletionOutput) -> ChatChoice:
+        reply = self._read(part)
         content = self._opening + reply.content
         return ChatChoice(
             index=part.index,
@@ -371,7 +188,9 @@ class ChatWriter:
 
     def _begin(self, output: RequestOutput) -> bytes:
         """Return the first events, which have the role of each choice. One has the prompt's log probabilities."""
-        content = self._opening if self.tools.schema is None else None  # required calls leave no content
+        content = (
+            self._opening if self._chat.tools.schema is None else None
+        )  # required calls leave no content
         delta = ChatDelta(role=self._role, content=content)
         choices = [ChatChunkChoice(index=index, delta=delta) for index in range(self.request.n or 1)]
         ids = output.prompt_token_ids or [] if self.request.return_token_ids else UNSET
@@ -381,9 +200,9 @@ class ChatWriter:
             self._chunk([choice], self._usage(), ids) for choice in others
         )
 
-    def _event(self, part: CompletionOutput, prompt: str | None) -> bytes:
+    def _event(self, part: CompletionOutput) -> bytes:
         """Return the event for an increment of an output; b"" if the increment is empty."""
-        reply = self._read(part, prompt)
+        reply = self._read(part)
         wants_all = self.request.logprobs or self.request.return_token_ids
         if reply.empty and part.finish_reason is None and not wants_all:
             return b""

@@ -34,6 +34,7 @@ from pagewire.frontend.server.openai.size import check_amount, logprob_budget, w
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service
+from pagewire.frontend.text.infill import infill_form
 from pagewire.frontend.text.length import ContextLengthError, check_characters, encode_within
 from pagewire.frontend.text.logprobs import PromptLogprobs
 from pagewire.frontend.text.offsets import TextOffsets, prompt_offsets
@@ -106,8 +107,6 @@ def prompts_in(service: Service, request: CompletionRequest) -> list[Any]:
         APIError: there are none or too many prompts, or a field is not supported.
         ContextLengthError: a prompt is far too long for the model.
     """
-    if request.suffix:
-        raise APIError(400, "suffix is not supported", param="suffix")
     given, max_model_len = request.prompt, service.info.max_model_len
     if given is None and request.prompt_embeds:
         return []
@@ -126,10 +125,31 @@ def prompts_in(service: Service, request: CompletionRequest) -> list[Any]:
         raise APIError(422, "prompt mixes token ids with other prompts", param="prompt")
     if not prompts:
         raise APIError(400, f"there must be 1 to {MAX_PROMPTS} prompts, got 0", param="prompt")
+    suffix = request.suffix or ""
     for prompt in prompts:
         if isinstance(prompt, str):
-            check_characters(len(prompt), max_model_len)
-    return prompts
+            check_characters(len(prompt) + len(suffix), max_model_len)
+    return infills(service, request, suffix, prompts) if suffix else prompts
+
+
+def infills(service: Service, request: CompletionRequest, suffix: str, prompts: list[Any]) -> list[str]:
+    """Return prompts whose completions stand between the request's prompts and its suffix.
+
+    The tokens that end such a completion become stop tokens of the request.
+
+    Raises:
+        APIError: a prompt is no text, or `echo` is set. ValueError: the model cannot fill in the middle.
+    """
+    if request.echo:
+        raise APIError(
+            400, "suffix: the prompt has marks of the model, so echo cannot return it", param="echo"
+        )
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise APIError(400, "suffix needs prompts that are text", param="suffix")
+    tokenizer = service.tokenizer_of(request.model)
+    form = infill_form(tokenizer)
+    request.stop_token_ids = [*(request.stop_token_ids or ()), *form.end_token_ids(tokenizer)]
+    return [form.prompt(prompt, suffix) for prompt in prompts]
 
 
 async def without_special_tokens(

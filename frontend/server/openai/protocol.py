@@ -182,7 +182,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 class CompletionRequest(SamplingFields, kw_only=True):
     """POST /v1/completions.
 
-    prompt: text, token ids, or a list of these. suffix: not supported.
+    prompt: text, token ids, or a list of these.
+    suffix: text after the completion, for models that were trained to fill in the middle.
     prompt_embeds: prompts that are embeddings [number of tokens, size]: each a safetensors file with one tensor, in
         base64. They come before those of `prompt`, which may then be left out.
     logprobs: return log probabilities of each token and of this many most likely tokens.

@@ -5,10 +5,10 @@ text of the engine --feed--> ReplyDelta ... --finish--> ReplyDelta
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from pagewire.frontend.server.openai.protocol import FunctionCall, ToolCall
 from pagewire.frontend.server.parsing.deltas import CallStart, ContentDelta, Delta, Reasoning
@@ -110,3 +110,13 @@ def joined(deltas: list[ToolCall]) -> list[ToolCall]:
         if new.arguments is not UNSET:
             call.arguments = new.arguments if call.arguments is UNSET else call.arguments + new.arguments
     return [calls[index] for index in sorted(calls)]
+
+
+def call_arguments(text: str | UnsetType) -> dict[str, Any]:
+    """Return the arguments of a call as an object; {"INVALID_JSON": text} if the model wrote none, or was cut."""
+    if text is UNSET or not text.strip():
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        return {"INVALID_JSON": text}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.openai.chat import prompt_of
+from pagewire.frontend.server.openai.prepared_chat import prompt_of
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.pooling.protocol import EmbeddingRequest
@@ -55,7 +55,7 @@ async def conversation_prompt(service: Service, request: EmbeddingRequest) -> To
     """The prompt that the chat template makes of the messages; by default without the header of an answer.
 
     Raises:
-        As `openai.chat.prompt_of`.
+        As `prompt_of`.
     """
     chat = ChatRequest(
         model=request.model,

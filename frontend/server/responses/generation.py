@@ -10,20 +10,14 @@ from contextlib import aclosing
 from pagewire.frontend.requests.outputs import RequestOutput
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError, api_error
-from pagewire.frontend.server.openai.chat import generate, reply_parser
 from pagewire.frontend.server.openai.logprobs import TokenNames
-from pagewire.frontend.server.openai.protocol import ChatRequest
-from pagewire.frontend.server.parsing.choice import ToolUse
+from pagewire.frontend.server.openai.prepared_chat import PreparedChat
 from pagewire.frontend.server.responses.errors import in_response_terms
 from pagewire.frontend.server.responses.protocol import ResponseFailure, Status
 from pagewire.frontend.server.responses.reader import OutputReader
 from pagewire.frontend.server.responses.store import ResponseStore, StoredResponse
 from pagewire.frontend.server.responses.writer import ResponseWriter
-from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events
-from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.prompts import TokensPrompt
-from pagewire.ipc.wire.params import SamplingParams
 
 logger = logging.getLogger("pagewire.server")
 
@@ -34,32 +28,21 @@ CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 class Generation:
     """One response while it is generated.
 
-    chat, tools, prompt, params: the request as one for a chat completion. stored: the response, which grows.
+    chat: the request as one for a chat completion. stored: the response, which grows.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        chat: ChatRequest,
-        tools: ToolUse,
-        prompt: TokensPrompt,
-        params: SamplingParams,
-        exchange: Exchange,
-        stored: StoredResponse,
-        store: ResponseStore,
-    ) -> None:
-        self.service, self.chat, self.exchange = service, chat, exchange
-        self.prompt, self.params = prompt, params
+    def __init__(self, chat: PreparedChat, stored: StoredResponse, store: ResponseStore) -> None:
+        self.service, self.exchange, self._chat = chat.service, chat.exchange, chat
         self.stored, self.store = stored, store
         self.writer = ResponseWriter(stored.response)
         self._grown = 0  # bytes by which the output has grown that the store has not counted yet
-        tokenizer = service.optional_tokenizer(chat.model)
+        tokenizer = chat.service.optional_tokenizer(chat.request.model)
         self._reader = OutputReader(
-            reply_parser(chat, tools, prompt.get("prompt")),
+            chat.new_parser(),
             tokenizer,
-            TokenNames(tokenizer, service.options.return_tokens_as_token_ids),
-            reasons=tools.reasoning is not None,
-            top_logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+            TokenNames(tokenizer, chat.service.options.return_tokens_as_token_ids),
+            reasons=chat.tools.reasoning is not None,
+            top_logprobs=(chat.request.top_logprobs or 0) if chat.request.logprobs else None,
         )
 
     async def steps(self) -> AsyncGenerator[list[bytes], None]:
@@ -70,8 +53,7 @@ class Generation:
         """
         begun = False
         try:
-            outputs = generate(self.service, self.chat, self.exchange, self.prompt, self.params)
-            async with aclosing(outputs):
+            async with aclosing(self._chat.outputs()) as outputs:
                 async for ((_, output),) in outputs:
                     self.exchange.count(0, output)
                     events = [] if begun else self.writer.start()

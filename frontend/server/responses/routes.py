@@ -6,6 +6,7 @@ A request becomes one for a chat completion (`items`), which the engine answers 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -13,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 from starlette.responses import StreamingResponse
 
-from pagewire.frontend.requests.inputs import check_generates
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError, api_error
@@ -21,7 +21,7 @@ from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.query import Query, flag, number
 from pagewire.frontend.server.http.tenants import tenant_of
-from pagewire.frontend.server.openai.chat import check_chat, params_of, prompt_of, tools_of
+from pagewire.frontend.server.openai.prepared_chat import prepare, prompt_of, tools_of
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.responses.errors import in_response_terms
@@ -141,7 +141,7 @@ class StoredResponses:
             raise APIError(400, message, param="stream")
         after = number(request, AFTER, -1)
         headers = {name.decode(): value.decode() for name, value in sse.HEADERS}
-        return StreamingResponse(stored.follow(after), headers=headers)
+        return StreamingResponse(stored.follow(after), headers=headers, media_type="text/event-stream")
 
     async def cancel(self, request: Request) -> HTTPResponse:
         """POST /v1/responses/{response_id}/cancel."""
@@ -183,25 +183,19 @@ async def answer(
     owner = exchange.tenant.name
     stored_items = StoredItems(store, owner, service.options.max_request_bytes)
     items = read_input(request.input, stored_items.item)
-    chat = chat_request(request, stored_items.conversation(request.previous_response_id) + items)
-    model = service.model(request.model)
-    tools = tools_of(service, chat)
-    check_chat(chat)
-    check_generates(service.info)
-    prompt = await fitting_prompt(service, request, chat, tools)
-    params = params_of(service, chat, tools, prompt)
-    response = new_response(model, request, exchange, params)
+    wanted = chat_request(request, stored_items.conversation(request.previous_response_id) + items)
+    chat = await prepare(service, wanted, exchange, partial(fitting_prompt, request))
+    response = new_response(service.model(request.model), request, exchange, chat.params)
     response.store = response.store and store.limit > 0
-    exchange.prompt = prompt.get("prompt", "")
     events: list[bytes] | None = [] if request.background and request.stream else None
     stored = StoredResponse(response, items, events, owner)
-    generation = Generation(service, chat, tools, prompt, params, exchange, stored, store)
+    generation = Generation(chat, stored, store)
     if request.background:  # what the engine would refuse later is refused now
         service.engine.session.prepare(
-            prompt,
-            params,
+            chat.prompt,
+            chat.params,
             exchange.id,
-            chat.priority or 0,
+            wanted.priority or 0,
             lora_request=service.adapter(request.model),
             prompt_adapter_request=service.prompt_adapter(request.model),
         )
@@ -228,7 +222,7 @@ async def num_input_tokens(
     items += read_input(request.input, stored_items.item)
     service.model(request.model)
     chat = chat_request(request, items)
-    prompt = await fitting_prompt(service, request, chat, tools_of(service, chat), counts=True)
+    prompt = await fitting_prompt(request, service, chat, tools_of(service, chat), counts=True)
     return len(prompt["prompt_token_ids"])
 
 
@@ -265,7 +259,7 @@ def new_response(
 
 
 async def fitting_prompt(
-    service: Service, request: ResponsesRequest, chat: ChatRequest, tools: ToolUse, counts: bool = False
+    request: ResponsesRequest, service: Service, chat: ChatRequest, tools: ToolUse, counts: bool = False
 ) -> TokensPrompt:
     """Return the prompt of a conversation; with truncation, from the first turn on with which it fits the model.
 

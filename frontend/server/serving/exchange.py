@@ -64,7 +64,8 @@ class Exchange:
         self.prompt: str | list[int] = ""
         self.user: str | None = None
         self._stopped: asyncio.Future[APIError] = asyncio.get_running_loop().create_future()
-        self._times: RequestMetrics | None = None  # of the first prompt that was answered
+        self._timed: int | None = None  # the first prompt that was answered
+        self._times: RequestMetrics | None = None  # of that one
         self._answered: set[int] = set()
         # By prompt: the number of drafts that were verified, and of those that were right.
         self._drafts: dict[int, tuple[int, int]] = {}
@@ -91,8 +92,10 @@ class Exchange:
             self._answered.add(index)
             self.num_prompt += len(output.prompt_token_ids or ())
             self.num_cached += output.num_cached_tokens or 0
-            if self._times is None:
-                self._times = output.metrics
+            if self._timed is None:
+                self._timed = index
+        if index == self._timed:
+            self._times = output.metrics
         if output.metrics is not None and output.metrics.num_draft_tokens:
             self._drafts[index] = (output.metrics.num_draft_tokens, output.metrics.num_accepted_tokens)
         for completion in output.outputs:
@@ -145,6 +148,17 @@ class Exchange:
                 stages.append(f"{name};dur={1e3 * (end - begin):.1f}")
                 begin = end
         return ", ".join(stages)
+
+    def durations(self) -> tuple[float, float, float]:
+        """Return the seconds since the request came, those of its prefill, and those of its decoding until now.
+
+        The latter two are 0 until they are known; with several prompts, they are those of the first answer.
+        """
+        prefill = decode = 0.0
+        if (times := self._times) is not None and times.first_token_time is not None:
+            prefill = times.first_token_time - (times.first_scheduled_time or times.arrival_time)
+            decode = (times.last_token_time or times.first_token_time) - times.first_token_time
+        return time.time() - self._came, max(0.0, prefill), max(0.0, decode)
 
     async def run(self, work: Coroutine[Any, Any, None], receive: Receive, seconds: float | None) -> None:
         """Run `work` to its end. Before this raises, `work` has been cancelled and has cleaned up.

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from pagewire.frontend.server.http.api_shapes import shape_of
 from pagewire.frontend.server.http.body import Decoder, decoded_body
 from pagewire.frontend.server.http.errors import APIError, api_error
 from pagewire.frontend.server.http.response import HttpResponse
@@ -51,7 +52,8 @@ class GenerationEndpoint(Generic[T]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         exchange = Exchange(self.prefix, scope)
-        response = HttpResponse(send)
+        shape = shape_of(scope)
+        response = HttpResponse(send, shape)
         status, why = 200, None
         self.service.open[exchange.id] = exchange
         try:
@@ -65,7 +67,7 @@ class GenerationEndpoint(Generic[T]):
             await exchange.run(self._serve(service, request, exchange, response), receive, seconds)
         except (Exception, asyncio.CancelledError) as error:
             reported = self._reported(error, exchange)
-            status, why = reported.status, reported.message
+            status, why = shape.status(reported), reported.message
             await response.fail(reported)
         finally:
             del self.service.open[exchange.id]

@@ -88,7 +88,9 @@ def test_a_wrong_line_fails_alone(wrong: bytes, custom_id: str | None, code: str
     assert (counts, endpoints.calls) == (Counts(good=2, failed=1), 2)
     (failed,) = (result for result in results if result["error"])
     assert (failed["custom_id"], failed["response"], failed["error"]["code"]) == (custom_id, None, code)
-    assert failed["error"]["message"]
+    assert failed["error"]["message"].startswith("line 3: ")
+    if code == "duplicate_custom_id":
+        assert failed["error"]["message"].endswith("is already used by line 1")
 
 
 def test_an_error_status_is_an_answer_and_busy_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from pagewire.cli.main import main
 from pagewire.cli.quantise import checkpoint, integers, shards
 from pagewire.cli.quantise.shards import PlannedTensor, Shard
 from tests.workers.architectures import EXPERTS, GROUPED, Architecture
+from tests.workers.driver import Driver, load_runner
+from tests.workers.families.originals import ORIGINALS
 
 SIZES = {"intermediate_size": 96, "hidden_size": 64}
 
@@ -119,6 +121,24 @@ def test_experts_that_lie_apart_are_written(tmp_path: Path) -> None:
     assert float((decoded(config, tensors, expert) - original).norm() / original.norm()) < 0.08
     assert "model.layers.0.mlp.gate" in config["ignore"]
     assert "model.layers.0.mlp.gate.weight" in tensors
+
+
+@pytest.mark.parametrize("name", ["qwen", "internlm2", "baichuan 13B"])
+def test_a_family_with_names_of_its_own_is_written(name: str, tmp_path: Path) -> None:
+    """Tensors that hold several weights are quantised whole, and served as any: see `workers/families`."""
+    original = next(original for original in ORIGINALS if original.name == name)
+    (tmp_path / "dense").mkdir()
+    config, tensors = quantised(original.write(tmp_path / "dense"), tmp_path / "out", "--scheme", "int4")
+    matrices = {
+        module.removesuffix(".weight"): tensor
+        for module, tensor in original.tensors().items()
+        if ".0." in module and tensor.dim() == 2
+    }
+    assert len(matrices) >= 5 and len(config["ignore"]) >= 2
+    for module, matrix in matrices.items():
+        assert float((decoded(config, tensors, module) - matrix).norm() / matrix.norm()) < 0.08
+    runner, _ = load_runner(tmp_path / "out")
+    assert [len(tokens) for tokens in Driver(runner).generate([[5, 6, 7]], 2)] == [2]
 
 
 def test_what_cannot_be_done_is_refused(

@@ -57,6 +57,7 @@ def check(output: str, address: str) -> None:
         assert results[name]["response"]["body"]["error"]["param"] == param
     assert results[None]["response"] is None
     assert results[None]["error"]["code"] == "invalid_json_line"
+    assert results[None]["error"]["message"].startswith("line 10: not a valid request")
 
 
 def test_files_and_resuming(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

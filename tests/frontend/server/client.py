@@ -80,9 +80,9 @@ class Call:
         """The next message of the response."""
         return await asyncio.wait_for(self._sent.get(), PATIENCE)
 
-    async def answer(self) -> Answer:
-        """All of the response."""
-        start = await self.message()
+    async def answer(self, start: dict[str, Any] | None = None) -> Answer:
+        """All of the response. start: its first message, if that was taken before."""
+        start = start or await self.message()
         body, more = b"", True
         while more:
             part = await self.message()

@@ -23,6 +23,7 @@ BODIES = {
     },
     "/tokenize": {"prompt": LARGE},
     "/v1/responses/input_tokens": {"input": LARGE},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": LARGE}]},
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from pagewire.engine_core.grammar.compile import load_tokenizer as load_grammar_tokenizer
 from pagewire.frontend.text.tokenizer import load_tokenizer
@@ -214,6 +214,38 @@ def test_no_space_before_a_text(sentences: Any, tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "fox jumps"
 
 
+def test_merges_of_gemma_4_are_those_of_its_file(tmp_path: Path) -> None:
+    original = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    original.normalizer = normalizers.Replace(" ", "\u2581")
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))],
+        show_progress=False,
+    )
+    original.train_from_iterator(TEXT, trainer)
+    vocab = original.get_vocab()
+    tokens = sorted(vocab, key=lambda token: vocab[token])
+    fields = {
+        "general.architecture": "gemma4",
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * len(tokens),
+        "tokenizer.ggml.token_type": [3] * 3 + [2] + [6] * 256 + [1] * (len(tokens) - 260),
+        "tokenizer.ggml.merges": [
+            " ".join(pair) for pair in json.loads(original.to_str())["model"]["merges"]
+        ],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    tokenizer = load_tokenizer(write(tmp_path / "a.gguf", fields))
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert ids == [2, *original.encode(text).ids], text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
 def test_chat_templates(tmp_path: Path) -> None:
     fields = byte_level_fields(trained("gpt-2"), "gpt-2") | {"tokenizer.chat_template": "A"}
     assert load_tokenizer(write(tmp_path / "a.gguf", fields)).chat_template == "A"
@@ -235,7 +267,7 @@ def test_grammars_use_the_same_tokens(tmp_path: Path) -> None:
     [
         (
             {"tokenizer.ggml.model": "bert"},
-            "tokenizers of the form 'bert' are not read, but 'gpt2' and 'llama'",
+            "tokenizers of the form 'bert' are not read, but 'gpt2', 'llama'",
         ),
         ({"tokenizer.ggml.pre": "odd"}, "tokenizer.ggml.pre 'odd' is not known, but a.x-4.0, chatglm-bpe"),
         ({"tokenizer.ggml.merges": ["a b", "nope"]}, "holds no valid tokenizer"),

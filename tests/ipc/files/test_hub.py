@@ -143,7 +143,7 @@ def test_a_gguf_file_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("a/b", ["m-Q4.gguf"]),
         ("a/b", ["n-00001-of-00002.gguf", "n-00002-of-00002.gguf"]),
     ]
-    with pytest.raises(ModelNotFoundError, match=r"a/b has no file x/y\.gguf on the hub"):
+    with pytest.raises(ModelNotFoundError, match=r"a/b has no file x/y\.gguf"):
         model_folder("a/b/x/y.gguf")
     for name in ("../b/m.gguf", "a/b/../../m.gguf", "m.gguf"):
         with pytest.raises(ModelNotFoundError, match=r"no GGUF file .*m\.gguf"):
@@ -279,8 +279,8 @@ def test_what_can_run_code_is_fetched_on_request_only(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, r"has no \*\.safetensors files on the hub, which load_format='auto' takes"),
-        ({"load_format": "pt"}, r"has no \*\.bin files on the hub, which load_format='pt' takes"),
+        ({}, r"has no \*\.safetensors files, which load_format='auto' takes"),
+        ({"load_format": "pt"}, r"has no \*\.bin files, which load_format='pt' takes"),
     ],
 )
 def test_a_repository_without_the_weights_asked_for_is_refused_with_the_alternative(

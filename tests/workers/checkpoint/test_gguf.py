@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,22 @@ from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.checkpoint.gguf import blocks as gguf_blocks
 from pagewire.workers.checkpoint.gguf.blocks import BLOCK_TYPES, quantised
 from pagewire.workers.checkpoint.gguf.reader import GgufCheckpoint
+from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.configuration import load_config
 from tests.gguf_headers import content
-from tests.workers.architectures import EXPERTS, GPT2_SIZES, GROUPED, VOCAB_SIZE, WINDOWED, Architecture
+from tests.workers.architectures import (
+    EXPERTS,
+    GEMMA4,
+    GEMMA4_LARGE,
+    GPT2_SIZES,
+    GROUPED,
+    LATER_EXPERTS,
+    MLA,
+    VOCAB_SIZE,
+    WINDOWED,
+    Architecture,
+)
 from tests.workers.driver import load_runner
 from tests.workers.gguf_files import permuted, write_gguf
 from tests.workers.parity import make_prompts, our_tokens, transformers_tokens
@@ -29,6 +42,29 @@ WINDOW = GROUPED | {"sliding_window": 7}
 GEMMA_SCALE = {"query_pre_attn_scalar": 16, "layer_types": WINDOWED}
 LAYER_NORM = {"attention.layer_norm_epsilon": 1e-5}
 BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+
+MLA_FIELDS = {
+    "attention.key_length": 24,
+    "attention.value_length": 16,
+    "attention.head_count_kv": 1,
+    "attention.key_length_mla": 24,
+    "attention.value_length_mla": 12,
+}
+GEMMA3N = {name: value for name, value in GEMMA4.items() if name != "global_head_dim"} | {
+    "intermediate_size": 96,
+    "laurel_rank": 8,
+    "activation_sparsity_pattern": [0.95, *[0.0] * 4],
+}
+SLIDES = {"attention.sliding_window_pattern": [kind == "sliding_attention" for kind in GEMMA4["layer_types"]]}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 12,
+    "shared_expert_intermediate_size": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+HEADS_OF_TWO_SIZES = {"attention.key_length": 32, "attention.key_length_swa": 16}
 
 # llama.cpp's name, the model in transformers, and metadata that its configuration does not name.
 MODELS: dict[str, tuple[str, Architecture, dict[str, Any]]] = {
@@ -64,6 +100,53 @@ MODELS: dict[str, tuple[str, Architecture, dict[str, Any]]] = {
         "stablelm",
         Architecture("stablelm", GROUPED | {"use_qkv_bias": True}),
         LAYER_NORM | {"rope.dimension_count": 4, "use_parallel_residual": False},
+    ),
+    "glm4": ("glm4", Architecture("glm4", GROUPED | {"attention_bias": True}), {"rope.dimension_count": 8}),
+    "glm4moe": (
+        "glm4moe",
+        Architecture("glm4_moe", GROUPED | LATER_EXPERTS | {"use_qk_norm": True}),
+        {"rope.dimension_count": 8},
+    ),
+    "deepseek 3": (
+        "deepseek2",
+        Architecture("deepseek_v3", MLA | LATER_EXPERTS),
+        MLA_FIELDS | {"expert_gating_func": 2},
+    ),
+    "deepseek 2": (
+        "deepseek2",
+        Architecture("deepseek_v2", MLA | LATER_EXPERTS | {"q_lora_rank": None}),
+        MLA_FIELDS,
+    ),
+    "gpt-oss": (
+        "gpt-oss",
+        Architecture("gpt_oss", WINDOW | {"num_local_experts": 4, "layer_types": WINDOWED}),
+        {"expert_feed_forward_length": 100},
+    ),
+    "gemma3n": (
+        "gemma3n",
+        Architecture("gemma3n_text", GEMMA3N),
+        SLIDES
+        | {"activation_sparsity_scale": [1.6448536, *[-math.inf] * 4], "feed_forward_length": [96] * 5},
+    ),
+    "gemma4": ("gemma4", Architecture("gemma4_text", GEMMA4), SLIDES | HEADS_OF_TWO_SIZES),
+    "gemma4 with experts": (
+        "gemma4",
+        Architecture("gemma4_text", GEMMA4_LARGE),
+        HEADS_OF_TWO_SIZES
+        | {"attention.head_count_kv": [2, 1], "attention.sliding_window_pattern": [True, False]}
+        | {"expert_used_count": 2},
+    ),
+    "qwen3next": (
+        "qwen3next",
+        Architecture("qwen3_next", GROUPED | ROUTED | LINEAR | {"norm_topk_prob": True}),
+        {"rope.dimension_count": 4, "full_attention_interval": 2, "ssm.inner_size": 48},
+    ),
+    "lfm2": (
+        "lfm2",
+        Architecture(
+            "lfm2", GROUPED | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+        ),
+        {"attention.head_count_kv": [0, 2], "attention.layer_norm_rms_epsilon": 1e-5},
     ),
     "gpt2": (
         "gpt2",
@@ -111,7 +194,7 @@ def test_configuration_and_weights_are_those_of_the_checkpoint(name: str, tmp_pa
         torch.testing.assert_close(checkpoint.read(weight), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["qwen2moe", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen2moe", "gpt2", "gpt-oss", "gemma4 with experts"])
 def test_tokens_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     arch, model, fields = MODELS[name]
     folder = model.write(tmp_path / "checkpoint")
@@ -126,6 +209,22 @@ ROPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "llama",
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
         {"type": "yarn", "factor": 4.0, "original_context_length": 32},
+    ),
+    "gpt-oss": (
+        "gpt-oss",
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False},
+        {"type": "yarn", "factor": 4.0, "original_context_length": 32},
+    ),
+    "deepseek": (
+        "deepseek 3",
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.7,
+        },
+        {"type": "yarn", "factor": 4.0, "original_context_length": 32, "yarn_log_multiplier": 0.07},
     ),
     "gemma3": ("gemma3", {"rope_type": "linear", "factor": 8.0}, {"type": "linear", "factor": 8.0}),
     "llama3": (
@@ -160,8 +259,11 @@ def test_rotary_frequencies(name: str, tmp_path: Path) -> None:
             writer.add_tensor("rope_freqs.weight", values)
 
     scaling = {f"rope.scaling.{key}": value for key, value in fields.items()} | MODELS[arch][2]
-    path = write_gguf(tmp_path / "model.gguf", folder, model.config(), arch, fields=scaling, extra=factors)
+    own = MODELS[arch][0]
+    path = write_gguf(tmp_path / "model.gguf", folder, model.config(), own, fields=scaling, extra=factors)
     ours, theirs = rotary(configuration(path)), rotary(model.config())
+    if "mscale_all_dim" in rope:  # which changes attention's scale, not the angles
+        assert ours.config.rope_parameters["mscale_all_dim"] == rope["mscale_all_dim"]
     frequencies = [key for key, _ in theirs.named_buffers() if "original" not in key]
     assert frequencies
     for key in frequencies:
@@ -182,6 +284,11 @@ def rotary(config: Any) -> Any:
 # Where a block of each type has numbers of float16.
 HALVES = {
     **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "IQ1_M": (),
+    "NVFP4": (),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q2_K": (80, 82),
     "Q3_K": (108,),
@@ -189,6 +296,7 @@ HALVES = {
     "MXFP4": (),
 }
 ROUNDED = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"}
+ROUNDED |= {kind for kind in BLOCK_TYPES if kind.startswith(("IQ1", "IQ2", "IQ3"))}
 
 
 def random_blocks(kind: str, shape: tuple[int, int]) -> np.ndarray:
@@ -201,6 +309,13 @@ def random_blocks(kind: str, shape: tuple[int, int]) -> np.ndarray:
         blocks[..., start : start + 2] = scales.view(np.uint8)
     if kind == "MXFP4":
         blocks[..., 0] = draw.integers(100, 150, shape)
+    elif kind == "NVFP4":
+        blocks[..., :4] &= 127  # no scale is negative
+    elif kind == "IQ1_M":  # the highest four bits of four words are the scale
+        scales = draw.normal(0, 0.01, shape).astype(np.float16).view(np.uint16)
+        for word in range(4):
+            blocks[..., 49 + 2 * word] &= 15
+            blocks[..., 49 + 2 * word] |= ((scales >> 4 * word & 15) << 4).astype(np.uint8)
     return blocks
 
 
@@ -266,6 +381,86 @@ def test_quantised_matrices_are_weights_of_integers(name: str, tmp_path: Path) -
     assert (ready.dtype, runner.model.vocab_size) == ("bfloat16", VOCAB_SIZE)
 
 
+def test_experts_of_two_tensors_are_quantised_one_by_one(tmp_path: Path) -> None:
+    """Rows of gate and up take turns; where their types differ, they are held as floats."""
+    arch, model, fields = MODELS["gpt-oss"]
+    model = Architecture(model.name, model.fields | {"intermediate_size": 96})
+    folder = model.write(tmp_path / "checkpoint")
+    exact = load_file(folder / "model.safetensors")
+    for second, scheme in (("MXFP4", "table4/32"), ("Q8_0", "dense")):
+        kinds = {
+            "ffn_gate_exps.weight": "MXFP4",
+            "ffn_up_exps.weight": second,
+            "ffn_down_exps.weight": "Q8_0",
+        }
+
+        def kind(name: str, _: np.ndarray, kinds: dict[str, str] = kinds) -> str:
+            return next((own for part, own in kinds.items() if part in name), "F32")
+
+        path = write_gguf(
+            tmp_path / f"{second}.gguf",
+            folder,
+            model.config(),
+            arch,
+            kind=kind,
+            fields=fields | {"expert_feed_forward_length": 96},
+        )
+        checkpoint = GgufCheckpoint(path, configuration(path))
+        name = "model.layers.1.mlp.experts.gate_up_proj"
+        stack = list(checkpoint.stacked(name, torch.float32, transposed=True))
+        assert len(stack) == 4 and all(weight.scheme.name.startswith(scheme) for weight in stack)
+        dense = torch.stack([weight.dense().T for weight in stack])
+        assert torch.equal(checkpoint.read(name), dense)
+        rows = exact[name].swapaxes(1, 2).numpy()
+        for part, own in enumerate(("MXFP4", second)):
+            one = gguf.GGMLQuantizationType[own]
+            expected = gguf.quants.dequantize(gguf.quants.quantize(rows[:, part::2].copy(), one), one)
+            assert np.array_equal(dense.swapaxes(1, 2)[:, part::2].numpy(), expected)
+    assert load_runner(path)[1].dtype == "bfloat16"
+    headers = {header.name: header for header in read_headers(path).tensors}
+    assert headers[name].shape == (4, 192, 64) and headers[name].num_bytes == 4 * 96 * 2 * (17 + 34)
+
+
+def test_keys_and_values_of_all_heads_become_one_matrix(tmp_path: Path) -> None:
+    arch, model, fields = MODELS["deepseek 3"]
+    sizes = {"kv_lora_rank": 32, "qk_nope_head_dim": 32}
+    model = Architecture(model.name, model.fields | sizes)
+    folder = model.write(tmp_path / "checkpoint")
+    fields = fields | {
+        "attention.key_length": 40,
+        "attention.key_length_mla": 40,
+        "attention.value_length": 32,
+    }
+
+    def kind(name: str, _: np.ndarray) -> str:
+        return "Q8_0" if "attn_k_b" in name or "attn_v_b" in name else "F32"
+
+    path = write_gguf(tmp_path / "model.gguf", folder, model.config(), arch, kind=kind, fields=fields)
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    weight = GgufCheckpoint(path, configuration(path)).weight(name, torch.float32)
+    exact = load_file(folder / "model.safetensors")[name]
+    assert weight.scheme.name == "int8/32-128" and weight.shape == exact.shape
+    assert (weight.dense() - exact).norm() / exact.norm() < 0.01
+    (header,) = (header for header in read_headers(path).tensors if header.name == name)
+    assert (header.shape, header.dtype) == (tuple(exact.shape), "Q8_0")
+
+
+def test_layers_that_draft_are_left_out(tmp_path: Path) -> None:
+    arch, model, fields = MODELS["glm4moe"]
+    folder = model.write(tmp_path / "checkpoint")
+
+    def more(writer: Any) -> None:
+        writer.add_uint32("glm4moe.nextn_predict_layers", 1)
+        for name in ("attn_norm", "nextn.eh_proj", "nextn.enorm"):
+            writer.add_tensor(f"blk.2.{name}.weight", np.ones((4, 64), np.float32))
+
+    fields = fields | {"block_count": 3}
+    path = write_gguf(tmp_path / "model.gguf", folder, model.config(), arch, fields=fields, extra=more)
+    config = configuration(path)
+    assert config.num_hidden_layers == 2
+    assert set(GgufCheckpoint(path, config).names) == load_file(folder / "model.safetensors").keys()
+
+
 def roundtrip(key: str, values: np.ndarray, config: Any, name: str) -> np.ndarray:
     """A weight's numbers after it was stored and read by ggml's own functions."""
     short = {
@@ -307,8 +502,8 @@ def test_what_is_refused(tmp_path: Path, llama: Path) -> None:
         (whole.replace(b"blk.1.ffn_up", b"blk.1.ffn_xx"), "has tensors that llama has no use for: 'ffn_xx'"),
         (b"no model", "does not begin with the letters GGUF"),
         (
-            content({}, [("token_embd.weight", (2, 256), 16, bytes(132))]),
-            "is of type IQ2_XXS; .* types F32, F16, BF16",
+            content({}, [("token_embd.weight", (2, 256), 15, bytes(584))]),
+            "is of type Q8_K; .* types F32, F16, BF16",
         ),
         (
             content({}, [("output_norm.weight", (32,), 2, bytes(18))]),

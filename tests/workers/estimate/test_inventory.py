@@ -136,6 +136,12 @@ def packed(**weights: Any) -> dict[str, Any]:
             NumberFormat(8, 32),
         ),
         (
+            {"quant_method": "modelopt"},
+            {"weight": ("U8", 64, 128), "weight_scale": ("F8_E4M3", 64, 16), "weight_scale_2": ("F32",)},
+            (1, 64, 256),
+            NumberFormat(4, 16, scale_bytes=4),
+        ),
+        (
             BNB,
             {
                 "weight": ("U8", 8192, 1),

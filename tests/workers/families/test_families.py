@@ -27,7 +27,7 @@ from tests.workers.driver import Driver, load_runner
 from tests.workers.families.originals import ORIGINALS, Original
 from tests.workers.parallel.threads import Rank, run_ranks
 from tests.workers.parity import make_prompts, our_tokens, transformers_tokens
-from tests.workers.quantised_models import write_awq
+from tests.workers.quantised_models import write_packed
 
 PROMPTS = make_prompts(VOCAB_SIZE, (23, 5, 1))
 NUM_TOKENS = 6
@@ -177,13 +177,18 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
 
 
 PACKED = ("_proj.weight", "attn.c_attn.weight", "mlp.w1.weight", "wqkv.weight", "feed_forward.w1.weight")
+PACKED += ("W_pack.weight", "query_key_value.weight")
 
 
-@pytest.mark.parametrize("name", ["qwen", "internlm2", "decilm"])
-def test_quantised_tensors_are_split_along_their_rows(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("internlm2", "awq"), ("decilm", "awq")]
+    + [(name, "gptq") for name in ("qwen", "baichuan 7B", "internlm", "chatglm")],
+)
+def test_quantised_tensors_are_split_along_their_rows(name: str, method: str, tmp_path: Path) -> None:
     original = next(original for original in ORIGINALS if original.name == name)
     (tmp_path / "dense").mkdir()
-    packed, plain = write_awq(original.write(tmp_path / "dense"), tmp_path, packed=PACKED)
+    packed, plain = write_packed(original.write(tmp_path / "dense"), tmp_path, packed=PACKED, method=method)
     sources = []
     for folder in (packed, plain):
         config = WorkerConfig(str(folder))

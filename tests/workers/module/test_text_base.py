@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from pagewire.kernels.cpu.build import REFERENCE
 from pagewire.workers.checkpoint.headers import read_headers
@@ -14,7 +16,8 @@ from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.figures import footprint
 from tests.workers.driver import Driver, load_runner
 from tests.workers.parallel.test_ranks import generate_over_ranks
-from tests.workers.parity import NUM_TOKENS, make_prompts, transformers_tokens
+from tests.workers.parity import NUM_TOKENS, greedy_tokens, make_prompts, our_tokens, transformers_tokens
+from tests.workers.quantised_models import write_packed
 from tests.workers.shrunk import NUM_TEXT_TOKENS, shrunk
 
 PROMPTS = make_prompts(NUM_TEXT_TOKENS)
@@ -31,14 +34,8 @@ def write(model_type: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("model_type", "is_stack"),
-    [
-        ("mistral3", True),
-        ("qwen2_5_vl", True),
-        ("qwen3_vl", True),
-        ("glm4v", False),
-        ("gemma4", False),
-        ("qwen3_5", False),
-    ],
+    [("mistral3", True), ("qwen2_5_vl", True), ("qwen3_vl", True)]
+    + [("chameleon", False), ("glm4v", False), ("gemma4", False), ("qwen3_5", False)],
 )
 def test_text_is_served(
     model_type: str, is_stack: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -71,6 +68,44 @@ def test_layers_that_look_at_pictures_are_passed_by(tmp_path: Path) -> None:
     sizes = footprint(read_headers(folder), REFERENCE, "bfloat16")
     assert sizes.kv_token_bytes * 2 * runner.config.block_size == ready.bytes_per_block
     assert sizes.weight_bytes * 2 == pytest.approx(ready.weight_bytes, rel=0.02)
+
+
+def test_gemma_3n_is_served_without_the_package_for_its_pictures(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = shrunk("gemma3n")
+    config.architectures = ["Gemma3nForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    text = AutoModelForCausalLM.from_config(config.text_config).float().eval()
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in text.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    beside = {
+        f"model.{name}.weight": torch.ones(2, 2)
+        for name in ("vision_tower.a", "audio_tower.b", "embed_vision.c")
+    }
+    save_file(tensors | beside, tmp_path / "model.safetensors", {"format": "pt"})
+    expected = [greedy_tokens(text, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert our_tokens(tmp_path, PROMPTS) == expected
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_weights_of_the_text_are_quantised(method: str, tmp_path: Path) -> None:
+    """Some tools write how they are into the part of the configuration for text."""
+    dense = write("mistral3", tmp_path / "dense")
+    names = ("self_attn.q_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight")
+    packed, plain = write_packed(dense, tmp_path, packed=names, method=method)
+    if method == "gptq":
+        values = json.loads((packed / "config.json").read_text())
+        values["text_config"]["quantization_config"] = values.pop("quantization_config")
+        (packed / "config.json").write_text(json.dumps(values))
+    assert our_tokens(packed, PROMPTS) == our_tokens(plain, PROMPTS)
+    sizes = footprint(read_headers(packed), REFERENCE, "float32")
+    assert sizes.quantization == method
+    assert sizes.weight_bytes < footprint(read_headers(plain), REFERENCE, "float32").weight_bytes
 
 
 def test_text_is_served_over_ranks(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.workers.architectures import EXPERTS, GROUPED, HYBRIDS, SERVED, VOCAB
 from tests.workers.driver import GREEDY, Driver, load_runner
 from tests.workers.parallel.threads import Rank, Threads, run_ranks
 from tests.workers.parity import NUM_TOKENS, make_prompts
-from tests.workers.quantised_models import write_awq
+from tests.workers.quantised_models import write_packed
 
 FORMS = (  # each has its own way to be divided
     *("llama with biases", "gpt2", "gpt_bigcode", "phi3", "olmo2", "deepseek_v3", "bitnet"),
@@ -205,13 +205,13 @@ def test_quantised_while_loading(name: str, fields: Any, quantization: str, tmp_
 
 
 def test_a_quantised_checkpoint(tmp_path: Path) -> None:
-    folder, _ = write_awq(Architecture("llama", BLOCKS).write(tmp_path / "dense"), tmp_path, group=32)
+    folder, _ = write_packed(Architecture("llama", BLOCKS).write(tmp_path / "dense"), tmp_path, group=32)
     check_parity(folder, 2)
 
 
 def test_groups_that_a_cut_divides_become_smaller(tmp_path: Path) -> None:
     """A rank has one and a half groups of 128. Inputs are rounded in other groups then, so tokens may differ."""
-    folder, _ = write_awq(Architecture("llama", WIDE).write(tmp_path / "dense"), tmp_path, group=128)
+    folder, _ = write_packed(Architecture("llama", WIDE).write(tmp_path / "dense"), tmp_path, group=128)
     results = generate_over_ranks(folder, 2, make_prompts(VOCAB_SIZE))  # the proof compares the logits
     assert results[0].tokens == results[1].tokens
     stack: Any = results[0].runner.model.model.base

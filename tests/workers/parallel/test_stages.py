@@ -31,7 +31,7 @@ from tests.workers.driver import load_runner
 from tests.workers.parallel.pipelined import Output, generate
 from tests.workers.parallel.threads import Rank, run_ranks
 from tests.workers.parity import make_prompts
-from tests.workers.quantised_models import write_awq
+from tests.workers.quantised_models import write_packed
 from tests.workers.test_embeddings import embedded, prompt_of
 
 UNCUT = {"gemma4_text", "zamba", "zamba2"}  # refused, see below
@@ -176,7 +176,7 @@ def test_other_forms_of_weights_and_caches(name: str, fields: dict[str, Any], tm
 @pytest.mark.every_architecture
 def test_a_quantised_checkpoint(tmp_path: Path) -> None:
     sizes = DEEP | {"hidden_size": 128, "intermediate_size": 256}
-    folder, _ = write_awq(Architecture("llama", sizes).write(tmp_path / "dense"), tmp_path, group=32)
+    folder, _ = write_packed(Architecture("llama", sizes).write(tmp_path / "dense"), tmp_path, group=32)
     check_bits(folder, 2)
 
 

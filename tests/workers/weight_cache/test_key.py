@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pagewire.ipc.models.registrations import Registrations
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.ipc.wire.pooling import PoolerConfig
@@ -33,6 +34,7 @@ VALUES: dict[str, Any] = {
     "pooler_config": PoolerConfig(normalize=False),
     "speculative": SpeculativeConfig(method="mtp"),
     "merged_adapter": "an/adapter",
+    "registrations": Registrations(plugins=("acme",)),
 }
 """For each field of `WorkerConfig` that the packed weights depend on another value."""
 

@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors: integers of 1 to 8 bits, packed or not, and floats of 8 bits."""
+"""Checkpoints of compressed-tensors: integers of 1 to 8 bits, packed or not, and floats of 8 and 4 bits."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from pagewire.workers.checkpoint.formats.checks import (
 )
 from pagewire.workers.checkpoint.formats.config_groups import ConfigGroups, WeightSettings
 from pagewire.workers.checkpoint.formats.format import (
+    FLOATS_OF_8_BITS,
+    POWERS_OF_TWO,
     Dtype,
     Held,
     Parts,
@@ -24,6 +26,7 @@ from pagewire.workers.checkpoint.formats.format import (
     Tensors,
     Weight,
     described,
+    float_format,
     grouped,
     wider,
 )
@@ -32,8 +35,9 @@ from pagewire.workers.errors import LoadError
 
 logger = logging.getLogger("pagewire.worker")
 
-FLOAT8 = ("F8_E4M3", "F8_E5M2")
-ACTIVATIONS = frozenset({"input_scale", "input_zero_point", "output_scale", "output_zero_point"})
+ACTIVATIONS = frozenset(
+    {"input_scale", "input_zero_point", "output_scale", "output_zero_point", "input_global_scale"}
+)
 """What belongs to activations is not read: each row of activations gets its own scale while it is computed."""
 
 
@@ -70,6 +74,7 @@ class CompressedTensorsFormat:
     - packed: weight_packed int32 [N, K * b / 32], weight_scale, weight_shape; perhaps weight_zero_point int32
       [N * b / 32, G] and weight_g_idx [K]
     - plain: weight int8 or float8 [N, K], weight_scale, perhaps weight_zero_point int8 like weight_scale
+    - 4-bit floats: weight_packed uint8 [N, K / 2], weight_scale [N, G], and weight_global_scale if that is float8
 
     Scales are [1], [N, 1], [N, G] or, for blocks, [N / rows, K / columns].
     """
@@ -85,6 +90,7 @@ class CompressedTensorsFormat:
             "weight_zero_point",
             "weight_shape",
             "weight_g_idx",
+            "weight_global_scale",
         }
         self.suffixes = frozenset(parts) | ACTIVATIONS
 
@@ -102,15 +108,17 @@ class CompressedTensorsFormat:
         """See `Format.stored`."""
         if "weight_packed" in tensors:
             settings = self._groups.settings(name)
+            if settings.kind == "float":
+                return float_format(name, tensors["weight_packed"], tensors["weight_scale"])
             shape = _packed_shape(name, tensors, settings)
         else:
-            values = need(name, tensors, "weight", "I8", *FLOAT8, *SCALE_DTYPES)
+            values = need(name, tensors, "weight", "I8", *FLOATS_OF_8_BITS, *SCALE_DTYPES)
             shape = values.shape[0], values.shape[1]
             check_divides(name, "columns", shape[1], 1)
             if values.dtype in SCALE_DTYPES:
                 return shape, NumberFormat(FLOATS[values.dtype])
             settings = self._groups.settings(name)
-            if (values.dtype in FLOAT8) != (settings.kind == "float"):
+            if (values.dtype in FLOATS_OF_8_BITS) != (settings.kind == "float"):
                 raise LoadError(
                     f"{name}.weight is of torch.{DTYPES[values.dtype]}, and quantization_config says "
                     f"{settings.kind}"
@@ -125,7 +133,7 @@ class CompressedTensorsFormat:
         """See `Format.weight`."""
         from pagewire.kernels.data.weight import dense_weight
         from pagewire.workers.checkpoint.formats.grouped import GroupedIntegers, group_index
-        from pagewire.workers.checkpoint.formats.reexpress import fp8_weight
+        from pagewire.workers.checkpoint.formats.tables import float_weight
 
         (num_out, num_in), held = self.stored(name, described(tensors))
         values = tensors.get("weight")
@@ -133,9 +141,12 @@ class CompressedTensorsFormat:
             # Saved without being compressed, or a module of which only outputs have scales.
             return dense_weight(values, dtype)
         settings = self._groups.settings(name)
-        if values is not None and settings.kind == "float":
-            block = (settings.block_rows, settings.group) if settings.strategy == "block" else None
-            return fp8_weight(values, tensors["weight_scale"], dtype, block)
+        if settings.kind == "float":
+            block = (settings.block_rows or 1, settings.group) if settings.group else None
+            divisor = tensors.get("weight_global_scale")
+            factor = None if divisor is None else 1 / divisor.float()
+            floats = tensors["weight_packed"] if values is None else values
+            return float_weight(floats, tensors["weight_scale"], dtype, block, factor)
         scales = _for_each_row(tensors["weight_scale"], settings, num_out)
         zeros = _zeros(name, tensors.get("weight_zero_point"), settings, num_out)
         if values is None:
@@ -154,8 +165,6 @@ def _packed_shape(
     name: str, tensors: Mapping[str, TensorHeader], settings: WeightSettings
 ) -> tuple[int, int]:
     words = need(name, tensors, "weight_packed", "I32")
-    if settings.kind == "float":
-        raise LoadError(f"{name}.weight_packed holds floats by quantization_config, which is not served")
     num_out, num_in = words.shape[0], words.shape[1] * 32 // settings.bits
     check_divides(name, "packed columns", num_in, 1)
     if settings.strategy == "group":
@@ -172,7 +181,8 @@ def _check_scales(
 ) -> TensorHeader:
     """The header of the scales, once they and the zeros are known to be of the right shapes and dtypes."""
     scales, zeros = tensors.get("weight_scale"), tensors.get("weight_zero_point")
-    if scales is None or scales.dtype not in SCALE_DTYPES:
+    powers = POWERS_OF_TWO if settings.kind == "float" else ()
+    if scales is None or scales.dtype not in (*SCALE_DTYPES, *powers):
         what = "missing" if scales is None else f"of {scales.dtype}"
         raise LoadError(f"{name}.weight_scale must be of float16, bfloat16 or float32; it is {what}")
     _check_rows(name, scales, settings, shape)

@@ -11,8 +11,11 @@ from pagewire.workers.checkpoint.formats.checks import integer_setting, pattern,
 from pagewire.workers.errors import LoadError
 from pagewire.workers.name_patterns import NamePattern
 
-STRATEGIES = ("tensor", "channel", "group", "block")
-FORMATS = ("dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
+FORMATS = (
+    *("dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+)
 MIXED = "mixed-precision"
 """The format of a checkpoint whose groups have several."""
 
@@ -24,10 +27,13 @@ class WeightSettings:
     kind: str
     """ "int" or "float"."""
     bits: int
-    """From 1 to 8; 8 for floats."""
+    """From 1 to 8; 4 or 8 for floats."""
     symmetric: bool
     strategy: str
-    """What has a scale: the whole "tensor", a "channel" (a row), a "group" of columns of a row, a "block"."""
+    """What has a scale: the whole "tensor", a "channel" (a row), a "group" of columns of a row, a "block".
+
+    A "tensor_group" is a group whose scales have a factor for the whole tensor.
+    """
     group: int
     """The columns of a group or of a block; 0 for the other strategies."""
     block_rows: int
@@ -41,10 +47,10 @@ class WeightSettings:
             LoadError: they are not served.
         """
         kind, bits = str(config.get("type") or "int").lower(), integer_setting(config, ["num_bits"], 8)
-        if kind not in ("int", "float") or not 1 <= bits <= 8 or (kind == "float" and bits != 8):
+        if kind not in ("int", "float") or not 1 <= bits <= 8 or (kind == "float" and bits not in (4, 8)):
             raise LoadError(
                 f"{where}: weights of type {kind!r} with {bits} bits are not served; "
-                "int with 1 to 8 bits and float with 8 are"
+                "int with 1 to 8 bits and float with 4 or 8 are"
             )
         group = integer_setting(config, ["group_size"], 0)
         default = "tensor" if group == 0 else "channel" if group == -1 else "group"
@@ -52,13 +58,15 @@ class WeightSettings:
         if strategy not in STRATEGIES:
             raise LoadError(f"{where}: the strategy {strategy!r} is not served; {', '.join(STRATEGIES)} are")
         rows, columns = _block(config.get("block_structure"), where) if strategy == "block" else (0, 0)
-        if strategy == "group":
+        if strategy in ("group", "tensor_group"):
             columns = group
-        if strategy in ("group", "block") and columns < 1:
+        if strategy in ("group", "tensor_group", "block") and columns < 1:
             raise LoadError(f"{where}: groups of {columns} columns are not served")
+        if strategy == "tensor_group" and (kind, bits) != ("float", 4):
+            raise LoadError(f"{where}: the strategy {strategy!r} is served only for floats of 4 bits")
         symmetric = switch(config, "symmetric", True)
         if kind == "float" and not symmetric:
-            raise LoadError(f"{where}: floats of 8 bits with zeros are not served")
+            raise LoadError(f"{where}: floats with zeros are not served")
         return WeightSettings(kind, bits, symmetric, strategy, columns, rows)
 
 
@@ -132,7 +140,8 @@ class ConfigGroups:
                 raise LoadError(f"{where} must be an object with all settings, not {quoted(group)}")
             _check_format(group.get("format") or config.get("format"), where)
             for activations in (group.get("input_activations"), group.get("output_activations")):
-                found.static |= isinstance(activations, Mapping) and not activations.get("dynamic")
+                # "local": groups have scales of their own, and a static one for all of them.
+                found.static |= isinstance(activations, Mapping) and activations.get("dynamic") is not True
             if isinstance(weights := group.get("weights"), Mapping):
                 targets = Names.of(group.get("targets") or [], f"{where}: targets")
                 found.groups.append(Group(targets, WeightSettings.of(weights, where)))

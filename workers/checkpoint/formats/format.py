@@ -27,6 +27,9 @@ Parts: TypeAlias = Mapping[str, TensorHeader]
 Held: TypeAlias = tuple[tuple[int, ...], NumberFormat]
 """The shape of the dense weight, and how it will be held."""
 
+FLOATS_OF_8_BITS = ("F8_E4M3", "F8_E5M2")
+POWERS_OF_TWO = ("U8", "F8_E8M0")
+"""Dtypes of scales that are exponents with a bias of 127."""
 GROUPS = (128, 64, 32, 16)
 """The numbers of columns with a scale that kernels know."""
 
@@ -45,8 +48,9 @@ class Format(Protocol):
     def suffixes(self) -> frozenset[str]:
         """The last parts of the names of the tensors that make a matrix: {"qweight", "qzeros", "scales"}.
 
-        They may have dots: "weight.absmax". One that begins with an underscore makes a stack of matrices
-        (`StackFormat`): "_blocks" of `experts.gate_up_proj_blocks`, which is a part of `experts.gate_up_proj`.
+        They may have dots: "weight.absmax", also at the beginning. One that begins with an underscore makes a
+        stack of matrices (`StackFormat`): "_blocks" of `experts.gate_up_proj_blocks`, which is a part of
+        `experts.gate_up_proj`.
         """
 
     def check(self, names: Iterable[str]) -> None:
@@ -104,7 +108,7 @@ def parts_by_weight(
 def _split(name: str, suffixes: Iterable[str]) -> tuple[str, str] | None:
     """The weight that a tensor is a part of, and the suffix that says which; None if it is no part of any."""
     for suffix in suffixes:
-        end = suffix if suffix.startswith("_") else f".{suffix}"
+        end = suffix if suffix.startswith(("_", ".")) else f".{suffix}"
         if name.endswith(end):
             owner = name.removesuffix(end)
             return (owner if suffix.startswith("_") else f"{owner}.weight"), suffix
@@ -126,6 +130,33 @@ def grouped(bits: int, num_in: int, group: int, scales: TensorHeader, has_zeros:
         return wider(num_in)
     size = 4 if has_zeros or scales.dtype == "F32" else 2
     return NumberFormat(width(bits, num_in), None if whole else known, has_zeros, size)
+
+
+def float_format(name: str, values: TensorHeader, scales: TensorHeader) -> Held:
+    """The shape [N, K] of a matrix of 8-bit or 4-bit floats, and how it is held. name: of the module.
+
+    Its dtypes say what it is: values of bytes are two numbers of 4 bits each, NVFP4 if their scales are floats of 8
+    bits, MXFP4 if these are powers of two.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if len(values.shape) != 2:
+        raise ValueError(
+            f"{name} is of shape {values.shape}: only matrices are served in 8-bit or 4-bit floats"
+        )
+    rows, columns = values.shape
+    if values.dtype in FLOATS_OF_8_BITS:
+        return values.shape, wider(columns)
+    group = {"F8_E4M3": 16, **dict.fromkeys(POWERS_OF_TWO, 32)}.get(scales.dtype)
+    if values.dtype not in ("U8", "I8") or group is None:
+        raise ValueError(
+            f"a matrix of {values.dtype} with scales of {scales.dtype} is none of FP8, MXFP8, NVFP4 and MXFP4"
+        )
+    columns *= 2
+    if scales.shape != (rows, columns // group) or columns % group:
+        raise ValueError(f"scales {scales.shape} do not fit a matrix {(rows, columns)} in groups of {group}")
+    return (rows, columns), NumberFormat(4, group, scale_bytes=4 if group == 16 else 2)
 
 
 def width(bits: int, num_in: int) -> int:
@@ -154,4 +185,6 @@ def described(tensors: Tensors) -> Parts:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    return bytes(tensor.tolist())
+    import torch
+
+    return bytes(tensor.reshape(-1).view(torch.uint8).tolist())

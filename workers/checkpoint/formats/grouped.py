@@ -22,7 +22,7 @@ from pagewire.workers.errors import LoadError
 
 @dataclass(frozen=True)
 class GroupedIntegers:
-    """`W[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g])`, where column k is in group g."""
+    """`W[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]) + offsets[n, g]`, where column k is in group g."""
 
     scales_name: str
     """The name of the tensor that holds the scales, for messages."""
@@ -35,11 +35,13 @@ class GroupedIntegers:
     scales: Tensor
     """[N, G], in float16, bfloat16 or float32."""
     zeros: Tensor | None
-    """Integers [N, G]; None: all are `2 ** (bits - 1)`."""
+    """Numbers [N, G], integers in most formats; None: all are `2 ** (bits - 1)`."""
     group: int
     """How many columns have a scale; the last group of a row may have fewer."""
     index: Tensor | None = None
     """The groups of the columns, int64 [K], from 0 to G - 1; None: the columns of a group follow each other."""
+    offsets: Tensor | None = None
+    """Floats [N, G], where `zeros` are None; None: all are 0."""
 
     def weight(self, dtype: torch.dtype) -> Weight:
         """The matrix [N, K] for a product whose inputs and outputs are of a dtype.
@@ -71,6 +73,8 @@ class GroupedIntegers:
         if self.zeros is not None:
             scales = scales.float()
             offsets = self._per_group(scales * (2 ** (self.bits - 1) - self.zeros.float()), group)
+        if self.offsets is not None:
+            scales, offsets = scales.float(), self._per_group(self.offsets.float(), group)
         return integer_weight(
             Integers(num_bits, group, middle),
             codes.contiguous(),
@@ -86,7 +90,8 @@ class GroupedIntegers:
             zeros: Tensor | int = 2 ** (self.bits - 1)
             if self.zeros is not None:
                 zeros = self.zeros[start:stop].float()[:, index]
-            yield (self._values(start, stop).float() - zeros) * self.scales[start:stop].float()[:, index]
+            dense = (self._values(start, stop).float() - zeros) * self.scales[start:stop].float()[:, index]
+            yield dense if self.offsets is None else dense + self.offsets[start:stop].float()[:, index]
 
     def _values(self, start: int, stop: int) -> Tensor:
         """The integers of some rows, uint8 [n, K]."""

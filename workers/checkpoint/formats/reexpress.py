@@ -98,6 +98,8 @@ def rounded_to_fp8(weight: Weight) -> Weight:
 def _grid(values: Tensor, scales: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, int, int]:
     """Scales as a matrix, and how many rows and columns share one."""
     rows, columns = values.shape
+    if scales.dim() == 4:  # [N / rows, 1, K / columns, 1], as ModelOpt has them
+        scales = scales[:, 0, :, 0]
     if scales.numel() == 1:
         return scales.reshape(1, 1), rows, columns
     if scales.numel() == rows and scales.shape[0] == rows:

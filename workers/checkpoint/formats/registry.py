@@ -5,32 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pagewire.ipc.quantization import FAMILIES, method_of
 from pagewire.workers.checkpoint.formats import (
     aqlm,
+    auto_round,
     awq,
     bitsandbytes,
     compressed_tensors,
-    fp8,
+    floats,
     gptq,
+    hqq,
     mxfp4,
     squeezellm,
+    torchao,
 )
 from pagewire.workers.checkpoint.formats.format import Format
 from pagewire.workers.errors import LoadError
 
 READERS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "aqlm": aqlm.of,
+    "auto-round": auto_round.of,
     "awq": awq.of,
     "bitsandbytes": bitsandbytes.of,
     "compressed-tensors": compressed_tensors.of,
-    "fbgemm_fp8": fp8.of,
-    "fp8": fp8.of,
+    "fbgemm_fp8": floats.of,
+    "fp8": floats.of,
     "gptq": gptq.of,
-    "marlin": gptq.of,
+    "hqq": hqq.of,
+    "modelopt": floats.of_modelopt,
     "mxfp4": mxfp4.of,
+    "mxfp8": floats.of,
+    "quark": floats.of_quark,
     "squeezellm": squeezellm.of,
+    "torchao": torchao.of,
 }
-"""`quant_method` to a function from `quantization_config` to a format."""
+"""A family of `ipc.quantization.FAMILIES` to a function from `quantization_config` to a format."""
 
 
 def format_of(quantization_config: Mapping[str, Any]) -> Format:
@@ -39,11 +48,16 @@ def format_of(quantization_config: Mapping[str, Any]) -> Format:
     Raises:
         LoadError: the method is unknown, or this kind of it is not served.
     """
-    method = str(quantization_config.get("quant_method", "")).lower().replace("_", "-")
-    readers = {name.replace("_", "-"): reader for name, reader in READERS.items()}
-    if (reader := readers.get(method)) is None:
-        raise LoadError(
-            f"checkpoints quantised by {quantization_config.get('quant_method')!r} are not served; "
-            f"those of {', '.join(READERS)} are"
-        )
-    return reader(quantization_config)
+    try:
+        family = FAMILIES[str(method_of(quantization_config))]
+        if (reader := READERS.get(family)) is None:
+            raise LoadError(
+                f"tensors in safetensors files are not quantised with {family!r}; name the file itself"
+            )
+        return reader(quantization_config)
+    except LoadError:
+        raise
+    except KeyError as error:
+        raise LoadError(f"quantization_config lacks {error.args[0]!r}") from error
+    except ValueError as error:
+        raise LoadError(str(error)) from error

@@ -1,4 +1,4 @@
-"""Matrices of 4-bit floats as integers with a table of their 16 values: NF4, FP4 and MXFP4."""
+"""Matrices of 4-bit floats as integers with a table of their 16 values: NF4, FP4, MXFP4 and NVFP4."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch import Tensor
 from pagewire.kernels.data.integers import Integers, integer_weight
 from pagewire.kernels.data.weight import Weight
 from pagewire.workers.checkpoint.formats.format import known_group
-from pagewire.workers.checkpoint.formats.reexpress import log_once, reexpressed
+from pagewire.workers.checkpoint.formats.reexpress import FLOAT8, fp8_weight, log_once, reexpressed
 
 ZERO = 128
 REACH = 127
 """The integer for the largest value of int8, and the largest that a table may hold beyond `ZERO`."""
 MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
 """Twice the numbers of E2M1 without their sign, which is the highest bit of a code."""
-MXFP4 = Integers(4, 32, ZERO, tuple(ZERO + sign * size for sign in (1, -1) for size in MAGNITUDES))
+E2M1 = tuple(ZERO + sign * size for sign in (1, -1) for size in MAGNITUDES)
+MXFP4, NVFP4 = Integers(4, 32, ZERO, E2M1), Integers(4, 16, ZERO, E2M1)
 BIAS = 127
 NAN = 255
 
@@ -93,6 +94,59 @@ def nf4(weight: Weight) -> Weight:
     return blocks_weight(packed, scales, values, weight.shape, block, weight.dtype)
 
 
+def float_weight(
+    values: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    block: tuple[int, int] | None = None,
+    factor: Tensor | None = None,
+) -> Weight:
+    """A matrix [N, K] of 8-bit or 4-bit floats, as `float_format` tells them apart.
+
+    values: float8 [N, K], or uint8 [N, K / 2]. scales: float8, exponents or floats. dtype: of the product's inputs
+    and outputs. block: rows and columns of 8-bit floats with a scale, as for `fp8_weight`. factor: of all scales of
+    NVFP4, a single number.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit each other, or a scale is not a number.
+    """
+    exponents = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
+    if values.dtype in FLOAT8:
+        return fp8_weight(
+            values, _powers(exponents) if exponents.dtype == torch.uint8 else scales, dtype, block
+        )
+    codes = values.view(torch.uint8)
+    if exponents.dtype == torch.uint8:
+        return mxfp4_weight(codes, exponents, dtype)
+    if factor is None:
+        raise ValueError("the factor of its scales is missing")
+    return nvfp4_weight(codes, scales, factor, dtype)
+
+
+def nvfp4_weight(codes: Tensor, scales: Tensor, factor: Tensor, dtype: torch.dtype) -> Weight:
+    """A matrix [N, K] in NVFP4: 4-bit floats (E2M1) in groups of 16, without a copy of its codes.
+
+    Its scales are products of two numbers, and are held in float32, as which such products are computed.
+
+    codes: uint8 [N, K / 2], the even column in the low half. scales: float8 (e4m3) [N, K / 16]. factor: of all
+    scales, a single number. dtype: of the product's inputs and outputs.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit each other, or a scale is not a number.
+    """
+    if factor.numel() != 1:
+        raise ValueError(f"its scales have {factor.numel()} factors in place of one")
+    products = scales.float() * (factor.float().reshape(()) / 2)  # of twice the numbers
+    if not products.isfinite().all():
+        raise ValueError("its scales are no numbers")
+    return integer_weight(NVFP4, codes, products, None, dtype)
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """2 to the power of exponents with a bias, in float32: infinite for the byte that is no number."""
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - BIAS)
+
+
 def mxfp4_weight(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight:
     """A matrix [N, K] in MXFP4, exactly and without a copy of its codes.
 
@@ -104,7 +158,5 @@ def mxfp4_weight(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight
     """
     if exponents.dtype != torch.uint8 or (exponents == NAN).any():
         raise ValueError("its scales are no powers of two: bytes below 255")
-    scales = torch.ldexp(
-        torch.ones(exponents.shape), exponents.int() - BIAS - 1
-    ).bfloat16()  # of twice the numbers
+    scales = torch.ldexp(_powers(exponents), torch.tensor(-1)).bfloat16()  # of twice the numbers
     return integer_weight(MXFP4, codes, scales, None, dtype)

@@ -73,7 +73,7 @@ def test_every_path_wants_a_key(serve: Callable[..., Client], root_path: str) ->
                 answer = client.request(tried, spelling)
                 assert public or answer.status == 401, (tried, spelling)
                 if not public and tried != "HEAD":
-                    assert answer.error["code"] == "invalid_api_key"
+                    assert b"give a valid API key" in answer.body
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,9 @@ def status_of(check: OriginCheck, headers: list[tuple[bytes, bytes]], version: s
         await send({"status": 200})
 
     check.app = passed
-    asyncio.run(check({"type": "http", "headers": headers, "http_version": version}, receive, send))
+    asyncio.run(
+        check({"type": "http", "path": "/", "headers": headers, "http_version": version}, receive, send)
+    )
     return int(sent[0]["status"])
 
 

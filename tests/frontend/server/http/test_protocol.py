@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import ssl
 import subprocess
@@ -22,6 +23,7 @@ from pagewire.frontend.server.http.limits import (
     MAX_TARGET_BYTES,
 )
 from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.frontend.server.http.uvicorn_server import bound
 from pagewire.ipc.wire.messages import Abort, Submit
 from tests.frontend.conftest import FakeCore
 from tests.serving import serving
@@ -269,6 +271,23 @@ def test_handshakes_count_and_end(listening: Callable[..., Any], certificate: di
             client.sendall(b"GET / HTTP/1.1\r\n\r\n")
             read_all(client)
         assert version(port).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_a_unix_socket_has_the_permissions_of_the_options(tmp_path: Path) -> None:
+    path = tmp_path / "http.sock"
+    for mode in ("660", "606"):
+        options = ServerOptions(uds=str(path), uds_mode=mode, uds_group=str(os.getgid()))
+        options.check()
+        with bound(options):
+            assert path.stat().st_mode & 0o777 == int(mode, 8) and path.stat().st_gid == os.getgid()
+    for group in ("no-such-group", "9" * 20):
+        path.unlink(missing_ok=True)
+        with pytest.raises(OSError, match="cannot listen on"):
+            bound(ServerOptions(uds=str(path), uds_group=group))
+        assert not path.exists()
+    for options in (ServerOptions(uds=str(path), uds_mode="888"), ServerOptions(uds_mode="660")):
+        with pytest.raises(ValueError, match="uds_mode"):
+            options.check()
 
 
 def test_a_unix_socket(listening: Callable[..., Any], core: FakeCore, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.requests.answer_budget import AnswerMemory
 from pagewire.frontend.server.http import response as http_response
+from pagewire.frontend.server.http.api_shapes import OPENAI
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.response import HttpResponse
 from pagewire.frontend.server.pooling.results import as_dtype
@@ -160,7 +161,7 @@ def test_a_client_that_hardly_reads_is_cut(monkeypatch: pytest.MonkeyPatch) -> N
             await asyncio.Event().wait()  # nothing is read
 
     async def respond() -> None:
-        response = HttpResponse(send)
+        response = HttpResponse(send, OPENAI)
         with pytest.raises(APIError, match="reads less than") as caught:
             await response.send_parts(iter([b"[1", b"]"]), {})
         await response.fail(caught.value)  # there is no way to say it

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.workers.checkpoint.formats import rounding
-from tests.workers.checkpoint.formats.rounding import Rounded, rounded
+from tests.workers.checkpoint.formats.rounding import Rounded, RoundedFloats, rounded, rounded_floats
 
 QUANTISED = "proj.weight"
 """The end of the names of the matrices that are quantised: those of the layers of Llama and its relatives."""
@@ -27,8 +27,8 @@ QUANTISED = "proj.weight"
 class Recipe:
     """A way of quantising a checkpoint."""
 
-    tensors: Callable[[Rounded], dict[str, Tensor]]
-    """Of a module, by suffix."""
+    tensors: Callable[[Any], dict[str, Tensor]]
+    """Of a module, by suffix, of what `rounded` returns."""
     config: dict[str, Any]
     """What becomes `quantization_config`."""
     bits: int
@@ -36,9 +36,13 @@ class Recipe:
     symmetric: bool = True
     reordered: bool = False
     """Groups are of columns of similar size, not of adjacent ones."""
+    floats: bool = False
+    """4-bit floats in place of integers."""
 
-    def rounded(self, weight: Tensor) -> Rounded:
+    def rounded(self, weight: Tensor) -> Rounded | RoundedFloats:
         """A matrix [N, K] as this recipe rounds it."""
+        if self.floats:
+            return rounded_floats(weight, self.group)
         index = None
         if self.reordered:
             order = weight.float().square().sum(0).argsort(descending=True)
@@ -86,6 +90,46 @@ def _compressed(bits: int, group: int, symmetric: bool = True, packed: bool = Tr
     return Recipe(partial(tensors, symmetric=symmetric), config, bits, group, symmetric)
 
 
+def _auto_round(bits: int, packing: str, group: int) -> Recipe:
+    config = {
+        "quant_method": "auto-round",
+        "bits": bits,
+        "group_size": group,
+        "sym": False,
+        "data_type": "int",
+    }
+    tensors = (
+        rounding.awq_gemm if "awq" in packing else partial(rounding.gptq, version=1 if ":" in packing else 2)
+    )
+    return Recipe(tensors, config | {"packing_format": packing}, bits, group, symmetric=False)
+
+
+def _hqq(bits: int, group: int) -> Recipe:
+    config = {"quant_method": "hqq", "quant_config": {}, "skip_modules": ["lm_head"]}
+    return Recipe(rounding.hqq, config, bits, group, symmetric=False)
+
+
+def _torchao(bits: int, group: int) -> Recipe:
+    tensors = rounding.torchao_int4 if bits == 4 else rounding.torchao_int8
+    return Recipe(tensors, {"quant_method": "torchao"}, bits, group, symmetric=False)
+
+
+def _nvfp4(_: int) -> Recipe:
+    def tensors(matrix: RoundedFloats) -> dict[str, Tensor]:
+        parts = {"weight": matrix.packed(), "weight_scale": matrix.scales, "weight_scale_2": matrix.factor}
+        return parts | {"input_scale": torch.ones(())}
+
+    return Recipe(tensors, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4, 16, floats=True)
+
+
+def _mxfp4(_: int) -> Recipe:
+    weights = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    config = {"quant_method": "quark", "global_quant_config": {"weight": weights}, "exclude": ["lm_head"]}
+    return Recipe(
+        lambda matrix: {"weight": matrix.packed(), "weight_scale": matrix.scales}, config, 4, 32, floats=True
+    )
+
+
 RECIPES: dict[str, Callable[[int], Recipe]] = {
     "awq": partial(_awq, "gemm", rounding.awq_gemm),
     "awq-gemv": partial(_awq, "gemv", rounding.awq_gemv),
@@ -98,6 +142,14 @@ RECIPES: dict[str, Callable[[int], Recipe]] = {
     "w4a16": partial(_compressed, 4),
     "w4a16-asymmetric": partial(_compressed, 4, symmetric=False),
     "w8a16": partial(_compressed, 8),
+    "auto-round": partial(_auto_round, 4, "auto_round"),
+    "auto-round-gptq": partial(_auto_round, 2, "auto_round:auto_gptq"),
+    "auto-round-awq": partial(_auto_round, 4, "auto_round:auto_awq"),
+    "hqq": partial(_hqq, 4),
+    "torchao-int4": partial(_torchao, 4),
+    "torchao-int8": partial(_torchao, 8),
+    "nvfp4": _nvfp4,
+    "mxfp4": _mxfp4,
     "w8a8": lambda _: _compressed(8, -1, packed=False),
 }
 """By the name that `benchmarks.make_quantised` gives them; each takes the number of columns with a scale."""
@@ -108,7 +160,7 @@ class Written:
     """A quantised checkpoint that was written."""
 
     folder: Path
-    matrices: dict[str, Rounded] = field(default_factory=dict)
+    matrices: dict[str, Rounded | RoundedFloats] = field(default_factory=dict)
     """By name of module; kept only on request, since they take twice the bytes of the dense ones."""
 
 
@@ -134,7 +186,8 @@ def write_quantised(source: Path, folder: Path, recipe: Recipe, keep: bool = Fal
                     tensors[name] = tensor
                     continue
                 module, matrix = name.removesuffix(".weight"), recipe.rounded(tensor)
-                tensors.update({f"{module}.{part}": value for part, value in recipe.tensors(matrix).items()})
+                parts = recipe.tensors(matrix).items()
+                tensors.update({f"{module}.{part.removeprefix('.')}": value for part, value in parts})
                 if keep:
                     written.matrices[module] = matrix
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")

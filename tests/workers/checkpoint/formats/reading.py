@@ -11,7 +11,7 @@ from pagewire.kernels.cpu.quantised import PackedForm
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.weight import Weight
 from pagewire.workers.checkpoint.formats.format import Format, described
-from tests.workers.checkpoint.formats.rounding import Rounded
+from tests.workers.checkpoint.formats.rounding import Rounded, RoundedFloats
 
 NAME = "model.layers.0.self_attn.q_proj"
 
@@ -42,11 +42,11 @@ def shape_of(form: Format, name: str, tensors: Mapping[str, Tensor]) -> tuple[in
     return form.stored(name, described(tensors))[0]
 
 
-def assert_exact(weight: Weight, original: Rounded) -> None:
-    assert torch.equal(weight.dense().double(), original.dense())
+def assert_exact(weight: Weight, original: Rounded | RoundedFloats) -> None:
+    assert torch.equal(weight.dense().double(), original.dense().double())
 
 
-def assert_near(weight: Weight, original: Rounded) -> None:
+def assert_near(weight: Weight, original: Rounded | RoundedFloats) -> None:
     dense = original.dense()
     assert (weight.dense() - dense).norm() / dense.norm() < 0.01
 

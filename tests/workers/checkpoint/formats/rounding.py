@@ -153,3 +153,86 @@ def signed(matrix: Rounded, symmetric: bool = True) -> dict[str, Tensor]:
     if not symmetric:
         tensors["weight_zero_point"] = (matrix.zeros - middle).to(torch.int8)
     return tensors
+
+
+def hqq(matrix: Rounded) -> dict[str, Tensor]:
+    """The tensors of HQQ with groups along rows: runs of groups in the bits of words, the first in the highest."""
+    rows, columns = matrix.codes.shape
+    per_word = {1: 8, 2: 4, 3: 10, 4: 2, 8: 1}[matrix.bits]
+    groups = matrix.codes.reshape(-1, columns // matrix.scales.shape[1]).long()
+    run = -(-len(groups) // per_word)
+    words = torch.zeros(run, groups.shape[1], dtype=torch.int64)
+    for row, codes in enumerate(groups):
+        words[row % run] |= codes << matrix.bits * (per_word - 1 - row // run)
+    settings = {"nbits": matrix.bits, "group_size": groups.shape[1], "axis": 1, "view_as_float": 0}
+    return {
+        "W_q": words.to(torch.int32 if matrix.bits == 3 else torch.uint8),
+        "scale": matrix.scales.reshape(-1, 1),
+        "zero": matrix.zeros.to(matrix.scales.dtype).reshape(-1, 1),
+        "shape": torch.tensor([rows, columns]),
+        "packing": torch.tensor(list(b"a name"), dtype=torch.uint8),
+        **{name: torch.tensor(value, dtype=torch.int32) for name, value in settings.items()},
+    }
+
+
+def torchao_int4(matrix: Rounded) -> dict[str, Tensor]:
+    """The parts of torchao's Int4Tensor; the numbers that it adds are multiples of its scales here."""
+    signed = matrix.codes.long() - 8
+    return {
+        "._weight_qdata": (signed[:, 0::2] % 16 | signed[:, 1::2] % 16 << 4).to(torch.uint8).view(torch.int8),
+        "._weight_scale": matrix.scales.T.float(),
+        "._weight_zero_point": ((8 - matrix.zeros) * matrix.scales.float()).T,
+    }
+
+
+def torchao_int8(matrix: Rounded) -> dict[str, Tensor]:
+    """The parts of torchao's Int8Tensor and IntxUnpackedToInt8Tensor."""
+    middle = 2 ** (matrix.bits - 1)
+    return {
+        "._weight_qdata": (matrix.codes.short() - middle).to(torch.int8),
+        "._weight_scale": matrix.scales,
+        "._weight_zero_point": (matrix.zeros - middle).to(torch.int8),
+    }
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of 4-bit floats without a sign, by code; the fourth bit is the sign."""
+
+
+@dataclass
+class RoundedFloats:
+    """A matrix of 4-bit floats with scales of groups, and a factor of all scales."""
+
+    codes: Tensor
+    """int64 [N, K]."""
+    scales: Tensor
+    """[N, G]: float8 for groups of 16 (NVFP4), exponents in uint8 for groups of 32 (MXFP4)."""
+    factor: Tensor
+    """float32, 1 for MXFP4."""
+
+    def packed(self) -> Tensor:
+        """The codes, two in a byte."""
+        return (self.codes[:, 0::2] + 16 * self.codes[:, 1::2]).to(torch.uint8)
+
+    def dense(self) -> Tensor:
+        """The matrix in float32, one number after the other rounded as the definition says."""
+        sizes = torch.tensor([*E2M1, *(-size for size in E2M1)])[self.codes]
+        is_power = self.scales.dtype == torch.uint8
+        scales = torch.exp2(self.scales.float() - 127) if is_power else self.scales.float() * self.factor
+        return sizes * scales.repeat_interleave(self.codes.shape[1] // scales.shape[1], 1)
+
+
+def rounded_floats(weight: Tensor, group: int) -> RoundedFloats:
+    """A matrix [N, K] rounded to the nearest NVFP4 (groups of 16) or MXFP4 (groups of 32)."""
+    groups = weight.float().unflatten(1, (-1, group))
+    reach, factor = groups.abs().amax(-1) / 6, torch.ones(())
+    if group == 16:
+        factor = reach.max() / 448
+        scales = (reach / factor).to(torch.float8_e4m3fn)
+        steps = groups / (scales.float() * factor)[..., None]
+    else:
+        scales = (reach.log2().ceil() + 127).to(torch.uint8)
+        steps = groups / torch.exp2(scales.float() - 127)[..., None]
+    sizes = torch.tensor(E2M1)
+    codes = (steps.abs().flatten(1)[..., None] - sizes).abs().argmin(-1)
+    return RoundedFloats(codes + 8 * (steps.flatten(1) < 0), scales, factor)

@@ -61,6 +61,16 @@ def test_gptq(bits: int, group: int, symmetric: bool, layout: str) -> None:
     assert scheme(weight).bits == max(bits, 4) and len(weight.parts) == (2 if symmetric else 3)
 
 
+def test_names_of_kernels_are_names_of_the_format() -> None:
+    original = rounded(matrix(), 4, 128)
+    form = format_of(gptq_config(quant_method="gptq_marlin"))
+    assert_exact(read(form, rounding.gptq(original)), original)
+    original = rounded(matrix(), 4, 128, symmetric=False)
+    assert_exact(
+        read(format_of(awq_config(quant_method="awq_marlin")), rounding.awq_gemm(original)), original
+    )
+
+
 def test_gptq_word_by_word() -> None:
     """Three words of 3-bit integers, the column 0 1 2 ... 7 0 1 ...: worked out by hand, bit by bit."""
     bits = "".join(format(value % 8, "03b")[::-1] for value in range(32))
@@ -182,7 +192,7 @@ def test_modules_of_other_settings() -> None:
         (gptq_config(dynamic={"+:(": {"bits": 8}}), "no regular expression"),
         (gptq_config(dynamic={"x": {"bits": 7}}), "GPTQ of 7 bits"),
         (gptq_config(dynamic=["x"]), "dynamic must be an object"),
-        ({"quant_method": "quip"}, "'quip' are not served; those of aqlm, awq"),
+        ({"quant_method": "quip"}, "'quip' are not served; those of aqlm, auto-round, awq"),
         ({}, "None are not served"),
     ],
 )

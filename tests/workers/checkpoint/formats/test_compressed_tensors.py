@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagewire.workers.checkpoint.formats.format import described
 from pagewire.workers.checkpoint.formats.registry import format_of
 from pagewire.workers.errors import LoadError
 from tests.workers.checkpoint.formats import rounding
 from tests.workers.checkpoint.formats.reading import NAME, assert_exact, assert_near, matrix, read, scheme
-from tests.workers.checkpoint.formats.rounding import rounded
+from tests.workers.checkpoint.formats.rounding import rounded, rounded_floats
 
 
 def group_of(targets: list[str] | None = None, format: str | None = None, **weights: Any) -> dict[str, Any]:
@@ -101,6 +102,30 @@ def test_floats_of_8_bits(strategy: str) -> None:
     assert (weight.dense() - dense).norm() / dense.norm() < 0.01
 
 
+@pytest.mark.parametrize("group", [16, 32])
+def test_floats_of_4_bits(group: int) -> None:
+    original = rounded_floats(matrix(), group)
+    tensors = {"weight_packed": original.packed(), "weight_scale": original.scales}
+    settings = {"num_bits": 4, "type": "float", "group_size": group, "strategy": "group"}
+    if group == 16:
+        tensors |= {"weight_global_scale": 1 / original.factor, "input_global_scale": torch.ones(1)}
+        settings["strategy"] = "tensor_group"
+    form = format_of(
+        config_of(group_of(**settings), format=f"{'nv' if group == 16 else 'mx'}fp4-pack-quantized")
+    )
+    assert torch.equal(read(form, tensors).dense(), original.dense())
+    for suffix, wrong in (
+        ("weight_scale", original.scales[:, 1:]),
+        ("weight_packed", original.packed()[:-1]),
+    ):
+        with pytest.raises(ValueError, match=r"scales \(.*\) do not fit a matrix"):
+            form.stored(NAME, described(tensors | {suffix: wrong}))
+    if group == 16:
+        del tensors["weight_global_scale"]
+        with pytest.raises(ValueError, match="the factor of its scales is missing"):
+            form.weight(NAME, tensors, torch.float32)
+
+
 def test_reordered_columns_are_held_in_8_bits() -> None:
     index = torch.randperm(256, generator=torch.Generator().manual_seed(1)) // 64
     original = rounded(matrix(), 4, 64, False, index=index)
@@ -161,6 +186,8 @@ def test_scales_of_activations_are_not_used(caplog: pytest.LogCaptureFixture) ->
     caplog.clear()
     format_of(config_of(group_of() | {"input_activations": {"num_bits": 8, "dynamic": True}}))
     assert not caplog.text
+    format_of(config_of(group_of() | {"input_activations": {"num_bits": 4, "dynamic": "local"}}))
+    assert "static scales are not used" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -171,20 +198,20 @@ def test_scales_of_activations_are_not_used(caplog: pytest.LogCaptureFixture) ->
             "'marlin-24' of compressed-tensors is not served; dense, int-q",
         ),
         (
-            config_of(group_of(format="nvfp4-pack-quantized")),
-            r"config_groups\['group_0'\]: the format 'nvfp4-pack",
+            config_of(group_of(format="mxfp6-pack-quantized")),
+            r"config_groups\['group_0'\]: the format 'mxfp6-pack",
         ),
         (
             config_of(group_of(), sparsity_config={"format": "sparse-24-bitmask"}),
             "'sparse-24-bitmask' is not served",
         ),
         (config_of(group_of(), transform_config={"config_groups": {}}), "transform_config is not served"),
-        (config_of(group_of(num_bits=4, type="float")), "'float' with 4 bits"),
+        (config_of(group_of(num_bits=6, type="float")), "'float' with 6 bits"),
         (config_of(group_of(num_bits=16)), "'int' with 16 bits"),
-        (config_of(group_of(strategy="tensor_group", group_size=16)), "'tensor_group' is not served"),
+        (config_of(group_of(strategy="tensor_group", group_size=16)), "'tensor_group' is served only for"),
         (config_of(group_of(strategy="group")), "groups of 0 columns"),
         (config_of(group_of(strategy="block", block_structure=[128])), "block_structure must be two"),
-        (config_of(group_of(type="float", symmetric=False)), "floats of 8 bits with zeros"),
+        (config_of(group_of(type="float", symmetric=False)), "floats with zeros"),
         (config_of(group_of(["re:("])), "no regular expression"),
         (config_of(group_of(), ignore="lm_head"), "ignore must be a list"),
         ({"quant_method": "compressed-tensors", "config_groups": {"W8A8": ["Linear"]}}, "must be an object"),

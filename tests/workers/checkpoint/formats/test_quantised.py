@@ -29,7 +29,7 @@ from pagewire.workers.network.network import Network
 from tests.workers.architectures import EXPERTS, GROUPED, VOCAB_SIZE, Architecture
 from tests.workers.driver import Driver, Request, load_runner, values
 from tests.workers.parity import make_prompts
-from tests.workers.quantised_models import PartsFormat, SchemeOf, write_awq, write_quantised
+from tests.workers.quantised_models import PartsFormat, SchemeOf, write_packed, write_quantised
 
 SHAPE = GROUPED | {"intermediate_size": 128}
 LLAMA = Architecture("llama", SHAPE)
@@ -76,7 +76,7 @@ def check_against_transformers(requests: list[Request], plain: Path, tolerance: 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_awq(dtype: str, tmp_path: Path) -> None:
-    folder, plain = write_awq(LLAMA.write(tmp_path / "dense"), tmp_path)
+    folder, plain = write_packed(LLAMA.write(tmp_path / "dense"), tmp_path)
     runner, ready = load_runner(folder, dtype=dtype)
     assert type(runner.model.model.base) is Network
     requests = Driver(runner).run(PROMPTS, 10, GREEDY)
@@ -261,7 +261,7 @@ def test_the_door_knows_every_format_that_is_read() -> None:
 
 
 def test_missing_parts_and_methods_that_are_not_served(tmp_path: Path) -> None:
-    folder, _ = write_awq(LLAMA.write(tmp_path / "dense"), tmp_path)
+    folder, _ = write_packed(LLAMA.write(tmp_path / "dense"), tmp_path)
     with pytest.raises(ValueError, match="'gptq', but the checkpoint is quantised with 'awq'"):
         load_runner(folder, quantization="gptq")
     tensors = load_file(folder / "model.safetensors")
@@ -269,8 +269,8 @@ def test_missing_parts_and_methods_that_are_not_served(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(LoadError, match=r"layers\.1\.mlp\.up_proj"):
         load_runner(folder)
-    overrides = {"quantization_config": {"quant_method": "hqq"}}
-    with pytest.raises(LoadError, match="quantised with 'hqq' are not served; those of aqlm, awq, "):
+    overrides = {"quantization_config": {"quant_method": "quanto"}}
+    with pytest.raises(LoadError, match="quantised with 'quanto' are not served; those of aqlm, "):
         load_runner(folder, hf_overrides=overrides)
     with pytest.raises(LoadError, match="awq cannot be read as a whole: load_format is 'pt'"):
         load_runner(folder, load_format="pt")

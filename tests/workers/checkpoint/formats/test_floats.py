@@ -1,4 +1,4 @@
-"""Matrices of 8-bit floats: PyTorch's own conversion is the oracle."""
+"""Matrices of floats of 8 and 4 bits: PyTorch's own conversion and the definition are the oracles."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.kernels.data import integers
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.weight import Weight
-from pagewire.workers.checkpoint.formats import fp8, reexpress
+from pagewire.workers.checkpoint.formats import floats, reexpress
 from pagewire.workers.checkpoint.formats.format import described
 from pagewire.workers.checkpoint.formats.reexpress import fp8_weight
+from pagewire.workers.checkpoint.formats.registry import format_of
+from pagewire.workers.errors import LoadError
+from tests.workers.checkpoint.formats.reading import NAME, matrix, read
+from tests.workers.checkpoint.formats.rounding import rounded_floats
 
 MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 ROWS, COLUMNS = 192, 320
@@ -82,26 +86,56 @@ def test_columns_that_are_no_multiple_of_a_group_share_a_scale() -> None:
 
 def test_the_formats_of_checkpoints() -> None:
     values, scales, dense = quantised(128, 128, torch.float8_e4m3fn)
-    deepseek = fp8.of({"quant_method": "fp8", "weight_block_size": [128, 128]})
+    deepseek = floats.of({"quant_method": "fp8", "weight_block_size": [128, 128]})
     tensors = {"weight": values, "weight_scale_inv": scales}
     assert deepseek.stored("a", described(tensors)) == ((ROWS, COLUMNS), NumberFormat(8, 32))
     assert error(deepseek.weight("a", tensors, torch.bfloat16), dense) < 0.006
     values, scales, dense = quantised(ROWS, COLUMNS, torch.float8_e4m3fn)
-    static = fp8.of({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]})
+    static = floats.of({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]})
     tensors = {"weight": values, "weight_scale": scales[0, 0], "input_scale": torch.tensor(0.1)}
     assert error(static.weight("a", tensors, torch.bfloat16), dense) < 0.006
     values, scales, dense = quantised(1, COLUMNS, torch.float8_e4m3fn)
-    fbgemm = fp8.of({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})
+    fbgemm = floats.of({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})
     tensors = {"weight": values, "weight_scale": scales, "input_scale_ub": torch.tensor([1200.0])}
     assert fbgemm.name == "fbgemm_fp8"
     assert error(fbgemm.weight("a", tensors, torch.bfloat16), dense) < 0.006
+
+
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("method", ["modelopt", "quark"])
+def test_floats_of_4_bits_are_exact(method: str, group: int) -> None:
+    original = rounded_floats(matrix(), group)
+    algorithm = "NVFP4" if group == 16 else "MXFP4"
+    form = format_of({"quant_method": method, "quant_algo": algorithm, "kv_cache_quant_algo": "FP8"})
+    tensors = {"weight": original.packed(), "weight_scale": original.scales}
+    if group == 16:
+        tensors |= {"weight_scale_2": original.factor, "input_scale": torch.tensor(0.1)}
+    weight = read(form, tensors)
+    assert torch.equal(weight.dense(), original.dense())
+    assert form.stored(NAME, described(tensors))[1] == NumberFormat(4, group, scale_bytes=64 // group)
+    assert weight.parts[0].data_ptr() == tensors["weight"].data_ptr()
+
+
+def test_powers_of_two_scale_8_bit_floats() -> None:
+    values = matrix().to(torch.float8_e4m3fn)
+    exponents = torch.arange(64 * 8, dtype=torch.int64).reshape(64, 8) % 16 + 118
+    dense = values.float() * torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
+    for scales in (exponents.to(torch.uint8), exponents.to(torch.uint8).view(torch.float8_e8m0fnu)):
+        weight = read(format_of({"quant_method": "mxfp8"}), {"weight": values, "weight_scale_inv": scales})
+        assert error(weight, dense) < 0.006
+
+
+def test_blocks_as_modelopt_has_them() -> None:
+    values, scales, dense = quantised(64, 64, torch.float8_e4m3fn)
+    form = format_of({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"})
+    assert error(read(form, {"weight": values, "weight_scale": scales[:, None, :, None]}), dense) < 0.006
 
 
 def test_what_is_said_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reexpress, "_logged", set())
     caplog.set_level(logging.INFO, "pagewire.worker")
     values, scales, _ = quantised(1, COLUMNS, torch.float8_e4m3fn)
-    form = fp8.of({"quant_method": "fp8", "activation_scheme": "static"})
+    form = floats.of({"quant_method": "fp8", "activation_scheme": "static"})
     for layer in ("a", "b"):
         form.check([f"{layer}.weight", f"{layer}.input_scale"])
         form.weight(layer, {"weight": values, "weight_scale": scales}, torch.float32)
@@ -117,14 +151,29 @@ def test_what_is_not_served_is_refused() -> None:
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "'fp4'"),
     ):
         with pytest.raises(ValueError, match=reason):
-            fp8.of(config)
-    form = fp8.of({"quant_method": "fp8"})
-    with pytest.raises(ValueError, match="experts that lie in one tensor"):
-        form.check(["model.layers.0.mlp.experts.gate_up_proj_scale_inv"])
+            floats.of(config)
+    form = floats.of({"quant_method": "fp8"})
+    for name in ("gate_up_proj_scale_inv", "down_proj_weight_scale_2"):
+        with pytest.raises(ValueError, match="experts that lie in one tensor"):
+            form.check([f"model.layers.0.mlp.experts.{name}"])
+    with pytest.raises(ValueError, match="multiplies activations"):
+        form.check([f"{NAME}.pre_quant_scale"])
+    for config in (
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}},
+        {
+            "quant_method": "quark",
+            "layer_quant_config": {"*": {"weight": [{"dtype": "int4"}, {"dtype": "fp8_e4m3"}]}},
+        },
+    ):
+        with pytest.raises(LoadError, match=r"'W4A8_AWQ' is not served|'int4' are not served"):
+            format_of(config)
     values, scales, _ = quantised(128, 128, torch.float8_e4m3fn)
     for tensors, reason in (
         ({"weight": values}, "none of weight_scale"),
-        ({"weight": values.float(), "weight_scale": scales}, "no matrix of 8-bit floats"),
+        ({"weight": values.float(), "weight_scale": scales}, "is none of FP8, MXFP8, NVFP4"),
+        ({"weight": values.view(torch.uint8), "weight_scale": scales}, "is none of FP8, MXFP8, NVFP4"),
+        ({"weight": values[None], "weight_scale": scales}, "only matrices"),
         ({"weight": values, "weight_scale": scales[:, 0]}, "do not fit"),
         ({"weight": values, "weight_scale": torch.tensor(float("nan"))}, "not finite"),
     ):

@@ -1,0 +1,189 @@
+"""Conversion of requests to /api/chat and /api/generate to those for chat completions."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any
+
+from pagewire.frontend.server.http.body import AbsentFields
+from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.ollama.protocol import (
+    GenerationFields,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaOptions,
+)
+from pagewire.frontend.server.openai.protocol import ChatRequest, JsonSchema, ResponseFormat
+from pagewire.frontend.server.openai.size import too_many
+from pagewire.frontend.server.openai.terms import Terms
+from pagewire.frontend.server.serving.service import Service
+from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire.budget import MAX_PARTS
+
+SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+)
+ABSENT = AbsentFields(OllamaOptions)
+
+JSON = dict[str, Any]
+
+in_ollama_terms = Terms(
+    OllamaChatRequest.__struct_fields__,
+    {},
+    (
+        (r"\b(max_completion_tokens|max_tokens)\b", "options.num_predict"),
+        (r"\brepetition_penalty\b", "options.repeat_penalty"),
+        (r"\bresponse_format\b", "format"),
+        (r"^(temperature|top_p|top_k|min_p|seed|stop|presence_penalty|frequency_penalty)\b", r"options.\1"),
+        (r"^tool_choice 'auto' needs", "tools need"),
+        (r"; give 'none', 'required' or a function$", ""),
+    ),
+)
+
+
+def chat_request(service: Service, request: GenerationFields) -> ChatRequest:
+    """Convert a request to one for a chat completion.
+
+    Raises:
+        APIError, ValueError: a message, an option or a field is malformed or not supported.
+    """
+    options = request.options or OllamaOptions()
+    check_options(service, options)
+    num_predict = options.num_predict
+    return ChatRequest(
+        model=request.model,
+        messages=messages_of(request),
+        tools=request.tools or None if isinstance(request, OllamaChatRequest) else None,
+        stream=request.stream is not False,
+        max_completion_tokens=None if num_predict is None or num_predict < 0 else num_predict,
+        repetition_penalty=options.repeat_penalty,
+        response_format=format_of(request),
+        logprobs=request.logprobs,
+        top_logprobs=request.top_logprobs,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        **thinking_fields(service, request),
+        **{name: getattr(options, name) for name in SAME_NAME},
+    )
+
+
+def check_options(service: Service, options: OllamaOptions) -> None:
+    """Check the options that have no effect, or are not supported.
+
+    Raises:
+        APIError, ValueError: one would have an effect.
+    """
+    ABSENT.settle(options)
+    wanted, limit = options.num_ctx, service.info.max_model_len
+    if wanted is not None and wanted > limit:
+        message = (
+            f"options.num_ctx={wanted} is over {limit}, the context length of all requests: give less, or start "
+            "the server with a larger --max-model-len"
+        )
+        raise APIError(400, message)
+    if wanted is not None and wanted < limit:
+        warn(f"options.num_ctx={wanted} has no effect: the context length is {limit} for all requests")
+
+
+def thinking_fields(service: Service, request: GenerationFields) -> JSON:
+    """Return the fields of a chat completion that turn reasoning on or off.
+
+    Raises:
+        APIError: the server cannot tell reasoning from answers.
+    """
+    if request.think is None:
+        return {}
+    if request.think and service.options.reasoning_parser is None:
+        raise APIError(400, "think is not supported: the server was started without --reasoning-parser")
+    effort = request.think if isinstance(request.think, str) else None
+    variables = {"enable_thinking": bool(request.think)}
+    return {"chat_template_kwargs": variables, "reasoning_effort": effort}
+
+
+def format_of(request: GenerationFields) -> ResponseFormat | None:
+    """Return the format of the answer in the form of chat completions; None: it is free."""
+    if isinstance(request.format, dict):
+        return ResponseFormat("json_schema", JsonSchema(schema=request.format))
+    return ResponseFormat("json_object") if request.format == "json" else None
+
+
+def messages_of(request: GenerationFields) -> list[JSON]:
+    """Return the messages of a chat. Raises APIError."""
+    if isinstance(request, OllamaGenerateRequest):
+        system = [{"role": "system", "content": request.system}] if request.system else []
+        return [*system, {"role": "user", "content": request.prompt}]
+    assert isinstance(request, OllamaChatRequest)
+    return with_call_ids(request.messages or ())
+
+
+class UnansweredCalls:
+    """The calls of a conversation whose results have not come yet. Ollama's have no ids; templates need some."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._open: set[str] = set()  # ids
+        self._order: deque[str] = deque()  # ids, open or not
+        self._by_name: dict[str, deque[str]] = defaultdict(deque)
+
+    def add(self, name: Any) -> str:
+        """Add a call of a function; returns its id, of nine digits: the only form that all templates accept."""
+        self._number += 1
+        call_id = f"{self._number:09d}"
+        self._open.add(call_id)
+        self._order.append(call_id)
+        self._by_name[str(name)].append(call_id)
+        return call_id
+
+    def take(self, name: Any) -> str | None:
+        """Return the id of the first open call of a function (None: of any), and close it; None: there is none."""
+        queue = self._order if name is None else self._by_name[str(name)]
+        while queue:
+            if (call_id := queue.popleft()) in self._open:
+                self._open.remove(call_id)
+                return call_id
+        return None
+
+
+def with_call_ids(messages: Sequence[Any]) -> list[JSON]:
+    """Return messages in the form of chat completions, where a call has an id, and its result names it.
+
+    Raises:
+        APIError: there are too many calls, or a message has images, or is the result of no call.
+    """
+    calls, number = UnansweredCalls(), 0
+    result = []
+    for index, message in enumerate(messages):
+        if message.get("images"):
+            raise APIError(400, f"messages[{index}].images: models get text, no images")
+        converted = {name: value for name, value in message.items() if name not in ("images", "tool_name")}
+        given = message.get("tool_calls")
+        if isinstance(given, list):
+            if (number := number + len(given)) > MAX_PARTS:
+                raise too_many("tool calls", number, MAX_PARTS)
+            converted["tool_calls"] = [with_id(call, calls) for call in given]
+        if message.get("role") == "tool":
+            name = message.get("tool_name", message.get("name"))
+            call_id = calls.take(name)
+            if call_id is None:
+                of_it = "" if name is None else f" of {quoted(name)}"
+                raise APIError(400, f"messages[{index}]: there is no call{of_it} before its result")
+            converted["tool_call_id"] = call_id
+        result.append(converted)
+    return result
+
+
+def with_id(call: Any, calls: UnansweredCalls) -> Any:
+    """Return a call with an id; what is no call is returned as it is, and refused later."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    return {"id": calls.add(function.get("name")), "type": "function", "function": function}

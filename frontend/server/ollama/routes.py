@@ -1,0 +1,206 @@
+"""The endpoints under /api: chat completions and embeddings in the shape of Ollama's API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import aclosing
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagewire.frontend.api.off_loop import off_loop, tokenizing
+from pagewire.frontend.requests.inputs import check_generates
+from pagewire.frontend.server.http.body import Decoder, read_request
+from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.json_response import json_response
+from pagewire.frontend.server.http.openapi import Operation
+from pagewire.frontend.server.ollama.conversation import chat_request, check_options, in_ollama_terms
+from pagewire.frontend.server.ollama.models import listed_models, running_models, shown
+from pagewire.frontend.server.ollama.protocol import (
+    ListedModels,
+    OllamaChatAnswer,
+    OllamaChatRequest,
+    OllamaEmbedAnswer,
+    OllamaEmbedRequest,
+    OllamaGenerateAnswer,
+    OllamaGenerateRequest,
+    RunningModels,
+    ShownModel,
+    ShowRequest,
+)
+from pagewire.frontend.server.ollama.writer import OllamaWriter, loaded, measured
+from pagewire.frontend.server.openai.prepared_chat import PreparedChat, params_of, prepare
+from pagewire.frontend.server.openai.protocol import ChatRequest
+from pagewire.frontend.server.parsing.choice import ToolUse
+from pagewire.frontend.server.pooling.protocol import EmbeddingRequest
+from pagewire.frontend.server.pooling.requests import inputs_in, params_in, pooled, tensors
+from pagewire.frontend.server.pooling.results import GAP, filled
+from pagewire.frontend.server.serving.exchange import Exchange
+from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
+from pagewire.frontend.server.serving.service import Service
+from pagewire.frontend.text.infill import infill_form
+from pagewire.frontend.text.length import encode_within
+from pagewire.frontend.text.prompts import TokensPrompt
+from pagewire.ipc.quoting import quoted
+from pagewire.ipc.version import __version__
+
+SHOWN = Decoder(ShowRequest)
+MANAGING = (
+    ("POST", "/api/pull"),
+    ("POST", "/api/push"),
+    ("POST", "/api/create"),
+    ("POST", "/api/copy"),
+    ("DELETE", "/api/delete"),
+    ("POST", "/api/blobs/{digest}"),
+)
+"""Calls of Ollama's that manage models."""
+
+
+def routes(service: Service) -> list[Operation]:
+    """Return the routes of the endpoints."""
+
+    async def tags(request: Request) -> Response:
+        return json_response(listed_models(service))
+
+    async def ps(request: Request) -> Response:
+        return json_response(running_models(service))
+
+    async def show(request: Request) -> Response:
+        fields = await read_request(request, SHOWN, service.options)
+        name = fields.model or fields.name
+        return json_response(shown(service.of(name), name))
+
+    async def version(request: Request) -> Response:
+        return json_response({"version": __version__})
+
+    return [
+        Operation(
+            "POST",
+            "/api/chat",
+            GenerationEndpoint(service, "chat-", OllamaChatRequest, chat, in_ollama_terms),
+            "Generate the next message of a conversation, in the shape of Ollama's API.",
+            body=OllamaChatRequest,
+            result=OllamaChatAnswer,
+            streams=OllamaChatAnswer,
+        ),
+        Operation(
+            "POST",
+            "/api/generate",
+            GenerationEndpoint(service, "generate-", OllamaGenerateRequest, generate, in_ollama_terms),
+            "Answer a prompt, in the shape of Ollama's API.",
+            body=OllamaGenerateRequest,
+            result=OllamaGenerateAnswer,
+            streams=OllamaGenerateAnswer,
+        ),
+        Operation(
+            "POST",
+            "/api/embed",
+            GenerationEndpoint(service, "embed-", OllamaEmbedRequest, embed, in_ollama_terms),
+            "Embed texts, in the shape of Ollama's API.",
+            body=OllamaEmbedRequest,
+            result=OllamaEmbedAnswer,
+        ),
+        Operation(
+            "GET", "/api/tags", tags, "List models, in the shape of Ollama's API.", result=ListedModels
+        ),
+        Operation("GET", "/api/ps", ps, "List models in memory.", result=RunningModels),
+        Operation("POST", "/api/show", show, "Describe a model.", body=ShowRequest, result=ShownModel),
+        Operation("GET", "/api/version", version, "The version.", result=dict[str, str]),
+        *(Operation(method, path, refuse, "Refused: it would manage models.") for method, path in MANAGING),
+    ]
+
+
+async def refuse(request: Request) -> Response:
+    """Refuse to manage models. Raises APIError."""
+    message = f"{quoted(request.url.path)} is not served: a server has the models with which it was started"
+    raise APIError(400, f"{message}; start another one with `pagewire serve MODEL`")
+
+
+async def chat(service: Service, request: OllamaChatRequest, exchange: Exchange) -> bytes | Events:
+    """Run a request to /api/chat, and return its JSON or the lines of a stream.
+
+    Raises:
+        APIError, ValueError, TypeError: the request is invalid.
+        Exceptions of the engine.
+    """
+    if not request.messages:
+        return loaded(service.model(request.model), generates=False)
+    prepared = await prepare(service, chat_request(service, request), exchange)
+    return await answered(prepared, OllamaWriter(prepared, generates=False))
+
+
+async def generate(service: Service, request: OllamaGenerateRequest, exchange: Exchange) -> bytes | Events:
+    """Run a request to /api/generate; as `chat`."""
+    if not request.prompt:
+        return loaded(service.model(request.model), generates=True)
+    wanted, prompt = chat_request(service, request), request.prompt
+    if request.suffix:
+        tokenizer = service.tokenizer_of(request.model)
+        form = infill_form(tokenizer)
+        prompt, wanted.stop_token_ids = form.prompt(prompt, request.suffix), form.end_token_ids(tokenizer)
+    if not (request.raw or request.suffix):
+        prepared = await prepare(service, wanted, exchange)
+    elif request.system or request.think:
+        raise APIError(400, "raw and suffix: the prompt is the whole prompt, without system and think")
+    else:
+        prepared = await prepare_raw(service, wanted, prompt, exchange)
+    return await answered(prepared, OllamaWriter(prepared, generates=True))
+
+
+async def prepare_raw(service: Service, request: ChatRequest, text: str, exchange: Exchange) -> PreparedChat:
+    """Return a request whose prompt is a text, without the chat template.
+
+    Raises:
+        APIError, ValueError, TypeError: the request is invalid.
+    """
+    service.model(request.model)
+    check_generates(service.info)
+    tokenizer = service.tokenizer_of(request.model)
+    ids = await tokenizing(len(text), encode_within, tokenizer, text, service.info.max_model_len)
+    exchange.prompt = text
+    prompt, tools = TokensPrompt(prompt_token_ids=ids, prompt=text), ToolUse()
+    params = params_of(service, request, tools, prompt)
+    return PreparedChat(service, request, exchange, tools, prompt, params)
+
+
+async def answered(prepared: PreparedChat, writer: OllamaWriter) -> bytes | Events:
+    """Return the JSON of an answer, or the lines of a stream."""
+    if prepared.request.stream:
+        return lines(prepared, writer)
+    async with aclosing(prepared.replies()) as replies:
+        async for reply, part in replies:
+            answer = await off_loop(len(part.text), writer.whole, reply, part)
+    return answer
+
+
+async def lines(prepared: PreparedChat, writer: OllamaWriter) -> Events:
+    """Yield the lines of an answer."""
+    async with aclosing(prepared.replies()) as replies:
+        async for reply, part in replies:
+            if line := writer.line(reply, part):
+                yield line
+
+
+async def embed(service: Service, request: OllamaEmbedRequest, exchange: Exchange) -> bytes | Iterator[bytes]:
+    """Run a request to /api/embed, and return its JSON, in parts if it is large.
+
+    Raises:
+        APIError, ValueError, TypeError: the request is invalid.
+        Exceptions of the engine.
+    """
+    if request.options is not None:
+        check_options(service, request.options)
+    model = service.model(request.model)
+    fields = EmbeddingRequest(
+        model=request.model,
+        truncate_prompt_tokens=None if request.truncate is False else -1,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+    params = params_in(service, fields, "embed", dimensions=request.dimensions)
+    outputs = await pooled(service, fields, exchange, inputs_in(service, request.input), params)
+    times = measured(exchange)
+    response = OllamaEmbedAnswer(
+        model, [GAP] * len(outputs), times["total_duration"], times["load_duration"], exchange.num_prompt
+    )
+    return filled(response, tensors(outputs), None)

@@ -1,0 +1,227 @@
+"""A chat request on its way to the engine, for every API that is made of chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from pagewire.frontend.api.off_loop import off_loop, tokenizing
+from pagewire.frontend.requests.inputs import check_generates
+from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
+from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.warnings import warn
+from pagewire.frontend.server.openai.constraints import constrained, demands
+from pagewire.frontend.server.openai.protocol import ChatRequest
+from pagewire.frontend.server.openai.reply import ReplyDelta, ReplyParser, ReplyWithCalls, TextReply, read
+from pagewire.frontend.server.openai.sampling import check_stream_options, salted, sampling_params
+from pagewire.frontend.server.openai.size import check_amount, check_conversation, logprob_budget
+from pagewire.frontend.server.parsing.choice import ToolUse, tool_use
+from pagewire.frontend.server.parsing.history import read_history
+from pagewire.frontend.server.parsing.reasoning import parser_for, reasoning_format, thinking
+from pagewire.frontend.server.serving.exchange import Exchange
+from pagewire.frontend.server.serving.service import Service
+from pagewire.frontend.text.chat_template import chat_prompt, unread_text
+from pagewire.frontend.text.conversation import as_text
+from pagewire.frontend.text.prompts import TokensPrompt
+from pagewire.ipc.wire.params import SamplingParams
+
+Outputs: TypeAlias = AsyncGenerator[list[tuple[int, RequestOutput]], None]
+Replies: TypeAlias = AsyncGenerator[tuple[ReplyDelta, CompletionOutput], None]
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A chat request that was checked.
+
+    Attributes:
+        tools: how it uses tools, and how its outputs are parsed.
+        prompt: the rendered conversation. params: the engine's parameters.
+    """
+
+    service: Service
+    request: ChatRequest
+    exchange: Exchange
+    tools: ToolUse
+    prompt: TokensPrompt
+    params: SamplingParams
+
+    def outputs(self) -> Outputs:
+        """Submit the request, and return an iterator over batches of its outputs."""
+        service, request = self.service, self.request
+        return service.engine.generate_all(
+            [salted(self.prompt, request.cache_salt)],
+            self.params,
+            self.exchange.id,
+            priority=request.priority or 0,
+            trace_headers=self.exchange.headers,
+            logprob_budget=logprob_budget(service),
+            admit=self.exchange.lease.admit,
+            lora_request=service.adapter(request.model),
+            prompt_adapter_request=service.prompt_adapter(request.model),
+        )
+
+    async def replies(self) -> Replies:
+        """Submit a request for one output, count its tokens, and yield its parts beside what the engine gave.
+
+        A request with `stream` yields increments, another one the whole reply.
+        """
+        parser = self.new_parser()
+        async with aclosing(self.outputs()) as batches:
+            async for ((_, output),) in batches:
+                self.exchange.count(0, output)
+                (part,) = output.outputs
+                yield await off_loop(len(part.text), read, parser, part.text, part.finished()), part
+
+    def new_parser(self) -> ReplyParser:
+        """Return a new parser for one output."""
+        parser = parser_for(self.tools, self.prompt.get("prompt", ""), continued_text(self.request))
+        return TextReply() if parser is None else ReplyWithCalls(parser)
+
+
+async def prepare(
+    service: Service,
+    request: ChatRequest,
+    exchange: Exchange,
+    render: Callable[[Service, ChatRequest, ToolUse], Awaitable[TokensPrompt]] | None = None,
+) -> PreparedChat:
+    """Check a request, and render its conversation.
+
+    render: returns the prompt; None: `prompt_of`.
+
+    Raises:
+        APIError, ValueError, TypeError: the request is invalid.
+    """
+    service.model(request.model)
+    check_chat(request)
+    check_generates(service.info)
+    tools = tools_of(service, request)
+    prompt = await (render or prompt_of)(service, request, tools)
+    exchange.prompt = prompt.get("prompt", "")
+    return PreparedChat(service, request, exchange, tools, prompt, params_of(service, request, tools, prompt))
+
+
+def check_chat(request: ChatRequest) -> None:
+    """Check fields that are not supported, and contradictions.
+
+    Raises:
+        APIError: a field is not supported or contradicts another.
+    """
+    if request.functions or request.function_call:
+        raise APIError(400, "functions and function_call are not supported: use tools", param="functions")
+    if request.audio or set(request.modalities or ()) - {"text"}:
+        raise APIError(400, "only text can be generated", param="modalities")
+    if request.web_search_options is not None:
+        message = (
+            "web_search_options is not supported: nothing is searched; describe a search function in tools"
+        )
+        raise APIError(400, message, param="web_search_options")
+    if request.top_logprobs and not request.logprobs:
+        raise APIError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+    check_stream_options(request)
+
+
+def tools_of(service: Service, request: ChatRequest) -> ToolUse:
+    """Return how the request uses tools, and how its outputs are parsed.
+
+    Raises:
+        ValueError: the tools or the choice are malformed or contradictory.
+    """
+    options = service.options
+    tools = tool_use(
+        request.tools,
+        request.tool_choice,
+        parallel=request.parallel_tool_calls is not False,
+        parser=options.tool_call_parser,
+        auto=options.enable_auto_tool_choice,
+        prompt_unused=options.prompt_unused_tools,
+    )
+    if options.reasoning_parser is None:
+        return tools
+    if options.enable_in_reasoning and (tools.schema is not None or demands(request)):
+        return tools  # the constraint covers the whole output, so there is no reasoning
+    return thinking(tools, options.reasoning_parser)
+
+
+def params_of(service: Service, request: ChatRequest, tools: ToolUse, prompt: TokensPrompt) -> SamplingParams:
+    """Return the engine's parameters for a request.
+
+    Raises:
+        APIError, ValueError, TypeError: a value is out of range, or fields contradict each other.
+    """
+    max_tokens = (
+        request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    )
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    params = sampling_params(service, request, max_tokens, logprobs)
+    check_amount(service, 1, params)
+    thought = None
+    if tools.reasoning is not None:
+        thought = reasoning_format(tools.reasoning, prompt.get("prompt", ""), continued_text(request))
+    return constrained(params, request, tools, thought)
+
+
+async def prompt_of(
+    service: Service, request: ChatRequest, tools: ToolUse, counts: bool = False
+) -> TokensPrompt:
+    """Apply the chat template to the conversation, and return the prompt.
+
+    counts: the prompt's tokens are only counted or listed, so there may be more than the model takes.
+
+    Raises:
+        APIError: there is no tokenizer, the conversation is too large, or the request has a template and that is
+            not allowed.
+        ContextLengthError: the conversation is too long for the model.
+        EngineBusyError: too many templates from requests are waiting.
+        ValueError, TypeError: there is no template, it rejects the conversation, or messages are malformed.
+    """
+    if request.chat_template is not None and not service.options.trust_request_chat_template:
+        raise APIError(
+            400,
+            "chat templates in requests are not allowed (--trust-request-chat-template)",
+            param="chat_template",
+        )
+    variables: dict[str, Any] = {}
+    if request.documents is not None:
+        variables["documents"] = request.documents
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+    if request.verbosity is not None:
+        variables["verbosity"] = request.verbosity
+    continues = bool(request.continue_final_message)
+    generation = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    size = check_conversation(service, request.messages)
+    tokenizer = service.tokenizer_of(request.model)
+
+    unread: list[str] = []
+
+    def make() -> TokensPrompt:
+        return chat_prompt(
+            tokenizer,
+            read_history(request.messages),
+            chat_template=request.chat_template or service.options.chat_template,
+            template_files=request.chat_template is None,
+            chat_template_content_format=service.options.chat_template_content_format,
+            add_generation_prompt=generation,
+            continue_final_message=continues,
+            tools=tools.prompted,
+            chat_template_kwargs=variables | (request.chat_template_kwargs or {}),
+            on_unread=unread.extend,
+            add_special_tokens=bool(request.add_special_tokens),
+            max_model_len=service.info.max_model_len,
+            truncates=counts or request.truncate_prompt_tokens is not None,
+        )
+
+    if request.chat_template is not None:
+        prompt = await service.request_templates.run(make)
+    else:
+        prompt = await tokenizing(size, make)
+    if unread:
+        warn(unread_text(unread))
+    return prompt
+
+
+def continued_text(request: ChatRequest) -> str | None:
+    """Return the text of the final message if the reply continues it; else None."""
+    return as_text(request.messages[-1].get("content")) if request.continue_final_message else None

@@ -1,0 +1,77 @@
+"""The architectures that tests cover, by name, and what each does. Imports no transformers.
+
+A test holds these lists against the models that tests build.
+"""
+
+from __future__ import annotations
+
+_GENERATE = """
+AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM BioGptForCausalLM BitNetForCausalLM BloomForCausalLM
+CTRLLMHeadModel CodeGenForCausalLM Cohere2ForCausalLM CohereForCausalLM CwmForCausalLM DbrxForCausalLM
+DeepseekV2ForCausalLM DeepseekV3ForCausalLM Dots1ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM
+Exaone4ForCausalLM FalconForCausalLM FlexOlmoForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM
+GPTJForCausalLM GPTNeoForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM
+GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmForCausalLM GptOssForCausalLM
+GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM HeliumForCausalLM
+HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM Jais2ForCausalLM LlamaForCausalLM
+MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM MinistralForCausalLM
+MistralForCausalLM MixtralForCausalLM MptForCausalLM NanoChatForCausalLM NemotronForCausalLM OPTForCausalLM
+Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM PersimmonForCausalLM Phi3ForCausalLM
+PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM
+SeedOssForCausalLM SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
+YoutuForCausalLM
+"""
+GENERATE = frozenset(_GENERATE.split())
+"""Language models of transformers: they generate, and embed with `convert="embed"`."""
+
+_EMBED = """
+AfmoeModel AlbertModel ApertusModel ArceeModel BertModel BioGptModel BitNetModel BloomModel CTRLModel
+CamembertModel CodeGenModel Cohere2Model CohereModel ConvBertModel CwmModel Data2VecTextModel DbrxModel
+DebertaV2Model DeepseekV2Model DeepseekV3Model DistilBertModel Dots1Model ElectraModel Ernie4_5Model
+Ernie4_5_MoeModel ErnieModel EuroBertModel Exaone4Model FalconModel FlexOlmoModel GPT2Model GPTBigCodeModel
+GPTJModel GPTNeoModel GPTNeoXModel Gemma2Model Gemma3TextModel Gemma4TextModel GemmaModel Glm4Model
+Glm4MoeLiteModel Glm4MoeModel GlmModel GptOssModel GraniteModel GraniteMoeModel GraniteMoeSharedModel
+GteModel HeliumModel HunYuanDenseV1Model HunYuanMoEV1Model HyperCLOVAXModel Jais2Model JinaEmbeddingsV3Model
+LlamaModel MPNetModel MegatronBertModel MiMoV2FlashModel MiniCPM3Model MiniMaxM2Model Ministral3Model
+MinistralModel MistralModel MixtralModel ModernBertModel MptModel NanoChatModel NemotronModel NomicBertModel
+OPTModel Olmo2Model Olmo3Model OlmoModel OlmoeModel PersimmonModel Phi3Model PhiModel PhimoeModel Qwen2Model
+Qwen2MoeModel Qwen3Model Qwen3MoeModel RemBertModel RobertaModel RobertaPreLayerNormModel SeedOssModel
+SmolLM3Model StableLmModel Starcoder2Model VaultGemmaModel XLMRobertaModel XLMRobertaXLModel YoutuModel
+"""
+EMBED = frozenset(_EMBED.split())
+"""Base models of transformers, which embed. Those of language models, and encoders."""
+
+REWARD = frozenset({"Qwen2ForProcessRewardModel", "Qwen2ForRewardModel"})
+"""Models that give tokens or steps a reward."""
+
+KINDS = {
+    "ForSequenceClassification": "classify",
+    "ForTokenClassification": "token_classify",
+    "ForCausalLM": "embed",
+    "ForMaskedLM": "embed",
+    "ForPreTraining": "embed",
+    "EmbeddingModel": "embed",
+    "Model": "embed",
+}
+"""What a model pools to, by the end of its architecture's name."""
+
+
+def kind_of(architecture: str) -> str | None:
+    """What a model of this architecture pools to: "embed", "classify", "token_classify"; None: it does not pool."""
+    if architecture.endswith("RewardModel"):
+        return None
+    return next((kind for end, kind in KINDS.items() if architecture.endswith(end)), None)
+
+
+def pools(architecture: str) -> bool:
+    """True if a model of this architecture pools where no option says so."""
+    if architecture in REWARD:
+        return True
+    generates = architecture.endswith("ForCausalLM") or "LMHead" in architecture
+    return not generates and kind_of(architecture) is not None
+
+
+def has_base(architecture: str) -> bool:
+    """True for an architecture that is one of `EMBED` with another head."""
+    ends = (end for end in KINDS if architecture.endswith(end))
+    return any(f"{architecture.removesuffix(end)}Model" in EMBED for end in ends)

@@ -1,0 +1,90 @@
+"""Ollama's API as its own client sees it: answers, streams, rounds of tools, schemas, reasoning and models."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import ollama
+import pytest
+
+ASK: list[Any] = [{"role": "user", "content": "What is the with statement?"}]
+SHORT: Any = {"temperature": 0, "num_predict": 24}
+FORECAST = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Oslo", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": FORECAST}}
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> ollama.Client:
+    return ollama.Client(url, timeout=60)
+
+
+def test_a_stream_says_what_an_answer_says(client: ollama.Client) -> None:
+    whole = client.chat("demo", ASK, options=SHORT)
+    parts = list(client.chat("demo", ASK, options=SHORT, stream=True))
+    assert whole.message.content
+    assert "".join(part.message.content or "" for part in parts) == whole.message.content
+    for last in (whole, parts[-1]):
+        assert (last.done, last.done_reason, last.eval_count) == (True, "length", 24)
+        assert last.eval_duration and last.prompt_eval_count and last.total_duration
+        assert last.total_duration >= last.eval_duration
+    assert not any(part.done for part in parts[:-1])
+    again = client.generate("demo", ASK[0]["content"], options=SHORT)
+    assert again.response == whole.message.content
+    raw = list(client.generate("demo", 'The "with" statement', raw=True, options=SHORT, stream=True))
+    assert "".join(part.response or "" for part in raw)
+
+
+def test_an_answer_follows_a_schema(client: ollama.Client) -> None:
+    for seed in range(20):
+        options: Any = {"seed": seed, "num_predict": 100}
+        answer = client.chat("demo", ASK, format=FORECAST, options=options)
+        if answer.done_reason == "stop":  # the demo model writes white space until it is cut, with some seeds
+            break
+    found = json.loads(answer.message.content or "")
+    assert found["city"] in ("Oslo", "Rome") and 1 <= found["days"] <= 9
+
+
+def test_two_rounds_of_tools(client: ollama.Client) -> None:
+    call: Any = {"function": {"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}}
+    messages = list(ASK)
+    for _ in range(2):
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_name": "get_weather", "content": "It rains."})
+        answer = client.chat("demo", messages, tools=[TOOL], options=SHORT)
+        assert answer.message.role == "assistant" and answer.eval_count
+
+
+def test_reasoning_is_apart(client: ollama.Client) -> None:
+    answer = client.chat("demo", ASK, think=True, options=SHORT)
+    assert answer.message.thinking and not answer.message.content  # the demo model never ends its reasoning
+
+
+def test_models(client: ollama.Client) -> None:
+    (model,) = client.list().models
+    assert model.model == "demo" and model.size and model.details and model.details.parameter_size
+    (running,) = client.ps().models
+    assert running.model == "demo" and running.digest == model.digest
+    shown = client.show("demo")
+    assert shown.capabilities == ["completion", "tools", "thinking"]
+    assert shown.modelinfo and shown.modelinfo["general.parameter_count"] > 0
+
+
+def test_errors_are_the_client_s_own(client: ollama.Client) -> None:
+    with pytest.raises(ollama.ResponseError, match="there is no model") as error:
+        client.chat("llama", ASK)
+    assert error.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="is not served"):
+        client.pull("llama")
+    with pytest.raises(ollama.ResponseError, match="generates"):
+        client.embed("demo", "a")
+    with pytest.raises(ollama.ResponseError, match="no images"):
+        client.chat("demo", [{"role": "user", "content": "a", "images": [b"x"]}])
