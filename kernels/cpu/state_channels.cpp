@@ -37,6 +37,11 @@ class SelectiveScan {
            widen(static_cast<const T*>(call_.c) + token * call_.c_stride, read_, rows_);
            const T* const x = static_cast<const T*>(call_.x) + token * call_.x_stride + channel;
            T* const out = static_cast<T*>(call_.out) + token * channels + channel;
+           if (token + kTokensAhead < span.end) {
+             fetch(call_.dt + (token + kTokensAhead) * channels + channel, W * kLanes);
+             fetch(x + kTokensAhead * call_.x_stride, W * kLanes);
+             fetch<1>(out + kTokensAhead * channels, W * kLanes);
+           }
            for (int w = 0; w < W; ++w) {
              const Floats dt = lanes.get(call_.dt + token * channels + channel, w), value = lanes.get(x, w);
              const Floats steps = dt * kLog2E, input = dt * value;
@@ -93,12 +98,17 @@ class CausalConv {
     const int64_t end = std::min(channel + kConvChannels, call_.channels);
     for (int64_t tap = 0; tap < call_.taps; ++tap)
       widen(weight_ + tap * call_.channels + channel, weight + tap * kConvChannels, end - channel);
-    for (int64_t token = span.begin; token < span.end; ++token)
+    for (int64_t token = span.begin; token < span.end; ++token) {
+      if (token + kTokensAhead < span.end) {
+        fetch(x_ + (token + kTokensAhead) * call_.x_stride + channel, end - channel);
+        fetch<1>(out_ + (token + kTokensAhead) * call_.channels + channel, end - channel);
+      }
       for (int64_t i = channel; i < end; i += kLanes)
         if (token - call_.taps + 1 >= span.begin)
           convolve<true>(span, read, weight + i - channel, token, i, end - i);
         else
           convolve<false>(span, read, weight + i - channel, token, i, end - i);
+    }
     float* const written = states.state + span.written * states.slot_stride;
     for (int64_t tap = 0; tap + 1 < call_.taps; ++tap)  // ascending: what is read in place lies ahead
       for (int64_t i = channel; i < end; i += kLanes)
@@ -157,12 +167,18 @@ int linear_recurrence(const LinearRecurrenceCall& call) {
     float* const slots = call.states.state + channel;
     Floats state[W] = {};
     for (int w = 0; w < W && span.read >= 0; ++w) state[w] = lanes.get(slots + span.read * call.states.slot_stride, w);
-    for (int64_t token = span.begin; token < span.end; ++token)
+    for (int64_t token = span.begin; token < span.end; ++token) {
+      if (token + kTokensAhead < span.end) {
+        fetch(decay + (token + kTokensAhead) * call.decay_stride + channel, W * kLanes);
+        fetch(x + (token + kTokensAhead) * call.x_stride + channel, W * kLanes);
+        fetch<1>(out + (token + kTokensAhead) * channels + channel, W * kLanes);
+      }
       for (int w = 0; w < W; ++w) {
         state[w] = fma(lanes.get(decay + token * call.decay_stride + channel, w), state[w],
                        lanes.get(x + token * call.x_stride + channel, w));
         lanes.put(out + token * channels + channel, w, state[w]);
       }
+    }
     for (int w = 0; w < W; ++w) lanes.put(slots + span.written * call.states.slot_stride, w, state[w]);
   };
   return for_spans(call.states, strips_of(channels), channels, out, channels, [&](Span span, int64_t strip) {

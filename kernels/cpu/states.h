@@ -109,6 +109,15 @@ INLINE void widen(const T* from, float* to, int64_t size) {
   for (int64_t i = 0; i < size; i += kLanes) store(to + i, load(from + i, size - i));
 }
 
+// Tokens whose inputs are fetched ahead. They lie so far apart that the processor does not see them coming.
+constexpr int64_t kTokensAhead = 8;
+
+// Fetches `count` elements, for writing or not.
+template <int Writes = 0, class T>
+INLINE void fetch(const T* at, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(at + i, Writes);
+}
+
 // Some columns of a state: its rows lie `stride` apart.
 struct Columns {
   float* at;

@@ -85,7 +85,7 @@ def _selective_scan(tokens: int, dtype: torch.dtype, channels: int, dim: int) ->
 
 
 def _convolution(tokens: int, dtype: torch.dtype, channels: int, taps: int, silu: bool) -> StateLayer:
-    weight, bias = torch.randn(channels, taps).to(dtype).T, torch.randn(channels).to(dtype)
+    weight, bias = torch.randn(taps, 2 * channels).to(dtype)[:, :channels], torch.randn(channels).to(dtype)
 
     def run(kernels: StateKernels, inputs: list[Tensor], state: Tensor, batch: StateBatch) -> Tensor:
         return kernels.causal_conv(*inputs, weight, bias if silu else None, state, batch, silu=silu)
