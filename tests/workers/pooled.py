@@ -127,7 +127,7 @@ def pool(
     lengths = [len(content.token_ids) for content in contents]
     for slot, (content, own) in enumerate(zip(contents, tasks, strict=True)):
         prompt = content.token_ids
-        num_blocks = 1 if not runner.caches else -(-len(prompt) // size)
+        num_blocks = 1 if runner.model.model.encodes else -(-len(prompt) // size)
         blocks = [free.pop() for _ in range(num_blocks)]
         adapter, media = adapters[slot] if adapters else 0, content.places()
         inits.append(SlotInit(slot, prompt, len(prompt), blocks, own, 0, media=media, adapter=adapter))
@@ -137,7 +137,10 @@ def pool(
         for slot, content in enumerate(contents):
             if count := min(left, lengths[slot] - done[slot]):
                 media = content.embeddings(done[slot], done[slot] + count)
-                rows.append(Row(slot, done[slot], count, pool=True, media=media))
+                row = Row(slot, done[slot], count, pool=True, media=media)
+                if runner.num_states:  # those of each prompt stay in a slot of its own
+                    row.state, row.states = slot if done[slot] else -1, [(done[slot] + count, slot)]
+                rows.append(row)
                 done[slot] += count
                 left -= count
         new, inits = (

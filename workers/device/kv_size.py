@@ -75,8 +75,9 @@ def cache_size(
 ) -> CacheSize:
     """How many KV blocks and state slots `budget` bytes hold: see `num_kv_blocks` for blocks alone.
 
-    Each running sequence has a state slot, or two where tokens are proposed for it. Of what is left, blocks and
-    checkpoints of states take about equal halves: so a checkpoint costs what the keys and values of its span cost.
+    Each running sequence has a state slot, or two where tokens are proposed for it; together they take at most half
+    of the memory. Of what is left, blocks and checkpoints of states take about equal halves: so a checkpoint costs
+    what the keys and values of its span cost.
 
     block_bytes: 0 if no layer attends. state_bytes: of a slot; 0 if no layer keeps states.
 
@@ -96,6 +97,8 @@ def cache_size(
     if not block_bytes:  # blocks keep the names of prefixes: as many again as sequences can have at a time
         num_blocks = config.num_blocks or 2 * per_request * config.max_num_seqs
         return CacheSize(num_blocks, max(MIN_STATES, min(budget // state_bytes, num_live + num_blocks)))
+    if config.num_blocks is None:
+        num_live = min(num_live, budget // 2 // state_bytes)
     half = max((budget - num_live * state_bytes) // 2, per_request * block_bytes)
     num_blocks = num_kv_blocks(config, max_model_len, block_bytes, half)
     num_checkpoints = max(config.max_num_seqs, -(-num_blocks * block_bytes // state_bytes))

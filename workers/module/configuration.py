@@ -33,6 +33,12 @@ KV_DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 
+ATTENTION_LAYERS = {"full_attention", "attention", "hybrid", *WINDOWS}
+"""Types of layers that attend."""
+STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
+"""Types of layers that keep states."""
+FEED_FORWARD_LAYERS = {"mlp", "moe"}
+
 
 def load_config(worker_config: WorkerConfig) -> Any:
     """The model's transformers configuration, built with `hf_overrides` merged in.
@@ -203,3 +209,8 @@ def head_dims(config: Any) -> set[int]:
         (own, getattr(own, "head_dim", None), getattr(own, "num_attention_heads", None)) for own in layers
     )
     return {head_dim or own.hidden_size // heads for own, head_dim, heads in sizes if head_dim or heads}
+
+
+def state_layers(config: Any) -> list[str]:
+    """The types of a model's layers that keep states."""
+    return sorted(STATE_LAYERS & set(getattr(config.get_text_config(), "layer_types", None) or ()))

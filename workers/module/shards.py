@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pagewire.kernels.data.joining import column_slice
 from pagewire.kernels.data.weight import Weight
 from pagewire.workers.errors import IndivisibleError, LoadError
-from pagewire.workers.module.configuration import layer_configs
+from pagewire.workers.module.configuration import layer_configs, state_layers
 from pagewire.workers.module.matrices import is_experts, is_linear, is_stack, is_transposed
 from pagewire.workers.module.parallel_plan import plan_of, style_of
 from pagewire.workers.module.text_base import base_path
@@ -118,6 +118,8 @@ class Shards:
             if name.startswith(prefix) or not name.startswith(f"{causal.base_model_prefix}.")
         }
         try:
+            if state_layers(causal.config):
+                raise LoadError("its layers keep states, which are not divided; use pipeline_parallel_size")
             self._divide_vocabulary(causal)
             self._divide_layers(causal)
         except LoadError as error:

@@ -25,9 +25,13 @@ from pagewire.workers.caches.states import StateShape
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
 from pagewire.workers.module.attention import AttentionCalls, DryRunRecorder
-from pagewire.workers.module.configuration import layer_windows
+from pagewire.workers.module.configuration import (
+    ATTENTION_LAYERS,
+    FEED_FORWARD_LAYERS,
+    STATE_LAYERS,
+    layer_windows,
+)
 from pagewire.workers.module.refusals import refuse
-from pagewire.workers.module.structure import WINDOWS
 from pagewire.workers.module.text_base import picture_layers
 from pagewire.workers.module.transforms import tolerance
 from pagewire.workers.network.model import Model
@@ -43,11 +47,6 @@ REQUEST_FACTOR = 3  # in a request of a few tokens, one that goes to other exper
 ROUNDED = 0.15  # permitted difference of logits where activations are rounded
 INDEXED = {"axk2", "deepseek_v32", "glm_moe_dsa"}
 """Model types whose indexers are served (`workers/module/indexed.py`)."""
-ATTENTION_LAYERS = {"full_attention", "attention", "hybrid", *WINDOWS}
-"""Types of layers that attend."""
-STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
-"""Types of layers that keep states."""
-FEED_FORWARD_LAYERS = {"mlp", "moe"}
 NUM_STATES = 2 * len(LENGTHS)
 """State slots of a dry run: a request reads one of its two, and writes the other."""
 NOT_REPLACED = "it does not let its attention be replaced"
@@ -245,11 +244,6 @@ def permitted_difference(dtype: torch.dtype, schemes: Iterable[Scheme]) -> float
     sharply (`products.py`).
     """
     return ROUNDED if any(isinstance(scheme, Integers) for scheme in schemes) else tolerance(dtype)
-
-
-def state_layers(config: Any) -> list[str]:
-    """The types of a model's layers that keep states."""
-    return sorted(STATE_LAYERS & set(getattr(config.get_text_config(), "layer_types", None) or ()))
 
 
 def attending_layers(config: Any) -> set[int]:

@@ -161,6 +161,7 @@ def of_decoder(base: Any, numbers: Iterable[int] | None) -> Iterable[LayerParts]
         attention, mlp = layer.self_attn, layer.mlp
         require(children(layer) == {"self_attn", "mlp"} | NORMS)
         require(children(attention) in (ATTENTION, ATTENTION | HEAD_NORMS))
+        require(attention.q_proj.out_features == attention.o_proj.in_features)  # no gates among the queries
         has_experts = config.model_type in SPARSE_MODELS and children(mlp) >= SPARSE
         mixture = mlp if has_experts else None
         if has_experts:

@@ -19,7 +19,7 @@ from pagewire.workers.batch.flat_batch import AdapterOrder, Batch, build_batch
 from pagewire.workers.batch.slots import Relay, Slots
 from pagewire.workers.caches.kv import memory_of
 from pagewire.workers.caches.states import StepStates, allocate_states, state_bytes
-from pagewire.workers.device.interface import PendingTokens
+from pagewire.workers.device.interface import Device, PendingTokens
 from pagewire.workers.device.kv_size import CacheSize, cache_size, ledger
 from pagewire.workers.device.open import open_device
 from pagewire.workers.errors import LoadError
@@ -50,12 +50,20 @@ def max_samples(config: WorkerConfig) -> int:
     return max(config.max_num_seqs, min(most, config.max_num_batched_tokens))
 
 
+def open_adapters(config: WorkerConfig, device: Device, wake: Callable[[], None]) -> Adapters | None:
+    """The adapters of a worker; None where they are not served. wake: see `Runner`."""
+    if config.lora is None:
+        return None
+    from pagewire.workers.adapters.loader import Adapters  # engines without adapters start sooner
+
+    return Adapters(config, device, wake)
+
+
 class Runner:
     """A loaded model with its KV cache, states and slots.
 
     collective: the operations of this rank with the others of its group.
-    wake: called by other threads when `adapters` has messages.
-    adapters: None where they are not served.
+    wake: called by other threads when `adapters` has messages. adapters: None where they are not served.
     loaded: None while the weights are dropped. caches, states: of layers; empty while their memory is released.
     drafter: proposes tokens. typical: accepts proposed tokens that were not drawn; None: none is accepted.
     spare_work: optional work for idle moments, a few milliseconds with each `next`.
@@ -74,7 +82,7 @@ class Runner:
     ) -> None:
         self.config, self.phases, self.collective = config, phases, collective
         self.device = open_device(config)
-        self.adapters = self._open_adapters(wake)
+        self.adapters = open_adapters(config, self.device, wake)
         self.loaded: LoadedModel | None = self._load(ahead, phases)
         self.slots = Slots(
             config.max_num_seqs,
@@ -86,8 +94,8 @@ class Runner:
         )
         self.sampler = self.device.sampler(max_samples(config), self.loaded.vocab_size, MOST_LIKELY)
         self.drafter = self._open_drafter(self.loaded)
-        self.block_bytes = sum(shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
-        self.block_bytes += self.drafter.block_bytes
+        own = (shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
+        self.block_bytes = sum(own) + self.drafter.block_bytes
         self.state_bytes = state_bytes(self.loaded.state_shapes)
         self.typical = TypicalAcceptance.of(config.speculative)
         self.relay = Relay(config.max_num_seqs, self.device.torch_device)
@@ -98,13 +106,6 @@ class Runner:
         self.embedding_size = 0
         self.num_blocks, self.num_states = self._size_kv(self.loaded)
         self.allocate_kv()
-
-    def _open_adapters(self, wake: Callable[[], None]) -> Adapters | None:
-        if self.config.lora is None:
-            return None
-        from pagewire.workers.adapters.loader import Adapters  # engines without adapters start sooner
-
-        return Adapters(self.config, self.device, wake)
 
     def _open_drafter(self, target: LoadedModel) -> Drafter:
         if self.config.speculative is None or self.config.speculative.in_core:
@@ -182,10 +183,12 @@ class Runner:
     def memory(self) -> dict[str, int]:
         """Bytes by use: `Device.memory`, weights, kv_cache and states."""
         kv = sum(cache.nbytes for cache in memory_of([*self.caches, *self.drafter.caches]))
-        others = {} if self.adapters is None else {"adapters": self.adapters.num_bytes}
-        if self.state_bytes:
-            others["states"] = sum(state.nbytes for state in self.states)
-        return {**self.device.memory(), "weights": self.weight_bytes, "kv_cache": kv, **others}
+        own = {"weights": self.weight_bytes, "kv_cache": kv, "states": sum(x.nbytes for x in self.states)}
+        return {
+            **self.device.memory(),
+            **own,
+            **({"adapters": self.adapters.num_bytes} if self.adapters else {}),
+        }
 
     def adapter_rows(self, order: AdapterOrder | None) -> AdapterRows | None:
         """The rows of a batch with their adapters; None if none has one.
@@ -270,8 +273,7 @@ class Runner:
             LoadError: there is not enough.
         """
         self._allocate(self.num_blocks, self.num_states)
-        kv = memory_of([*self.caches, *self.drafter.caches])
-        self.spare_work = self.device.populate([*self.states, *kv])
+        self.spare_work = self.device.populate(self.states + memory_of([*self.caches, *self.drafter.caches]))
 
     def warm_up(self) -> None:
         """Do once what no request shall pay for: run a token, and record graphs. Writes nowhere that matters."""
@@ -281,8 +283,8 @@ class Runner:
         size = of_first_stage(self.model.model.embedding_size, self.collective, self.device)
         size = size if size and trials.take_embeddings(size) else 0
         self.embedding_size = of_first_stage(size, self.collective, self.device)
-        # No graph can send and receive, nor have states: those of its padding would be some sequence's.
-        eager = self.config.enforce_eager or self.config.parallel.stages > 1 or self.states
+        # No graph can send and receive.
+        eager = self.config.enforce_eager or self.config.parallel.stages > 1
         if not eager and self.model.is_stack and self.device.can_record(self.model.dtype):
             length, forward = self.model.max_model_len, self._forward
             self.graphs = DecodeGraphs.recorded(self.config, self.device, length, forward, self.adapters)

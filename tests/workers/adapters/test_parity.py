@@ -225,7 +225,7 @@ def test_a_merged_adapter_is_the_model(model: Path, adapters: list[Path], tmp_pa
     assert Driver(merged).generate(PROMPTS[:1], 6) != Driver(plain).generate(PROMPTS[:1], 6)
 
 
-FIRST = ("gpt2", "gemma2", "mixtral")
+FIRST = ("gpt2", "gemma2", "mixtral", "qwen3_5_text")
 OTHERS = (
     "phi3",
     "qwen2",
@@ -238,6 +238,8 @@ OTHERS = (
     "olmo2",
     "qwen2_moe",
     "stablelm",
+    "bamba",
+    "lfm2",
 )
 EVERY = [
     *FIRST,

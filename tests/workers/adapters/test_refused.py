@@ -20,6 +20,7 @@ from pagewire.ipc.wire.params import SamplingParams
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.files import TENSORS, read_files
 from pagewire.workers.errors import LoadError
+from tests.workers.architectures import SERVED
 from tests.workers.driver import Driver, load_runner
 from tests.workers.peft_adapters import AdaptedRunner
 from tests.workers.random_adapters import CONFIG, Q, Tensors, make_tensors, write
@@ -294,6 +295,11 @@ def test_matrices_in_another_dtype(llama: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_served_with_adapters_is_refused(llama: Path) -> None:
     with pytest.raises(LoadError, match="long_lora_scaling_factors are not served"):
         load_runner(llama, lora=replace(LIMITS, long_lora_scaling_factors=[4.0]))
+
+
+def test_layers_that_share_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"several layers of this model share .*shared_transf"):
+        load_runner(SERVED["zamba"].write(tmp_path), lora=LIMITS)
 
 
 def test_all_names_together_have_a_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:

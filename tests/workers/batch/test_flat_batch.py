@@ -24,3 +24,17 @@ def test_rows_lie_one_behind_the_other() -> None:
     places = [5 * 16 + p if p < 16 else 16 + p - 16 if p < 32 else 3 * 16 + p - 32 for p in range(4, 35)]
     assert batch.attention.slot_mapping.tolist() == [*places, 144, 145, 146]
     assert batch.sample_rows == [1] and batch.sample_indices.tolist() == [33]
+
+
+def test_states_are_read_and_written_where_rows_say() -> None:
+    slots = Slots(4, 100, 16, 1000)
+    tokens = list(range(40))
+    slots.apply(
+        StepPlan(1, [], [SlotInit(slot, tokens, 40, [slot] * 3, SamplingParams(), 0) for slot in (0, 1)])
+    )
+    first = Row(1, 8, 24, state=7, states=[(16, 3), (32, 5)])
+    second = Row(0, 0, 2, states=[(2, 9)])
+    states = build_batch([first, second], slots).states
+    assert states is not None
+    assert states.row_starts.tolist() == [0, 2, 3]
+    assert states.spans.tolist() == [[0, 8, 7, 3], [8, 24, 3, 5], [24, 26, -1, 9]]

@@ -45,7 +45,7 @@ from pagewire.workers.run.graphs import recorded_sizes
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
-from tests.workers.architectures import GEMMA4, LLAMA4, VOCAB_SIZE, Architecture
+from tests.workers.architectures import DELTA_RULE, GEMMA4, LLAMA4, RECURRENT, VOCAB_SIZE, Architecture
 from tests.workers.driver import GREEDY, Driver, load_runner, tokens_of, values
 from tests.workers.parity import make_prompts, transformers_tokens
 from tests.workers.peft_adapters import peft_logprobs
@@ -544,6 +544,20 @@ def test_another_structure_runs_without_recorded_steps(tmp_path: Path, load: Cal
     plans = make_plans(make_prompts(VOCAB_SIZE, (9, 2)), 4, [GREEDY, GREEDY])
     wanted = [outcome(runner.step(plan)) for plan in plans]
     assert [outcome(result) for result in Core(runner).run(plans)] == wanted
+
+
+def test_states_on_a_gpu(tmp_path: Path, load: Callable[..., Runner]) -> None:
+    """In bfloat16, beside float32."""
+    # Of 8 heads, so that all weights of the file lie aligned.
+    fields = HEADS | DELTA_RULE | {"layer_types": RECURRENT, "linear_num_value_heads": 8}
+    folder = Architecture("qwen3_5_text", fields).write(tmp_path, dtype="bfloat16")
+    prompts, params = make_prompts(VOCAB_SIZE, (9, 2)), SamplingParams(temperature=0.0, prompt_logprobs=0)
+    runners = [load(folder, dtype=dtype) for dtype in ("float32", "bfloat16")]
+    found = [
+        np.concatenate([values(part)[1] for r in runs for part in r.prompt_logprobs])
+        for runs in (Driver(runner).run(prompts, 3, params) for runner in runners)
+    ]
+    assert np.abs(found[0] - found[1]).mean() < 0.05
 
 
 def test_heads_of_two_sizes(tmp_path: Path, load: Callable[..., Runner]) -> None:

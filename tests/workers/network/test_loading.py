@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from pagewire.engine_core.config.config import EngineConfig
 from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.workers.device import machine
 from pagewire.workers.device.cpu import bind_threads
-from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks
+from pagewire.workers.device.kv_size import GIB, cache_size, kv_budget, num_kv_blocks
 from pagewire.workers.device.machine import bound_cpus, default_threads, parse_cpus
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.structure import OTHER_ARITHMETIC
@@ -392,6 +394,26 @@ def test_kv_sizes() -> None:
     with pytest.raises(LoadError, match=r"needs 7 KV blocks .* only 5 fit; max_model_len 80 would fit"):
         num_kv_blocks(load, 100, 1000, budget=5_999)
     assert num_kv_blocks(WorkerConfig("", num_blocks=9), 100, 1000, budget=0) == 9
+
+
+def test_states_and_blocks_share_a_budget() -> None:
+    load = WorkerConfig("", max_num_seqs=4, block_size=16)
+    # 4 running sequences, and of the rest a half each: 35 blocks, and checkpoints of as many bytes
+    assert cache_size(load, 1000, 100, 700, 4 * 700 + 2 * 7000) == (70, 14)
+    assert cache_size(load, 1000, 100, 700, 10**6) == (4 * 63, 4 + 36), "no more than sequences can use"
+    assert cache_size(load, 1000, 100, 700, 6300 + 3 * 700) == (63, 3), (
+        "a request of the longest kind comes first"
+    )
+    assert cache_size(load, 1000, 0, 700, 10_000) == (2 * 4 * 63, 14), "blocks without memory"
+    assert cache_size(load, 1000, 100, 0, 10_000) == (100, 0)
+    many = replace(load, max_num_seqs=100)
+    assert cache_size(many, 1000, 100, 700, 40 * 700) == (70, 30), "half is for running sequences"
+    drafting = replace(load, speculative=SpeculativeConfig("ngram", None, 3))
+    assert cache_size(drafting, 1000, 100, 700, 8 * 700 + 2 * 7000) == (70, 18), "two slots for each sequence"
+    with pytest.raises(LoadError, match=r"and 3 state slots of .* lower max_model_len"):
+        cache_size(load, 1000, 100, 700, 6300 + 3 * 700 - 1)
+    with pytest.raises(LoadError, match="3 state slots"):
+        cache_size(load, 1000, 0, 700, 2 * 700)
 
 
 def test_kv_budget(monkeypatch: pytest.MonkeyPatch) -> None:

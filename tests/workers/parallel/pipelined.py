@@ -22,12 +22,14 @@ from pagewire.ipc.wire.lora import AdapterSource
 from pagewire.ipc.wire.messages import Request, TokenDelta
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import StepPlan, StepResult
+from pagewire.workers.module.configuration import load_config, state_layers
 from pagewire.workers.run.runner import Runner
 from tests.workers.driver import values
 from tests.workers.parallel.threads import Rank
 from tests.workers.parity import NUM_TOKENS
 
 MAX_MODEL_LEN = 64
+NUM_STATES = 16
 SAMPLED = SamplingParams(
     temperature=0.7, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3, prompt_logprobs=1
 )
@@ -87,7 +89,6 @@ def generate(
     num_blocks: int | None = None,
     speculation: Speculation | None = None,
     adapters: Sequence[int] = (),
-    num_states: int = 0,
 ) -> tuple[list[Output], Scheduler]:
     """What becomes of prompts that are submitted together.
 
@@ -103,7 +104,8 @@ def generate(
             max_num_batched_tokens=budget // stages,
             depth=max(2, stages),
             stages=stages,
-            num_states=num_states,
+            # A stage may have layers without states only, and all ranks must make the same plans.
+            num_states=NUM_STATES if state_layers(load_config(runner.config)) else 0,
         ),
         speculation,
     )

@@ -43,9 +43,10 @@ WHOLE = (
     "proj",  # of Gemma 4's router
 )
 """Last parts of the names of matrices that every rank has: small ones, whose outputs all ranks need."""
-STATES = {architecture.name for architecture in HYBRIDS}
 UNDIVIDED = {"codegen", "dbrx", "diffllama", "doge", "falcon", "falcon with ALiBi", "falcon with groups"}
 """Served by one rank only: the rows of their matrices are in orders that no plan has."""
+STATES = {architecture.name for architecture in HYBRIDS}
+"""Likewise, since their layers keep states."""
 WIDE = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -120,6 +121,12 @@ def test_what_has_no_plan_is_refused(name: str, tmp_path: Path) -> None:
         LoadError, match=r"cannot be divided over 2 ranks: neither .* has a plan for its attention"
     ):
         generate_over_ranks(folder, 2, make_prompts(VOCAB_SIZE))
+
+
+def test_states_are_not_divided(tmp_path: Path) -> None:
+    folder = SERVED["mamba2"].write(tmp_path)
+    with pytest.raises(LoadError, match=r"its layers keep states, .* use pipeline_parallel_size"):
+        generate_over_ranks(folder, 2, [[1]])
 
 
 @pytest.mark.parametrize("name", sorted(SERVED.keys() - UNDIVIDED - STATES))

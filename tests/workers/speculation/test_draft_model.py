@@ -13,6 +13,7 @@ from pagewire.ipc.wire.embeddings import PLACEHOLDER, media_of
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Row, StepPlan
+from pagewire.workers.errors import LoadError
 from pagewire.workers.process.calls import call
 from pagewire.workers.run.runner import Runner
 from tests.workers.architectures import COMMON, GROUPED, SERVED, VOCAB_SIZE, Architecture
@@ -206,6 +207,11 @@ def test_families_of_other_structure_draft_too(llama: Path, tmp_path: Path, name
     sequences = [driver.add(i, prompt, GREEDY) for i, prompt in enumerate(make_prompts(VOCAB_SIZE, [13, 6]))]
     driver.run(sequences, 8)
     DraftOracle(folder).check([p for s in sequences for p in s.proposals])
+
+
+def test_a_draft_model_with_states_is_refused(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="has layers that keep states, which drafts would change"):
+        runner_with(llama, SERVED["lfm2"].write(tmp_path))
 
 
 def test_a_quantised_copy_of_the_model(llama: Path) -> None:
