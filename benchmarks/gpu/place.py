@@ -66,7 +66,9 @@ class Gpu:
                 for kv_dtype in KV_DTYPES:
                     for encodes in (False, True):
                         launches = Launches(dtype, kv_dtype, head_dim, encodes)
-                        for trial in trials(dtype, kv_dtype, head_dim, encodes=encodes):
+                        for trial in trials(
+                            dtype, kv_dtype, head_dim, encodes=encodes, recurrent=not encodes
+                        ):
                             if (dtype, trial.name) not in seen:
                                 seen.add((dtype, trial.name))
                                 yield str(launches.dtype).removeprefix("torch."), trial

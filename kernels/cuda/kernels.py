@@ -38,13 +38,13 @@ def variants(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     head_dim: int,
-    *,
     encodes: bool = False,
     recurrent: bool = False,
 ) -> list[Variant]:
     """The kernels that a model may launch. Float32 models have sampling kernels only.
 
-    kv_dtype: of its KV cache. encodes: it is an encoder, which keeps keys and values for a layer only.
+    kv_dtype: of its KV cache. head_dim: of its attention; 0: no layer attends.
+    encodes: it is an encoder, which keeps keys and values for a layer only.
     recurrent: it has layers with states.
     """
     result = [sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES if dtype in sampling.DTYPES]
@@ -60,7 +60,7 @@ def variants(
     result += lora.variants(dtype)
     if recurrent:
         result += states.variants(dtype)
-    for cache_dtype in dict.fromkeys((dtype, kv_dtype)):
+    for cache_dtype in dict.fromkeys((dtype, kv_dtype)) if head_dim else ():
         result.append(kv.variant(dtype, cache_dtype))
         if head_dim in attention.HEAD_DIMS:
             instances = (attention.decode_instance, attention.prefill_instance)

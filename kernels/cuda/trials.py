@@ -101,7 +101,6 @@ def trials(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     head_dim: int,
-    *,
     encodes: bool = False,
     recurrent: bool = False,
 ) -> list[Trial]:
@@ -117,7 +116,7 @@ def trials(
     result.append(adapter_trial(dtype))
     if recurrent:
         result += [*matrix_trials(dtype), *channel_trials(dtype)]
-    for cache_dtype in dict.fromkeys((dtype, kv_dtype)):
+    for cache_dtype in dict.fromkeys((dtype, kv_dtype)) if head_dim else ():
         result += write_trials(dtype, cache_dtype, head_dim)
         if head_dim in attention.HEAD_DIMS:
             result += attention_trials(dtype, cache_dtype, head_dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -16,6 +16,7 @@ from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import populate, zeros
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
+from pagewire.workers.device.interface import KernelNeeds
 from pagewire.workers.device.kv_size import kv_budget, step_bytes
 from pagewire.workers.device.machine import ALONE, BIND, bound_cpus, default_threads, machine_memory
 from pagewire.workers.errors import LoadError
@@ -110,15 +111,7 @@ class CpuDevice:
         """See `Device.kv_dtypes`."""
         return (dtype, KV_CODES) if dtype in DTYPES else (dtype,)
 
-    def prepare(
-        self,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype,
-        head_dims: Collection[int],
-        *,
-        encodes: bool = False,
-        chunks: bool = False,
-    ) -> None:
+    def prepare(self, needs: KernelNeeds) -> None:
         """Nothing to do: the CPU's kernels are compiled at first use."""
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:

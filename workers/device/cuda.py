@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from pagewire.kernels.cuda.source import Variant
 from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.device.cuda_sampler import CudaTokenSampler
 from pagewire.workers.device.first_run import SAMPLING, Launches, in_processes, replace_wrong_kernels
-from pagewire.workers.device.interface import TokenSampler
+from pagewire.workers.device.interface import KernelNeeds, TokenSampler
 from pagewire.workers.errors import LoadError
 
 logger = logging.getLogger("pagewire.worker")
@@ -103,32 +103,24 @@ class CudaDevice:
         """See `Device.kv_dtypes`."""
         return (dtype, *FP8) if dtype in KERNEL_DTYPES else (dtype,)
 
-    def prepare(
-        self,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype,
-        head_dims: Collection[int],
-        *,
-        encodes: bool = False,
-        chunks: bool = False,
-    ) -> None:
+    def prepare(self, needs: KernelNeeds) -> None:
         """See `Device.prepare`."""
-        other = set(head_dims) - set(HEAD_DIMS)
-        if other and dtype in KERNEL_DTYPES and not encodes:
+        other = set(needs.head_dims) - set(HEAD_DIMS)
+        if other and needs.dtype in KERNEL_DTYPES and not needs.encodes:
             raise LoadError(
                 f"no kernel on {self.name} attends with heads of {max(other)} numbers, only with "
                 f"{', '.join(map(str, HEAD_DIMS))}: use device='cpu', or dtype='float32', which needs none"
             )
-        if chunks and dtype in KERNEL_DTYPES:
+        if needs.chunks and needs.dtype in KERNEL_DTYPES:
             raise LoadError(
                 f"no kernel on {self.name} attends to chunks of keys, as chunked_attention layers do: use "
                 "device='cpu', or dtype='float32', which needs none"
             )
-        variants = dict.fromkeys(
-            variant
-            for head_dim in sorted(head_dims)
-            for variant in cuda_kernels.variants(dtype, kv_dtype, head_dim, encodes=encodes)
-        )
+        launched = [
+            Launches(needs.dtype, needs.kv_dtype, head_dim, needs.encodes, needs.recurrent)
+            for head_dim in sorted(needs.head_dims) or [0]
+        ]
+        variants = dict.fromkeys(variant for each in launched for variant in cuda_kernels.variants(*each))
 
         def progress(done: int, total: int, variant: Variant) -> None:
             if done % 8 == 0 or done == total:
@@ -138,8 +130,8 @@ class CudaDevice:
             self.launcher.load(list(variants), progress)
         except CompileError as error:
             raise LoadError(f"the kernels cannot be compiled: {error}; see `pagewire doctor`") from error
-        for head_dim in sorted(head_dims):
-            self.try_kernels(Launches(dtype, kv_dtype, head_dim, encodes))
+        for each in launched:
+            self.try_kernels(each)
 
     def try_kernels(self, launches: Launches) -> None:
         """Let PyTorch compute what the kernels get wrong on this device, which its first run shows."""

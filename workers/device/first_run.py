@@ -52,6 +52,7 @@ class Launches(NamedTuple):
     kv_dtype: torch.dtype
     head_dim: int
     encodes: bool = False
+    recurrent: bool = False
 
 
 class TriedDevice(Transfers, Protocol):
@@ -75,7 +76,7 @@ def all_trials(device: TriedDevice, launches: Launches) -> list[Tried]:
         return why_sampling_is_wrong(device, launches.dtype)
 
     result = [Tried("sampling", SAMPLING, sampling)]
-    for trial in trials(launches.dtype, launches.kv_dtype, launches.head_dim, encodes=launches.encodes):
+    for trial in trials(*launches):
 
         def run(why_wrong: Callable[..., str] = trial.why_wrong) -> str:
             return why_wrong(device.kernels, device.torch_device)
@@ -194,7 +195,7 @@ def in_processes(device: TriedDevice, launches: Launches) -> dict[str, str]:
     """
     types = [str(dtype).removeprefix("torch.") for dtype in launches[:2]]
     command = [sys.executable, "-m", PROGRAM, str(device.torch_device), *types, str(launches.head_dim)]
-    command += ["--encodes"] if launches.encodes else []
+    command += [f"--{name}" for name in ("encodes", "recurrent") if getattr(launches, name)]
     return verdicts_from(command, [tried.name for tried in all_trials(device, launches)])
 
 

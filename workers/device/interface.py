@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +52,22 @@ class TokenSampler(Protocol):
         """Start to sample one token per row, as `sampler.sample`. Finish a launch before the next one."""
 
 
+class KernelNeeds(NamedTuple):
+    """What a model asks of the kernels of its device.
+
+    dtype, kv_dtype: of its numbers, and of its KV cache. head_dims: the sizes of attention heads in its layers;
+    empty if none attends. encodes: it is an encoder. chunks: some layers attend to chunks of keys.
+    recurrent: some layers keep states.
+    """
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    head_dims: Collection[int]
+    encodes: bool = False
+    chunks: bool = False
+    recurrent: bool = False
+
+
 class Device(Protocol):
     """The device that runs the model. If it is asynchronous, calls return before their work is done."""
 
@@ -81,19 +97,8 @@ class Device(Protocol):
     def kv_dtypes(self, dtype: torch.dtype) -> Sequence[torch.dtype]:
         """The dtypes that the KV cache of a model of this dtype may have."""
 
-    def prepare(
-        self,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype,
-        head_dims: Collection[int],
-        *,
-        encodes: bool = False,
-        chunks: bool = False,
-    ) -> None:
-        """Compile the kernels that a model of these dtypes needs, with progress in the log.
-
-        head_dims: the sizes of attention heads in its layers. encodes: it is an encoder. chunks: some
-        layers attend to chunks of keys.
+    def prepare(self, needs: KernelNeeds) -> None:
+        """Compile the kernels that a model needs, with progress in the log.
 
         Raises:
             LoadError: they cannot be compiled, or the device has none for heads of such a size or for chunks.

@@ -203,11 +203,14 @@ def layer_windows(config: Any) -> list[tuple[str, int] | None]:
 
 
 def head_dims(config: Any) -> set[int]:
-    """The sizes of the attention heads in a model's layers; empty if the model has none."""
+    """The sizes of the attention heads in a model's layers; empty if none attends, or none has such a setting."""
     layers = layer_configs(config)
-    sizes = (
-        (own, getattr(own, "head_dim", None), getattr(own, "num_attention_heads", None)) for own in layers
-    )
+    kinds = getattr(config.get_text_config(), "layer_types", None) or [None] * len(layers)
+    others = (STATE_LAYERS | FEED_FORWARD_LAYERS) - ATTENTION_LAYERS  # their heads are other ones
+    attending = [own for own, kind in zip(layers, kinds, strict=True) if kind not in others]
+    sizes = [
+        (own, getattr(own, "head_dim", None), getattr(own, "num_attention_heads", None)) for own in attending
+    ]
     return {head_dim or own.hidden_size // heads for own, head_dim, heads in sizes if head_dim or heads}
 
 

@@ -18,7 +18,7 @@ from pagewire.kernels.data.paging import AttentionBatch, Cache
 from pagewire.kernels.ops import linear
 
 SCORES = 1 << 22
-"""Scores by head that are in memory at once, in numbers of float32: so many that products take most of the time."""
+"""The most scores of single heads in memory at once, float32. With fewer, calls take more time than products."""
 
 
 @dataclass

@@ -128,10 +128,12 @@ def replace_functions(causal: Any) -> None:
         names = vars(sys.modules[file])
         for name, ours in FUNCTIONS.items():
             if name in names and not hasattr(names[name], "replaced"):
-                names[name] = _in_steps(names[name], ours)
+                names[name] = in_steps(names[name], ours)
 
 
-def _in_steps(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def in_steps(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """A function or method that is `ours` within a step, and `theirs`, its attribute `replaced`, outside of one."""
+
     def function(*args: Any, **kwargs: Any) -> Any:
         return (ours if is_in_step() else theirs)(*args, **kwargs)
 

@@ -14,7 +14,7 @@ from pagewire.workers.errors import LoadError
 
 
 def take_registrations(registrations: Registrations) -> None:
-    """Load the plugins of the core in this process, and register what it has registered.
+    """Load the plugins that the core has loaded, and register its models and families in this process.
 
     Raises:
         LoadError: a plugin is not installed here, or fails.

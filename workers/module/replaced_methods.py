@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from pagewire.workers.module import recurrences
-from pagewire.workers.module.attention import current_step, is_in_step
+from pagewire.workers.module.attention import current_step
 from pagewire.workers.module.indexed import IndexedTokens, index_tokens
-from pagewire.workers.module.recurrences import replace_functions
+from pagewire.workers.module.recurrences import in_steps, replace_functions
 from pagewire.workers.module.structure import CHUNKED
 
 
@@ -52,7 +52,7 @@ def replace_methods(causal: Any) -> None:
             name, ours = found
             if hasattr(module, "layer_id"):
                 module.layer_idx = module.layer_id  # the name that all others have
-            setattr(module, name, MethodType(_in_steps(getattr(type(module), name), ours), module))
+            setattr(module, name, MethodType(in_steps(getattr(type(module), name), ours), module))
             needs_no_mask |= type(module).__name__ in WITH_MASK
         if type(module).__name__ == "Llama4TextExperts":
             _make_selectable(module, causal.config.get_text_config())
@@ -85,13 +85,6 @@ def _gated(experts: Any, both: Tensor) -> Tensor:
     """What is between the two products of Llama 4's experts."""
     gate, up = both.chunk(2, dim=-1)
     return experts.act_fn(gate) * up  # type: ignore[no-any-return]
-
-
-def _in_steps(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    def method(module: Any, *args: Any, **kwargs: Any) -> Any:
-        return (ours if is_in_step() else theirs)(module, *args, **kwargs)
-
-    return method
 
 
 def paged(

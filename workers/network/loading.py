@@ -25,7 +25,7 @@ from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.kernels.data.paging import KVScales
 from pagewire.kernels.experts import GroupedExperts
 from pagewire.workers.checkpoint.kv_scales import kv_scales
-from pagewire.workers.device.interface import Device
+from pagewire.workers.device.interface import Device, KernelNeeds
 from pagewire.workers.errors import DisprovenError, LoadError
 from pagewire.workers.module import attention
 from pagewire.workers.module.configuration import (
@@ -34,6 +34,7 @@ from pagewire.workers.module.configuration import (
     load_config,
     resolve_dtype,
     resolve_kv_dtype,
+    state_layers,
     without_long_chunks,
 )
 from pagewire.workers.module.experts import pack_experts
@@ -132,6 +133,19 @@ class ModelSettings:
         """True if tokens attend to later ones, too."""
         return self.spec is not None and self.spec.encoder
 
+    @property
+    def kernel_needs(self) -> KernelNeeds:
+        """What the model asks of the kernels."""
+        kinds = getattr(self.config.get_text_config(), "layer_types", None) or ()
+        return KernelNeeds(
+            self.dtype,
+            self.kv_dtype,
+            head_dims(self.config),
+            encodes=self.encodes,
+            chunks=CHUNKED in kinds,
+            recurrent=bool(state_layers(self.config)),
+        )
+
 
 @torch.inference_mode()
 def load_model(
@@ -159,13 +173,7 @@ def load_model(
         weights = saved.weights(dtype)
     else:
         weights = build_module(worker_config, config, dtype, device, module_class(spec))
-    device.prepare(
-        dtype,
-        settings.kv_dtype,
-        head_dims(config),
-        encodes=settings.encodes,
-        chunks=CHUNKED in (getattr(config.get_text_config(), "layer_types", None) or ()),
-    )
+    device.prepare(settings.kernel_needs)
     module = weights.causal
     base = module.get_submodule(base_path(module))
     shards = weights.shards or own_shards(module, collective, parallel)

@@ -87,12 +87,11 @@ def check_config(config: Any) -> None:
         raise refuse(
             config, "its choice of experts mixes the tokens that run together; transformers' generate runs it"
         )
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if getattr(text, "index_topk", None) is not None:  # some name no kinds
+        kinds.add("indexed_attention")
     served = ATTENTION_LAYERS | STATE_LAYERS | FEED_FORWARD_LAYERS
-    other = set(getattr(text, "layer_types", None) or ()) - served
-    if getattr(text, "index_topk", None) is not None:
-        other.add("indexed_attention")
-    if text.model_type in INDEXED:
-        other.discard("indexed_attention")
+    other = kinds - served - ({"indexed_attention"} if text.model_type in INDEXED else set())
     if other:
         raise refuse(config, f"it has layers of type {', '.join(sorted(map(str, other)))}")
 

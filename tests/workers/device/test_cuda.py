@@ -30,13 +30,19 @@ from pagewire.ipc.wire.worker_messages import (
     StepResult,
     WorkerConfig,
 )
+from pagewire.kernels.cuda import states
 from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.kernels.cuda.source import Variant
+from pagewire.kernels.cuda.trials import channel_trials, matrix_trials, trials
 from pagewire.kernels.reference.kernels import reference
 from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.device import cuda
 from pagewire.workers.device.cpu import CpuTokenSampler
+from pagewire.workers.device.first_run import Launches
+from pagewire.workers.device.interface import KernelNeeds
 from pagewire.workers.device.open import open_device, own_gpu
 from pagewire.workers.errors import LoadError
+from pagewire.workers.network.loading import ModelSettings
 from pagewire.workers.network.model import Model
 from pagewire.workers.process.calls import call
 from pagewire.workers.process.main import Pipeline
@@ -45,7 +51,15 @@ from pagewire.workers.run.graphs import recorded_sizes
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
-from tests.workers.architectures import DELTA_RULE, GEMMA4, LLAMA4, RECURRENT, VOCAB_SIZE, Architecture
+from tests.workers.architectures import (
+    DELTA_RULE,
+    GEMMA4,
+    LLAMA4,
+    RECURRENT,
+    SERVED,
+    VOCAB_SIZE,
+    Architecture,
+)
 from tests.workers.driver import GREEDY, Driver, load_runner, tokens_of, values
 from tests.workers.parity import make_prompts, transformers_tokens
 from tests.workers.peft_adapters import peft_logprobs
@@ -560,6 +574,25 @@ def test_states_on_a_gpu(tmp_path: Path, load: Callable[..., Runner]) -> None:
     assert np.abs(found[0] - found[1]).mean() < 0.05
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "head_dim"), [("qwen3_5_text", {"head_dim": 32}, 32), ("mamba2", {}, 0)]
+)
+def test_kernels_of_states_are_compiled_and_tried_before_the_first_step(
+    name: str, fields: dict[str, Any], head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a model without attention, whose states have heads that attention has no kernel for."""
+    launcher, tried, compiled = EmulatedLauncher(), list[Launches](), list[Variant]()
+    monkeypatch.setattr(launcher, "load", lambda variants, progress: compiled.extend(variants))
+    monkeypatch.setattr(EmulatedCudaDevice, "try_kernels", lambda self, launches: tried.append(launches))
+    dtype = torch.bfloat16
+    config = Architecture(name, SERVED[name].fields | fields).config()
+    EmulatedCudaDevice(launcher).prepare(ModelSettings(config, None, dtype, dtype, [], 64).kernel_needs)
+    assert [launches.head_dim for launches in tried] == [head_dim]
+    names = {trial.name for trial in trials(*tried[0])}
+    assert names >= {trial.name for trial in (*matrix_trials(dtype), *channel_trials(dtype))}
+    assert set(compiled) >= set(states.variants(dtype))
+
+
 def test_heads_of_two_sizes(tmp_path: Path, load: Callable[..., Runner]) -> None:
     """In bfloat16 by the kernels of each size, beside PyTorch's own attention in float32."""
     fields = GEMMA4 | {"head_dim": 32, "global_head_dim": 64, "num_key_value_heads": 1}
@@ -580,8 +613,8 @@ def test_heads_without_a_kernel_are_refused_by_name() -> None:
     with pytest.raises(
         LoadError, match=r"attends with heads of 5120 numbers, only with 32, .*: use device='cpu'"
     ):
-        device.prepare(torch.bfloat16, torch.bfloat16, {256, 5120})
-    device.prepare(torch.float32, torch.float32, {256, 5120})  # by PyTorch
+        device.prepare(KernelNeeds(torch.bfloat16, torch.bfloat16, {256, 5120}))
+    device.prepare(KernelNeeds(torch.float32, torch.float32, {256, 5120}))  # by PyTorch
 
 
 def test_chunks_of_keys_are_refused_before_weights_are_read(
