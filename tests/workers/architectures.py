@@ -67,8 +67,9 @@ MLA = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
 }
-INDEXED = MLA | {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 6}
-"""Fewer keys are seen than prompts have. With few heads all keys may score 0: transformers then takes any."""
+INDEXED = MLA | {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 6, "pad_token_id": None}
+"""Fewer keys are seen than prompts have. Where all keys score 0, as with few heads or for a padding token, whose
+embedding is 0, transformers takes any."""
 ROUTED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,

@@ -91,12 +91,8 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     check_parity(SERVED[name].write(tmp_path))
 
 
-TIES = {"deepseek_v32"}
-"""The indexer scores some of these embeddings alike, and which of them transformers takes depends on the length."""
-
-
 @pytest.mark.every_architecture
-@pytest.mark.parametrize("name", sorted(SERVED.keys() - {"gemma4_text"}.union(FORMS, TIES)))
+@pytest.mark.parametrize("name", sorted(SERVED.keys() - {"gemma4_text"}.union(FORMS)))
 def test_every_architecture_takes_embeddings(name: str, tmp_path: Path) -> None:
     check_parity(SERVED[name].write(tmp_path))
 
