@@ -1,4 +1,4 @@
-"""docs/families.md, which `python -m benchmarks.parity --all --write` makes, and the list in README made of it.
+"""docs/families.md, which `python -m benchmarks.parity --all --write` makes, and the list of it in docs/models.md.
 
 python -m benchmarks.families
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PATH, README = ROOT / "docs" / "families.md", ROOT / "README.md"
+PATH, MODELS = ROOT / "docs" / "families.md", ROOT / "docs" / "models.md"
 HEADER = "| model type | class | | why |\n|---|---|---|---|"
-WIDTH = 120  # of README's lines
+WIDTH = 120  # of the lines of docs/models.md
 PARAGRAPH = re.compile(r"^\*\*Served\*\* \(.*?(?=\n\n)", re.MULTILINE | re.DOTALL)
 INTRODUCTION = """\
 # Model families
@@ -27,8 +27,8 @@ random model in float32, with the layers and settings of its family.
 - **refused**: it is refused when it is loaded, with this reason
 - **untested**: there is nothing to compare with, for this reason
 
-This file is made by `python -m benchmarks.parity --all --write`, and README's list of it by
-`python -m benchmarks.families`.
+This file is made by `python -m benchmarks.parity --all --write`, and the list in
+[Models](models.md) by `python -m benchmarks.families`.
 """
 
 
@@ -65,7 +65,7 @@ def read(text: str) -> list[ModelRow]:
 
 
 def paragraph(families: Sequence[ModelRow]) -> str:
-    """README's list of the families that are served."""
+    """The list of the families that are served."""
     names = sorted(family.model_type for family in families if family.verdict == "equal")
     listed = ", ".join(f"`{name}`" for name in names)
     # A name is in one piece.
@@ -73,14 +73,14 @@ def paragraph(families: Sequence[ModelRow]) -> str:
     return f"**Served** ({len(names)} model types):\n" + "\n".join(lines) + "."
 
 
-def with_list(readme: str, families: Sequence[ModelRow]) -> str:
-    """The text of README with its list of families made anew."""
-    return PARAGRAPH.sub(lambda _: paragraph(families), readme, count=1)
+def with_list(page: str, families: Sequence[ModelRow]) -> str:
+    """The text of docs/models.md with its list of families made anew."""
+    return PARAGRAPH.sub(lambda _: paragraph(families), page, count=1)
 
 
 def main() -> None:
-    """Make README's list anew."""
-    README.write_text(with_list(README.read_text(), read(PATH.read_text())))
+    """Make the list in docs/models.md anew."""
+    MODELS.write_text(with_list(MODELS.read_text(), read(PATH.read_text())))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ prompts of several lengths, chunked and batched.
 
 With --all it tries every language model of the installed transformers, those that take pictures as well with text
 alone, each in a process of its own, and says that its tokens are equal, why it is refused, or why it could not be
-tried. --write: make docs/families.md and README's list of it. Status 1: another error, other tokens, or a refusal
-that takes seconds or reads weights.
+tried. --write: make docs/families.md and its list in docs/models.md. Status 1: another error, other tokens, or a
+refusal that takes seconds or reads weights.
 """
 
 from __future__ import annotations

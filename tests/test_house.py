@@ -25,7 +25,7 @@ MUTUAL = {
 
 DOCUMENTS = [
     *(ROOT / name for name in ("ARCHITECTURE.md", "README.md", "CONTRIBUTING.md", "tests/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
 

@@ -1,4 +1,4 @@
-"""README's list of families is that of docs/families.md."""
+"""The list of families in docs/models.md is that of docs/families.md."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SOME = [
 ]
 
 
-def test_readme_lists_the_families_of_the_table() -> None:
-    readme, table = families.README.read_text(), families.read(families.PATH.read_text())
+def test_models_lists_the_families_of_the_table() -> None:
+    page, table = families.MODELS.read_text(), families.read(families.PATH.read_text())
     assert len(table) > 200
-    assert families.with_list(readme, table) == readme
-    assert families.paragraph(table) in readme
+    assert families.with_list(page, table) == page
+    assert families.paragraph(table) in page
 
 
 def test_a_table_is_read_as_it_was_written() -> None:
@@ -29,6 +29,6 @@ def test_a_table_is_read_as_it_was_written() -> None:
 
 
 def test_a_new_list_takes_the_place_of_the_old_one() -> None:
-    readme = "## Models\n\n**Served** (1 model types):\n`gpt2`.\n\n**Others**\n\nNo list.\n"
-    made = families.with_list(readme, SOME)
-    assert made == readme.replace("(1 model", "(2 model").replace("`gpt2`", "`llama`, `xlm-roberta`")
+    page = "## Models\n\n**Served** (1 model types):\n`gpt2`.\n\n**Others**\n\nNo list.\n"
+    made = families.with_list(page, SOME)
+    assert made == page.replace("(1 model", "(2 model").replace("`gpt2`", "`llama`, `xlm-roberta`")

@@ -1,4 +1,4 @@
-"""The recipes in `deploy/`: their YAML is valid, and the command line knows the options that they use."""
+"""The recipes in `docs/deployment/`: their YAML is valid, and the command line knows the options that they use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 from pagewire.cli.console.options import engine_args
 from pagewire.cli.main import build_parser
 
-RECIPES = sorted((Path(__file__).parents[2] / "deploy").glob("*.md"))
+RECIPES = sorted((Path(__file__).parents[2] / "docs" / "deployment").glob("*.md"))
 
 
 def blocks(language: str) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Causal architectures of transformers as tiny random models, and whether they are served.
 
-One table for the tests and for the list in the README (`python -m benchmarks.parity`).
+One table for the tests and for the list in docs/models.md (`python -m benchmarks.parity`).
 """
 
 from __future__ import annotations

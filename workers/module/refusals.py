@@ -40,5 +40,5 @@ def refusals(model_path: str, *, alone: bool) -> Iterator[None]:
         raise LoadError(
             f"{model_path} is not supported: its code fails while it is loaded ({type(error).__name__}: "
             f"{first_line(error)}). The worker's log has the traceback; take another version of transformers, or "
-            "a model of a type that is served (README, Models)"
+            "a model of a type that is served (docs/models.md)"
         ) from error

@@ -1,4 +1,4 @@
-"""The page "Add a kind of network" of ARCHITECTURE.md: its code runs here as it stands there."""
+"""The page "Add a kind of network" of docs/architecture/extending.md: its code runs here as it stands there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.workers import pooled
 from tests.workers.parity import make_prompts
 
 NAME = "bert-generation"
-PAGE = Path(__file__).parents[3] / "ARCHITECTURE.md"
+PAGE = Path(__file__).parents[3] / "docs" / "architecture" / "extending.md"
 TOKENS = PoolingParams(task="token_embed", all_tokens=True)
 PROMPTS = make_prompts(128, (23, 1, 40))
 

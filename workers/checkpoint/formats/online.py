@@ -1,7 +1,7 @@
 """Weights quantised while they are loaded: what `quantization=` means for a checkpoint of plain numbers.
 
-Which scheme keeps how much accuracy was measured on SmolLM2-135M; ARCHITECTURE.md has the figures. Imports torch
-only to quantise.
+Which scheme keeps how much accuracy was measured on SmolLM2-135M; the figures are in
+docs/architecture/loading.md. Imports torch only to quantise.
 """
 
 from __future__ import annotations
