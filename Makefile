@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults test-ranks test-ray test-clients lint sbom wheels clean
+.PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults test-ranks test-ray test-clients lint types docs sbom wheels clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
@@ -105,15 +105,25 @@ build/clients/.installed: tests/clients/requirements.txt
 test-clients: build/clients/.installed $(STAMP)
 	SERVER_PYTHON=$(CURDIR)/$(BIN)/python build/clients/bin/python -m pytest tests/clients
 
-# mypy sees the namespace through links: the folders sit side by side, pagewire.* is made on installation.
+# mypy, and what reads docstrings, see the namespace through links: the folders sit side by side, pagewire.* is made on
+# installation.
 FOLDERS := cli engine_core frontend ipc kernels workers
-lint: $(STAMP)
+lint: $(STAMP) types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p pagewire -p benchmarks.gpu -p benchmarks.kernels
+types:
 	@mkdir -p build/types/pagewire
 	@for folder in $(FOLDERS); do ln -sfn ../../../$$folder build/types/pagewire/$$folder; done
 	@for file in $(notdir $(wildcard pagewire/*.py pagewire/py.typed pagewire/demo pagewire/engine pagewire/lora)); do ln -sfn ../../../pagewire/$$file build/types/pagewire/$$file; done
-	$(BIN)/mypy -p pagewire -p benchmarks.gpu -p benchmarks.kernels
+
+# The documentation site, in build/site: search and all else work without a network. Warnings are errors.
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --no-compile --quiet -c constraints.txt -c docs/site/constraints.txt -e '.[docs]'
+	@touch $@
+docs: $(VENV)/.docs types
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo 'build/site/index.html'
 
 # The software bill of materials, from what is installed: nothing is fetched.
 sbom: $(STAMP)
