@@ -78,7 +78,8 @@ class Drawing:
         colour = self.colours.quiet if quiet else self.colours.text
         anchor = ' text-anchor="middle"' if middle else ""
         self.parts.append(
-            f'<text x="{x}" y="{y}" font-size="{size}" font-weight="{weight}" fill="{colour}"{anchor}>{escape(text)}</text>'
+            f'<text x="{x}" y="{y}" font-size="{size}" font-weight="{weight}" fill="{colour}"{anchor}>'
+            f"{escape(text)}</text>"
         )
 
     def arrow(self, x1: int, y1: int, x2: int, y2: int, label: str = "", *, both: bool = False) -> None:

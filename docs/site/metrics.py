@@ -1,7 +1,7 @@
 """The page about metrics: names, types and descriptions, read from the code that makes them.
 
-Nothing runs: the yields of the two modules are found in their syntax trees, so that metrics of features that are off
-(adapters, tenants, drafts) are there as well.
+Nothing runs: the yields of the two modules are found in their syntax trees, so that metrics of features that are
+off (adapters, tenants, drafts) are there as well.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ KINDS = {"counter", "gauge", "histogram", "vector"}
 INTRODUCTION = """\
 # Metrics
 
-What `/metrics` answers in Prometheus' text format, and `get_metrics()` as objects. A `vllm:` name means what it means in
-vLLM; metrics of this engine alone begin with `pagewire:`. Every metric has the labels `model_name` and `engine`. A dashboard
-for Grafana is in `frontend/server/operate/grafana.json`; `deploy/compose.yaml` starts it beside Prometheus. The page is made
-from the code.
+What `/metrics` answers in Prometheus' text format, and `get_metrics()` as objects. A `vllm:` name means what it
+means in vLLM; metrics of this engine alone begin with `pagewire:`. Every metric has the labels `model_name` and
+`engine`. A dashboard for Grafana is in `frontend/server/operate/grafana.json`; `deploy/compose.yaml` starts it beside
+Prometheus. The page is made from the code.
 """
 
 

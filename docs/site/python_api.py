@@ -1,6 +1,6 @@
 """The page about Python: every public name of the package `pagewire`, by what it is for.
 
-The names stand here as directives; mkdocstrings puts the docstrings and signatures in their place, from the sources.
+The names stand here as directives; mkdocstrings puts docstrings and signatures in their place, from the sources.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ python -m docs.site.terminal
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -22,7 +23,9 @@ PICTURE = Path(__file__).parents[1] / "images" / "terminal.svg"
 COLUMNS = 96
 PAGEWIRE = str(Path(sys.executable).with_name("pagewire"))
 GENERATE = ["generate", 'The "with" statement is used to', "--max-tokens", "60"]
-QUESTION = b'{"model": "demo", "messages": [{"role": "user", "content": "Pick one."}], "guided_choice": ["yes", "no"]}'
+QUESTION = (
+    b'{"model": "demo", "messages": [{"role": "user", "content": "Pick one."}], "guided_choice": ["yes", "no"]}'
+)
 # As rich's own, without fonts from a foreign host.
 FORMAT = """\
 <svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" role="img">
@@ -89,7 +92,7 @@ def over_http() -> tuple[str, str]:
 
 def main() -> None:
     """Run the commands and write the picture."""
-    console = Console(record=True, width=COLUMNS, file=Path(os.devnull).open("w"), force_terminal=True)
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
 
     def prompt(line: str) -> None:
         console.print(Text("$ ", style="bold green") + Text(line, style="bold"))
