@@ -19,8 +19,8 @@ from pagewire.frontend.server.http.options import ServerOptions
 INTRODUCTION = """\
 # HTTP operations
 
-Every operation of a server with `--enable-admin`, and the fields of its bodies with their types, bounds and defaults.
-The page is made from `/openapi.json`, which a running server answers for tools. What the operations do together is in
+Every operation of a server with `--enable-admin`, and the fields of its bodies with types, bounds and defaults. The
+page is made from `/openapi.json`, which a running server answers for tools. What the operations do together is in
 [Over HTTP](../guide/http.md) and [Operating a server](../guide/operating.md).
 """
 GROUPS = {

@@ -22,7 +22,7 @@ INTRODUCTION = """\
 
 What `/metrics` answers in Prometheus' text format, and `get_metrics()` as objects. A `vllm:` name means what it
 means in vLLM; metrics of this engine alone begin with `pagewire:`. Every metric has the labels `model_name` and
-`engine`. A dashboard for Grafana is in `frontend/server/operate/grafana.json`; `deploy/compose.yaml` starts it beside
+`engine`. A dashboard for Grafana is in `frontend/server/operate/grafana.json`; `deploy/compose.yaml` starts it with
 Prometheus. The page is made from the code.
 """
 
