@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults test-ranks test-ray test-clients lint types docs sbom wheels clean
+.PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults test-ranks test-ray test-clients lint types docs test-documents sbom wheels clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
@@ -33,10 +33,10 @@ build/smollm2: $(PIP)
 # engine starts, compiles or waits. A process that is done first takes tests from the end of another's: there the short
 # ones are, so that all processes end together.
 # A file of one long test would be last if files with the most tests went first.
-LIGHT := tests/engine_core tests/frontend tests/ipc tests/benchmarks tests/test_house.py tests/test_imports.py tests/test_sbom.py
+LIGHT := tests/engine_core tests/frontend tests/ipc tests/benchmarks tests/test_house.py tests/test_imports.py tests/test_sbom.py tests/test_documents.py
 HEAVY := tests/kernels tests/end_to_end tests/cli tests/workers
 
-MOST := not every_variant and not planted_faults and not every_architecture
+MOST := not every_variant and not planted_faults and not every_architecture and not documents
 
 CUDA12 := PYTHONPATH=$(CURDIR)/build/cuda12 LD_LIBRARY_PATH=$(CURDIR)/build/cuda12/nvidia/cuda_nvrtc/lib \
 	PAGEWIRE_TEST_NVRTC=12.9
@@ -116,6 +116,10 @@ types:
 	@mkdir -p build/types/pagewire
 	@for folder in $(FOLDERS); do ln -sfn ../../../$$folder build/types/pagewire/$$folder; done
 	@for file in $(notdir $(wildcard pagewire/*.py pagewire/py.typed pagewire/demo pagewire/engine pagewire/lora)); do ln -sfn ../../../pagewire/$$file build/types/pagewire/$$file; done
+
+# The code in README and docs/, as it stands there: for changes of these, of the command line, and of the Python API.
+test-documents: $(STAMP)
+	$(BIN)/pytest -m documents tests/end_to_end/test_documents.py
 
 # The documentation site, in build/site: search and all else work without a network. Warnings are errors.
 $(VENV)/.docs: $(STAMP)
