@@ -6,59 +6,28 @@ import argparse
 import os
 import signal
 import sys
+from importlib import import_module
 
-from pagewire.cli.commands import (
-    bench,
-    chat,
-    collect_env,
-    core,
-    doctor,
-    embed,
-    generate,
-    inspect,
-    kernels,
-    keys,
-    quantize,
-    rerank,
-    route,
-    run_batch,
-    serve,
-    top,
-    worker,
-)
-from pagewire.cli.console.options import CommandParser, UsageError
+from pagewire.cli.commands import SUMMARIES
+from pagewire.cli.console.parser import CommandParser, UsageError
 from pagewire.cli.console.terminal import show
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError, RequestError
 from pagewire.ipc.version import __version__
 
-COMMANDS = (
-    generate,
-    chat,
-    embed,
-    rerank,
-    serve,
-    core,
-    route,
-    top,
-    run_batch,
-    bench,
-    inspect,
-    quantize,
-    worker,
-    keys,
-    kernels,
-    doctor,
-    collect_env,
-)
 
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Return the argument parser with every command; their options are there, too, or those of one command.
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the argument parser with every command and its options."""
+    only: the name of that command, or another word, for which no options are made. None: of all commands.
+    """
     parser = CommandParser(prog="pagewire", description="LLM inference and serving in separate processes.")
     parser.add_argument("--version", action="version", version=f"pagewire {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in COMMANDS:
-        module.register(commands)
+    for name, summary in SUMMARIES.items():
+        if only in (None, name):
+            import_module(f"pagewire.cli.commands.{name.replace('-', '_')}").register(commands)
+        else:
+            commands.add_parser(name, help=summary)
     return parser
 
 
@@ -70,7 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     name = "pagewire"
     try:
         try:
-            options = build_parser().parse_args(argv)
+            words = sys.argv[1:] if argv is None else argv
+            options = build_parser(only=next(iter(words), "")).parse_args(words)
             name = f"pagewire {options.command}"
             return int(options.run(options))
         finally:

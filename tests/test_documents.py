@@ -12,12 +12,14 @@ import inspect
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 import pagewire
 from pagewire.cli.main import build_parser
 from pagewire.ipc.options.engine_args import EngineArgs
+from tests.benchmarks.loading import load_file
 from tests.documents import DOCUMENTS, ROOT, Block, blocks
 
 LANGUAGES = {"", "sh", "python", "yaml", "text", "json", "ini", "toml", "nginx"}
@@ -243,3 +245,26 @@ def test_make_targets_modules_and_extras_exist() -> None:
         if extra not in extras
     ]
     assert wrong == []
+
+
+def page_maker(name: str) -> Any:
+    """A module of docs/site, which makes a page when the site is built."""
+    return load_file(f"docs.site.{name}", ROOT / "docs" / "site" / f"{name}.py")
+
+
+def test_pages_made_from_code_leave_nothing_out() -> None:
+    """All operations, all metrics, all public names."""
+    http_api, metrics, python_api = page_maker("http_api"), page_maker("metrics"), page_maker("python_api")
+    made = re.compile(r"^\| `((?:vllm|pagewire):\w+)`", re.M)
+    written = {
+        name
+        for path in metrics.SOURCES.values()
+        for name in re.findall(r"\"((?:vllm|pagewire):\w+)\"", path.read_text("utf-8"))
+    }
+    assert set(made.findall(metrics.markdown())) == written and len(written) > 60
+    operations = http_api.markdown()
+    assert all(f"`{path}`" in operations for path in http_api.document()["paths"])
+    names = python_api.markdown()
+    assert [
+        name for name in pagewire.__all__ if not re.search(rf"[. ]{name}\n", names) and name[:2] != "__"
+    ] == []

@@ -13,7 +13,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from pagewire.cli.commands import bench_serve
+from pagewire.cli.commands import SUMMARIES, bench_serve
 from pagewire.cli.console.options import (
     UsageError,
     add_attach_options,
@@ -34,7 +34,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the commands."""
     parser = commands.add_parser(
         "bench",
-        help="measure speed",
+        help=SUMMARIES["bench"],
         description="Measure an engine, or a server.",
     )
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.options import (
     UsageError,
     add_attach_options,
@@ -19,7 +20,7 @@ COMMANDS = "/reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stop
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = commands.add_parser("chat", help="talk to a model", description=f"Talk to a model. {COMMANDS}.")
+    parser = commands.add_parser("chat", help=SUMMARIES["chat"], description=f"Talk to a model. {COMMANDS}.")
     parser.add_argument("--system", metavar="TEXT", help="system message that begins the conversation")
     add_attach_options(parser)
     add_sampling_options(parser, max_tokens=512)

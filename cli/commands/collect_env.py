@@ -11,6 +11,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from pagewire.cli.commands import SUMMARIES
 from pagewire.ipc.environment import READ
 
 PACKAGES = (
@@ -32,7 +33,7 @@ PACKAGES = (
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = commands.add_parser("collect-env", help="print versions and hardware, for a bug report")
+    parser = commands.add_parser("collect-env", help=SUMMARIES["collect-env"])
     parser.set_defaults(run=run)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.options import UsageError, add_engine_options, engine_args, seconds
 from pagewire.ipc.logs import FORMATS
 
@@ -15,7 +16,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the command."""
     parser = commands.add_parser(
         "core",
-        help="run an engine core that frontends attach to",
+        help=SUMMARIES["core"],
         description="Run an engine core until SIGTERM or SIGINT: it then finishes running requests and refuses new "
         "ones; a second signal ends it at once. Prints 'ready ADDRESS' on standard output once the model is "
         "loaded. The exit status is 0 after a signal, and 1 after a failure, whose cause is in the log.",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagewire.cli.commands import doctor_distributed
+from pagewire.cli.commands import SUMMARIES, doctor_distributed
 from pagewire.cli.console.options import UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the command."""
     parser = commands.add_parser(
         "doctor",
-        help="check whether CUDA kernels can run here",
+        help=SUMMARIES["doctor"],
         description="Check the driver, CuPy, NVRTC and CUDA's headers, compile a kernel and launch it on every GPU."
         " Exit status 0 if CUDA kernels can run here, else 1. With --distributed: check how workers exchange "
         "tensors, and measure latency and bandwidth.",

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.options import UsageError, add_attach_options, add_engine_options, positive
 from pagewire.cli.pool.texts import add_text_options, count_lines, opened_texts, read_texts
 
@@ -23,7 +24,7 @@ causal model that generates."""
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = commands.add_parser("embed", help="embed texts", description=DESCRIPTION)
+    parser = commands.add_parser("embed", help=SUMMARIES["embed"], description=DESCRIPTION)
     add_text_options(parser, "texts")
     parser.add_argument(
         "-o",

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.options import (
     UsageError,
     add_attach_options,
@@ -26,7 +27,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the command."""
     parser = commands.add_parser(
         "generate",
-        help="complete a prompt",
+        help=SUMMARIES["generate"],
         description="Complete a prompt, given as an argument, in a file, or on standard input; the text is "
         "printed as it is generated.",
     )

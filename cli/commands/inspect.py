@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.options import UsageError, add_engine_options, engine_args
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the command."""
     parser = commands.add_parser(
         "inspect",
-        help="what a model takes, and whether it fits, without loading it",
+        help=SUMMARIES["inspect"],
         description="Read the headers of a checkpoint, and say what its parts take in memory on this CPU, whether "
         "it fits, what would make it fit, and how long a token should take."
         " Exit status 0 if it fits, else 1.",

@@ -6,12 +6,13 @@ import argparse
 import re
 import sys
 
+from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.options import UsageError
 
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = commands.add_parser("kernels", help="compile CUDA kernels ahead of time")
+    parser = commands.add_parser("kernels", help=SUMMARIES["kernels"])
     kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
     build = kinds.add_parser(
         "build",

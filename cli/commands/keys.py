@@ -7,6 +7,7 @@ import os
 import secrets
 from pathlib import Path
 
+from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.options import UsageError
 from pagewire.frontend.server.http.key_file import digest_of, parse, read_key_file
 from pagewire.ipc.wire.tenants import check_tenant
@@ -23,7 +24,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the command."""
     parser = commands.add_parser(
         "keys",
-        help="make an API key or a CURVE certificate",
+        help=SUMMARIES["keys"],
         description="Make NAME.key (public: give it to the other side) and NAME.key_secret (keep it) in a folder. "
         "With --api: make an API key, print it, and add its name, sha256 and rights to a file for "
         "`pagewire serve --api-key-file`.",

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.options import UsageError
 from pagewire.cli.console.terminal import show
 
@@ -16,7 +17,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the command."""
     parser = commands.add_parser(
         "quantize",
-        help="write a copy of a model with weights of 8 or 4 bits",
+        help=SUMMARIES["quantize"],
         description="Write a copy of a model whose linear layers have weights of 8 or 4 bits, as a checkpoint of "
         "compressed-tensors, which pagewire and vLLM serve. Embedding, output layer and what chooses among experts "
         "stay as they are. One matrix is in memory at a time.",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.options import add_attach_options, add_engine_options, positive
 from pagewire.cli.console.terminal import show
 from pagewire.cli.pool.texts import InputText, add_text_options, opened_texts, read_texts
@@ -22,7 +23,7 @@ the input and its text, with tabs between them."""
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = commands.add_parser("rerank", help="sort documents for a query", description=DESCRIPTION)
+    parser = commands.add_parser("rerank", help=SUMMARIES["rerank"], description=DESCRIPTION)
     parser.add_argument("query", help="what the documents are compared with")
     add_text_options(parser, "documents")
     parser.add_argument("--top-n", type=positive, metavar="INT", help="print only this many of the best")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.commands.serve import serve, take_server_options
 from pagewire.cli.console.engine import FRONTEND_OPTIONS
 from pagewire.cli.console.options import (
@@ -35,7 +36,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the command."""
     parser = commands.add_parser(
         "route",
-        help="serve several cores of one model as if they were one",
+        help=SUMMARIES["route"],
         description="Serve OpenAI's API over HTTP on several engine cores of the same model. A request goes "
         "where most of its prompt is cached, unless too much waits there. When a core dies, its requests go on "
         "elsewhere. With --enable-admin, /cores lists, adds and drains cores. Otherwise as `pagewire serve`.",

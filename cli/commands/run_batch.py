@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.options import (
     UsageError,
     add_attach_options,
@@ -34,7 +35,7 @@ CHUNK_BYTES = 1 << 20  # downloads are copied to disk in pieces of this size
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = commands.add_parser("run-batch", help="answer an OpenAI batch file", description=DESCRIPTION)
+    parser = commands.add_parser("run-batch", help=SUMMARIES["run-batch"], description=DESCRIPTION)
     files = parser.add_argument_group("Files")
     files.add_argument(
         "-i", "--input-file", required=True, metavar="FILE", help="a path, '-', or an http(s) URL to GET"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.engine import opened
 from pagewire.cli.console.options import (
     UsageError,
@@ -41,7 +42,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the command."""
     parser = commands.add_parser(
         "serve",
-        help="serve a model over HTTP with OpenAI's API",
+        help=SUMMARIES["serve"],
         description="Serve a model over HTTP until SIGTERM or SIGINT: open requests then finish and new ones are "
         "refused; a second signal ends it at once. Prints 'ready URL' on standard output once it listens. If the "
         "engine core is lost for good, the server ends with status 1.",

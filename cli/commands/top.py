@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.commands.core import DEFAULT_NAME
 from pagewire.cli.commands.top_snapshot import lines, take_snapshot
 from pagewire.cli.console.options import UsageError, add_peer_options
@@ -21,7 +22,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the command."""
     parser = commands.add_parser(
         "top",
-        help="watch a running core: its frontends, requests and speed",
+        help=SUMMARIES["top"],
         description="Watch a running core. Keys: a ends the selected request, p pauses and resumes the engine, "
         "s changes the sort order, q quits. With --once or --json, print one snapshot and exit.",
     )

@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.options import UsageError, seconds
 from pagewire.ipc.logs import FORMATS
 
@@ -16,7 +17,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the command."""
     parser = commands.add_parser(
         "worker",
-        help="run a worker that joins a core on this or another machine",
+        help=SUMMARIES["worker"],
         description="Join an engine that was started with --distributed-executor-backend join, and run one of its "
         "workers here until the engine ends. The exit status is 0 then, and 1 if the engine refuses this worker or "
         "there is none.",

@@ -24,7 +24,8 @@ COLUMNS = 96
 PAGEWIRE = str(Path(sys.executable).with_name("pagewire"))
 GENERATE = ["generate", 'The "with" statement is used to', "--max-tokens", "60"]
 QUESTION = (
-    b'{"model": "demo", "messages": [{"role": "user", "content": "Pick one."}], "guided_choice": ["yes", "no"]}'
+    b'{"model": "demo", "messages": [{"role": "user", "content": "Pick one."}], '
+    b'"guided_choice": ["yes", "no"]}'
 )
 # As rich's own, without fonts from a foreign host.
 FORMAT = """\
