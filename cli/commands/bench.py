@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from pagewire.cli.commands import SUMMARIES, bench_serve
 from pagewire.cli.console.options import (
-    UsageError,
     add_attach_options,
     add_engine_options,
     engine_args,
     positive,
 )
+from pagewire.cli.console.parser import UsageError
 
 if TYPE_CHECKING:
     from pagewire.frontend.api.async_llm import AsyncLLM

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagewire.cli.console.options import UsageError, json_object, positive
+from pagewire.cli.console.options import json_object, positive
+from pagewire.cli.console.parser import UsageError
 from pagewire.cli.console.terminal import show
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ import sys
 
 from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.options import (
-    UsageError,
     add_attach_options,
     add_engine_options,
     add_sampling_options,
     sampling_fields,
 )
+from pagewire.cli.console.parser import UsageError
 from pagewire.cli.console.terminal import show
 
 COMMANDS = "/reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer"

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from pagewire.cli.commands import SUMMARIES
-from pagewire.cli.console.options import UsageError, add_engine_options, engine_args, seconds
+from pagewire.cli.console.options import add_engine_options, engine_args, seconds
+from pagewire.cli.console.parser import UsageError
 from pagewire.ipc.logs import FORMATS
 
 DEFAULT_NAME = "core"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagewire.cli.commands import SUMMARIES, doctor_distributed
-from pagewire.cli.console.options import UsageError
+from pagewire.cli.console.parser import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from pagewire.cli.console.options import UsageError
+from pagewire.cli.console.parser import UsageError
 from pagewire.ipc.host.lifeline import Child
 
 PROBE = (sys.executable, "-m", "pagewire.workers.ranks.probe")

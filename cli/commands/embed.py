@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from pagewire.cli.commands import SUMMARIES
-from pagewire.cli.console.options import UsageError, add_attach_options, add_engine_options, positive
+from pagewire.cli.console.options import add_attach_options, add_engine_options, positive
+from pagewire.cli.console.parser import UsageError
 from pagewire.cli.pool.texts import add_text_options, count_lines, opened_texts, read_texts
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.options import (
-    UsageError,
     add_attach_options,
     add_engine_options,
     add_sampling_options,
     sampling_fields,
 )
+from pagewire.cli.console.parser import UsageError
 from pagewire.cli.console.terminal import show
 
 if TYPE_CHECKING:

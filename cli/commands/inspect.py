@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pagewire.cli.commands import SUMMARIES
-from pagewire.cli.console.options import UsageError, add_engine_options, engine_args
+from pagewire.cli.console.options import add_engine_options, engine_args
+from pagewire.cli.console.parser import UsageError
 
 if TYPE_CHECKING:
     from pagewire.ipc.options.engine_args import EngineArgs

@@ -7,7 +7,7 @@ import re
 import sys
 
 from pagewire.cli.commands import SUMMARIES
-from pagewire.cli.console.options import UsageError
+from pagewire.cli.console.parser import UsageError
 
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

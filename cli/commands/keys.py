@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 from pagewire.cli.commands import SUMMARIES
-from pagewire.cli.console.options import UsageError
+from pagewire.cli.console.parser import UsageError
 from pagewire.frontend.server.http.key_file import digest_of, parse, read_key_file
 from pagewire.ipc.wire.tenants import check_tenant
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from pagewire.cli.commands import SUMMARIES
-from pagewire.cli.console.options import UsageError
+from pagewire.cli.console.parser import UsageError
 from pagewire.cli.console.terminal import show
 
 GROUPS = (32, 64, 128)

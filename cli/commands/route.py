@@ -14,7 +14,6 @@ from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.commands.serve import serve, take_server_options
 from pagewire.cli.console.engine import FRONTEND_OPTIONS
 from pagewire.cli.console.options import (
-    UsageError,
     add_engine_options,
     add_options_of,
     add_peer_options,
@@ -23,6 +22,7 @@ from pagewire.cli.console.options import (
     given_options,
     positive,
 )
+from pagewire.cli.console.parser import UsageError
 from pagewire.frontend.route.placement import POLICIES
 from pagewire.frontend.server.http.options import ServerOptions
 

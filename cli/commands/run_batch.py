@@ -14,12 +14,12 @@ from typing import IO, TYPE_CHECKING
 
 from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.options import (
-    UsageError,
     add_attach_options,
     add_engine_options,
     add_options_of,
     positive,
 )
+from pagewire.cli.console.parser import UsageError
 from pagewire.frontend.server.http.options import ServerOptions
 
 if TYPE_CHECKING:

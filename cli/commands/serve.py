@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.engine import opened
 from pagewire.cli.console.options import (
-    UsageError,
     add_attach_options,
     add_engine_options,
     add_options_of,
     check_config,
     read_file,
 )
+from pagewire.cli.console.parser import UsageError
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.ipc.compatibility import OPTIONS
 from pagewire.ipc.quoting import quoted

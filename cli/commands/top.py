@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.commands.core import DEFAULT_NAME
 from pagewire.cli.commands.top_snapshot import lines, take_snapshot
-from pagewire.cli.console.options import UsageError, add_peer_options
+from pagewire.cli.console.options import add_peer_options
+from pagewire.cli.console.parser import UsageError
 from pagewire.cli.console.terminal import show
 
 if TYPE_CHECKING:

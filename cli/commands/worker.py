@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 from pagewire.cli.commands import SUMMARIES
-from pagewire.cli.console.options import UsageError, seconds
+from pagewire.cli.console.options import seconds
+from pagewire.cli.console.parser import UsageError
 from pagewire.ipc.logs import FORMATS
 
 RANKS = ("RANK", "LWS_WORKER_INDEX")  # of torchrun, and of Kubernetes' LeaderWorkerSet

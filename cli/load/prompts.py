@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagewire.cli.console.options import UsageError
+from pagewire.cli.console.parser import UsageError
 from pagewire.cli.load.client import LoadClient, LoadQuery
 from pagewire.frontend.text.tokenizer import load_tokenizer
 

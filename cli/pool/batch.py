@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pagewire.cli.console.options import UsageError
+from pagewire.cli.console.parser import UsageError
 from pagewire.ipc.wire.pooling import PoolingParams
 
 if TYPE_CHECKING:

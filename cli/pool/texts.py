@@ -12,7 +12,7 @@ from typing import IO
 
 import msgspec
 
-from pagewire.cli.console.options import UsageError
+from pagewire.cli.console.parser import UsageError
 
 
 @dataclass(frozen=True)

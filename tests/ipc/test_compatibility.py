@@ -16,7 +16,8 @@ import pytest
 
 import pagewire
 from pagewire.cli.compatibility import PATH, document
-from pagewire.cli.console.options import UsageError, engine_args, flag
+from pagewire.cli.console.options import engine_args, flag
+from pagewire.cli.console.parser import UsageError
 from pagewire.cli.main import build_parser
 from pagewire.frontend.core.metrics import MetricList
 from pagewire.frontend.server.anthropic import protocol as anthropic_protocol
