@@ -18,7 +18,7 @@ from pagewire.ipc.version import __version__
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """Return the argument parser with every command; their options are there, too, or those of one command.
 
-    only: the name of that command, or another word, for which no options are made. None: of all commands.
+    only: the name of that command, "" for options of none. None: of all commands.
     """
     parser = CommandParser(prog="pagewire", description="LLM inference and serving in separate processes.")
     parser.add_argument("--version", action="version", version=f"pagewire {__version__}")
@@ -40,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         try:
             words = sys.argv[1:] if argv is None else argv
-            options = build_parser(only=next(iter(words), "")).parse_args(words)
+            command = next((word for word in words if word in SUMMARIES), "")
+            options = build_parser(only=command).parse_args(words)
             name = f"pagewire {options.command}"
             return int(options.run(options))
         finally:
