@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = "pagewire"
-DEVELOPMENT = "dev"  # the extra that users do not install
+DEVELOPMENT = {"dev", "docs"}  # extras that users do not install
 LICENSE_WORDS = 8  # longer fields of this name hold the license's text, not its name
 
 
@@ -54,7 +54,7 @@ def requirements(name: str, extras: set[str]) -> Iterator[Requirement]:
 def dependency_graph() -> dict[str, set[str]]:
     """The packages that each package needs, from the project on, by canonical name."""
     metadata = distribution(PROJECT).metadata
-    extras = set(metadata.get_all("Provides-Extra") or []) - {DEVELOPMENT}
+    extras = set(metadata.get_all("Provides-Extra") or []) - DEVELOPMENT
     graph: dict[str, set[str]] = {}
     pending = [(PROJECT, extras)]
     while pending:

@@ -49,6 +49,9 @@ def main(argv: list[str] | None = None) -> int:
     except UsageError as error:
         show(f"{name}: {error}", stream=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        show(f"{name}: {missing(error.name or '')}", stream=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader of standard output has closed the pipe
         return 128 + signal.SIGPIPE
     except (EngineDeadError, EngineBusyError, ProtocolError, RequestError, ValueError, OSError) as error:
@@ -56,6 +59,20 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def missing(module: str) -> str:
+    """Say what to install: a module of the engine is not there in `pagewire-client`, others may be optional.
+
+    Raises:
+        ModuleNotFoundError: it is a module of ours that should be there.
+    """
+    first, _, rest = module.partition(".")
+    if first != "pagewire":
+        return f"the package {first} is not installed: pip install {first}"
+    if rest.partition(".")[0] not in ("engine_core", "workers", "kernels"):
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+    return "this needs an engine, which pagewire-client has not: install pagewire in its place"
 
 
 def flush_output() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import uuid
 import weakref
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -51,10 +52,14 @@ def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
     Its log goes to stderr of this process. If it cannot start, a frontend that connects gets the error.
 
     Raises:
-        ValueError, PermissionError, OSError: a bad address, or no process could be started.
+        ValueError, PermissionError, OSError: a bad address, no process could be started, or no engine is installed.
     """
     from pagewire.ipc.models.registrations import registered  # a frontend that attaches registers nothing
 
+    if find_spec("pagewire.engine_core") is None:
+        raise ValueError(
+            "pagewire-client has no engine: attach to a core that runs, or install pagewire in its place"
+        )
     address = address or private_address(f"core-{os.getpid()}-{uuid.uuid4().hex[:12]}")
     command = [sys.executable, "-m", "pagewire.engine_core", "--listen", address, "--options-stdin"]
     if args.has_local_worker:

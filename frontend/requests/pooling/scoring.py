@@ -128,8 +128,15 @@ def cosine(a: PoolingOutput, b: PoolingOutput) -> float:
 
 
 def max_sim(query: PoolingOutput, document: PoolingOutput) -> float:
-    """The sum over the query's tokens of each one's largest product with a token of the document (ColBERT)."""
-    import numpy as np  # hundreds of thousands of products: only here, so that attaching stays light
+    """The sum over the query's tokens of each one's largest product with a token of the document (ColBERT).
+
+    Raises:
+        ValueError: numpy is not installed.
+    """
+    try:
+        import numpy as np  # hundreds of thousands of products: only here, so that attaching stays light
+    except ModuleNotFoundError:
+        raise ValueError("scores of a late-interaction model need the package numpy") from None
 
     def rows(tensor: Tensor) -> Any:
         return np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)

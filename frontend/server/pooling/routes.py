@@ -123,12 +123,21 @@ async def pooling(service: Service, request: PoolingRequest, exchange: Exchange)
 
 
 async def base64_dtype(request: EmbeddingRequest) -> EmbedDtype | None:
-    """The type of the numbers that base64 is to be made of; None: they are to be written as numbers."""
+    """The type of the numbers that base64 is to be made of; None: they are to be written as numbers.
+
+    Raises:
+        APIError: the server lacks numpy.
+    """
     if request.embed_dtype in (
         "float16",
         "bfloat16",
     ):  # made by numpy, which takes a tenth of a second to import
-        await asyncio.to_thread(importlib.import_module, "numpy")
+        try:
+            await asyncio.to_thread(importlib.import_module, "numpy")
+        except ModuleNotFoundError:
+            raise APIError(
+                400, f"{request.embed_dtype} needs numpy, which the server has not", param="embed_dtype"
+            ) from None
     return (request.embed_dtype or "float32") if request.encoding_format == "base64" else None
 
 
