@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults test-ranks test-ray test-clients lint types docs test-documents sbom wheels clean
+.PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults test-ranks test-ray test-clients lint types docs test-documents packages test-packages sbom wheels clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
@@ -36,7 +36,7 @@ build/smollm2: $(PIP)
 LIGHT := tests/engine_core tests/frontend tests/ipc tests/benchmarks tests/test_house.py tests/test_imports.py tests/test_sbom.py tests/test_documents.py
 HEAVY := tests/kernels tests/end_to_end tests/cli tests/workers
 
-MOST := not every_variant and not planted_faults and not every_architecture and not documents
+MOST := not every_variant and not planted_faults and not every_architecture and not documents and not packages
 
 CUDA12 := PYTHONPATH=$(CURDIR)/build/cuda12 LD_LIBRARY_PATH=$(CURDIR)/build/cuda12/nvidia/cuda_nvrtc/lib \
 	PAGEWIRE_TEST_NVRTC=12.9
@@ -128,6 +128,12 @@ $(VENV)/.docs: $(STAMP)
 docs: $(VENV)/.docs types
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 	@echo 'build/site/index.html'
+
+# What is published, in dist/: the sdist and the wheel, and a wheel for machines without an engine (deploy/client).
+packages: $(STAMP)
+	$(BIN)/python .ci/packages.py dist
+test-packages: $(STAMP)
+	$(BIN)/pytest -m packages tests/packages
 
 # The software bill of materials, from what is installed: nothing is fetched.
 sbom: $(STAMP)

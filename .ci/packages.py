@@ -2,8 +2,8 @@
 
     python .ci/packages.py [dist]
 
-They are built from a copy of the tree, so nothing that lies around gets in, and the wheel of `pagewire` from its sdist, so
-that both hold the same. setuptools is the only tool; nothing is fetched.
+They are built from a copy of the tree, so nothing that lies around gets in, and the wheel of `pagewire` from its
+sdist, so that both hold the same. setuptools is the only tool; nothing is fetched.
 """
 
 from __future__ import annotations
