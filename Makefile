@@ -4,14 +4,20 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(VENV)/.pip
 STAMP := $(VENV)/.installed
+DEMO := $(VENV)/.demo
 
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults test-ranks test-ray test-clients lint types docs test-documents packages test-packages sbom wheels clean
 
-demo: $(STAMP)
-	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
+# What the demo needs and no more: no tools of development, no bytecode of all packages ahead (an import makes its own),
+# and the plain PyTorch kernels, since compiling ours takes a minute of two processors, once. Any other start has them.
+demo: $(DEMO)
+	@echo '3/3 starting the engine'
+	@PAGEWIRE_CPU_ISA=reference $(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
+	@echo
+	@echo 'These were the PyTorch kernels. The first start of `$(BIN)/pagewire serve demo` compiles the fast ones.'
 
 # The CUDA kernels are compiled for the tests, too, though they need no GPU. CuPy can be installed for one CUDA only, so
 # each lies in a folder of its own.
@@ -144,7 +150,15 @@ sbom: $(STAMP)
 RARE := /tests?/|/(networkx|pip|setuptools|sympy)/|/transformers/models/|/torch/(_inductor|testing)/
 $(STAMP): $(PIP) pyproject.toml setup.py
 	$(BIN)/python -m pip install --no-compile --progress-bar on -c constraints.txt -e '.[dev]'
+	@touch $(DEMO)
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' $(VENV)/lib || true
+	@touch $@
+
+$(DEMO): pyproject.toml setup.py constraints.txt
+	@echo '1/3 making a virtual environment in $(VENV)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo '2/3 installing pagewire with PyTorch and transformers'
+	@$(BIN)/python -m pip install --no-compile --quiet --progress-bar on -c constraints.txt -e .
 	@touch $@
 
 $(PIP): constraints.txt
