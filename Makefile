@@ -39,7 +39,7 @@ build/smollm2: $(PIP)
 # engine starts, compiles or waits. A process that is done first takes tests from the end of another's: there the short
 # ones are, so that all processes end together.
 # A file of one long test would be last if files with the most tests went first.
-LIGHT := tests/engine_core tests/frontend tests/ipc tests/benchmarks tests/test_house.py tests/test_imports.py tests/test_sbom.py tests/test_documents.py
+LIGHT := tests/engine_core tests/frontend tests/ipc tests/benchmarks tests/test_house.py tests/test_imports.py tests/test_sbom.py tests/test_documents.py tests/deploy
 HEAVY := tests/kernels tests/end_to_end tests/cli tests/workers
 
 MOST := not every_variant and not planted_faults and not every_architecture and not documents and not packages
