@@ -450,6 +450,9 @@ NAMES: Mapping[str, Absent] = {
     "AsyncLLM.start_background_loop": Absent(
         "the core runs by itself", "pause_generation and resume_generation hold requests back"
     ),
+    "EngineArgs(disable_log_requests)": Absent(
+        "an engine logs no requests", "`pagewire serve` does", silent=(True, False)
+    ),
     "LLM.DEPRECATE_LEGACY": Absent(
         "older forms of arguments are taken or refused, never warned of", "leave it out"
     ),

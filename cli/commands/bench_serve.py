@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagewire.cli.console.options import UsageError, json_object, positive
+from pagewire.cli.console.options import UsageError, positive
 from pagewire.cli.console.terminal import show
+from pagewire.ipc.options.command_line import json_object
 
 if TYPE_CHECKING:
     from pagewire.cli.load.client import LoadClient, LoadQuery, Target

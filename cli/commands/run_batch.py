@@ -16,10 +16,10 @@ from pagewire.cli.console.options import (
     UsageError,
     add_attach_options,
     add_engine_options,
-    add_options_of,
     positive,
 )
 from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.ipc.options.command_line import add_options_of
 
 if TYPE_CHECKING:
     from pagewire.cli.batch.lines import BatchResponse, Counts, Post

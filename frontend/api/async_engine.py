@@ -10,8 +10,10 @@ from typing import Any
 from pagewire.frontend.api.calls import AsyncEngineCalls, timed_out
 from pagewire.frontend.api.configs import (
     DecodingConfig,
+    ModelConfig,
     ParallelConfig,
     SchedulerLimits,
+    model_config,
     parallel_config,
     scheduler_config,
 )
@@ -61,9 +63,9 @@ class AsyncEngine(AsyncEngineCalls):
         """The light tokenizer of the frontend, or of an adapter; None with `skip_tokenizer_init`."""
         return await asyncio.to_thread(self.session.tokenizer_for, lora_request)
 
-    async def get_model_config(self) -> EngineInfo:
-        """The model, its sizes and the options of the core, as the core reported them."""
-        return self.session.info
+    async def get_model_config(self) -> ModelConfig:
+        """The model, with vLLM's names; `info` has more."""
+        return model_config(self.session.info)
 
     async def get_parallel_config(self) -> ParallelConfig:
         """How the model is split."""

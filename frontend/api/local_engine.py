@@ -9,8 +9,10 @@ from typing import Any
 from pagewire.frontend.api.calls import timed_out
 from pagewire.frontend.api.configs import (
     DecodingConfig,
+    ModelConfig,
     ParallelConfig,
     SchedulerLimits,
+    model_config,
     parallel_config,
     scheduler_config,
 )
@@ -68,9 +70,9 @@ class LocalEngine(EngineCalls):
         """
         return self.session.tokenizer_for(lora_request)
 
-    def get_model_config(self) -> EngineInfo:
-        """The model, its sizes and the options of the core, as the core reported them."""
-        return self.session.info
+    def get_model_config(self) -> ModelConfig:
+        """The model, with vLLM's names; `info` has more."""
+        return model_config(self.session.info)
 
     def get_parallel_config(self) -> ParallelConfig:
         """How the model is split."""

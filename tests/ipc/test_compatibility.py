@@ -16,7 +16,7 @@ import pytest
 
 import pagewire
 from pagewire.cli.compatibility import PATH, document
-from pagewire.cli.console.options import UsageError, engine_args, flag
+from pagewire.cli.console.options import UsageError, engine_args
 from pagewire.cli.main import build_parser
 from pagewire.frontend.core.metrics import MetricList
 from pagewire.frontend.server.anthropic import protocol as anthropic_protocol
@@ -28,6 +28,7 @@ from pagewire.frontend.server.openai import protocol as openai_protocol
 from pagewire.ipc import compatibility
 from pagewire.ipc.compatibility import NAMES, OPTIONS, REQUEST_FIELDS, VALUES, VARIABLES, Absent
 from pagewire.ipc.environment import FLAGS, MAX_UNREAD, READ, check_environment, env_flag
+from pagewire.ipc.options.command_line import flag
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.params import GuidedDecodingParams, SamplingParams
 
