@@ -28,6 +28,7 @@ from pagewire.cli.commands import (
 )
 from pagewire.cli.console.options import CommandParser, UsageError
 from pagewire.cli.console.terminal import show
+from pagewire.ipc.environment import adopt_vllm_names
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError, RequestError
 from pagewire.ipc.version import __version__
 
@@ -70,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     name = "pagewire"
     try:
         try:
+            adopt_vllm_names()  # before logging is configured by some of them
             options = build_parser().parse_args(argv)
             name = f"pagewire {options.command}"
             return int(options.run(options))

@@ -184,6 +184,7 @@ OPTIONS: Mapping[str, Absent] = {
         "drafts never change what a request gets with its tokens, log probabilities included",
         "a request that asks for no logprobs pays for none",
         silent=(False,),
+        warned=(True,),
     ),
     "enable_chunked_prefill": Absent(
         "prompts are always computed in chunks, beside the requests that run",
@@ -513,9 +514,13 @@ _RAY_WORKERS = Absent(
     "workers in a Ray cluster get their steps as other workers do, over sockets",
     "set distributed_executor_backend='ray'",
 )
+_ASSETS = Absent("pictures and sounds for examples are not part of this project", "give files of your own")
+_OPENVINO = Absent("OpenVINO is not used", "set PAGEWIRE_CPU_KVCACHE_SPACE, kv_cache_dtype and quantization")
+_TORCH_COMPILE = Absent("torch.compile is not used", "kernels are written ahead")
 
 VARIABLES: Mapping[str, Absent] = {
     "CMAKE_BUILD_TYPE": _COMPILED_AT_RUN_TIME,
+    "HOST_IP": Absent("other programs have this name as well", "set PAGEWIRE_HOST_IP"),
     "CUDA_HOME": Absent(
         "kernels are compiled by NVRTC, from a Python package", "install pagewire[cuda12] or [cuda13]"
     ),
@@ -530,16 +535,20 @@ VARIABLES: Mapping[str, Absent] = {
     "VLLM_ALLOW_ENGINE_USE_RAY": Absent(
         "the engine core is a process of its own without Ray", "set distributed_executor_backend='ray'"
     ),
+    "VLLM_ASSETS_CACHE": _ASSETS,
     "VLLM_ATTENTION_BACKEND": Absent(
         _ONE_SET_OF_KERNELS, "PAGEWIRE_CPU_ISA=reference computes with PyTorch alone"
     ),
     "VLLM_CONFIG_ROOT": Absent(
         "there is no folder of configuration files", "--config names a file of options"
     ),
+    "VLLM_AUDIO_FETCH_TIMEOUT": _MEDIA,
     "VLLM_DO_NOT_TRACK": _STATISTICS,
+    "VLLM_DYNAMO_USE_CUSTOM_DISPATCHER": _TORCH_COMPILE,
     "VLLM_FUSED_MOE_CHUNK_SIZE": Absent(
         "the experts of a step run as one call", "max_num_batched_tokens limits its tokens"
     ),
+    "VLLM_IMAGE_FETCH_TIMEOUT": _MEDIA,
     "VLLM_INSTANCE_ID": Absent(
         "processes of an engine find each other by its address", "the log names it: listening on ipc://..."
     ),
@@ -548,11 +557,18 @@ VARIABLES: Mapping[str, Absent] = {
         "no warning is about deprecation", "PAGEWIRE_LOGGING_LEVEL=ERROR hides all warnings"
     ),
     "VLLM_NO_USAGE_STATS": _STATISTICS,
+    "VLLM_OPENVINO_CPU_KV_CACHE_PRECISION": _OPENVINO,
+    "VLLM_OPENVINO_ENABLE_QUANTIZED_WEIGHTS": _OPENVINO,
+    "VLLM_OPENVINO_KVCACHE_SPACE": _OPENVINO,
     "VLLM_RINGBUFFER_WARNING_INTERVAL": Absent(
         "workers get messages over sockets, not by a ring of buffers", "leave it out"
     ),
     "VLLM_TARGET_DEVICE": Absent(
         "one package serves CPUs and GPUs", "pagewire[cuda12] or [cuda13] adds what GPUs need"
+    ),
+    "VLLM_TEST_DYNAMO_GRAPH_CAPTURE": _TORCH_COMPILE,
+    "VLLM_TEST_FORCE_FP8_MARLIN": Absent(
+        "Marlin's kernels are not used", "fp8 checkpoints have kernels of this project"
     ),
     "VLLM_TRACE_FUNCTION": Absent(
         "functions of remote processes are not traced", "start_profile and stop_profile trace the workers"
@@ -572,6 +588,7 @@ VARIABLES: Mapping[str, Absent] = {
     "VLLM_WORKER_MULTIPROC_METHOD": Absent(
         "workers are programs of their own, neither forked nor spawned by multiprocessing", "leave it out"
     ),
+    "VLLM_XLA_CACHE_PATH": Absent("TPUs are not served", "use 'cuda' or 'cpu' as device"),
 }
 """Environment variables. Those that begin with VLLM_ are warned of; others belong to other programs as well."""
 

@@ -1,9 +1,11 @@
-"""What an engine says of its configuration (`get_model_config` and its kin), where programs written for vLLM look for it."""
+"""Configurations, as `get_model_config` and its kin return them, where programs written for vLLM look for them."""
 
 from pagewire.frontend.api.configs import (
     DecodingConfig,
     ModelConfig,
     ParallelConfig,
+)
+from pagewire.frontend.api.configs import (
     SchedulerLimits as SchedulerConfig,
 )
 from pagewire.ipc.wire.lora import LoRAConfig

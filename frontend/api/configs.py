@@ -14,7 +14,7 @@ class ModelConfig:
     model: as the options name it. tokenizer: folder or repository. tokenizer_mode: "auto" or "slow".
     dtype: of weights and activations, such as "bfloat16". max_model_len: tokens of prompt and output together.
     served_model_name: the first one. seed: of requests without one. max_logprobs: log probabilities per token.
-    architecture: the class in the checkpoint's config.json. vocab_size: tokens. runner_type: "generate" or "pooling".
+    architecture: the class in the checkpoint's config.json. runner_type: "generate" or "pooling".
     trust_remote_code, skip_tokenizer_init: as the options say.
     """
 

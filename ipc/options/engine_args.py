@@ -111,7 +111,9 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
 
         add_options_of(parser, EngineArgs)
         add_absent_options(parser)
-        parser.add_argument("--disable-log-requests", action="store_true", help="no effect: an engine logs none")
+        parser.add_argument(
+            "--disable-log-requests", action="store_true", help="no effect: an engine logs none"
+        )
         set_defaults_of(parser, EngineArgs)
         return parser
 

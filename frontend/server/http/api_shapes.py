@@ -154,7 +154,11 @@ class DemonstrationShape(ApiShape):
 
 
 OPENAI = ApiShape()
-OTHERS = {"/v1/messages": AnthropicShape(), "/api": OllamaShape(), "/generate": DemonstrationShape()}  # by the path that begins theirs
+OTHERS = {
+    "/v1/messages": AnthropicShape(),
+    "/api": OllamaShape(),
+    "/generate": DemonstrationShape(),
+}  # by the path that begins theirs
 SHAPES = (OPENAI, *OTHERS.values())
 
 
