@@ -19,9 +19,10 @@ PATH = Path(__file__).parents[1] / "docs" / "options.md"
 INTRODUCTION = """\
 # Options and environment variables
 
-Every option of every command, and every variable that is read. Options of an engine are also keywords of `LLM(...)` and
-`EngineArgs(...)`, and names in a YAML file (`--config`), with underscores in place of dashes, which the command line takes
-as well (`--max_model_len`). vLLM's names that are missing here: [compatibility.md](compatibility.md).
+Every option of every command, and every variable that is read. Options of an engine are also keywords of `LLM(...)`
+and `EngineArgs(...)`, and names in a YAML file (`--config`), with underscores in place of dashes; the command line
+takes underscores as well (`--max_model_len`). vLLM's names that are missing here:
+[compatibility.md](compatibility.md).
 
 This file is made from the code: `python -m pagewire.cli.reference`.
 """

@@ -104,6 +104,12 @@ class KnowsArguments(msgspec.StructMeta):
 class _KnowsClassAttributes(type):
     if not TYPE_CHECKING:  # type checkers shall go on to find attributes that do not exist
 
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            for name in kwargs:
+                if absent := NAMES.get(f"{cls.__name__}({name})"):
+                    raise TypeError(absent.refusal(f"{cls.__name__}({name}=...)"))
+            return super().__call__(*args, **kwargs)
+
         def __getattr__(cls, name: str) -> Any:
             raise absent_attribute(cls, name, f"type object {cls.__name__!r} has no attribute {name!r}")
 
@@ -273,11 +279,6 @@ OPTIONS: Mapping[str, Absent] = {
         silent=(0,),
         warned=int | float,
     ),
-    "structured_outputs_config": Absent(
-        "llguidance compiles all grammars",
-        "set options with each request (StructuredOutputsParams)",
-        pending=True,
-    ),
     "swap_space": Absent(
         "preempted sequences are recomputed, never swapped",
         "their blocks that are still cached are not computed again",
@@ -444,8 +445,23 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
 }
 """Fields of HTTP requests, as "type of the request.field"; types are those of /openapi.json."""
 
+_CODE = Absent("code never crosses a socket", "call a worker's method by name with collective_rpc")
+_FROM_OPTIONS = Absent(
+    "an engine is made from its options", "use from_engine_args(EngineArgs(...)), or attach(address)"
+)
+_INPUTS = Absent(
+    "a prompt becomes a request within the call that takes it", "preprocess_chat and get_tokenizer show it"
+)
+_TOKENIZATION = Absent(
+    "a prompt is tokenized as its model asks",
+    "truncate_prompt_tokens shortens it, and prompt_token_ids are taken as they are",
+)
 _BEAMS = "beam search is a method of its own"
 NAMES: Mapping[str, Absent] = {
+    "AsyncLLM(engine_use_ray)": _FROM_OPTIONS,
+    "AsyncLLM(log_requests)": _FROM_OPTIONS,
+    "AsyncLLM(start_engine_loop)": _FROM_OPTIONS,
+    "AsyncLLM(worker_use_ray)": _FROM_OPTIONS,
     "AsyncLLM.engine_step": Absent("the core runs by itself", "generate streams a request's outputs"),
     "AsyncLLM.shutdown_background_loop": Absent("the core runs by itself", "shutdown ends it"),
     "AsyncLLM.start_background_loop": Absent(
@@ -457,9 +473,29 @@ NAMES: Mapping[str, Absent] = {
     "LLM.DEPRECATE_LEGACY": Absent(
         "older forms of arguments are taken or refused, never warned of", "leave it out"
     ),
+    "LLM(hf_overrides=function)": Absent(
+        "the configuration is read in other processes, and code never crosses a socket",
+        "give a dict, whose values go into config.json",
+    ),
+    "LLM.apply_model(func)": _CODE,
+    "LLM.collective_rpc(callable)": _CODE,
+    "LLM.encode(tokenization_kwargs)": _TOKENIZATION,
+    "LLM.input_processor": _INPUTS,
+    "LLM.io_processor": _INPUTS,
+    "LLM.request_counter": Absent("it counts requests of this object only", "get_metrics has all"),
     "LLM.generate(max_tokens)": Absent(
         "sampling parameters are one argument", "write generate(prompts, SamplingParams(...))"
     ),
+    **{
+        f"LLMEngine({name})": _FROM_OPTIONS
+        for name in (
+            *("model_config", "cache_config", "parallel_config", "scheduler_config", "device_config"),
+            *("load_config", "lora_config", "speculative_config", "decoding_config", "observability_config"),
+            *("prompt_adapter_config", "executor_class", "log_stats", "usage_context", "stat_loggers"),
+            *("input_registry", "step_return_finished_only", "vllm_config"),
+        )
+    },
+    "LLMEngine.add_request(tokenization_kwargs)": _TOKENIZATION,
     "LLMEngine.DO_VALIDATE_OUTPUT": Absent(
         "the types of outputs are checked when they are decoded", "leave it out"
     ),
@@ -499,6 +535,16 @@ NAMES: Mapping[str, Absent] = {
     ),
     "SamplingParams(use_beam_search)": Absent(
         _BEAMS, "use LLM.beam_search(prompts, BeamSearchParams(beam_width=...))", silent=(False,)
+    ),
+    "StructuredOutputsConfig(backend)": OPTIONS["guided_decoding_backend"],
+    "StructuredOutputsConfig(disable_fallback)": Absent(
+        "there is one backend, so none to fall back to", "leave it out", silent=(True, False)
+    ),
+    "StructuredOutputsConfig(enable_in_reasoning)": Absent(
+        "the server reads the reasoning", "give `pagewire serve` --enable-in-reasoning", silent=(False,)
+    ),
+    "StructuredOutputsConfig(reasoning_parser)": Absent(
+        "the server reads the reasoning", "give `pagewire serve` --reasoning-parser", silent=("",)
     ),
     "pagewire.bc_linter_include": Absent("it marks functions for a linter of vLLM", "leave it out"),
     "pagewire.bc_linter_skip": Absent("it marks functions for a linter of vLLM", "leave it out"),

@@ -121,6 +121,11 @@ class AsyncEngine(AsyncEngineCalls):
             raise EngineDeadError(f"the engine core does not say whether it is healthy: {error}") from None
 
     @property
+    def limit_concurrency(self) -> int:
+        """Largest number of sequences that run at the same time."""
+        return self.info.max_num_seqs
+
+    @property
     def dead_error(self) -> EngineDeadError | None:
         """The error by which the core was lost; None while it runs."""
         return self.session.dead

@@ -27,6 +27,7 @@ from pagewire.ipc.options.groups import (
     SpeculationOptions,
 )
 from pagewire.ipc.options.option import check_types
+from pagewire.ipc.options.structured_outputs import StructuredOutputsConfig
 from pagewire.ipc.quantization import quantization_name
 from pagewire.ipc.speculative import FLAGS, SpeculativeConfig, speculative_config
 from pagewire.ipc.wire.pooling import PoolerConfig
@@ -130,10 +131,15 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
 
     def __post_init__(self) -> None:
         self.pooler_config = msgspec.to_builtins(PoolerConfig.read(self.pooler_config))
+        self.structured_outputs_config = msgspec.to_builtins(
+            StructuredOutputsConfig.read(self.structured_outputs_config)
+        )
         self.speculative_config = self.speculative_config or {}
 
     def check(self) -> None:
         """Validate all values; raises ValueError or TypeError for the first invalid one."""
+        if callable(self.hf_overrides):
+            raise TypeError(NAMES["LLM(hf_overrides=function)"].refusal("hf_overrides=function"))
         check_types(self)
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
             check_int(name, getattr(self, name), 1)

@@ -20,6 +20,7 @@ from pagewire.cli.compatibility import PATH, document
 from pagewire.cli.console.options import UsageError, engine_args
 from pagewire.cli.main import build_parser
 from pagewire.frontend.core.metrics import MetricList
+from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.server.anthropic import protocol as anthropic_protocol
 from pagewire.frontend.server.http.body import Decoder
 from pagewire.frontend.server.http.options import ServerOptions
@@ -31,6 +32,7 @@ from pagewire.ipc.compatibility import NAMES, OPTIONS, REQUEST_FIELDS, VALUES, V
 from pagewire.ipc.environment import FLAGS, INTERNAL, MAX_UNREAD, READ, check_environment, env_flag
 from pagewire.ipc.options.command_line import flag
 from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.options.structured_outputs import StructuredOutputsConfig
 from pagewire.ipc.wire.params import GuidedDecodingParams, SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -144,7 +146,9 @@ def test_a_field_of_a_request_is_named_in_a_warning_or_refused(
 
 
 ATTRIBUTES = [name for name in NAMES if "(" not in name]
-ARGUMENTS = [name for name in NAMES if "(" in name and not name.startswith("LLM.")]
+STRUCTS = {kind.__name__: kind for kind in (SamplingParams, LoRARequest, EngineArgs, StructuredOutputsConfig)}
+ARGUMENTS = [name for name in NAMES if name.partition("(")[0] in STRUCTS]
+CONSTRUCTORS = [name for name in NAMES if name.partition("(")[0] in ("LLMEngine", "AsyncLLM")]
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
@@ -169,7 +173,7 @@ def test_an_attribute_says_why_it_is_not_there(name: str) -> None:
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_an_argument_says_what_to_write(name: str, caplog: pytest.LogCaptureFixture) -> None:
     owner, argument = name.removesuffix(")").split("(")
-    make, absent = getattr(pagewire, owner), NAMES[name]
+    make, absent = STRUCTS[owner], NAMES[name]
     for value in absent.silent:
         assert make(**{argument: value}) == make()
     for value in warned_values(absent):
@@ -178,6 +182,32 @@ def test_an_argument_says_what_to_write(name: str, caplog: pytest.LogCaptureFixt
     with pytest.raises(ValueError, match=f"{argument}='x' is not supported") as caught:
         make(**{argument: "x"})
     assert absent.instead in str(caught.value)
+
+
+def test_engines_are_made_from_options() -> None:
+    for name in CONSTRUCTORS:
+        owner, argument = name.removesuffix(")").split("(")
+        with pytest.raises(
+            TypeError, match=rf"{owner}\({argument}=\.\.\.\) is not supported: .*from_engine_args"
+        ):
+            getattr(pagewire, owner)(**{argument: None})
+
+
+def test_functions_and_arguments_of_methods_say_what_to_write() -> None:
+    with pytest.raises(TypeError, match=r"hf_overrides=function is not supported: .*give a dict"):
+        EngineArgs.from_kwargs({"hf_overrides": print})
+    llm = pagewire.LLM.__new__(pagewire.LLM)
+    with pytest.raises(TypeError, match=r"LLM\.apply_model is not supported: .*collective_rpc"):
+        llm.apply_model(print)
+    with pytest.raises(
+        ValueError, match=r"tokenization_kwargs=.* is not supported: .*truncate_prompt_tokens"
+    ):
+        llm.encode("x", tokenization_kwargs={"max_length": 4})
+    engine = pagewire.LLMEngine.__new__(pagewire.LLMEngine)
+    with pytest.raises(
+        ValueError, match=r"tokenization_kwargs=.* is not supported: .*truncate_prompt_tokens"
+    ):
+        engine.add_request("0", "x", SamplingParams(), None, None, {"max_length": 4})
 
 
 def test_arguments_that_depend_on_others() -> None:

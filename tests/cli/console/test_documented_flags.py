@@ -1,4 +1,4 @@
-"""Each flag of vLLM's server (its manual, 1.11.4 and 1.24) has a value here that works, is warned of, or is refused."""
+"""Each flag of vLLM's server (its manual, 1.11.4 and 1.24): a value that works, is warned of, or is refused."""
 
 from __future__ import annotations
 
