@@ -130,6 +130,9 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
         return cls.from_kwargs({name: given[name] for name in given if name in names or absent_option(name)})
 
     def __post_init__(self) -> None:
+        self.dtype = str(self.dtype).removeprefix("torch.")  # torch.bfloat16 is taken for "bfloat16"
+        if isinstance(self.quantization, str):
+            self.quantization = self.quantization.lower()
         self.pooler_config = msgspec.to_builtins(PoolerConfig.read(self.pooler_config))
         self.structured_outputs_config = msgspec.to_builtins(
             StructuredOutputsConfig.read(self.structured_outputs_config)
