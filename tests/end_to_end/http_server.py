@@ -16,7 +16,7 @@ PATIENCE = 60
 
 
 class Server:
-    """A server that runs. url: where; log: what it wrote to standard error. module: to run in place of a command."""
+    """A server that runs. url: where; log: its standard error. module: what to run in place of a command."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Programs as vLLM's documents write them run once `vllm` is `pagewire`: tests/programs, listed in docs/migrating.md.
+"""Programs as vLLM's documents write them run once `vllm` is `pagewire` (tests/programs, docs/migrating.md).
 
-Each program's options are checked as it gives them; its engine is then one of three that run already, on the demo model.
+Each program's options are checked as it gives them; its engine is then one of three that run already, of the demo.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ def adapter(tmp_path: Path) -> Path:
     """A LoRA adapter of the demo model."""
     config = json.loads((DEMO / "config.json").read_text())
     size = config["num_attention_heads"] * config["head_dim"]
-    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    shapes = {"lora_A": (4, config["hidden_size"]), "lora_B": (size, 4)}
     tensors = {
-        f"{name}.lora_A.weight": torch.full((4, config["hidden_size"]), 0.01),
-        f"{name}.lora_B.weight": torch.full((size, 4), 0.01),
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.{name}.weight": torch.full(shape, 0.01)
+        for layer in range(config["num_hidden_layers"])
+        for name, shape in shapes.items()
     }
     fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     folder = tmp_path / "adapter"

@@ -20,9 +20,13 @@ assert isinstance(outputs[0], RequestOutput) and isinstance(outputs[0].outputs[0
 (found,) = llm.beam_search([{"prompt": "Hello"}], BeamSearchParams(beam_width=2, max_tokens=4))
 print(found.sequences[0].text, found.sequences[0].cum_logprob)
 tokenizer = llm.get_tokenizer()
-assert tokenizer.decode(tokenizer.encode("Hello"))
+assert tokenizer.decode(tokenizer("Hello")["input_ids"]) == "Hello"
+chat = [{"role": "user", "content": "Hello"}]
+text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+assert "Hello" in text and tokenizer.apply_chat_template(chat, add_generation_prompt=True)
 print(llm.get_default_sampling_params(), llm.model_config.max_model_len, len(llm.get_metrics()))
-prompts = llm.preprocess_chat([{"role": "user", "content": "Hello"}])
+prompts = llm.preprocess_chat(chat)
+assert prompts[0]["prompt"] == text
 print(llm.generate(prompts, SamplingParams(max_tokens=2), priority=[0])[0].outputs[0].token_ids)
 assert llm.collective_rpc("ping") == ["pong"]
 assert isinstance(llm.reset_prefix_cache(reset_running_requests=True), bool)

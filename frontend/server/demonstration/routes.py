@@ -22,11 +22,13 @@ from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service
 from pagewire.frontend.text.length import check_characters
+from pagewire.ipc.wire.params import NumLogprobs
 
 END = b"\0"  # of an object in a stream
 # Fields about what an answer has beside its texts, which here is nothing.
 UNANSWERED = (
     "echo",
+    "logprobs",
     "prompt_logprobs",
     "return_token_ids",
     "return_tokens_as_token_ids",
@@ -35,9 +37,10 @@ UNANSWERED = (
 
 
 class DemonstrationRequest(SamplingFields, kw_only=True):
-    """Body of POST /generate. max_tokens: 16 unless given."""
+    """Body of POST /generate. max_tokens: 16 unless given. logprobs: not supported."""
 
     prompt: str
+    logprobs: NumLogprobs | None = None
 
 
 class DemonstrationAnswer(msgspec.Struct):
@@ -72,6 +75,7 @@ async def generate(service: Service, request: DemonstrationRequest, exchange: Ex
     for name in UNANSWERED:
         if getattr(request, name) is not None:
             raise APIError(400, f"{name} has no effect on /generate: use /v1/completions", param=name)
+    service.model(request.model)
     streams = bool(request.stream)
     if request.use_beam_search:
         request.stream = None
