@@ -1,8 +1,8 @@
 """Prompts of a load test from conversations in ShareGPT's format.
 
 The file is a JSON list of {"conversations": [{"value": ...}, ...]}. As vLLM's benchmarks take it: the prompt is the
-first turn, and as many tokens are generated as the second one has; turns of under 4 tokens, prompts over 1024 and pairs
-over 2048 tokens are left out.
+first turn, and as many tokens are generated as the second one has; turns of under 4 tokens, prompts over 1024 and
+pairs over 2048 tokens are left out.
 """
 
 from __future__ import annotations
