@@ -155,7 +155,8 @@ OPTIONS: Mapping[str, Absent] = {
         "give revision, or a local folder with other code",
     ),
     "collect_detailed_traces": Absent(
-        "there is one span per request", "start_profile and stop_profile trace the workers", pending=True
+        "a request's span has its time in the queue, in prefill and in decoding in any case",
+        "start_profile and stop_profile trace the workers",
     ),
     "compilation_config": Absent(
         "kernels are written ahead, and torch.compile is not used",
