@@ -132,7 +132,7 @@ def test_a_token_that_does_not_fit_is_an_error_for_good(
 
 
 def test_settings_of_the_engine_hold_for_every_schema(tokenizer: LLTokenizer) -> None:
-    """They are those that requests may have, which share the compiled grammar; a request's own pattern goes first."""
+    """Requests that ask for the same share the compiled grammar; a request's own pattern goes first."""
     given = {"disable_any_whitespace": True, "disable_additional_properties": True}
     settings = StructuredOutputsConfig.read(given)
     woken, schema = Woken(lambda: tokenizer, defaults=settings), {"type": "object"}
