@@ -121,7 +121,7 @@ lint: $(STAMP) types
 types:
 	@mkdir -p build/types/pagewire
 	@for folder in $(FOLDERS); do ln -sfn ../../../$$folder build/types/pagewire/$$folder; done
-	@for file in $(notdir $(wildcard pagewire/*.py pagewire/py.typed pagewire/demo pagewire/engine pagewire/lora)); do ln -sfn ../../../pagewire/$$file build/types/pagewire/$$file; done
+	@for file in $(filter-out __pycache__,$(notdir $(wildcard pagewire/[a-z_]*))); do ln -sfn ../../../pagewire/$$file build/types/pagewire/$$file; done
 
 # The code in README and docs/, as it stands there: for changes of these, of the command line, and of the Python API.
 test-documents: $(STAMP)

@@ -41,6 +41,10 @@ def main(argv: list[str] | None = None) -> int:
         try:
             words = sys.argv[1:] if argv is None else argv
             command = next((word for word in words if word in SUMMARIES), "")
+            if command:
+                from pagewire.ipc.environment import adopt_vllm_names  # `--help` goes without it
+
+                adopt_vllm_names()  # before logging is configured by some of them
             options = build_parser(only=command).parse_args(words)
             name = f"pagewire {options.command}"
             return int(options.run(options))

@@ -104,6 +104,12 @@ class KnowsArguments(msgspec.StructMeta):
 class _KnowsClassAttributes(type):
     if not TYPE_CHECKING:  # type checkers shall go on to find attributes that do not exist
 
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            for name in kwargs:
+                if absent := NAMES.get(f"{cls.__name__}({name})"):
+                    raise TypeError(absent.refusal(f"{cls.__name__}({name}=...)"))
+            return super().__call__(*args, **kwargs)
+
         def __getattr__(cls, name: str) -> Any:
             raise absent_attribute(cls, name, f"type object {cls.__name__!r} has no attribute {name!r}")
 
@@ -149,7 +155,8 @@ OPTIONS: Mapping[str, Absent] = {
         "give revision, or a local folder with other code",
     ),
     "collect_detailed_traces": Absent(
-        "there is one span per request", "start_profile and stop_profile trace the workers", pending=True
+        "a request's span has its time in the queue, in prefill and in decoding in any case",
+        "start_profile and stop_profile trace the workers",
     ),
     "compilation_config": Absent(
         "kernels are written ahead, and torch.compile is not used",
@@ -184,6 +191,7 @@ OPTIONS: Mapping[str, Absent] = {
         "drafts never change what a request gets with its tokens, log probabilities included",
         "a request that asks for no logprobs pays for none",
         silent=(False,),
+        warned=(True,),
     ),
     "enable_chunked_prefill": Absent(
         "prompts are always computed in chunks, beside the requests that run",
@@ -271,11 +279,6 @@ OPTIONS: Mapping[str, Absent] = {
         "max_num_batched_tokens limits what a prompt takes of a step",
         silent=(0,),
         warned=int | float,
-    ),
-    "structured_outputs_config": Absent(
-        "llguidance compiles all grammars",
-        "set options with each request (StructuredOutputsParams)",
-        pending=True,
     ),
     "swap_space": Absent(
         "preempted sequences are recomputed, never swapped",
@@ -443,19 +446,57 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
 }
 """Fields of HTTP requests, as "type of the request.field"; types are those of /openapi.json."""
 
+_CODE = Absent("code never crosses a socket", "call a worker's method by name with collective_rpc")
+_FROM_OPTIONS = Absent(
+    "an engine is made from its options", "use from_engine_args(EngineArgs(...)), or attach(address)"
+)
+_INPUTS = Absent(
+    "a prompt becomes a request within the call that takes it", "preprocess_chat and get_tokenizer show it"
+)
+_TOKENIZATION = Absent(
+    "a prompt is tokenized as its model asks",
+    "truncate_prompt_tokens shortens it, and prompt_token_ids are taken as they are",
+)
 _BEAMS = "beam search is a method of its own"
 NAMES: Mapping[str, Absent] = {
+    "AsyncLLM(engine_use_ray)": _FROM_OPTIONS,
+    "AsyncLLM(log_requests)": _FROM_OPTIONS,
+    "AsyncLLM(start_engine_loop)": _FROM_OPTIONS,
+    "AsyncLLM(worker_use_ray)": _FROM_OPTIONS,
     "AsyncLLM.engine_step": Absent("the core runs by itself", "generate streams a request's outputs"),
     "AsyncLLM.shutdown_background_loop": Absent("the core runs by itself", "shutdown ends it"),
     "AsyncLLM.start_background_loop": Absent(
         "the core runs by itself", "pause_generation and resume_generation hold requests back"
     ),
+    "EngineArgs(disable_log_requests)": Absent(
+        "an engine logs no requests", "`pagewire serve` does", silent=(True, False)
+    ),
     "LLM.DEPRECATE_LEGACY": Absent(
         "older forms of arguments are taken or refused, never warned of", "leave it out"
     ),
+    "LLM(hf_overrides=function)": Absent(
+        "the configuration is read in other processes, and code never crosses a socket",
+        "give a dict, whose values go into config.json",
+    ),
+    "LLM.apply_model(func)": _CODE,
+    "LLM.collective_rpc(callable)": _CODE,
+    "LLM.encode(tokenization_kwargs)": _TOKENIZATION,
+    "LLM.input_processor": _INPUTS,
+    "LLM.io_processor": _INPUTS,
+    "LLM.request_counter": Absent("it counts requests of this object only", "get_metrics has all"),
     "LLM.generate(max_tokens)": Absent(
         "sampling parameters are one argument", "write generate(prompts, SamplingParams(...))"
     ),
+    **{
+        f"LLMEngine({name})": _FROM_OPTIONS
+        for name in (
+            *("model_config", "cache_config", "parallel_config", "scheduler_config", "device_config"),
+            *("load_config", "lora_config", "speculative_config", "decoding_config", "observability_config"),
+            *("prompt_adapter_config", "executor_class", "log_stats", "usage_context", "stat_loggers"),
+            *("input_registry", "step_return_finished_only", "vllm_config"),
+        )
+    },
+    "LLMEngine.add_request(tokenization_kwargs)": _TOKENIZATION,
     "LLMEngine.DO_VALIDATE_OUTPUT": Absent(
         "the types of outputs are checked when they are decoded", "leave it out"
     ),
@@ -496,6 +537,16 @@ NAMES: Mapping[str, Absent] = {
     "SamplingParams(use_beam_search)": Absent(
         _BEAMS, "use LLM.beam_search(prompts, BeamSearchParams(beam_width=...))", silent=(False,)
     ),
+    "StructuredOutputsConfig(backend)": OPTIONS["guided_decoding_backend"],
+    "StructuredOutputsConfig(disable_fallback)": Absent(
+        "there is one backend, so none to fall back to", "leave it out", silent=(True, False)
+    ),
+    "StructuredOutputsConfig(enable_in_reasoning)": Absent(
+        "the server reads the reasoning", "give `pagewire serve` --enable-in-reasoning", silent=(False,)
+    ),
+    "StructuredOutputsConfig(reasoning_parser)": Absent(
+        "the server reads the reasoning", "give `pagewire serve` --reasoning-parser", silent=("",)
+    ),
     "pagewire.bc_linter_include": Absent("it marks functions for a linter of vLLM", "leave it out"),
     "pagewire.bc_linter_skip": Absent("it marks functions for a linter of vLLM", "leave it out"),
 }
@@ -510,9 +561,13 @@ _RAY_WORKERS = Absent(
     "workers in a Ray cluster get their steps as other workers do, over sockets",
     "set distributed_executor_backend='ray'",
 )
+_ASSETS = Absent("pictures and sounds for examples are not part of this project", "give files of your own")
+_OPENVINO = Absent("OpenVINO is not used", "set PAGEWIRE_CPU_KVCACHE_SPACE, kv_cache_dtype and quantization")
+_TORCH_COMPILE = Absent("torch.compile is not used", "kernels are written ahead")
 
 VARIABLES: Mapping[str, Absent] = {
     "CMAKE_BUILD_TYPE": _COMPILED_AT_RUN_TIME,
+    "HOST_IP": Absent("other programs have this name as well", "set PAGEWIRE_HOST_IP"),
     "CUDA_HOME": Absent(
         "kernels are compiled by NVRTC, from a Python package", "install pagewire[cuda12] or [cuda13]"
     ),
@@ -527,16 +582,20 @@ VARIABLES: Mapping[str, Absent] = {
     "VLLM_ALLOW_ENGINE_USE_RAY": Absent(
         "the engine core is a process of its own without Ray", "set distributed_executor_backend='ray'"
     ),
+    "VLLM_ASSETS_CACHE": _ASSETS,
     "VLLM_ATTENTION_BACKEND": Absent(
         _ONE_SET_OF_KERNELS, "PAGEWIRE_CPU_ISA=reference computes with PyTorch alone"
     ),
     "VLLM_CONFIG_ROOT": Absent(
         "there is no folder of configuration files", "--config names a file of options"
     ),
+    "VLLM_AUDIO_FETCH_TIMEOUT": _MEDIA,
     "VLLM_DO_NOT_TRACK": _STATISTICS,
+    "VLLM_DYNAMO_USE_CUSTOM_DISPATCHER": _TORCH_COMPILE,
     "VLLM_FUSED_MOE_CHUNK_SIZE": Absent(
         "the experts of a step run as one call", "max_num_batched_tokens limits its tokens"
     ),
+    "VLLM_IMAGE_FETCH_TIMEOUT": _MEDIA,
     "VLLM_INSTANCE_ID": Absent(
         "processes of an engine find each other by its address", "the log names it: listening on ipc://..."
     ),
@@ -545,11 +604,18 @@ VARIABLES: Mapping[str, Absent] = {
         "no warning is about deprecation", "PAGEWIRE_LOGGING_LEVEL=ERROR hides all warnings"
     ),
     "VLLM_NO_USAGE_STATS": _STATISTICS,
+    "VLLM_OPENVINO_CPU_KV_CACHE_PRECISION": _OPENVINO,
+    "VLLM_OPENVINO_ENABLE_QUANTIZED_WEIGHTS": _OPENVINO,
+    "VLLM_OPENVINO_KVCACHE_SPACE": _OPENVINO,
     "VLLM_RINGBUFFER_WARNING_INTERVAL": Absent(
         "workers get messages over sockets, not by a ring of buffers", "leave it out"
     ),
     "VLLM_TARGET_DEVICE": Absent(
         "one package serves CPUs and GPUs", "pagewire[cuda12] or [cuda13] adds what GPUs need"
+    ),
+    "VLLM_TEST_DYNAMO_GRAPH_CAPTURE": _TORCH_COMPILE,
+    "VLLM_TEST_FORCE_FP8_MARLIN": Absent(
+        "Marlin's kernels are not used", "fp8 checkpoints have kernels of this project"
     ),
     "VLLM_TRACE_FUNCTION": Absent(
         "functions of remote processes are not traced", "start_profile and stop_profile trace the workers"
@@ -569,6 +635,7 @@ VARIABLES: Mapping[str, Absent] = {
     "VLLM_WORKER_MULTIPROC_METHOD": Absent(
         "workers are programs of their own, neither forked nor spawned by multiprocessing", "leave it out"
     ),
+    "VLLM_XLA_CACHE_PATH": Absent("TPUs are not served", "use 'cuda' or 'cpu' as device"),
 }
 """Environment variables. Those that begin with VLLM_ are warned of; others belong to other programs as well."""
 

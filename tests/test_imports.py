@@ -31,7 +31,11 @@ MAY_IMPORT = {
     "frontend": {"ipc"},
     "ipc": {"demo"},  # where the embedded model is
     "kernels": set(),
-    "pagewire": {"frontend", "ipc"},  # the public face
+    "pagewire": {
+        "cli",
+        "frontend",
+        "ipc",
+    },  # the public face; `cli`: servers under vLLM's names (`python -m`)
     "workers": {"ipc", "kernels"},
 }
 HEAVY = {"torch", "transformers", "numpy"}

@@ -11,7 +11,8 @@ import json
 import random
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pagewire.cli.commands import SUMMARIES, bench_serve
 from pagewire.cli.console.options import (
@@ -25,7 +26,10 @@ from pagewire.cli.console.parser import UsageError
 if TYPE_CHECKING:
     from pagewire.frontend.api.async_llm import AsyncLLM
 
-DESCRIPTION = "Prompts are random tokens; sampling is greedy and does not stop at the end of sequence."
+DESCRIPTION = (
+    "Prompts are random tokens unless --dataset-path is given; sampling is greedy and does not stop at the end of "
+    "sequence."
+)
 WARM_UP_TOKENS = 8  # output length of the warm-up requests, which only have to compile and allocate
 LOWEST_ID = 10  # lower ids are special tokens in most vocabularies
 
@@ -52,6 +56,12 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
             kind.add_argument(
                 flag, type=positive, default=default, metavar="INT", help=f"{meaning} (default: {default})"
             )
+        kind.add_argument(
+            *("--dataset-path", "--dataset"),
+            type=Path,
+            metavar="FILE",
+            help="take prompts and output lengths from conversations in ShareGPT's format",
+        )
         add_attach_options(kind)
         add_engine_options(kind)
         kind.set_defaults(run=run)
@@ -83,7 +93,7 @@ def medians(options: argparse.Namespace) -> dict[str, float]:
 
     begin = time.perf_counter()
     with opened(options) as engine:
-        if options.input_len + options.output_len > engine.info.max_model_len:
+        if not options.dataset_path and options.input_len + options.output_len > engine.info.max_model_len:
             raise UsageError(f"--input-len and --output-len exceed max_model_len={engine.info.max_model_len}")
         print(json.dumps({"start_s": round(time.perf_counter() - begin, 3)}), flush=True)
         runs = async_llm.run(measure(engine, options))
@@ -93,49 +103,70 @@ def medians(options: argparse.Namespace) -> dict[str, float]:
 async def measure(engine: AsyncLLM, options: argparse.Namespace) -> list[dict[str, float]]:
     """Return the figures of each run, by name (see `batch`)."""
     rng = random.Random(0)
-    await batch(engine, rng, 2, options.input_len, min(WARM_UP_TOKENS, options.output_len))
+    warm = await requests(engine, rng, options, 2)
+    await batch(engine, [(prompt, min(WARM_UP_TOKENS, num_out)) for prompt, num_out in warm])
     runs = []
     for _ in range(options.num_runs):
-        runs.append(await batch(engine, rng, options.num_prompts, options.input_len, options.output_len))
+        runs.append(await batch(engine, await requests(engine, rng, options, options.num_prompts)))
         print(json.dumps(runs[-1]), flush=True)
     return runs
 
 
-async def batch(
-    engine: AsyncLLM, rng: random.Random, count: int, num_in: int, num_out: int
-) -> dict[str, float]:
-    """Send `count` random prompts at once, wait for all, and return the figures of the run.
+async def requests(
+    engine: AsyncLLM, rng: random.Random, options: argparse.Namespace, count: int
+) -> list[tuple[list[int], int]]:
+    """Return `count` prompts, each with the number of tokens to generate.
 
-    ttft_ms, tpot_ms: medians over the requests of the time to the first token and the time per later token.
+    Raises:
+        UsageError: the file of conversations cannot be used.
+    """
+    if options.dataset_path is None:
+        ids = range(LOWEST_ID, engine.info.vocab_size)
+        return [(rng.choices(ids, k=options.input_len), options.output_len) for _ in range(count)]
+    from pagewire.cli.load.sharegpt import conversations
+
+    tokenizer = await engine.get_tokenizer()
+    if tokenizer is None:
+        raise UsageError("--dataset-path needs a tokenizer: leave out --skip-tokenizer-init")
+
+    async def encode(text: str) -> list[int]:
+        return tokenizer.encode(text)
+
+    seed, limit = rng.randrange(1 << 32), engine.info.max_model_len
+    chosen = await conversations(options.dataset_path, count, seed, encode, limit)
+    return [(ids, num_out) for _, ids, num_out in chosen]
+
+
+async def batch(engine: AsyncLLM, asked: list[tuple[list[int], int]]) -> dict[str, float]:
+    """Send prompts at once, wait for all, and return the figures of the run.
+
+    asked: token ids, and how many to generate. ttft_ms, tpot_ms: medians over the requests of the time to the
+    first token and the time per later token.
     """
     import asyncio
 
     from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams
 
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=num_out,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
-
-    async def request_times() -> tuple[float, float]:
-        """Return the seconds to the first and to the last token of one request."""
-        prompt: Any = [rng.randrange(LOWEST_ID, engine.info.vocab_size) for _ in range(num_in)]
+    async def request_times(prompt: list[int], num_out: int) -> tuple[float, float]:
+        """Return the seconds to the first token of one request, and per later token."""
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=num_out,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
         begin, first = time.perf_counter(), 0.0
         async for _ in engine.generate(prompt, params):
             first = first or time.perf_counter() - begin
-        return first, time.perf_counter() - begin
+        return first, (time.perf_counter() - begin - first) / max(1, num_out - 1)
 
     begin = time.perf_counter()
-    times = await asyncio.gather(*(request_times() for _ in range(count)))
+    times = await asyncio.gather(*(request_times(prompt, num_out) for prompt, num_out in asked))
     seconds = time.perf_counter() - begin
     return {
         "seconds": round(seconds, 4),
-        "output_tokens_per_s": round(count * num_out / seconds, 2),
+        "output_tokens_per_s": round(sum(num_out for _, num_out in asked) / seconds, 2),
         "ttft_ms": round(1e3 * statistics.median(first for first, _ in times), 3),
-        "tpot_ms": round(
-            1e3 * statistics.median((last - first) / max(1, num_out - 1) for first, last in times), 3
-        ),
+        "tpot_ms": round(1e3 * statistics.median(later for _, later in times), 3),
     }

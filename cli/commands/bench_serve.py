@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagewire.cli.console.options import json_object, positive
+from pagewire.cli.console.options import positive
 from pagewire.cli.console.parser import UsageError
 from pagewire.cli.console.terminal import show
+from pagewire.ipc.options.command_line import json_object
 
 if TYPE_CHECKING:
     from pagewire.cli.load.client import LoadClient, LoadQuery, Target
@@ -110,6 +111,15 @@ def add_prompt_options(group: Any) -> None:
         help="take a prompt from each line; in .jsonl files, from the field 'prompt'",
     )
     group.add_argument(
+        "--dataset-name",
+        choices=("random", "sharegpt"),
+        default="random",
+        help="'sharegpt': prompts and output lengths of the conversations in --dataset-path (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dataset-path", type=Path, metavar="FILE", help="JSON file of --dataset-name sharegpt"
+    )
+    group.add_argument(
         "--tokenizer", metavar="NAME", help="tokenizer folder or id (default: use the server's endpoints)"
     )
     group.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
@@ -184,8 +194,10 @@ def run(options: argparse.Namespace) -> int:
     from pagewire.cli.load.report import details, summary, table
     from pagewire.frontend.api import async_llm
 
-    if options.text_file and options.prompt_file:
-        raise UsageError("give --text-file or --prompt-file, not both")
+    if sum(map(bool, (options.text_file, options.prompt_file, options.dataset_path))) > 1:
+        raise UsageError("give one of --text-file, --prompt-file and --dataset-path, not both")
+    if (options.dataset_name == "sharegpt") != (options.dataset_path is not None):
+        raise UsageError("--dataset-name sharegpt and --dataset-path go together")
     results, seconds, target = async_llm.run(measure(options))
     figures = summary(results, seconds)
     if options.json:
@@ -276,6 +288,7 @@ async def make_queries(
     Raises:
         UsageError: a file cannot be read. OSError: the server cannot tokenize.
     """
+    from pagewire.cli.load.client import LoadQuery
     from pagewire.cli.load.prompts import (
         LOWEST_ID,
         PromptTokenizer,
@@ -286,6 +299,7 @@ async def make_queries(
         repeat_queries,
         slices,
     )
+    from pagewire.cli.load.sharegpt import conversations
 
     counts = (options.num_warmups, options.seed + WARM_UP_SEED), (options.num_prompts, options.seed)
     if options.prompt_file:
@@ -293,6 +307,12 @@ async def make_queries(
         warm, real = (repeat_queries(count, prompts, options.output_len, seed) for count, seed in counts)
         return warm, real
     codec = PromptTokenizer(client, options.tokenizer)
+    if options.dataset_path:
+        chosen = await conversations(
+            options.dataset_path, options.num_warmups + options.num_prompts, options.seed, codec.encode
+        )
+        asked = [LoadQuery(text, num_out) for text, _, num_out in chosen]
+        return asked[: options.num_warmups], asked[options.num_warmups :]
     if options.text_file:
         source = slices(await codec.encode(read_text(options.text_file)))
     else:

@@ -15,16 +15,15 @@ from pagewire.cli.commands.serve import serve, take_server_options
 from pagewire.cli.console.engine import FRONTEND_OPTIONS
 from pagewire.cli.console.options import (
     add_engine_options,
-    add_options_of,
     add_peer_options,
     engine_args,
-    flag,
     given_options,
     positive,
 )
 from pagewire.cli.console.parser import UsageError
 from pagewire.frontend.route.placement import POLICIES
 from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.ipc.options.command_line import add_options_of, flag
 
 if TYPE_CHECKING:
     from pagewire.frontend.api.async_llm import AsyncLLM

@@ -16,11 +16,11 @@ from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.options import (
     add_attach_options,
     add_engine_options,
-    add_options_of,
     positive,
 )
 from pagewire.cli.console.parser import UsageError
 from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.ipc.options.command_line import add_options_of
 
 if TYPE_CHECKING:
     from pagewire.cli.batch.lines import BatchResponse, Counts, Post

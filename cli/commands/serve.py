@@ -17,13 +17,13 @@ from pagewire.cli.console.engine import opened
 from pagewire.cli.console.options import (
     add_attach_options,
     add_engine_options,
-    add_options_of,
     check_config,
     read_file,
 )
 from pagewire.cli.console.parser import UsageError
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.ipc.compatibility import OPTIONS
+from pagewire.ipc.options.command_line import add_options_of
 from pagewire.ipc.quoting import quoted
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagewire.cli.console.options import engine_args, flag, given_options
+from pagewire.cli.console.options import engine_args, given_options
 from pagewire.cli.console.parser import UsageError
+from pagewire.ipc.options.command_line import flag
 
 if TYPE_CHECKING:
     from pagewire.frontend.api.async_llm import AsyncLLM

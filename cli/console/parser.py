@@ -7,20 +7,21 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from pagewire.ipc.options.argument_parser import FlexibleArgumentParser
+
 
 class UsageError(ValueError):
     """A mistake on the command line; printed without a traceback, exit status 2."""
 
 
-class CommandParser(argparse.ArgumentParser):
+class CommandParser(FlexibleArgumentParser):
     """An argument parser that reports a mistake in one line, without usage text, and suggests a similar option."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse `args`; unlike argparse, end with an error if an argument is unknown. Sub-commands use this too."""
-        words = self._spelled(sys.argv[1:] if args is None else args)
-        parsed, extra = super().parse_known_args(words, namespace or argparse.Namespace())
+        parsed, extra = super().parse_known_args(args, namespace)
         for argument in extra:
             if argument.startswith("--"):
                 from pagewire.ipc.bounds import (
@@ -31,25 +32,6 @@ class CommandParser(argparse.ArgumentParser):
         if extra:
             self.error(f"unexpected argument {extra[0]!r}")
         return parsed, extra
-
-    def _spelled(self, args: Sequence[str]) -> list[str]:
-        """The arguments as this parser declares them: --max-model-len for --max_model_len, --no-x for --x=false."""
-        end = args.index("--") if "--" in args else len(args)
-        words: list[str] = []
-        for word in args[:end]:
-            name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-            name = name.replace("_", "-")
-            option = name or "".join(words[-1:])
-            if value.lower() in ("true", "false") and self._is_switch(option):
-                words[len(words) - (not name) :] = [
-                    option if value.lower() == "true" else f"--no-{option[2:]}"
-                ]
-            else:
-                words.append(f"{name}{equals}{value}")
-        return [*words, *args[end:]]
-
-    def _is_switch(self, option: str) -> bool:
-        return isinstance(self._option_string_actions.get(option), argparse.BooleanOptionalAction)
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""

@@ -32,6 +32,7 @@ from pagewire.engine_core.grammar.prover import MAX_GRAMMAR_BYTES, Proof, Prover
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.fair_queue import FairQueue
 from pagewire.ipc.host.confined import JobTimeoutError
+from pagewire.ipc.options.structured_outputs import StructuredOutputsConfig
 from pagewire.ipc.shares import Name
 from pagewire.ipc.wire.params import StructuredOutputsParams
 
@@ -58,7 +59,7 @@ class Grammars:
 
     load: makes llguidance's tokenizer; called once, for the first grammar. vocab_size: of the model.
     open_prover: makes the prover, once. seconds: time limit of a compilation.
-    wake: called in a compiling thread after each compilation.
+    wake: called in a compiling thread after each compilation. defaults: hold for every structure.
     max_bytes, max_cached_bytes: memory of all compiled grammars, and of those that are cached.
     capacity: number of outcomes that are cached.
 
@@ -73,12 +74,13 @@ class Grammars:
         open_prover: Callable[[], Prover],
         seconds: float,
         wake: Callable[[], None],
+        defaults: StructuredOutputsConfig = StructuredOutputsConfig(),  # noqa: B008 (it is frozen)
         capacity: int = MAX_CACHED,
         max_bytes: int = MAX_BYTES,
         max_cached_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
         self._load, self._vocab_size, self._open_prover = load, vocab_size, open_prover
-        self._seconds, self._wake = seconds, wake
+        self._seconds, self._wake, self._defaults = seconds, wake, defaults
         self._capacity, self._max_bytes, self._max_cached_bytes = capacity, max_bytes, max_cached_bytes
         self._lock = threading.RLock()  # of `_known`, `_in_use` and `_reserved`, and of the lanes
         self._known: OrderedDict[bytes, Compilation] = OrderedDict()
@@ -106,6 +108,7 @@ class Grammars:
         Raises:
             EngineBusyError: too many grammars are waiting.
         """
+        structure = self._defaults.completed(structure)
         encoded = msgspec.msgpack.encode(structure)
         key = hashlib.sha256(encoded).digest()
         with self._lock:

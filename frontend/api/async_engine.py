@@ -10,8 +10,10 @@ from typing import Any
 from pagewire.frontend.api.calls import AsyncEngineCalls, timed_out
 from pagewire.frontend.api.configs import (
     DecodingConfig,
+    ModelConfig,
     ParallelConfig,
     SchedulerLimits,
+    model_config,
     parallel_config,
     scheduler_config,
 )
@@ -19,7 +21,7 @@ from pagewire.frontend.core.metrics import Metric, read_metrics
 from pagewire.frontend.core.session import AttachMethod, Session
 from pagewire.frontend.core.stat_loggers import status_line
 from pagewire.frontend.requests.lora import LoRARequest
-from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.frontend.text.engine_tokenizer import EngineTokenizer, for_programs
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.wire.calls import CALLS, HealthReport, RemoteCall
 from pagewire.ipc.wire.lora import LoRAConfig
@@ -57,13 +59,13 @@ class AsyncEngine(AsyncEngineCalls):
         adding = await asyncio.to_thread(self.session.add_lora, lora_request)
         return bool(await asyncio.wrap_future(adding))
 
-    async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Tokenizer | None:
+    async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> EngineTokenizer | None:
         """The light tokenizer of the frontend, or of an adapter; None with `skip_tokenizer_init`."""
-        return await asyncio.to_thread(self.session.tokenizer_for, lora_request)
+        return for_programs(await asyncio.to_thread(self.session.tokenizer_for, lora_request))
 
-    async def get_model_config(self) -> EngineInfo:
-        """The model, its sizes and the options of the core, as the core reported them."""
-        return self.session.info
+    async def get_model_config(self) -> ModelConfig:
+        """The model, with vLLM's names; `info` has more."""
+        return model_config(self.session.info)
 
     async def get_parallel_config(self) -> ParallelConfig:
         """How the model is split."""
@@ -117,6 +119,11 @@ class AsyncEngine(AsyncEngineCalls):
             raise
         except Exception as error:  # of any type: a core that answers so is not proven to live
             raise EngineDeadError(f"the engine core does not say whether it is healthy: {error}") from None
+
+    @property
+    def limit_concurrency(self) -> int:
+        """Largest number of sequences that run at the same time."""
+        return self.info.max_num_seqs
 
     @property
     def dead_error(self) -> EngineDeadError | None:

@@ -96,9 +96,10 @@ class AsyncLLM(AsyncEngine):
 
     async def generate(
         self,
-        prompt: PromptType,
+        prompt: PromptType | None = None,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        prompt_token_ids: list[int] | None = None,
         *,
         lora_request: LoRARequest | None = None,
         priority: int = 0,
@@ -110,6 +111,7 @@ class AsyncLLM(AsyncEngine):
         Leaving the loop, closing the generator or cancelling its task aborts the request. A consumer that is
         slower than the engine gets several tokens at once.
 
+        prompt_token_ids: older spelling of token ids as `prompt`.
         lora_request: the adapter to use. trace_headers: W3C trace context (`traceparent`), of the span that the
             request's is to be a child of; without effect unless traces are sent.
         prompt_adapter_request: embeddings to put before the prompt.
@@ -120,8 +122,11 @@ class AsyncLLM(AsyncEngine):
             EngineDeadError: the core is lost.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
+        given = prompt_token_ids if prompt is None else prompt
+        if given is None or (prompt is not None and prompt_token_ids is not None):
+            raise ValueError("give a prompt")
         stream = self.generate_all(
-            [prompt],
+            [given],
             params,
             request_id,
             priority=priority,

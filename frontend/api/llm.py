@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
 from pagewire.frontend.api.batch import complete, search_beams
+from pagewire.frontend.api.configs import ModelConfig
 from pagewire.frontend.api.llm_engine import LLMEngine
 from pagewire.frontend.api.offline_pooling import OfflinePooling
 from pagewire.frontend.api.progress import progress_bar
@@ -244,11 +245,14 @@ class LLM(OfflinePooling):
         Raises:
             TypeError: always.
         """
-        raise TypeError(
-            "apply_model would send code to the workers; call a method by name with collective_rpc"
-        )
+        raise TypeError(NAMES["LLM.apply_model(func)"].refusal("LLM.apply_model"))
 
     # -------------------------------------------------------------- the engine as a whole
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model, with vLLM's names; `info` has more."""
+        return self.get_model_config()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters that the model's generation config recommends."""

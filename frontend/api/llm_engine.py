@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from pagewire.frontend.api.local_engine import LocalEngine
 from pagewire.frontend.core.mailbox import Inbox
-from pagewire.frontend.core.session import Session, ignore_usage_context, refuse_unsupported
+from pagewire.frontend.core.session import Session, ignore_usage_context
 from pagewire.frontend.core.stat_loggers import StatLoggerBase, checked, status_line
 from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.requests.outputs import RequestOutput, RequestState
@@ -19,11 +19,14 @@ from pagewire.frontend.requests.pooling.inputs import complete
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest, refuse_adapter
 from pagewire.frontend.text.prompts import PromptType
 from pagewire.ipc.bounds import check_number, meta_of, within
+from pagewire.ipc.compatibility import NAMES, settle
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.params import Age, SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
 
 logger = logging.getLogger("pagewire.frontend")
+
+TRACE_HEADERS = {"traceparent", "tracestate", "baggage"}  # those of W3C, in lower case
 
 
 class LLMEngine(LocalEngine):
@@ -88,13 +91,17 @@ class LLMEngine(LocalEngine):
         arrival_time: when the request arrived, a time of `time.monotonic()`; None: now. Latencies in outputs,
             metrics and traces count from it. Equal priorities run in the order in which they are added, though.
         lora_request: the adapter to use.
-        trace_headers: W3C trace context of the parent of the request's span.
+        trace_headers: W3C trace context of the parent of the request's span; the sixth argument may be it as well.
         prompt_adapter_request: embeddings to put before the prompt of a request that generates.
 
         Raises:
             ValueError, TypeError: a bad prompt, parameter or adapter, an id in use, or an arrival time to come.
         """
-        refuse_unsupported(tokenization_kwargs=tokenization_kwargs)
+        if tokenization_kwargs and tokenization_kwargs.keys() <= TRACE_HEADERS and trace_headers is None:
+            tokenization_kwargs, trace_headers = None, tokenization_kwargs
+        settle(
+            "tokenization_kwargs", tokenization_kwargs, NAMES["LLMEngine.add_request(tokenization_kwargs)"]
+        )
         if request_id in self._unfinished:
             raise ValueError(f"request id {request_id!r} is in use")
         age = age_of(arrival_time)

@@ -9,15 +9,17 @@ from typing import Any
 from pagewire.frontend.api.calls import timed_out
 from pagewire.frontend.api.configs import (
     DecodingConfig,
+    ModelConfig,
     ParallelConfig,
     SchedulerLimits,
+    model_config,
     parallel_config,
     scheduler_config,
 )
 from pagewire.frontend.core.metrics import Metric
 from pagewire.frontend.core.session import AttachMethod, Session
 from pagewire.frontend.requests.lora import LoRARequest
-from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.frontend.text.engine_tokenizer import EngineTokenizer, for_programs
 from pagewire.ipc.wire.calls import EngineCalls, RemoteCall
 from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.ipc.wire.messages import EngineInfo
@@ -58,7 +60,7 @@ class LocalEngine(EngineCalls):
         """
         return bool(self.session.add_lora(lora_request).result())
 
-    def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Tokenizer | None:
+    def get_tokenizer(self, lora_request: LoRARequest | None = None) -> EngineTokenizer | None:
         """The light tokenizer of the frontend, or of an adapter that has one of its own.
 
         None with `skip_tokenizer_init`. `transformers.AutoTokenizer` on `info.tokenizer` gives theirs.
@@ -66,11 +68,11 @@ class LocalEngine(EngineCalls):
         Raises:
             ValueError, TypeError: no such adapter.
         """
-        return self.session.tokenizer_for(lora_request)
+        return for_programs(self.session.tokenizer_for(lora_request))
 
-    def get_model_config(self) -> EngineInfo:
-        """The model, its sizes and the options of the core, as the core reported them."""
-        return self.session.info
+    def get_model_config(self) -> ModelConfig:
+        """The model, with vLLM's names; `info` has more."""
+        return model_config(self.session.info)
 
     def get_parallel_config(self) -> ParallelConfig:
         """How the model is split."""

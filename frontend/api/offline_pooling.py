@@ -8,7 +8,6 @@ from typing import Any
 from pagewire.frontend.api.batch import pool
 from pagewire.frontend.api.local_engine import LocalEngine
 from pagewire.frontend.api.progress import progress_bar
-from pagewire.frontend.core.session import refuse_unsupported
 from pagewire.frontend.requests.inputs import prompts_of
 from pagewire.frontend.requests.lora import LoRARequest, for_each
 from pagewire.frontend.requests.outputs import BatchError
@@ -24,6 +23,7 @@ from pagewire.frontend.requests.pooling.outputs import (
 )
 from pagewire.frontend.requests.pooling.scoring import ScorePlan
 from pagewire.frontend.text.prompts import PromptType
+from pagewire.ipc.compatibility import NAMES, settle
 from pagewire.ipc.wire.pooling import PoolingParams, PoolingTask
 
 
@@ -37,9 +37,10 @@ class OfflinePooling(LocalEngine):
 
     def encode(
         self,
-        prompts: Any,
+        prompts: Any = None,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
@@ -49,6 +50,7 @@ class OfflinePooling(LocalEngine):
         """Pool the hidden states of all prompts; the outputs are in their order.
 
         prompts: as for `generate`. pooling_params: for all, or one for each; None: the model's defaults.
+        prompt_token_ids: legacy spelling of token ids as `prompts`.
         truncate_prompt_tokens: of parameters that give none. use_tqdm: as for `generate`.
         pooling_task: what to make of each prompt; None: what the parameters say, or else the model's default.
 
@@ -56,9 +58,16 @@ class OfflinePooling(LocalEngine):
             ValueError, TypeError: a bad prompt or parameter, or a model that generates; nothing is left running.
             BatchError: (a `RequestError`) the engine ended requests with an error, as for `generate`.
         """
-        refuse_unsupported(tokenization_kwargs=tokenization_kwargs)
+        settle("tokenization_kwargs", tokenization_kwargs, NAMES["LLM.encode(tokenization_kwargs)"])
+        if (prompts is None) == (prompt_token_ids is None):
+            raise ValueError("give prompts")
         return self._pool(
-            prompts_of(prompts), pooling_params, truncate_prompt_tokens, use_tqdm, pooling_task, lora_request
+            prompts_of(prompt_token_ids if prompts is None else prompts),
+            pooling_params,
+            truncate_prompt_tokens,
+            use_tqdm,
+            pooling_task,
+            lora_request,
         )
 
     def embed(

@@ -414,14 +414,3 @@ def ignore_usage_context(usage_context: Any) -> None:
     """Log a warning if a usage context is given: no usage statistics are collected."""
     if usage_context is not None:
         logger.warning("usage_context has no effect: usage statistics are never collected")
-
-
-def refuse_unsupported(**values: Any) -> None:
-    """Refuse arguments of features that are not implemented yet.
-
-    Raises:
-        ValueError: one of them is not None.
-    """
-    for name, value in values.items():
-        if value is not None:
-            raise ValueError(f"{name} is not supported yet")

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.requests.answer_budget import AnswerMemory
 from pagewire.frontend.server.anthropic import routes as anthropic
+from pagewire.frontend.server.demonstration import routes as demonstration
 from pagewire.frontend.server.http import openapi
 from pagewire.frontend.server.http.body import LARGE_BODIES, IncomingBodies
 from pagewire.frontend.server.http.errors import APIError
@@ -47,6 +48,7 @@ MODULES = (
     responses,
     anthropic,
     ollama,
+    demonstration,
     pooling,
     models,
     tokenization,

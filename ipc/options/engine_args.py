@@ -11,12 +11,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from pagewire.ipc.bounds import check_int, check_number, unknown_name
-from pagewire.ipc.compatibility import OPTIONS, settle
+from pagewire.ipc.compatibility import NAMES, OPTIONS, Absent, settle
 from pagewire.ipc.options.groups import (
     AdapterOptions,
     CacheOptions,
@@ -27,10 +27,15 @@ from pagewire.ipc.options.groups import (
     SpeculationOptions,
 )
 from pagewire.ipc.options.option import check_types
+from pagewire.ipc.options.structured_outputs import StructuredOutputsConfig
 from pagewire.ipc.quantization import quantization_name
 from pagewire.ipc.speculative import FLAGS, SpeculativeConfig, speculative_config
 from pagewire.ipc.wire.pooling import PoolerConfig
 
+if TYPE_CHECKING:  # frontends attach without it
+    import argparse
+
+Parser = TypeVar("Parser", bound="argparse.ArgumentParser")
 MAX_RANKS = 1024
 ADAPTER_SWITCHES = {  # options without effect unless another one is set
     **dict.fromkeys(
@@ -41,6 +46,11 @@ ADAPTER_SWITCHES = {  # options without effect unless another one is set
     ),
     **dict.fromkeys(("max_prompt_adapters", "max_prompt_adapter_token"), "enable_prompt_adapter"),
 }
+
+
+def absent_option(name: str) -> Absent | None:
+    """What the table says of an option that pagewire does not have, or only as one of the server; else None."""
+    return OPTIONS.get(name) or NAMES.get(f"EngineArgs({name})")
 
 
 class EngineArgsType(type):
@@ -56,8 +66,8 @@ class EngineArgsType(type):
             name = ALIASES.get(name, name)
             if name in names:
                 known[name] = value
-            elif name in OPTIONS:
-                settle(name, value, OPTIONS[name])
+            elif absent := absent_option(name):
+                settle(name, value, absent)
             else:
                 raise TypeError(unknown_name("option", name, names | OPTIONS.keys()))
         return super().__call__(*args, **known)
@@ -92,12 +102,47 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
         args.check()
         return args
 
+    @staticmethod
+    def add_cli_args(parser: Parser) -> Parser:
+        """Add an option for each of these to a program's own parser, with its default; returns the parser.
+
+        vLLM's options that pagewire does not have are among them: `from_cli_args` accepts or refuses their values.
+        """
+        from pagewire.ipc.options.command_line import add_absent_options, add_options_of, set_defaults_of
+
+        add_options_of(parser, EngineArgs)
+        add_absent_options(parser)
+        parser.add_argument(
+            "--disable-log-requests", action="store_true", help="no effect: an engine logs none"
+        )
+        set_defaults_of(parser, EngineArgs)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """Checked options from parsed arguments, which may have others besides; see `add_cli_args`.
+
+        Raises:
+            TypeError, ValueError: as `from_kwargs`.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        given = vars(args)
+        return cls.from_kwargs({name: given[name] for name in given if name in names or absent_option(name)})
+
     def __post_init__(self) -> None:
+        self.dtype = str(self.dtype).removeprefix("torch.")  # torch.bfloat16 is taken for "bfloat16"
+        if isinstance(self.quantization, str):
+            self.quantization = self.quantization.lower()
         self.pooler_config = msgspec.to_builtins(PoolerConfig.read(self.pooler_config))
+        self.structured_outputs_config = msgspec.to_builtins(
+            StructuredOutputsConfig.read(self.structured_outputs_config)
+        )
         self.speculative_config = self.speculative_config or {}
 
     def check(self) -> None:
         """Validate all values; raises ValueError or TypeError for the first invalid one."""
+        if callable(self.hf_overrides):
+            raise TypeError(NAMES["LLM(hf_overrides=function)"].refusal("hf_overrides=function"))
         check_types(self)
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
             check_int(name, getattr(self, name), 1)

@@ -271,6 +271,12 @@ class SchedulerOptions:
     max_waiting: int = option(
         100_000, "Scheduler", "maximum sequences that may wait; further requests are refused"
     )
+    structured_outputs_config: dict[str, Any] = option(
+        None,
+        "Scheduler",
+        "JSON of disable_any_whitespace, disable_additional_properties: for every request with a JSON schema",
+        make=dict,
+    )
     max_logprobs: int = option(20, "Scheduler", "maximum log probabilities per token; -1: no limit")
 
 

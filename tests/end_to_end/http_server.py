@@ -16,7 +16,7 @@ PATIENCE = 60
 
 
 class Server:
-    """A server that runs. url: where; log: what it wrote to standard error."""
+    """A server that runs. url: where; log: its standard error. module: what to run in place of a command."""
 
     def __init__(
         self,
@@ -24,9 +24,11 @@ class Server:
         *options: str,
         environment: dict[str, str] | None = None,
         command: str = "serve",
+        module: str = "",
     ) -> None:
         self._log = folder / f"serve-{len(list(folder.glob('serve-*')))}.log"
-        arguments = [sys.executable, "-m", "pagewire.cli.main", command, *options]
+        program = [module] if module else ["pagewire.cli.main", command]
+        arguments = [sys.executable, "-m", *program, *options]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 arguments, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | (environment or {})

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import logging
+import os
 import re
 import typing
 from collections.abc import Callable
@@ -16,20 +17,23 @@ import pytest
 
 import pagewire
 from pagewire.cli.compatibility import PATH, document
-from pagewire.cli.console.options import engine_args, flag
+from pagewire.cli.console.options import engine_args
 from pagewire.cli.console.parser import UsageError
 from pagewire.cli.main import build_parser
 from pagewire.frontend.core.metrics import MetricList
+from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.server.anthropic import protocol as anthropic_protocol
 from pagewire.frontend.server.http.body import Decoder
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.warnings import begin_warnings
 from pagewire.frontend.server.ollama import protocol as ollama_protocol
 from pagewire.frontend.server.openai import protocol as openai_protocol
-from pagewire.ipc import compatibility
+from pagewire.ipc import compatibility, environment
 from pagewire.ipc.compatibility import NAMES, OPTIONS, REQUEST_FIELDS, VALUES, VARIABLES, Absent
-from pagewire.ipc.environment import FLAGS, MAX_UNREAD, READ, check_environment, env_flag
+from pagewire.ipc.environment import FLAGS, INTERNAL, MAX_UNREAD, READ, check_environment, env_flag
+from pagewire.ipc.options.command_line import flag
 from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.options.structured_outputs import StructuredOutputsConfig
 from pagewire.ipc.wire.params import GuidedDecodingParams, SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +147,9 @@ def test_a_field_of_a_request_is_named_in_a_warning_or_refused(
 
 
 ATTRIBUTES = [name for name in NAMES if "(" not in name]
-ARGUMENTS = [name for name in NAMES if "(" in name and not name.startswith("LLM.")]
+STRUCTS = {kind.__name__: kind for kind in (SamplingParams, LoRARequest, EngineArgs, StructuredOutputsConfig)}
+ARGUMENTS = [name for name in NAMES if name.partition("(")[0] in STRUCTS]
+CONSTRUCTORS = [name for name in NAMES if name.partition("(")[0] in ("LLMEngine", "AsyncLLM")]
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
@@ -168,7 +174,7 @@ def test_an_attribute_says_why_it_is_not_there(name: str) -> None:
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_an_argument_says_what_to_write(name: str, caplog: pytest.LogCaptureFixture) -> None:
     owner, argument = name.removesuffix(")").split("(")
-    make, absent = getattr(pagewire, owner), NAMES[name]
+    make, absent = STRUCTS[owner], NAMES[name]
     for value in absent.silent:
         assert make(**{argument: value}) == make()
     for value in warned_values(absent):
@@ -177,6 +183,32 @@ def test_an_argument_says_what_to_write(name: str, caplog: pytest.LogCaptureFixt
     with pytest.raises(ValueError, match=f"{argument}='x' is not supported") as caught:
         make(**{argument: "x"})
     assert absent.instead in str(caught.value)
+
+
+def test_engines_are_made_from_options() -> None:
+    for name in CONSTRUCTORS:
+        owner, argument = name.removesuffix(")").split("(")
+        with pytest.raises(
+            TypeError, match=rf"{owner}\({argument}=\.\.\.\) is not supported: .*from_engine_args"
+        ):
+            getattr(pagewire, owner)(**{argument: None})
+
+
+def test_functions_and_arguments_of_methods_say_what_to_write() -> None:
+    with pytest.raises(TypeError, match=r"hf_overrides=function is not supported: .*give a dict"):
+        EngineArgs.from_kwargs({"hf_overrides": print})
+    llm = pagewire.LLM.__new__(pagewire.LLM)
+    with pytest.raises(TypeError, match=r"LLM\.apply_model is not supported: .*collective_rpc"):
+        llm.apply_model(print)
+    with pytest.raises(
+        ValueError, match=r"tokenization_kwargs=.* is not supported: .*truncate_prompt_tokens"
+    ):
+        llm.encode("x", tokenization_kwargs={"max_length": 4})
+    engine = pagewire.LLMEngine.__new__(pagewire.LLMEngine)
+    with pytest.raises(
+        ValueError, match=r"tokenization_kwargs=.* is not supported: .*truncate_prompt_tokens"
+    ):
+        engine.add_request("0", "x", SamplingParams(), None, None, {"max_length": 4})
 
 
 def test_arguments_that_depend_on_others() -> None:
@@ -195,7 +227,9 @@ def test_arguments_that_depend_on_others() -> None:
 def test_a_variable_of_vllm_is_warned_of(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spellings = [name, name.replace("VLLM_", "PAGEWIRE_")] if name.startswith("VLLM_") else [name]
+    spellings = [name]
+    if name.startswith("VLLM_") and not name.startswith("VLLM_TEST_"):  # ours of that kind are our tests'
+        spellings.append(name.replace("VLLM_", "PAGEWIRE_"))
     for spelling in spellings:
         monkeypatch.setenv(spelling, "1")
         for _ in range(2):
@@ -208,7 +242,6 @@ def test_a_variable_of_vllm_is_warned_of(
 @pytest.mark.parametrize(
     ("variables", "messages"),
     [
-        ({"VLLM_LOGGING_LEVEL": "DEBUG"}, ["VLLM_LOGGING_LEVEL has no effect: set PAGEWIRE_LOGGING_LEVEL"]),
         ({"VLLM_LOGGING_LEVEL": "DEBUG", "PAGEWIRE_LOGGING_LEVEL": "DEBUG"}, []),
         (
             {"PAGEWIRE_CPU_KVCACHE_SPCE": "1"},
@@ -246,6 +279,33 @@ def test_variables_that_nothing_reads(
         assert got.startswith(wanted)
 
 
+def test_variables_under_vllms_names_are_taken_over(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that pagewire reads, with one line; its own names go first, and Kubernetes' variables are no settings."""
+    names = sorted(READ.keys() - INTERNAL)
+    monkeypatch.setattr(os, "environ", {name.replace("PAGEWIRE_", "VLLM_"): "0" for name in names})
+    os.environ |= {
+        "VLLM_PORT": "tcp://10.0.0.1:80",
+        "PAGEWIRE_API_KEY": "own",
+        "VLLM_RAY_PLACEMENT_GROUP": "x",
+    }
+    monkeypatch.setattr(environment, "_adopted", set())
+    for _ in range(2):
+        check_environment()
+    taken = [name for name in names if name not in ("PAGEWIRE_PORT", "PAGEWIRE_API_KEY")]
+    assert {name: os.environ.get(name) for name in names} == {
+        **dict.fromkeys(taken, "0"),
+        "PAGEWIRE_PORT": None,
+        "PAGEWIRE_API_KEY": "own",
+    }
+    line, group = caplog.messages
+    assert line == "read in place of PAGEWIRE_*: " + ", ".join(
+        name.replace("PAGEWIRE_", "VLLM_") for name in taken
+    )
+    assert group.startswith("VLLM_RAY_PLACEMENT_GROUP has no effect: ")
+
+
 @pytest.mark.parametrize("name", FLAGS)
 def test_flags_are_true_or_false(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for text, value in {"1": True, "true": True, "True": True, "0": False, "false": False}.items():
@@ -267,7 +327,5 @@ def test_the_tables_say_what_there_is() -> None:
         for path in (ROOT / folder).rglob("*.py")
         for name in re.findall(r'"(PAGEWIRE_[A-Z0-9_]*[A-Z0-9])"', path.read_text(encoding="utf-8"))
     }
-    table = (ROOT / "docs" / "environment.md").read_text()
-    documented = set(re.findall(r"^\| `(PAGEWIRE_\w+)`", table, re.MULTILINE))
-    assert named == READ and documented == READ - {"PAGEWIRE_RAY_PLACEMENT_GROUP"}
+    assert named == READ.keys()
     assert PATH.read_text(encoding="utf-8") == document(), "run python -m pagewire.cli.compatibility"

@@ -30,6 +30,11 @@ class PoolingOutput:
         size = self.tensor.shape[1]
         return [flat[start : start + size] for start in range(0, len(flat), size)]
 
+    @property
+    def embedding(self) -> list[Any]:
+        """Older name of `data`, for models that embed."""
+        return self.data
+
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other.tensor == self.tensor
 

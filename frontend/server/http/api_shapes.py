@@ -1,4 +1,4 @@
-"""How each API writes errors and streams: OpenAI's, Anthropic's below /v1/messages, and Ollama's below /api."""
+"""How each API writes errors and streams: OpenAI's, Anthropic's (/v1/messages), Ollama's (/api), and /generate."""
 
 from __future__ import annotations
 
@@ -143,8 +143,22 @@ class OllamaShape(ApiShape):
         return self.encode(error) + b"\n"
 
 
+class DemonstrationShape(ApiShape):
+    """The shape of /generate: OpenAI's errors, and a stream of JSON that null characters separate."""
+
+    media = "text/plain"
+
+    def last_words(self, error: APIError) -> bytes:
+        """Return the end of a stream that has failed."""
+        return self.encode(error) + b"\0"
+
+
 OPENAI = ApiShape()
-OTHERS = {"/v1/messages": AnthropicShape(), "/api": OllamaShape()}  # by the path that begins theirs
+OTHERS = {
+    "/v1/messages": AnthropicShape(),
+    "/api": OllamaShape(),
+    "/generate": DemonstrationShape(),
+}  # by the path that begins theirs
 SHAPES = (OPENAI, *OTHERS.values())
 
 

@@ -23,6 +23,7 @@ from pagewire.frontend.server.openai.protocol import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
+    SamplingFields,
 )
 from pagewire.frontend.server.openai.sampling import (
     best_outputs,
@@ -79,7 +80,22 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
     exchange.prompt = prompts[0] if isinstance(prompts[0], (str, list)) else ""
     if request.use_beam_search:
         return writer.whole(await beam_outputs(service, request, prompts, params, exchange))
-    batches = service.engine.generate_all(
+    batches = batches_of(service, request, prompts, params, exchange)
+    if request.stream:
+        return writer.stream(batches)
+    finals: dict[int, RequestOutput] = {}
+    async with aclosing(batches):
+        async for outputs in batches:
+            finals.update(outputs)
+    answered = [finals[index] for index in sorted(finals)]
+    return await off_loop(writing_size(answered), writer.whole, answered)
+
+
+def batches_of(
+    service: Service, request: SamplingFields, prompts: list[Any], params: SamplingParams, exchange: Exchange
+) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+    """Submit prompts when the result is first asked for an item; see `AsyncLLM.generate_all`."""
+    return service.engine.generate_all(
         [salted(prompt, request.cache_salt) for prompt in prompts],
         params,
         exchange.id,
@@ -90,14 +106,6 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
         lora_request=service.adapter(request.model),
         prompt_adapter_request=service.prompt_adapter(request.model),
     )
-    if request.stream:
-        return writer.stream(batches)
-    finals: dict[int, RequestOutput] = {}
-    async with aclosing(batches):
-        async for outputs in batches:
-            finals.update(outputs)
-    answered = [finals[index] for index in sorted(finals)]
-    return await off_loop(writing_size(answered), writer.whole, answered)
 
 
 def prompts_in(service: Service, request: CompletionRequest) -> list[Any]:

@@ -18,6 +18,7 @@ from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.tenants import ApiTenant, tenant_of
 from pagewire.frontend.server.operate.metrics import CONTENT_TYPE, exposition
 from pagewire.frontend.server.serving.service import Service
+from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.version import __version__
 from pagewire.ipc.wire.calls import HealthReport
@@ -137,7 +138,8 @@ async def answer_of(engine: AsyncLLM, method: str) -> Any:
     Raises:
         EngineDeadError: it is lost. APIError: it is not, but does not answer.
     """
+    seconds = env_float("PAGEWIRE_RPC_GET_DATA_TIMEOUT_MS", 1e3 * ANSWER_SECONDS) / 1e3
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(engine.session.call(method)), ANSWER_SECONDS)
+        return await asyncio.wait_for(asyncio.wrap_future(engine.session.call(method)), seconds)
     except asyncio.TimeoutError:
-        raise APIError(503, f"the engine has not answered for {ANSWER_SECONDS:g} s") from None
+        raise APIError(503, f"the engine has not answered for {seconds:g} s") from None

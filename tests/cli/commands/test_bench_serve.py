@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from pagewire.cli.console.options import UsageError
 from pagewire.cli.load.client import LoadResult, arrivals
 from pagewire.cli.load.prompts import LengthRange
 from pagewire.cli.load.report import distribution, percentile, summary
+from pagewire.cli.load.sharegpt import conversations
 from pagewire.cli.main import main
 from tests.cli.fake_server import KEY, FakeServer, fake_server, prompt_of
 
@@ -105,6 +108,30 @@ def test_prompts_from_files(tmp_path: Path) -> None:
         assert [body["prompt"] for body in server.bodies] == ["one", "two", "one"]
 
 
+def test_conversations_in_sharegpts_format(tmp_path: Path) -> None:
+    """Their first turns are the prompts, and outputs have as many tokens as the second ones."""
+    turns = [("a question", "an answer"), ("two turns", "are taken"), ("too short", "no"), ("one turn",)]
+    turns += [("long" * 500, "answer"), ("a question?", "x" * 2040)]
+    path, server = tmp_path / "sharegpt.json", FakeServer()
+    path.write_text(json.dumps([{"conversations": [{"value": text} for text in pair]} for pair in turns]))
+    options = ["--dataset-name", "sharegpt", "--dataset-path", str(path), "--num-prompts", "4"]
+    measure(server, tmp_path, *options, "--num-warmups", "0", "--concurrency", "1")
+    asked = [(body["prompt"], body["max_tokens"]) for body in server.bodies]
+    assert asked[:2] == asked[2:] and sorted(asked[:2]) == [("a question", 9), ("two turns", 9)]
+    for text, message in (
+        ("[]", "no conversation"),
+        ("[1]", "ShareGPT's format"),
+        ("{", "ShareGPT's format"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=message):
+            asyncio.run(conversations(path, 1, 0, nothing))
+
+
+async def nothing(text: str) -> list[int]:
+    return []
+
+
 def test_errors_are_counted_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = {1: "busy", 2: "busy", 3: "drop", 4: "error", 5: "garbage"}
     options = ["--num-prompts", "8", "--num-warmups", "0", "--concurrency", "1", "--output-len", "4"]
@@ -143,6 +170,8 @@ def test_a_server_that_is_not_there_or_refuses(capsys: pytest.CaptureFixture[str
         (["--burstiness", "nan"], "must be over 0"),
         (["--extra-body", "[]"], "JSON object"),
         (["--text-file", "a", "--prompt-file", "b"], "not both"),
+        (["--dataset-name", "sharegpt"], "go together"),
+        (["--dataset-path", "a"], "go together"),
     ],
 )
 def test_mistakes_are_reported(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from pagewire.frontend.server.http.key_file import Rights, digest_of, read_key_file
+from pagewire.frontend.text.tokenizer import load_tokenizer
 from tests.cli.command import COMMAND, ENDLESS, ENVIRONMENT, PROMPT, SAMPLING, pagewire, start
 
 # Runs a command and prints which heavy modules it has loaded.
@@ -156,9 +157,13 @@ def test_ctrl_c_ends_it_quietly_with_its_engine(loaded: bool) -> None:
     assert not psutil.wait_procs(family, timeout=60)[1]
 
 
-def test_bench_prints_json(address: str) -> None:
+def test_bench_prints_json(address: str, tmp_path: Path) -> None:
+    path, turns = tmp_path / "sharegpt.json", [{"value": "def f(x):\n"}, {"value": "    return x\n"}]
+    path.write_text(json.dumps([{"conversations": turns}]))
+    num_out = len(load_tokenizer("demo").encode(turns[1]["value"]))
     for kind, count in (("latency", 1), ("throughput", 32)):
-        sizes = ["--input-len", "4", "--output-len", "5", "--num-runs", "2"]
+        sizes = ["--input-len", "4", "--output-len", str(num_out), "--num-runs", "2"]
+        sizes = ["--dataset-path", str(path), "--num-runs", "2"] if kind == "throughput" else sizes
         done = pagewire("bench", kind, "--attach", address, *sizes)
         begin, *runs, median = (json.loads(line) for line in done.stdout.splitlines())
         assert (done.returncode, done.stderr, len(runs)) == (0, "", 2) and set(begin) == {"start_s"}
@@ -166,7 +171,7 @@ def test_bench_prints_json(address: str) -> None:
         for run in runs:
             assert min(run.values()) > 0
             tokens = run["output_tokens_per_s"] * run["seconds"]
-            assert tokens == pytest.approx(5 * count, rel=0.05)  # both figures are rounded
+            assert tokens == pytest.approx(num_out * count, rel=0.05)  # both figures are rounded
 
 
 def test_keys_are_not_made_where_others_could_replace_them(tmp_path: Path) -> None:

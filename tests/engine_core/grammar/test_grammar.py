@@ -20,6 +20,7 @@ from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.grammar.prover import ConfinedProver, Proof
 from pagewire.engine_core.grammar.schema import json_schema
 from pagewire.ipc.errors import EngineBusyError
+from pagewire.ipc.options.structured_outputs import StructuredOutputsConfig
 from pagewire.ipc.wire.params import StructuredOutputsParams
 
 FOLDER = Path(pagewire.demo.__path__[0])
@@ -128,6 +129,22 @@ def test_a_token_that_does_not_fit_is_an_error_for_good(
         matcher.accept(tokenizer.tokenize_str("1")[0])
     with pytest.raises(GrammarError):
         compiled(regex="[0-9]+").matcher([75])
+
+
+def test_settings_of_the_engine_hold_for_every_schema(tokenizer: LLTokenizer) -> None:
+    """Requests that ask for the same share the compiled grammar; a request's own pattern goes first."""
+    given = {"disable_any_whitespace": True, "disable_additional_properties": True}
+    settings = StructuredOutputsConfig.read(given)
+    woken, schema = Woken(lambda: tokenizer, defaults=settings), {"type": "object"}
+    strict = woken.compile(json=schema)
+    assert woken.compile(json=schema, **given) is strict
+    assert woken.compile(regex="a").outcome is not None
+    kept = StructuredOutputsParams(json=schema, whitespace_pattern=" ?")
+    assert settings.completed(kept) == StructuredOutputsParams(
+        json=schema, whitespace_pattern=" ?", disable_additional_properties=True
+    )
+    with pytest.raises(ValueError, match="unknown field of structured_outputs_config 'disable_any'"):
+        StructuredOutputsConfig.read({"disable_any": True})
 
 
 @pytest.mark.parametrize(

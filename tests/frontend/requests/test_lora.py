@@ -217,7 +217,9 @@ def test_the_core_gets_the_adapter_and_outputs_have_it(
     assert llm.get_lora_config() == core.info.lora
     limits, split = llm.get_scheduler_config(), llm.llm_engine.get_parallel_config()
     assert (limits.max_num_seqs, limits.max_model_len, split.world_size) == (16, 4096, 1)
-    assert llm.get_model_config() is llm.info
+    config = llm.get_model_config()
+    assert config == llm.model_config and config.get_vocab_size() == llm.info.vocab_size
+    assert (config.dtype, config.served_model_name) == (llm.info.dtype, llm.info.served_model_names[0])
     assert llm.get_decoding_config().guided_decoding_backend == "llguidance"
 
 

@@ -273,6 +273,28 @@ def test_handshakes_count_and_end(listening: Callable[..., Any], certificate: di
         assert version(port).startswith(b"HTTP/1.1 200 OK")
 
 
+def test_clients_show_certificates(listening: Callable[..., Any], certificate: dict[str, str]) -> None:
+    """ssl_cert_reqs=2 asks for one that an authority of ssl_ca_certs has signed: here it is its own."""
+    without = ssl.create_default_context(cafile=certificate["ssl_certfile"])
+    shown = ssl.create_default_context(cafile=certificate["ssl_certfile"])
+    shown.load_cert_chain(certificate["ssl_certfile"], certificate["ssl_keyfile"])
+
+    def version(port: int, context: ssl.SSLContext) -> bytes:
+        try:
+            with context.wrap_socket(connect(port), server_hostname="127.0.0.1") as client:
+                client.sendall(HEAD + b"connection: close\r\n\r\n")
+                return read_all(client)
+        except OSError as error:  # an SSLError, or the reset that follows it
+            return str(error).encode()
+
+    authorities = certificate["ssl_certfile"]
+    with listening(**certificate, ssl_ca_certs=authorities, ssl_cert_reqs=ssl.CERT_REQUIRED) as port:
+        assert version(port, shown).startswith(b"HTTP/1.1 200 OK")
+        assert not version(port, without).startswith(b"HTTP/1.1")
+    with listening(**certificate, ssl_ca_certs=authorities, ssl_cert_reqs=ssl.CERT_OPTIONAL) as port:
+        assert version(port, without).startswith(b"HTTP/1.1 200 OK")
+
+
 def test_a_unix_socket_has_the_permissions_of_the_options(tmp_path: Path) -> None:
     path = tmp_path / "http.sock"
     for mode in ("660", "606"):
