@@ -1,4 +1,7 @@
-"""How each API writes errors and streams: OpenAI's, Anthropic's below /v1/messages, and Ollama's below /api."""
+"""How each API writes errors and streams: OpenAI's, Anthropic's below /v1/messages, and Ollama's below /api.
+
+OpenAI's and Anthropic's have /v1/models in common: a request with the header `anthropic-version` is Anthropic's.
+"""
 
 from __future__ import annotations
 
@@ -143,16 +146,25 @@ class OllamaShape(ApiShape):
         return self.encode(error) + b"\n"
 
 
-OPENAI = ApiShape()
-OTHERS = {"/v1/messages": AnthropicShape(), "/api": OllamaShape()}  # by the path that begins theirs
+OPENAI, ANTHROPIC = ApiShape(), AnthropicShape()
+OTHERS = {"/v1/messages": ANTHROPIC, "/api": OllamaShape()}  # by the path that begins theirs
+SHARED = "/v1/models"  # of OpenAI's and Anthropic's APIs
 SHAPES = (OPENAI, *OTHERS.values())
 
 
 def shape_of(scope: Scope) -> ApiShape:
     """Return the shape of the API to which an ASGI request belongs."""
-    return shape_at(get_route_path(scope))
+    path = get_route_path(scope)
+    if is_below(path, SHARED) and any(name == b"anthropic-version" for name, _ in scope["headers"]):
+        return ANTHROPIC
+    return shape_at(path)
 
 
 def shape_at(path: str) -> ApiShape:
     """Return the shape of the API to which a path belongs."""
-    return next((shape for root, shape in OTHERS.items() if f"{path}/".startswith(f"{root}/")), OPENAI)
+    return next((shape for root, shape in OTHERS.items() if is_below(path, root)), OPENAI)
+
+
+def is_below(path: str, root: str) -> bool:
+    """Return True if a path is `root`, or below it."""
+    return f"{path}/".startswith(f"{root}/")

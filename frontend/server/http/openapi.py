@@ -45,6 +45,7 @@ class Operation(Route):
     Args:
         endpoint: a function (request) -> response, or an ASGI application.
         body, result: structs of the request's and the response's JSON; None: no such body.
+        others: structs of responses in the shapes of other APIs, which a header asks for.
         streams: struct of the events of a streamed response.
         media: media type of a response that is not JSON.
     """
@@ -58,13 +59,15 @@ class Operation(Route):
         *,
         body: Any = None,
         result: Any = None,
+        others: Sequence[Any] = (),
         streams: Any = None,
         media: str | None = None,
         query: Sequence[Query] = (),
     ) -> None:
         super().__init__(path, endpoint, methods=[method])
         self.method, self.summary, self.query = method, summary, tuple(query)
-        self.body, self.result, self.streams, self.media = body, result, streams, media
+        self.body, self.streams, self.media = body, streams, media
+        self.results = () if result is None else (result, *others)
 
 
 def document_route(operations: Sequence[Operation], options: ServerOptions) -> Operation:
@@ -82,7 +85,7 @@ def document(operations: Sequence[Operation], options: ServerOptions) -> dict[st
     kinds = [
         kind
         for operation in operations
-        for kind in (operation.body, operation.result, operation.streams)
+        for kind in (operation.body, *operation.results, operation.streams)
         if kind is not None
     ]
     kinds += [shape.error for shape in SHAPES]
@@ -113,7 +116,10 @@ def described(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]
         return {"schema": schema_of[repr(kind)]}
 
     shape = shape_at(operation.path)
-    content = {} if operation.result is None else {"application/json": schema(operation.result)}
+    content: dict[str, Any] = {}
+    if operation.results:
+        schemas = [schema(kind)["schema"] for kind in operation.results]
+        content["application/json"] = {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}
     if operation.streams is not None:
         content[shape.media] = {
             "schema": {"type": "string"},
