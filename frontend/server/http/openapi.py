@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from pagewire.frontend.server.http.api_shapes import SHAPES, shape_at
 from pagewire.frontend.server.http.errors import APIError
@@ -68,6 +69,11 @@ class Operation(Route):
         self.method, self.summary, self.query = method, summary, tuple(query)
         self.body, self.streams, self.media = body, streams, media
         self.results = () if result is None else (result, *others)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request, and name this route to `TrafficCount`."""
+        scope.get("handlers", []).append(self.path_format)
+        await super().handle(scope, receive, send)
 
 
 def document_route(operations: Sequence[Operation], options: ServerOptions) -> Operation:
