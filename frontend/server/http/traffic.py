@@ -69,8 +69,8 @@ class Traffic:
 class TrafficCount:
     """ASGI middleware that counts requests in the application's `state.traffic`.
 
-    The route of a request adds its path to the list `handlers` of the scope: later middleware may copy the scope, but
-    not the list.
+    The route of a request adds its path to the list `handlers` of the scope; later middleware may copy the scope,
+    which still has the same list.
     """
 
     def __init__(self, app: ASGIApp) -> None:
