@@ -1,8 +1,8 @@
 """A server whose model follows the script in a conversation, for agents; it runs in the project's Python.
 
 All is real but for the core, which is the fake one of the frontend's tests. A script is a list of replies in the
-first message of a user, encoded so that no client changes it (`scripts.py`): the first reply is for a prompt without
-earlier replies, the second for one with one reply, and so on.
+first message of a user, encoded so that no client changes it (`scripts.py`): the first reply is for a prompt
+without earlier replies, the second for one with one reply, and so on.
 """
 
 from __future__ import annotations
@@ -13,25 +13,47 @@ import re
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.text.tokenizer import load_tokenizer
-from pagewire.ipc.wire.messages import EngineInfo, Request
+from pagewire.ipc.wire.messages import Deltas, EngineInfo, Request
+from pagewire.ipc.wire.params import StructuredOutputsParams
 from tests.frontend.conftest import FakeCore
 from tests.serving import serving
 
 SCRIPT = re.compile(r"\[\[script:([A-Za-z0-9+/=]+)\]\]")
 TURN = "<|im_start|>assistant\n"
 NO_SCRIPT = "There is no script."
+SECONDS_PER_TOKEN = 0.002
 
 
-def reply_to(prompt: str) -> str:
-    """Return the next reply of the prompt's script."""
+class PacedCore(FakeCore):
+    """A core whose tokens come one by one, so that clients see streams of many events."""
+
+    def _reply(self, message: Any) -> None:
+        super()._reply(message)
+        if isinstance(message, Deltas):
+            time.sleep(SECONDS_PER_TOKEN)
+
+
+def reply_to(prompt: str, constraint: StructuredOutputsParams | None) -> str:
+    """Return the next reply of the prompt's script: a text, or a call in the form that the request wants."""
     if (found := SCRIPT.search(prompt)) is None:
         return NO_SCRIPT
-    replies: list[str] = json.loads(base64.b64decode(found[1]))
-    return replies[min(prompt.count(TURN), len(replies)) - 1]
+    replies: list[Any] = json.loads(base64.b64decode(found[1]))
+    reply = replies[min(prompt.count(TURN), len(replies)) - 1]
+    if isinstance(reply, str):
+        return reply
+    schema = None if constraint is None else constraint.json
+    if schema is None:  # the model chooses to call
+        return f"<tool_call>\n{json.dumps(reply)}\n</tool_call>"
+    wanted = json.loads(schema) if isinstance(schema, str) else schema
+    if wanted.get("type") == "array":  # any tool is required
+        return json.dumps([{"name": reply["name"], "parameters": reply["arguments"]}])
+    return json.dumps(reply["arguments"])  # this tool is
 
 
 def main(demo: Path, template: str) -> None:
@@ -39,8 +61,8 @@ def main(demo: Path, template: str) -> None:
     tokenizer = load_tokenizer(demo)
 
     def answer(request: Request, index: int) -> list[int]:
-        reply = reply_to(tokenizer.decode(request.prompt.token_ids, skip_special_tokens=False))
-        return tokenizer.encode(reply, add_special_tokens=False)
+        prompt = tokenizer.decode(request.prompt.token_ids, skip_special_tokens=False)
+        return tokenizer.encode(reply_to(prompt, request.params.structured_outputs), add_special_tokens=False)
 
     info = EngineInfo(
         model="demo",
@@ -65,7 +87,7 @@ def main(demo: Path, template: str) -> None:
         port=0, chat_template=template, tool_call_parser="hermes", reasoning_parser="qwen3"
     )
     with tempfile.TemporaryDirectory() as folder:
-        core = FakeCore(f"ipc://{folder}/core.sock", info)
+        core = PacedCore(f"ipc://{folder}/core.sock", info)
         core.auto, core.answer, core.reason = True, answer, "stop"
         with serving(core.address, options) as url:
             print(f"ready {url}", flush=True)

@@ -1,4 +1,4 @@
-"""What tests of several clients share: scripts for the model of `scripted_server.py`, and patience with the demo model."""
+"""What tests of clients share: scripts for `scripted_server.py`, a tool, and patience with the demo model."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def script(question: str, *replies: str) -> str:
+def script(question: str, *replies: str | dict[str, Any]) -> str:
     """Return the message of a user after which the model gives these replies, one for each of its turns."""
     encoded = base64.b64encode(json.dumps(replies).encode()).decode()
     return f"{question} [[script:{encoded}]]"
 
 
-def call(name: str, **arguments: Any) -> str:
+def call(name: str, **arguments: Any) -> dict[str, Any]:
     """Return a reply that calls a tool."""
-    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+    return {"name": name, "arguments": arguments}
+
+
+RAIN = 'return {"city":"Oslo","rains":true}\n' * 6
+"""A message to which the demo model, held to a schema with these properties, mostly writes a whole answer."""
 
 
 def first_whole(ask: Callable[[], T | None], attempts: int = 20) -> T:
-    """Return the first answer that is not None: the demo model often writes white space until it is cut."""
+    """Return the first answer that is not None: the demo model may write white space until it is cut."""
     for _ in range(attempts):
         if (answer := ask()) is not None:
             return answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import openai
 import pydantic
 import pytest
 from langchain_anthropic import ChatAnthropic
@@ -11,7 +12,7 @@ from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 
-from tests.clients.scripts import ANSWER, TRIP, first_whole, get_weather
+from tests.clients.scripts import ANSWER, RAIN, TRIP, first_whole, get_weather
 
 weather_tool: Any = tool(get_weather)
 
@@ -29,8 +30,10 @@ def chat_model(kind: str, url: str, **fields: Any) -> Any:
         return ChatAnthropic(
             model_name="demo", base_url=url, api_key="none", max_retries=0, timeout=60, stop=None, **fields
         )
-    responses = {"use_responses_api": True} if kind == "responses" else {}
-    return ChatOpenAI(model="demo", base_url=url + "/v1", api_key="none", max_retries=0, **responses, **fields)
+    responses: Any = {"use_responses_api": True} if kind == "responses" else {"stream_usage": True}
+    return ChatOpenAI(
+        model="demo", base_url=url + "/v1", api_key="none", max_retries=0, **responses, **fields
+    )
 
 
 @pytest.mark.parametrize("kind", ["chat", "responses", "anthropic"])
@@ -56,10 +59,16 @@ def test_two_rounds_of_tools(scripted: str, kind: str, streams: bool) -> None:
 @pytest.mark.parametrize("kind", ["chat", "responses", "anthropic"])
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_typed_answers(url: str, kind: str, method: Any) -> None:
-    model = chat_model(kind, url, max_tokens=60, temperature=1.0)
-    typed = model.with_structured_output(Forecast, method=method, include_raw=True)
-    forecast = first_whole(lambda: typed.invoke("Where does it rain?")["parsed"])
-    assert isinstance(forecast, Forecast)
+    model = chat_model(kind, url, max_tokens=60, temperature=0.7)
+    typed: Any = model.with_structured_output(Forecast, method=method, include_raw=True)
+
+    def ask() -> Any:
+        try:
+            return typed.invoke(RAIN)["parsed"]
+        except openai.LengthFinishReasonError:
+            return None
+
+    assert isinstance(first_whole(ask), Forecast)
 
 
 def test_completions(url: str) -> None:

@@ -27,7 +27,12 @@ def test_two_rounds_of_tools(scripted: str, model: str, streams: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": TRIP}]
     for _ in range(3):
         answer: Any = litellm.completion(
-            model, messages, api_base=scripted + PROVIDERS[model], api_key="none", tools=[TOOL], stream=streams
+            model,
+            messages,
+            api_base=scripted + PROVIDERS[model],
+            api_key="none",
+            tools=[TOOL],
+            stream=streams,
         )
         if streams:
             answer = litellm.stream_chunk_builder(list(answer), messages=messages)
@@ -35,7 +40,9 @@ def test_two_rounds_of_tools(scripted: str, model: str, streams: bool) -> None:
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls or ():
             result = get_weather(**json.loads(call.function.arguments))
-            messages.append({"role": "tool", "tool_call_id": call.id, "name": "get_weather", "content": result})
+            messages.append(
+                {"role": "tool", "tool_call_id": call.id, "name": "get_weather", "content": result}
+            )
     assert message.content == ANSWER and not message.tool_calls
     assert answer.choices[0].finish_reason == "stop"
     assert [message["role"] for message in messages] == ["user", *["assistant", "tool"] * 2, "assistant"]

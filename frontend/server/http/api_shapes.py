@@ -63,6 +63,7 @@ class ApiShape:
 
     error: Any = ErrorResponse
     media = "text/event-stream"
+    any_content_type = False
     id_headers: ClassVar = [b"x-request-id"]
     types: ClassVar = {
         401: "authentication_error",
@@ -128,10 +129,14 @@ class AnthropicShape(ApiShape):
 
 
 class OllamaShape(ApiShape):
-    """Ollama's shape: an error is a text, and a stream is lines of JSON."""
+    """Ollama's shape: an error is a text, and a stream is lines of JSON.
+
+    Its documentation calls it with `curl -d`, and some clients say nothing of their bodies.
+    """
 
     error = OllamaError
     media = "application/x-ndjson"
+    any_content_type = True
 
     def status(self, error: APIError) -> int:
         """Return the HTTP status of an error: 400 for any bad body."""
