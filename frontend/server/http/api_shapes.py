@@ -8,11 +8,15 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette._utils import get_route_path
 from starlette.types import Scope
 
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
+
+NO_THREADS = "thread_unsupported_request"
+"""Code of the error upon which Anthropic's clients send all messages of a conversation themselves."""
 
 
 class ErrorBody(msgspec.Struct):
@@ -33,11 +37,19 @@ class ErrorResponse(msgspec.Struct):
     error: ErrorBody
 
 
+class AnthropicErrorDetails(msgspec.Struct):
+    """What a client does otherwise after an error. error_code: its name. unsupported: fields to leave out."""
+
+    error_code: str
+    unsupported: list[str]
+
+
 class AnthropicErrorBody(msgspec.Struct):
     """Details of an error. type: class of errors."""
 
     type: str
     message: str
+    details: AnthropicErrorDetails | UnsetType = UNSET
 
 
 class AnthropicError(msgspec.Struct):
@@ -121,7 +133,10 @@ class AnthropicShape(ApiShape):
 
     def encode(self, error: APIError) -> bytes:
         """Return the body of an error, as JSON."""
-        return msgspec.json.encode(AnthropicError(AnthropicErrorBody(self.type_of(error), error.message)))
+        body = AnthropicErrorBody(self.type_of(error), error.message)
+        if error.code == NO_THREADS:
+            body.details = AnthropicErrorDetails(NO_THREADS, ["thread"])
+        return msgspec.json.encode(AnthropicError(body))
 
     def last_words(self, error: APIError) -> bytes:
         """Return the end of a stream that has failed."""

@@ -430,6 +430,15 @@ def test_what_has_no_effect_is_said(client: Client, caplog: pytest.LogCaptureFix
     assert "context_management" not in caplog.text
 
 
+def test_threads_are_refused_so_that_clients_send_all(client: Client) -> None:
+    answer = client.post(PATH, {"max_tokens": 4, "messages": HELLO, "thread": {"type": "create"}})
+    error = answer.json["error"]
+    assert (answer.status, error["type"]) == (400, "invalid_request_error") and "send all messages" in error[
+        "message"
+    ]
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
 def test_models_have_the_shape_of_the_api_whose_header_a_request_has(
     new_core: Callable[..., FakeCore], engine_info: EngineInfo
 ) -> None:
