@@ -36,7 +36,14 @@ OPTIONS = (
         "--chat-template",
         TEMPLATE,
     ),
-    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"),
+    *(
+        "--enable-admin",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "hermes",
+        "--reasoning-parser",
+        "qwen3",
+    ),
 )
 
 
@@ -58,6 +65,13 @@ def started(*command: str) -> Iterator[str]:
 def url() -> Iterator[str]:
     """The address of a server on the demo model."""
     yield from started("-m", "pagewire.cli.main", "serve", "demo", *OPTIONS)
+
+
+@pytest.fixture(scope="session")
+def pooled() -> Iterator[str]:
+    """The address of a server of embeddings, made of the demo model."""
+    options = ("--port", "0", "--dtype", "float32", "--convert", "embed", "--enable-admin")
+    yield from started("-m", "pagewire.cli.main", "serve", "demo", *options)
 
 
 @pytest.fixture(scope="session")

@@ -49,6 +49,7 @@ class Operation(Route):
         others: structs of responses in the shapes of other APIs, which a header asks for.
         streams: struct of the events of a streamed response.
         media: media type of a response that is not JSON.
+        failures: statuses of errors, beside those that its input and the server's state can have.
     """
 
     def __init__(
@@ -64,9 +65,11 @@ class Operation(Route):
         streams: Any = None,
         media: str | None = None,
         query: Sequence[Query] = (),
+        failures: Sequence[str] = (),
     ) -> None:
         super().__init__(path, endpoint, methods=[method])
-        self.method, self.summary, self.query = method, summary, tuple(query)
+        self.method, self.summary = method, summary
+        self.query, self.failures = tuple(query), tuple(failures)
         self.body, self.streams, self.media = body, streams, media
         self.results = () if result is None else (result, *others)
 
@@ -133,7 +136,7 @@ def described(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]
         }
     if operation.media is not None:
         content[operation.media] = {"schema": {"type": "string"}}
-    failures: tuple[str, ...] = EVERY_OPERATION
+    failures = EVERY_OPERATION + operation.failures
     if operation.body is not None or operation.query:
         failures += WITH_INPUT
     if "{" in operation.path:

@@ -119,7 +119,10 @@ def routes(service: Service) -> list[Operation]:
         Operation("GET", "/api/ps", ps, "List models in memory.", result=RunningModels),
         Operation("POST", "/api/show", show, "Describe a model.", body=ShowRequest, result=ShownModel),
         Operation("GET", "/api/version", version, "The version.", result=dict[str, str]),
-        *(Operation(method, path, refuse, "Refused: it would manage models.") for method, path in MANAGING),
+        *(
+            Operation(method, path, refuse, "Refused: it would manage models.", failures=["400"])
+            for method, path in MANAGING
+        ),
     ]
 
 
