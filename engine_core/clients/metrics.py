@@ -13,10 +13,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Protocol
 
 from pagewire.engine_core.clients.reports import ReportedEngine, phases
@@ -26,6 +24,7 @@ from pagewire.engine_core.schedule.scheduler import Outcome
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.state_slots import StateSlots
 from pagewire.engine_core.schedule.step import SchedulerStats
+from pagewire.ipc.distribution import Distribution
 from pagewire.ipc.wire.pooling import ENGINE_TASKS
 
 Row = dict[str, Any]
@@ -116,32 +115,6 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SEQUENCES = (1, 2, 5, 10, 20)
 STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 ITERATION = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
-
-
-class Distribution:
-    """A histogram with buckets up to each of `bounds` (ascending), and the sum of all values."""
-
-    __slots__ = ("_bounds", "_counts", "_sum")
-
-    def __init__(self, bounds: Collection[float]) -> None:
-        self._bounds = [float(bound) for bound in bounds]
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Add a value, `times` times."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def values(self) -> dict[str, Any]:
-        """The histogram in Prometheus' form: cumulative `buckets` by upper bound, `sum` and `count`."""
-        cumulative = list(accumulate(self._counts))
-        names = [*map(str, self._bounds), "+Inf"]
-        return {
-            "buckets": dict(zip(names, cumulative, strict=True)),
-            "sum": self._sum,
-            "count": cumulative[-1],
-        }
 
 
 class Rates:

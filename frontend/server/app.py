@@ -1,6 +1,6 @@
 """The server as an ASGI application: middleware and routes.
 
-request id --> Host and Origin --> CORS --> API key --> the user's middleware --> routes
+request id --> count --> Host and Origin --> CORS --> API key --> the user's middleware --> routes
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.requests.answer_budget import AnswerMemory
+from pagewire.frontend.server import models
 from pagewire.frontend.server.anthropic import routes as anthropic
 from pagewire.frontend.server.demonstration import routes as demonstration
 from pagewire.frontend.server.http import openapi
@@ -22,8 +23,9 @@ from pagewire.frontend.server.http.json_response import on_error, on_http_error
 from pagewire.frontend.server.http.middleware import middleware
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.options import ServerOptions
+from pagewire.frontend.server.http.traffic import Traffic
 from pagewire.frontend.server.ollama import routes as ollama
-from pagewire.frontend.server.openai import chat, completions, models, tokenization
+from pagewire.frontend.server.openai import chat, completions, tokenization
 from pagewire.frontend.server.operate import admin, cores, monitoring
 from pagewire.frontend.server.page import page_routes
 from pagewire.frontend.server.pooling import routes as pooling
@@ -81,6 +83,7 @@ def create_app(
     )
     app.router.redirect_slashes = False  # a path with an additional slash is an unknown path
     app.state.service = service
+    app.state.traffic = Traffic()
     app.state.answer_memory = AnswerMemory(MAX_OPEN_POOLED_BYTES)
     app.state.incoming_bodies = IncomingBodies(LARGE_BODIES * options.max_request_bytes)
     return app

@@ -1,14 +1,20 @@
-"""A server on the demo model, which the clients of this environment call; the server runs in the project's own."""
+"""Servers that the clients of this environment call; they run in the project's own.
+
+`SERVER_PYTHON` is the Python that has pagewire.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 PATIENCE = 60
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "pagewire" / "demo"
 TEMPLATE = """\
 {% if tools %}<|im_start|>system
 {{ tools | tojson }}<|im_end|>
@@ -30,19 +36,45 @@ OPTIONS = (
         "--chat-template",
         TEMPLATE,
     ),
-    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"),
+    *(
+        "--enable-admin",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "hermes",
+        "--reasoning-parser",
+        "qwen3",
+    ),
 )
+
+
+def started(*command: str) -> Iterator[str]:
+    """Start a server by the Python that has pagewire, and yield its address; end it afterwards."""
+    process = subprocess.Popen(
+        [os.environ["SERVER_PYTHON"], *command], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    word, _, url = process.stdout.readline().strip().partition(" ")
+    assert word == "ready"
+    yield url
+    process.terminate()
+    process.stdout.close()
+    assert process.wait(PATIENCE) == 0
 
 
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
-    """The address of the server; `SERVER_PYTHON` is the Python that has pagewire."""
-    command = [os.environ["SERVER_PYTHON"], "-m", "pagewire.cli.main", "serve", "demo", *OPTIONS]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    word, _, found = process.stdout.readline().strip().partition(" ")
-    assert word == "ready"
-    yield found
-    process.terminate()
-    process.stdout.close()
-    assert process.wait(PATIENCE) == 0
+    """The address of a server on the demo model."""
+    yield from started("-m", "pagewire.cli.main", "serve", "demo", *OPTIONS)
+
+
+@pytest.fixture(scope="session")
+def pooled() -> Iterator[str]:
+    """The address of a server of embeddings, made of the demo model."""
+    options = ("--port", "0", "--dtype", "float32", "--convert", "embed", "--enable-admin")
+    yield from started("-m", "pagewire.cli.main", "serve", "demo", *options)
+
+
+@pytest.fixture(scope="session")
+def scripted() -> Iterator[str]:
+    """The address of a server whose model follows the script of a conversation (`scripts.py`)."""
+    yield from started("-m", "tests.clients.scripted_server", str(DEMO), TEMPLATE)

@@ -8,6 +8,8 @@ from typing import Any
 import anthropic
 import pytest
 
+from tests.clients.scripts import ANSWER, TRIP, get_weather
+
 ASK: list[Any] = [{"role": "user", "content": "What is the with statement?"}]
 # This client's newest models take no temperature; servers of other models do.
 GREEDY: Any = {"model": "demo", "messages": ASK, "max_tokens": 24, "extra_body": {"temperature": 0}}
@@ -111,6 +113,29 @@ def test_reasoning_is_a_block_that_comes_back(client: anthropic.Anthropic) -> No
     with_thought = client.messages.count_tokens(model="demo", messages=turns).input_tokens
     turns[1] = {"role": "assistant", "content": "x"}
     assert with_thought > client.messages.count_tokens(model="demo", messages=turns).input_tokens
+
+
+def test_models(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.lifecycle) == ("demo", "model", "active")
+    assert model.max_input_tokens and client.models.retrieve("demo") == model
+    with pytest.raises(anthropic.NotFoundError, match="there is no model"):
+        client.models.retrieve("claude")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_tool_runner_has_two_rounds(scripted: str, streams: bool) -> None:
+    with anthropic.Anthropic(base_url=scripted, api_key="none", max_retries=0) as client:
+        runner: Any = client.beta.messages.tool_runner(
+            model="demo",
+            max_tokens=200,
+            messages=[{"role": "user", "content": TRIP}],
+            tools=[anthropic.beta_tool(get_weather)],
+            stream=streams,
+        )
+        messages = [turn.get_final_message() if streams else turn for turn in runner]
+    assert [message.stop_reason for message in messages] == ["tool_use", "tool_use", "end_turn"]
+    assert messages[-1].content[0].text == ANSWER
 
 
 def test_errors_are_the_client_s_own(client: anthropic.Anthropic) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import ollama
 import pytest
 
+from tests.clients.scripts import ANSWER, TRIP, get_weather
+
 ASK: list[Any] = [{"role": "user", "content": "What is the with statement?"}]
 SHORT: Any = {"temperature": 0, "num_predict": 24}
 FORECAST = {
@@ -61,6 +63,21 @@ def test_two_rounds_of_tools(client: ollama.Client) -> None:
         messages.append({"role": "tool", "tool_name": "get_weather", "content": "It rains."})
         answer = client.chat("demo", messages, tools=[TOOL], options=SHORT)
         assert answer.message.role == "assistant" and answer.eval_count
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_agent_has_two_rounds_of_tools(scripted: str, streams: bool) -> None:
+    client, messages = ollama.Client(scripted, timeout=60), [{"role": "user", "content": TRIP}]
+    for _ in range(3):
+        answer: Any = client.chat("demo", messages, tools=[get_weather], stream=streams)
+        parts = [part.message for part in answer] if streams else [answer.message]
+        content = "".join(part.content or "" for part in parts)
+        calls = [call for part in parts for call in part.tool_calls or ()]
+        messages.append({"role": "assistant", "content": content, "tool_calls": calls})  # type: ignore[dict-item]
+        for call in calls:
+            result = get_weather(**call.function.arguments)
+            messages.append({"role": "tool", "tool_name": call.function.name, "content": result})
+    assert content == ANSWER and len(messages) == 6
 
 
 def test_reasoning_is_apart(client: ollama.Client) -> None:

@@ -130,7 +130,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """POST /v1/messages.
 
-    service_tier: there is only the standard one. The fields from `seed` on are those of chat completions.
+    service_tier: there is only the standard one. thread: not supported, upon which clients send all messages.
+    The fields from `seed` on are those of chat completions.
     """
 
     max_tokens: MaxTokens
@@ -139,6 +140,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     temperature: Temperature | None = None
+    thread: dict[str, Any] | None = None
     top_k: TopK | None = None
     top_p: TopP | None = None
     seed: int | None = None

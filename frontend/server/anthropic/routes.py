@@ -20,6 +20,7 @@ from pagewire.frontend.server.anthropic.protocol import (
 )
 from pagewire.frontend.server.anthropic.writer import EventWriter, blocks_of, end_of, message_usage
 from pagewire.frontend.server.http import sse
+from pagewire.frontend.server.http.api_shapes import NO_THREADS
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError, api_error
 from pagewire.frontend.server.http.json_response import json_response
@@ -85,6 +86,11 @@ async def answer(service: Service, request: MessagesRequest, exchange: Exchange)
         Exceptions of the engine.
     """
     check_version(exchange.headers)
+    if request.thread is not None:
+        message = (
+            "thread is not supported: the server keeps no conversations; send all messages, without thread"
+        )
+        raise APIError(400, message, param="thread", code=NO_THREADS)
     wanted = chat_request(request, service.formats.reasoning is not None)
     chat = await prepare(service, wanted, exchange)
     omits_thoughts = request.thinking is not None and request.thinking.display == "omitted"

@@ -1,15 +1,22 @@
-"""How each API writes errors and streams: OpenAI's, Anthropic's (/v1/messages), Ollama's (/api), and /generate."""
+"""How each API writes errors and streams: OpenAI's, Anthropic's below /v1/messages, Ollama's below /api, and /generate.
+
+OpenAI's and Anthropic's have /v1/models in common: a request with the header `anthropic-version` is Anthropic's.
+"""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette._utils import get_route_path
 from starlette.types import Scope
 
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
+
+NO_THREADS = "thread_unsupported_request"
+"""Code of the error upon which Anthropic's clients send all messages of a conversation themselves."""
 
 
 class ErrorBody(msgspec.Struct):
@@ -30,11 +37,19 @@ class ErrorResponse(msgspec.Struct):
     error: ErrorBody
 
 
+class AnthropicErrorDetails(msgspec.Struct):
+    """What a client does otherwise after an error. error_code: its name. unsupported: fields to leave out."""
+
+    error_code: str
+    unsupported: list[str]
+
+
 class AnthropicErrorBody(msgspec.Struct):
     """Details of an error. type: class of errors."""
 
     type: str
     message: str
+    details: AnthropicErrorDetails | UnsetType = UNSET
 
 
 class AnthropicError(msgspec.Struct):
@@ -60,6 +75,7 @@ class ApiShape:
 
     error: Any = ErrorResponse
     media = "text/event-stream"
+    any_content_type = False
     id_headers: ClassVar = [b"x-request-id"]
     types: ClassVar = {
         401: "authentication_error",
@@ -117,7 +133,10 @@ class AnthropicShape(ApiShape):
 
     def encode(self, error: APIError) -> bytes:
         """Return the body of an error, as JSON."""
-        return msgspec.json.encode(AnthropicError(AnthropicErrorBody(self.type_of(error), error.message)))
+        body = AnthropicErrorBody(self.type_of(error), error.message)
+        if error.code == NO_THREADS:
+            body.details = AnthropicErrorDetails(NO_THREADS, ["thread"])
+        return msgspec.json.encode(AnthropicError(body))
 
     def last_words(self, error: APIError) -> bytes:
         """Return the end of a stream that has failed."""
@@ -125,10 +144,14 @@ class AnthropicShape(ApiShape):
 
 
 class OllamaShape(ApiShape):
-    """Ollama's shape: an error is a text, and a stream is lines of JSON."""
+    """Ollama's shape: an error is a text, and a stream is lines of JSON.
+
+    Its documentation calls it with `curl -d`, and some clients say nothing of their bodies.
+    """
 
     error = OllamaError
     media = "application/x-ndjson"
+    any_content_type = True
 
     def status(self, error: APIError) -> int:
         """Return the HTTP status of an error: 400 for any bad body."""
@@ -153,20 +176,29 @@ class DemonstrationShape(ApiShape):
         return self.encode(error) + b"\0"
 
 
-OPENAI = ApiShape()
+OPENAI, ANTHROPIC = ApiShape(), AnthropicShape()
 OTHERS = {
-    "/v1/messages": AnthropicShape(),
+    "/v1/messages": ANTHROPIC,
     "/api": OllamaShape(),
     "/generate": DemonstrationShape(),
 }  # by the path that begins theirs
+SHARED = "/v1/models"  # of OpenAI's and Anthropic's APIs
 SHAPES = (OPENAI, *OTHERS.values())
 
 
 def shape_of(scope: Scope) -> ApiShape:
     """Return the shape of the API to which an ASGI request belongs."""
-    return shape_at(get_route_path(scope))
+    path = get_route_path(scope)
+    if is_below(path, SHARED) and any(name == b"anthropic-version" for name, _ in scope["headers"]):
+        return ANTHROPIC
+    return shape_at(path)
 
 
 def shape_at(path: str) -> ApiShape:
     """Return the shape of the API to which a path belongs."""
-    return next((shape for root, shape in OTHERS.items() if f"{path}/".startswith(f"{root}/")), OPENAI)
+    return next((shape for root, shape in OTHERS.items() if is_below(path, root)), OPENAI)
+
+
+def is_below(path: str, root: str) -> bool:
+    """Return True if a path is `root`, or below it."""
+    return f"{path}/".startswith(f"{root}/")

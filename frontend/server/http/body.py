@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
+from pagewire.frontend.server.http.api_shapes import shape_of
 from pagewire.frontend.server.http.errors import RETRY_SECONDS, APIError, invalid_field
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.warnings import warn
@@ -221,7 +222,8 @@ async def read_body(
     """
     headers = Headers(scope=scope)
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
+    is_json = kind == "application/json" or kind.endswith("+json")
+    if not (is_json or shape_of(scope).any_content_type):
         raise APIError(
             415, f"the body must be JSON: Content-Type: application/json, got {quoted(kind or 'none')}"
         )

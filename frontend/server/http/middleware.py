@@ -1,6 +1,6 @@
 """The middleware around the routes, from the outside in:
 
-request id --> Host and Origin --> CORS --> API key --> the user's middleware
+request id --> count --> Host and Origin --> CORS --> API key --> the user's middleware
 
 The cheap refusals come first.
 """
@@ -22,6 +22,7 @@ from pagewire.frontend.server.http.api_shapes import shape_of
 from pagewire.frontend.server.http.auth import ApiKeys, KeyCheck
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.origin import OriginCheck
+from pagewire.frontend.server.http.traffic import TrafficCount
 from pagewire.frontend.server.http.warnings import begin_warnings
 
 VALID_ID = re.compile(rb"[\x21-\x7e\x80-\xff][\x20-\x7e\x80-\xff]{0,255}")
@@ -35,7 +36,11 @@ def middleware(options: ServerOptions, *, priorities: bool = False) -> list[Midd
     Raises:
         ValueError: a middleware of the user cannot be imported, or the key file is not valid.
     """
-    stack = [Middleware(RequestId, root_path=options.root_path), Middleware(OriginCheck, options=options)]
+    stack = [
+        Middleware(RequestId, root_path=options.root_path),
+        Middleware(TrafficCount),
+        Middleware(OriginCheck, options=options),
+    ]
     if options.allowed_origins:
         cors = Middleware(
             CORSMiddleware,

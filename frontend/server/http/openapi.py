@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from pagewire.frontend.server.http.api_shapes import SHAPES, shape_at
 from pagewire.frontend.server.http.errors import APIError
@@ -45,8 +46,10 @@ class Operation(Route):
     Args:
         endpoint: a function (request) -> response, or an ASGI application.
         body, result: structs of the request's and the response's JSON; None: no such body.
+        others: structs of responses in the shapes of other APIs, which a header asks for.
         streams: struct of the events of a streamed response.
         media: media type of a response that is not JSON.
+        failures: statuses of errors, beside those that its input and the server's state can have.
     """
 
     def __init__(
@@ -58,13 +61,22 @@ class Operation(Route):
         *,
         body: Any = None,
         result: Any = None,
+        others: Sequence[Any] = (),
         streams: Any = None,
         media: str | None = None,
         query: Sequence[Query] = (),
+        failures: Sequence[str] = (),
     ) -> None:
         super().__init__(path, endpoint, methods=[method])
-        self.method, self.summary, self.query = method, summary, tuple(query)
-        self.body, self.result, self.streams, self.media = body, result, streams, media
+        self.method, self.summary = method, summary
+        self.query, self.failures = tuple(query), tuple(failures)
+        self.body, self.streams, self.media = body, streams, media
+        self.results = () if result is None else (result, *others)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request, and name this route to `TrafficCount`."""
+        scope.get("handlers", []).append(self.path_format)
+        await super().handle(scope, receive, send)
 
 
 def document_route(operations: Sequence[Operation], options: ServerOptions) -> Operation:
@@ -82,7 +94,7 @@ def document(operations: Sequence[Operation], options: ServerOptions) -> dict[st
     kinds = [
         kind
         for operation in operations
-        for kind in (operation.body, operation.result, operation.streams)
+        for kind in (operation.body, *operation.results, operation.streams)
         if kind is not None
     ]
     kinds += [shape.error for shape in SHAPES]
@@ -113,7 +125,10 @@ def described(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]
         return {"schema": schema_of[repr(kind)]}
 
     shape = shape_at(operation.path)
-    content = {} if operation.result is None else {"application/json": schema(operation.result)}
+    content: dict[str, Any] = {}
+    if operation.results:
+        schemas = [schema(kind)["schema"] for kind in operation.results]
+        content["application/json"] = {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}
     if operation.streams is not None:
         content[shape.media] = {
             "schema": {"type": "string"},
@@ -121,7 +136,7 @@ def described(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]
         }
     if operation.media is not None:
         content[operation.media] = {"schema": {"type": "string"}}
-    failures: tuple[str, ...] = EVERY_OPERATION
+    failures = EVERY_OPERATION + operation.failures
     if operation.body is not None or operation.query:
         failures += WITH_INPUT
     if "{" in operation.path:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.timestamps import timestamp
 from pagewire.frontend.server.ollama.protocol import (
     ListedModel,
     ListedModels,
@@ -17,7 +18,6 @@ from pagewire.frontend.server.ollama.protocol import (
     RunningModels,
     ShownModel,
 )
-from pagewire.frontend.server.ollama.writer import timestamp
 from pagewire.frontend.server.serving.service import Service
 from pagewire.frontend.text.chat_template import template_source
 

@@ -133,6 +133,15 @@ class OllamaEmbedRequest(OllamaFields, kw_only=True):
     dimensions: Dimensions | None = None
 
 
+class OllamaEmbeddingsRequest(OllamaFields, kw_only=True):
+    """POST /api/embeddings, the older form of /api/embed: one text, which is cut if it is too long.
+
+    prompt: the text. Without it the answer has no numbers.
+    """
+
+    prompt: str | None = None
+
+
 class ShowRequest(msgspec.Struct):
     """POST /api/show. name: older name of `model`. verbose: no effect."""
 
@@ -210,6 +219,12 @@ class OllamaEmbedAnswer(msgspec.Struct):
     total_duration: int
     load_duration: int
     prompt_eval_count: int
+
+
+class OllamaEmbeddingsAnswer(msgspec.Struct):
+    """The response of /api/embeddings."""
+
+    embedding: list[float]
 
 
 class ModelDetails(msgspec.Struct):

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from pagewire.frontend.api.off_loop import off_loop, tokenizing
 from pagewire.frontend.requests.inputs import check_generates
+from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
@@ -21,7 +22,10 @@ from pagewire.frontend.server.ollama.protocol import (
     OllamaChatAnswer,
     OllamaChatRequest,
     OllamaEmbedAnswer,
+    OllamaEmbeddingsAnswer,
+    OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
+    OllamaFields,
     OllamaGenerateAnswer,
     OllamaGenerateRequest,
     RunningModels,
@@ -43,6 +47,7 @@ from pagewire.frontend.text.length import encode_within
 from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.version import __version__
+from pagewire.ipc.wire.codec import Tensor
 
 SHOWN = Decoder(ShowRequest)
 MANAGING = (
@@ -101,12 +106,23 @@ def routes(service: Service) -> list[Operation]:
             result=OllamaEmbedAnswer,
         ),
         Operation(
+            "POST",
+            "/api/embeddings",
+            GenerationEndpoint(service, "embed-", OllamaEmbeddingsRequest, embeddings, in_ollama_terms),
+            "Embed a text, in the older shape of Ollama's API.",
+            body=OllamaEmbeddingsRequest,
+            result=OllamaEmbeddingsAnswer,
+        ),
+        Operation(
             "GET", "/api/tags", tags, "List models, in the shape of Ollama's API.", result=ListedModels
         ),
         Operation("GET", "/api/ps", ps, "List models in memory.", result=RunningModels),
         Operation("POST", "/api/show", show, "Describe a model.", body=ShowRequest, result=ShownModel),
         Operation("GET", "/api/version", version, "The version.", result=dict[str, str]),
-        *(Operation(method, path, refuse, "Refused: it would manage models.") for method, path in MANAGING),
+        *(
+            Operation(method, path, refuse, "Refused: it would manage models.", failures=["400"])
+            for method, path in MANAGING
+        ),
     ]
 
 
@@ -188,19 +204,51 @@ async def embed(service: Service, request: OllamaEmbedRequest, exchange: Exchang
         APIError, ValueError, TypeError: the request is invalid.
         Exceptions of the engine.
     """
-    if request.options is not None:
-        check_options(service, request.options)
     model = service.model(request.model)
-    fields = EmbeddingRequest(
-        model=request.model,
-        truncate_prompt_tokens=None if request.truncate is False else -1,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
+    outputs = await embedded(
+        service, request, exchange, request.input, request.truncate is not False, request.dimensions
     )
-    params = params_in(service, fields, "embed", dimensions=request.dimensions)
-    outputs = await pooled(service, fields, exchange, inputs_in(service, request.input), params)
     times = measured(exchange)
     response = OllamaEmbedAnswer(
         model, [GAP] * len(outputs), times["total_duration"], times["load_duration"], exchange.num_prompt
     )
-    return filled(response, tensors(outputs), None)
+    return filled(response, outputs, None)
+
+
+async def embeddings(
+    service: Service, request: OllamaEmbeddingsRequest, exchange: Exchange
+) -> bytes | Iterator[bytes]:
+    """Run a request to /api/embeddings, and return its JSON; as `embed`."""
+    if not request.prompt:
+        service.model(request.model)
+        return sse.ENCODER.encode(OllamaEmbeddingsAnswer([]))
+    return filled(
+        OllamaEmbeddingsAnswer(GAP), await embedded(service, request, exchange, request.prompt), None
+    )
+
+
+async def embedded(
+    service: Service,
+    request: OllamaFields,
+    exchange: Exchange,
+    texts: str | list[str],
+    cuts: bool = True,
+    dimensions: int | None = None,
+) -> list[Tensor]:
+    """Return the embeddings of texts. cuts: those that are too long are cut, and else refused.
+
+    Raises:
+        APIError, ValueError, TypeError: the request is invalid.
+        Exceptions of the engine.
+    """
+    if request.options is not None:
+        check_options(service, request.options)
+    service.model(request.model)
+    fields = EmbeddingRequest(
+        model=request.model,
+        truncate_prompt_tokens=-1 if cuts else None,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+    params = params_in(service, fields, "embed", dimensions=dimensions)
+    return tensors(await pooled(service, fields, exchange, inputs_in(service, texts), params))

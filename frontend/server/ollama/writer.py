@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from pagewire.frontend.requests.outputs import CompletionOutput
 from pagewire.frontend.server.http import sse
+from pagewire.frontend.server.http.timestamps import timestamp
 from pagewire.frontend.server.ollama.protocol import (
     OllamaAnswer,
     OllamaCall,
@@ -117,10 +118,3 @@ def measured(exchange: Exchange) -> dict[str, int]:
         "eval_count": exchange.num_output,
         "eval_duration": decode,
     }
-
-
-def timestamp(seconds: float) -> str:
-    """Return a time, in seconds since the epoch, as ISO 8601 in UTC."""
-    whole = int(seconds)
-    text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole))
-    return f"{text}.{int((seconds - whole) * 1e6):06d}Z"

@@ -1,43 +1,9 @@
-"""The endpoint /v1/models: the names of the served models, and their adapters."""
+"""What OpenAI's API says of the served models, and of their adapters."""
 
 from __future__ import annotations
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from pagewire.frontend.server.http.json_response import json_response
-from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.openai.protocol import ModelCard, ModelList
+from pagewire.frontend.server.openai.protocol import ModelCard
 from pagewire.frontend.server.serving.service import Service
-
-
-def routes(service: Service) -> list[Operation]:
-    """Return the routes of the endpoint."""
-
-    async def list_models(request: Request) -> Response:
-        cards = [card(served, name) for served in service.all for name in served.all_names]
-        return json_response(ModelList(cards))
-
-    async def show_model(request: Request) -> Response:
-        name = request.path_params["model"]
-        return json_response(card(service.of(name), name))
-
-    return [
-        Operation(
-            "GET",
-            "/v1/models",
-            list_models,
-            "List the names of the served models, and their adapters.",
-            result=ModelList,
-        ),
-        Operation(
-            "GET",
-            "/v1/models/{model:path}",
-            show_model,
-            "Get one of the names of the served models, or an adapter.",
-            result=ModelCard,
-        ),
-    ]
 
 
 def card(service: Service, name: str) -> ModelCard:

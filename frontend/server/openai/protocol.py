@@ -450,6 +450,24 @@ class TokenizeResponse(msgspec.Struct):
     token_strs: list[str | None] | UnsetType = UNSET
 
 
+class TokenizerInfo(msgspec.Struct, omit_defaults=True):
+    """The response of /tokenizer_info: the fields of a tokenizer_config.json that are known.
+
+    chat_template: of conversations, as text. model_max_length: limit of prompt and output together, in tokens.
+    """
+
+    tokenizer_class: str
+    model_max_length: int
+    chat_template: str | UnsetType = UNSET
+    bos_token: str | UnsetType = UNSET
+    eos_token: str | UnsetType = UNSET
+    unk_token: str | UnsetType = UNSET
+    sep_token: str | UnsetType = UNSET
+    pad_token: str | UnsetType = UNSET
+    cls_token: str | UnsetType = UNSET
+    mask_token: str | UnsetType = UNSET
+
+
 class DetokenizeRequest(msgspec.Struct):
     """POST /detokenize."""
 

@@ -1,8 +1,11 @@
-"""The endpoints /tokenize and /detokenize."""
+"""The endpoints /tokenize, /detokenize and /tokenizer_info."""
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
+from msgspec import UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,6 +15,7 @@ from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
+from pagewire.frontend.server.http.query import Query
 from pagewire.frontend.server.openai.prepared_chat import prompt_of
 from pagewire.frontend.server.openai.protocol import (
     ChatRequest,
@@ -19,13 +23,17 @@ from pagewire.frontend.server.openai.protocol import (
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.serving.exchange import while_connected
 from pagewire.frontend.server.serving.service import Service
+from pagewire.frontend.text.chat_template import template_source
 from pagewire.frontend.text.length import encode_within
+from pagewire.frontend.text.tokenizer import NAMED_TOKENS
 from pagewire.ipc.wire.budget import MIN_DETOKENIZED
 
+MODEL = Query("model", str, "a name of the model or the adapter that is meant; by default the first model")
 TO_TOKENS = Decoder(TokenizeRequest)
 TO_TEXT = Decoder(DetokenizeRequest)
 
@@ -56,7 +64,19 @@ def routes(service: Service) -> list[Operation]:
         )
         return json_response(DetokenizeResponse(text))
 
+    async def show(request: Request) -> Response:
+        name = request.query_params.get("model")
+        return json_response(described(service.of(name), name))
+
     return [
+        Operation(
+            "GET",
+            "/tokenizer_info",
+            show,
+            "Describe the tokenizer, for clients that tokenize at this server.",
+            result=TokenizerInfo,
+            query=[MODEL],
+        ),
         Operation(
             "POST",
             "/tokenize",
@@ -94,3 +114,20 @@ async def token_ids(service: Service, fields: TokenizeRequest) -> list[int]:
     max_model_len = service.info.max_model_len
     tokenizer = service.tokenizer_of(fields.model)
     return await tokenizing(len(text), encode_within, tokenizer, text, max_model_len, special, True)
+
+
+def described(service: Service, name: str | None) -> TokenizerInfo:
+    """Return the description of the tokenizer of a model, or of an adapter.
+
+    Raises:
+        APIError: there is none, or no model with that name.
+    """
+    tokenizer = service.tokenizer_of(name)
+    special = {
+        token: tokenizer.special_tokens[token] for token in NAMED_TOKENS if token in tokenizer.special_tokens
+    }
+    template: str | UnsetType = msgspec.UNSET
+    with contextlib.suppress(ValueError):  # there is none
+        template = template_source(tokenizer, service.options.chat_template, with_tools=False)
+    kind = type(tokenizer.original).__name__
+    return TokenizerInfo(kind, service.info.max_model_len, template, **special)

@@ -25,6 +25,7 @@ from pagewire.frontend.server.http.tenants import require_admin
 from pagewire.frontend.server.openai.models import card
 from pagewire.frontend.server.openai.protocol import ModelCard
 from pagewire.frontend.server.serving.service import Service, service_of
+from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.wire.lora import MAX_PATH_CHARS, AdapterName
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -80,6 +81,10 @@ def routes(service: Service) -> list[Operation]:
         operation("GET", "/is_sleeping", is_sleeping, "Whether memory was given back.", "is_sleeping"),
         operation(
             "POST", "/reset_prefix_cache", reset_prefix_cache, "Forget cached prefixes.", "reset_prefix_cache"
+        ),
+        operation("POST", "/start_profile", start_profile, "Start the workers' profilers.", "start_profile"),
+        operation(
+            "POST", "/stop_profile", stop_profile, "Stop them; each worker writes a trace.", "stop_profile"
         ),
         Operation("POST", "/abort", guarded(abort), "End requests.", body=AbortRequest, result=AbortResponse),
         Operation(
@@ -172,6 +177,32 @@ async def reset_prefix_cache(request: Request) -> Response:
     return json_response(
         {"reset": await engine.reset_prefix_cache(**arguments_of(request, "reset_prefix_cache"))}
     )
+
+
+async def start_profile(request: Request) -> Response:
+    """POST /start_profile."""
+    await profiled(engine_of(request).start_profile())
+    return json_response({"profiling": True})
+
+
+async def stop_profile(request: Request) -> Response:
+    """POST /stop_profile."""
+    await profiled(engine_of(request).stop_profile())
+    return json_response({"profiling": False})
+
+
+async def profiled(call: Awaitable[None]) -> None:
+    """Wait for the workers' profilers.
+
+    Raises:
+        APIError: they run already, or do not run.
+    """
+    try:
+        await call
+    except EngineDeadError:
+        raise
+    except RuntimeError as error:
+        raise APIError(400, str(error), code="profiler_state") from error
 
 
 async def abort(request: Request) -> Response:

@@ -1,6 +1,7 @@
 """The core's metrics as Prometheus text.
 
-The core measures, over all its frontends, so every server attached to it gives the same figures. There is no
+The core measures, over all its frontends, so every server attached to it gives the same figures; only those of
+`http/traffic.py` are the server's own. There is no
 OpenMetrics form: the library's turns the colon of names into an underscore, so that the names would depend on the
 format that a scraper accepts.
 """

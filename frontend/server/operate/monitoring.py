@@ -16,6 +16,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.tenants import ApiTenant, tenant_of
+from pagewire.frontend.server.http.traffic import Traffic
 from pagewire.frontend.server.operate.metrics import CONTENT_TYPE, exposition
 from pagewire.frontend.server.serving.service import Service
 from pagewire.ipc.environment import env_float
@@ -47,7 +48,9 @@ def routes(service: Service) -> list[Operation]:
 
     async def metrics(request: Request) -> Response:
         answers = [await answer_of(served.engine, "metrics") for served in service.all]
+        traffic: Traffic = request.app.state.traffic
         rows = visible_rows([row for rows in answers for row in rows], tenant_of(request.scope))
+        rows += traffic.rows()
         return Response(exposition(rows), headers={"content-type": CONTENT_TYPE})
 
     return [
@@ -63,7 +66,11 @@ def routes(service: Service) -> list[Operation]:
         Operation("GET", "/version", version, "The version.", result=dict[str, str]),
         Operation("GET", "/load", load, "Generations in flight on this server.", result=dict[str, int]),
         Operation(
-            "GET", "/metrics", metrics, "What the engine measures, for Prometheus.", media="text/plain"
+            "GET",
+            "/metrics",
+            metrics,
+            "What the engine and this server measure, for Prometheus.",
+            media="text/plain",
         ),
     ]
 

@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from pagewire.engine_core.clients.metrics import (
     PER_TOKEN,
-    Distribution,
     Metrics,
     Rates,
     num_requests,
@@ -21,6 +20,7 @@ from pagewire.engine_core.clients.metrics import (
 )
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.schedule.step import SchedulerStats
+from pagewire.ipc.distribution import Distribution
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.messages import Request, TokenDelta
 from pagewire.ipc.wire.params import SamplingParams

@@ -22,7 +22,7 @@ from pagewire.frontend.server.openai.reply import ReplyWithCalls, call_arguments
 from pagewire.frontend.server.parsing.choice import tool_use
 from pagewire.frontend.server.parsing.reasoning import parser_for, thinking
 from pagewire.ipc.errors import EngineBusyError
-from pagewire.ipc.wire.messages import Abort, Submit
+from pagewire.ipc.wire.messages import Abort, EngineInfo, Submit
 from tests.frontend.conftest import FakeCore
 from tests.frontend.server.client import Answer, Client
 from tests.frontend.server.parsing.test_tools_over_http import HERMES, TEMPLATE, Replay, replay
@@ -428,3 +428,54 @@ def test_what_has_no_effect_is_said(client: Client, caplog: pytest.LogCaptureFix
     for name in ("budget_tokens", "'enable_thinking'", "'speed'"):
         assert name in caplog.text
     assert "context_management" not in caplog.text
+
+
+def test_threads_are_refused_so_that_clients_send_all(client: Client) -> None:
+    answer = client.post(PATH, {"max_tokens": 4, "messages": HELLO, "thread": {"type": "create"}})
+    error = answer.json["error"]
+    assert (answer.status, error["type"]) == (400, "invalid_request_error") and "send all messages" in error[
+        "message"
+    ]
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+def test_models_have_the_shape_of_the_api_whose_header_a_request_has(
+    new_core: Callable[..., FakeCore], engine_info: EngineInfo
+) -> None:
+    core = new_core()
+    core.info = msgspec.structs.replace(engine_info, served_model_names=["one", "two", "three"])
+    engine = AsyncLLM.attach(core.address)
+    try:
+        client = Client(engine)
+
+        def get(path: str, version: str = "2023-06-01") -> Answer:
+            return client.get("/v1/models" + path, **{"anthropic-version": version})
+
+        assert client.get("/v1/models").json["object"] == "list"
+        assert client.get("/v1/models/nothing").error["code"] == "model_not_found"
+        whole = get("").json
+        assert [model["id"] for model in whole["data"]] == ["one", "two", "three"]
+        assert (whole["first_id"], whole["last_id"], whole["has_more"]) == ("one", "three", False)
+        assert get("/two").json == whole["data"][1]
+        assert whole["data"][1]["type"] == "model" and whole["data"][1]["max_input_tokens"] > 0
+        for query, ids, has_more in (
+            ("?limit=2", ["one", "two"], True),
+            ("?limit=2&after_id=two", ["three"], False),
+            ("?limit=1&before_id=three", ["two"], True),
+            ("?limit=1&before_id=two", ["one"], False),
+            ("?after_id=three", [], False),
+        ):
+            page = get(query).json
+            assert [model["id"] for model in page["data"]] == ids and page["has_more"] is has_more, query
+        for path, version, status, kind in (
+            ("/nothing", "2023-06-01", 404, "not_found_error"),
+            ("?limit=0", "2023-06-01", 400, "invalid_request_error"),
+            ("?after_id=x", "2023-06-01", 400, "invalid_request_error"),
+            ("?after_id=one&before_id=two", "2023-06-01", 400, "invalid_request_error"),
+            ("", "1999-01-01", 400, "invalid_request_error"),
+        ):
+            answer = get(path, version)
+            assert answer.status == status and answer.json["type"] == "error", path
+            assert answer.json["error"]["type"] == kind and "request-id" in answer.headers
+    finally:
+        engine.shutdown()

@@ -14,9 +14,10 @@ import pytest
 
 from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.timestamps import timestamp
 from pagewire.frontend.server.ollama.conversation import with_call_ids
 from pagewire.frontend.server.ollama.models import sized
-from pagewire.frontend.server.ollama.writer import CallCollector, timestamp
+from pagewire.frontend.server.ollama.writer import CallCollector
 from pagewire.frontend.server.openai.protocol import FunctionCall, ToolCall
 from pagewire.ipc.wire.messages import EngineInfo, Submit
 from pagewire.ipc.wire.pooling import PoolingInfo
@@ -252,6 +253,10 @@ def test_embeddings(new_core: Callable[..., FakeCore], engine_info: EngineInfo) 
     try:
         answer = Client(engine).post("/api/embed", {"input": ["w5 w6", "w7"], "model": "fake"})
         assert answer.json["embeddings"] == [[2.0, 11.0], [1.0, 7.0]]
+        older = Client(engine).post("/api/embeddings", {"prompt": "w5 w6", "options": {"num_thread": 2}})
+        assert older.json == {"embedding": [2.0, 11.0]}
+        assert Client(engine).post("/api/embeddings", {"model": "fake"}).json == {"embedding": []}
+        assert error_of(Client(engine).post("/api/embeddings", {"model": "x"}))[0] == 404
         assert (answer.json["model"], answer.json["prompt_eval_count"]) == ("fake", 3)
         assert Client(engine).post("/api/show", {"model": "fake"}).json["capabilities"] == ["embedding"]
     finally:
