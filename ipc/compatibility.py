@@ -220,9 +220,6 @@ OPTIONS: Mapping[str, Absent] = {
         "`pagewire route` sends a request to where its prefix is cached",
         pending=True,
     ),
-    "logits_processors": Absent(
-        "code never crosses a socket", "use logit_bias, allowed_token_ids or bad_words of SamplingParams"
-    ),
     "long_lora_scaling_factors": Absent(
         "all requests of an engine have one rotary embedding and one max_model_len",
         "serve such an adapter in an engine of its own, with rope_scaling and max_position_embeddings of "
@@ -371,7 +368,6 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
         for name, absent in (
             ("guided_decoding_backend", OPTIONS["guided_decoding_backend"]),
             ("kv_transfer_params", OPTIONS["kv_transfer_config"]),
-            ("logits_processors", OPTIONS["logits_processors"]),
             ("mm_processor_kwargs", OPTIONS["mm_processor_kwargs"]),
         )
     },

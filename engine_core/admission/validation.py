@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pagewire.ipc.bounds import MAX_INT, check_int
+from pagewire.ipc.models.own_code import check_processors
 from pagewire.ipc.wire.embeddings import check_media
 from pagewire.ipc.wire.messages import EngineInfo, Request
 from pagewire.ipc.wire.params import SamplingParams, check_turn, max_n
@@ -96,6 +97,7 @@ def check_params(params: SamplingParams, info: EngineInfo) -> None:
     check_token_ids("logit_bias", params.logit_bias or (), info.vocab_size)
     for word in params.bad_words_token_ids or ():
         check_token_ids("bad_words_token_ids", word, info.vocab_size)
+    check_processors(params.logits_processors or (), info.logits_processors)
     for name in ("logprobs", "prompt_logprobs"):
         number = getattr(params, name)
         if number is None or info.max_logprobs == -1:

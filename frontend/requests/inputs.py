@@ -23,6 +23,7 @@ from pagewire.frontend.text.prompts import PromptType
 from pagewire.frontend.text.stop import StopStrings, shared_stops
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.bounds import check_string, meta_of, unknown_name
+from pagewire.ipc.models.own_code import check_processors
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_TOKENS
 from pagewire.ipc.wire.embeddings import PLACEHOLDER, media_of
@@ -261,6 +262,7 @@ class Intake:
             check_vocabulary(name, getattr(params, name) or (), self.info.vocab_size)
         if params.n > self.info.max_n:
             raise ValueError(f"n={params.n} is over this engine's limit of {self.info.max_n}")
+        check_processors(params.logits_processors or (), self.info.logits_processors)
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
         if params.stop_strings and self.tokenizer is None:

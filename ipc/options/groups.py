@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagewire.ipc.files.hub import IGNORED_FILES
+from pagewire.ipc.models.own_code import ProcessorSource, processor_sources
 from pagewire.ipc.options.option import option
 from pagewire.ipc.quantization import FAMILIES, ONLINE
 from pagewire.ipc.wire.kv_events import KVEventsConfig, kv_events_config
@@ -415,6 +416,33 @@ class AdapterOptions:
             extra_vocab_size=self.lora_extra_vocab_size,
             allow_pickle=self.lora_allow_pickle,
         )
+
+
+@dataclass(init=False, repr=False, eq=False)
+class ExtensionOptions:
+    """Code of one's own that the workers run; see `ipc.models.own_code`."""
+
+    logits_processors: str | list[str] = option(
+        None,
+        "Extensions",
+        "import paths of logits processors, which the workers import: module:Class applies to all requests, "
+        "NAME=module:Class to those that ask for NAME",
+        make=list,
+    )
+    worker_extension: str | None = option(
+        None,
+        "Extensions",
+        "import path, module:Class, of methods of workers that collective_rpc calls by name",
+    )
+
+    def resolved_processors(self) -> tuple[ProcessorSource, ...]:
+        """The logits processors of the engine.
+
+        Raises:
+            ValueError: a bad path or name.
+        """
+        given = self.logits_processors
+        return processor_sources([given] if isinstance(given, str) else given)
 
 
 @dataclass(init=False, repr=False, eq=False)

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from pagewire.ipc.bounds import check_fields, check_float, check_integer, check_text, meta_of, unknown_name
 from pagewire.ipc.compatibility import OPTIONS, KnowsArguments, settle
+from pagewire.ipc.models.own_code import MAX_PROCESSORS
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import (
     MAX_BAD_WORD_CHARS,
@@ -88,6 +89,7 @@ BadWords: TypeAlias = Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)]
 TokenSequence: TypeAlias = Annotated[list[TokenId], Meta(max_length=4 * MAX_BAD_WORD_CHARS)]
 AllowedTokenIds: TypeAlias = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS_OF_VOCABULARY)]
 Structure: TypeAlias = Annotated[str, Meta(max_length=MAX_STRUCTURE_CHARS)]
+ProcessorNames: TypeAlias = Annotated[list[Name], Meta(max_length=MAX_PROCESSORS)]
 Choices: TypeAlias = Annotated[list[str], Meta(max_length=MAX_CHOICES)]
 
 
@@ -277,7 +279,8 @@ class SamplingParams(
         detokenize: give text; without it, only token ids (and `stop` is refused).
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: put spaces between special tokens in the text.
-        logits_processors: functions over logits; code never crosses a socket, so any value is refused.
+        logits_processors: names of logits processors that the engine was started with. Code never crosses a
+            socket, so functions are refused.
         include_stop_str_in_output: keep the stop string in the text.
         truncate_prompt_tokens: keep only this many tokens at the end of the prompt; -1: what fits the model.
         output_kind: CUMULATIVE, DELTA or FINAL_ONLY.
@@ -285,7 +288,7 @@ class SamplingParams(
         guided_decoding: the older name of `structured_outputs`; moved there.
         logit_bias: token id to a bias in [-100, 100] added to its logit.
         allowed_token_ids: only these tokens may be generated.
-        extra_args: free for extensions; carried, not read.
+        extra_args: for logits processors, which get these parameters; nothing else reads them.
 
     Raises:
         ValueError: a value out of its range, or of a name in `NAMES` of `ipc.compatibility`.
@@ -313,7 +316,7 @@ class SamplingParams(
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    logits_processors: list[Any] | None = None
+    logits_processors: ProcessorNames | None = None
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: TruncatedLength | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -382,6 +385,11 @@ class SamplingParams(
             self.logprobs = 1
         if self.prompt_logprobs is True:
             self.prompt_logprobs = 1
+        if any(map(callable, self.logits_processors or ())):
+            raise ValueError(
+                "logits_processors takes names, since code never crosses a socket: start the engine with "
+                "logits_processors=['NAME=module:Class'], and give the name"
+            )
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             value = getattr(self, name)
             if isinstance(value, Sequence) and not isinstance(value, (str, list)):
@@ -445,8 +453,6 @@ class SamplingParams(
             raise ValueError(f"num_returned must be at most n={self.n}, got {self.num_returned}")
         if self.stop_strings and not self.detokenize:
             raise ValueError("stop strings need detokenize=True: they are looked for in the text")
-        if self.logits_processors:
-            settle("logits_processors", self.logits_processors, OPTIONS["logits_processors"])
         if self.temperature == 0.0:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
 

@@ -35,6 +35,7 @@ from pagewire.ipc.wire.params import (
     NumTokens,
     Penalty,
     Priority,
+    ProcessorNames,
     RepetitionPenalty,
     Stop,
     StopTokenIds,
@@ -121,7 +122,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     user: written to the log with the request.
     cache_salt: share prefix-cache entries only with requests that have the same salt.
     guided_*: older names of `structured_outputs`.
-    kv_transfer_params, logits_processors, mm_processor_kwargs: not supported.
+    logits_processors: names of those that the engine was started with.
+    kv_transfer_params, mm_processor_kwargs: not supported.
     return_token_ids: return token ids in addition to the text.
     return_tokens_as_token_ids: write tokens as "token_id:ID" in log probabilities.
     """
@@ -175,7 +177,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     request_id: Name | None = None
     vllm_xargs: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    logits_processors: list[Any] | None = None
+    logits_processors: ProcessorNames | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
 
 

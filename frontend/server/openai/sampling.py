@@ -37,6 +37,7 @@ SAME_NAME = (
     "truncate_prompt_tokens",
     "logit_bias",
     "allowed_token_ids",
+    "logits_processors",
 )
 
 
