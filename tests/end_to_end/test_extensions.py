@@ -44,6 +44,9 @@ def test_requests_name_processors(extended: LLM, llm: LLM) -> None:
     alone = tokens(extended, pushed)[0]
     assert tokens(extended, PARAMS, pushed, PARAMS) == [plain, alone, plain]
     assert alone != plain
+    weaker = pushed.clone()
+    weaker.extra_args = {"push": 1.0}
+    assert tokens(extended, weaker) != [alone]
 
 
 def test_an_error_of_a_processor_ends_the_request(extended: LLM) -> None:

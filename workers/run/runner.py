@@ -29,9 +29,9 @@ from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.single import SingleRank
 from pagewire.workers.run.extension import WorkerExtension
 from pagewire.workers.run.graphs import DecodeGraphs
+from pagewire.workers.run.processors import LogitsProcessors
 from pagewire.workers.run.step import RunningStep
 from pagewire.workers.run.trial_steps import GREEDY, TrialSteps, check_room, of_first_stage
-from pagewire.workers.sample.processors import LogitsProcessors
 from pagewire.workers.sample.typical import TypicalAcceptance
 from pagewire.workers.speculation.interface import Drafter, NoDrafter
 from pagewire.workers.weight_cache.ahead import WeightsAhead

@@ -30,8 +30,8 @@ from pagewire.workers.device.kv_size import LOGIT_CHUNK
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.pooler import PoolingSlot
 from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.run.processors import LogitsProcessors
 from pagewire.workers.sample.masks import TokenMasks
-from pagewire.workers.sample.processors import LogitsProcessors
 from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, logprob_rows
 from pagewire.workers.sample.typical import Candidate, TypicalAcceptance
 from pagewire.workers.speculation.interface import Drafter, RowOver

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagewire.ipc.wire.params import SamplingParams
-from pagewire.logits_processors import BatchUpdate, LogitsProcessor, MoveDirectionality
+from pagewire.workers.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 
 def pushed(strength: float, prompt: list[int], output: list[int], row: Tensor) -> Tensor:

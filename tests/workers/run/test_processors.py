@@ -16,9 +16,9 @@ from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, WorkerConfig
 from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.errors import LoadError
+from pagewire.workers.run.processors import LogitsProcessors
 from pagewire.workers.run.runner import Runner
 from pagewire.workers.sample.masks import TokenMasks
-from pagewire.workers.sample.processors import LogitsProcessors
 from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot, sample
 from tests.workers.architectures import VOCAB_SIZE
 from tests.workers.driver import Driver, load_runner, tokens_of, values
