@@ -74,5 +74,5 @@ def test_methods_of_workers(extended: LLM) -> None:
         extended.collective_rpc("rank_and_vocabulary")
     with pytest.raises(TypeError, match="unsendable: the result cannot be sent"):
         extended.collective_rpc("unsendable")
-    with pytest.raises(ValueError, match=r"no method '_worker'.* rank_and_vocabulary, unsendable"):
+    with pytest.raises(ValueError, match=r"no method '_worker'.* rank_and_vocabulary, .* unsendable"):
         extended.collective_rpc("_worker")
