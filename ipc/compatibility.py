@@ -439,7 +439,6 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
 }
 """Fields of HTTP requests, as "type of the request.field"; types are those of /openapi.json."""
 
-_BEAMS = "beam search is a method of its own"
 NAMES: Mapping[str, Absent] = {
     "AsyncLLM.engine_step": Absent("the core runs by itself", "generate streams a request's outputs"),
     "AsyncLLM.shutdown_background_loop": Absent("the core runs by itself", "shutdown ends it"),
@@ -471,26 +470,11 @@ NAMES: Mapping[str, Absent] = {
         "metrics are a list, since several may have one name and different labels",
         "write next(m for m in metrics if m.name == name)",
     ),
-    "SamplingParams(best_of)": Absent(
-        "all outputs of a request are returned",
-        "set n and logprobs=0, and choose by cumulative_logprob; the HTTP API takes best_of",
-        silent=(1,),
-        same_as="n",
-    ),
-    "SamplingParams(early_stopping)": Absent(
-        _BEAMS, "use LLM.beam_search(prompts, BeamSearchParams(early_stopping=...))", silent=(False,)
-    ),
-    "SamplingParams(length_penalty)": Absent(
-        _BEAMS, "use LLM.beam_search(prompts, BeamSearchParams(length_penalty=...))", silent=(1.0,)
-    ),
     "SamplingParams(output_text_buffer_length)": Absent(
         "the frontend holds back what may be the beginning of a stop string",
         "leave it out",
         silent=(0,),
         warned=int,
-    ),
-    "SamplingParams(use_beam_search)": Absent(
-        _BEAMS, "use LLM.beam_search(prompts, BeamSearchParams(beam_width=...))", silent=(False,)
     ),
     "pagewire.bc_linter_include": Absent("it marks functions for a linter of vLLM", "leave it out"),
     "pagewire.bc_linter_skip": Absent("it marks functions for a linter of vLLM", "leave it out"),

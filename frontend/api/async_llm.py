@@ -24,6 +24,7 @@ from contextlib import aclosing, contextmanager
 from typing import Any, Self, TypeAlias, TypeVar
 
 from pagewire.frontend.api.async_engine import AsyncEngine
+from pagewire.frontend.api.beam_requests import BeamRequest, search
 from pagewire.frontend.api.loop_mailbox import LoopMailbox, OutputListener
 from pagewire.frontend.api.off_loop import OFF_LOOP_CHARS, num_chars, tokenizing
 from pagewire.frontend.core.session import Session, ignore_usage_context
@@ -120,6 +121,14 @@ class AsyncLLM(AsyncEngine):
             EngineDeadError: the core is lost.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
+        if params.use_beam_search:
+            options: dict[str, Any] = {"priority": priority, "prompt_adapter_request": prompt_adapter_request}
+            name = request_ids(request_id, 1)[0]
+            request = await tokenizing(
+                num_chars(prompt), BeamRequest, self.session, prompt, params, name, lora_request
+            )
+            yield await search(self.generate_all, request, lora_request=lora_request, **options)
+            return
         stream = self.generate_all(
             [prompt],
             params,

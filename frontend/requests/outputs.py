@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -152,6 +152,18 @@ class BatchError(RequestError):
     def __init__(self, message: str, outputs: Sequence[Any]) -> None:
         super().__init__(message)
         self.outputs = list(outputs)
+
+
+def best_outputs(outputs: Sequence[CompletionOutput], num: int) -> list[CompletionOutput]:
+    """Return the `num` outputs with the highest log probability per token, best first; all if there are no more."""
+    if len(outputs) <= num:
+        return list(outputs)
+
+    def per_token(output: CompletionOutput) -> float:
+        return (output.cumulative_logprob or 0.0) / max(1, len(output.token_ids))
+
+    best = sorted(outputs, key=per_token, reverse=True)[:num]
+    return [replace(output, index=index) for index, output in enumerate(best)]
 
 
 class OutputState:
@@ -394,6 +406,9 @@ class RequestState:
         outputs = [output.take() for output in (changed if delta else self._outputs)]
         for part in outputs:
             part.lora_request = self._lora_request
+        params = self.request.params
+        if params.best_of is not None and params.num_returned is not None:
+            outputs = best_outputs(outputs, params.num_returned)
         return RequestOutput(
             self.request_id,
             self._prompt_text,

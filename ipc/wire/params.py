@@ -16,6 +16,7 @@ from pagewire.ipc.bounds import check_fields, check_float, check_integer, check_
 from pagewire.ipc.compatibility import OPTIONS, KnowsArguments, settle
 from pagewire.ipc.models.own_code import MAX_PROCESSORS
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire import beams
 from pagewire.ipc.wire.budget import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORD_SPELLINGS,
@@ -258,6 +259,13 @@ class SamplingParams(
 
     Attributes:
         n: sequences to return (1 to `PAGEWIRE_MAX_N_SEQUENCES`, 64); the prompt is computed once for all.
+        best_of: sequences to generate, at least n (the default): the n with the highest log probability per token
+            are returned, best first, once all have ended, with the log probabilities of their tokens. With
+            `use_beam_search`, the number of beams.
+        use_beam_search: return the best beams (`BeamSearchParams`) in place of samples, once the search has ended.
+            Temperatures 0 and 1 are the same. Penalties, bias, allowed tokens and bad words count; top_p, top_k,
+            min_p, seed, stop, logprobs and structured_outputs are refused.
+        length_penalty, early_stopping: those of `BeamSearchParams`; they need `use_beam_search`.
         presence_penalty: subtracted from the logit of each token already generated, in [-2, 2].
         frequency_penalty: subtracted once per earlier occurrence in the output, in [-2, 2].
         repetition_penalty: divides positive, multiplies negative logits of tokens of prompt and output; > 0.
@@ -325,10 +333,17 @@ class SamplingParams(
     logit_bias: Annotated[dict[TokenId, LogitBias], Meta(max_length=MAX_TOKENS_OF_VOCABULARY)] | None = None
     allowed_token_ids: AllowedTokenIds | None = None
     extra_args: dict[str, Any] | None = None
+    best_of: NumSequences | None = None
+    use_beam_search: bool = False
+    length_penalty: LengthPenalty = 1.0
+    early_stopping: bool | Literal["never"] = False
     # Token sequences of `bad_words`, filled in by the frontend, which has the tokenizer.
     bad_words_token_ids: Annotated[list[TokenSequence], Meta(max_length=MAX_BAD_WORD_SPELLINGS)] | None = None
     # How many of the n outputs the client gets, filled in by the server for `best_of`; metrics report it.
     num_returned: NumSequences | None = None
+    # For a step of beam search, which generates one token: report log probabilities of the logits that tokens are
+    # sampled from, with all edits and the temperature, rather than of the model's.
+    processed_logprobs: bool = False
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -451,10 +466,23 @@ class SamplingParams(
         check_logit_edits(self.n, self.num_logit_edits)
         if self.num_returned is not None and self.num_returned > self.n:
             raise ValueError(f"num_returned must be at most n={self.n}, got {self.num_returned}")
+        if self.best_of is not None and not self.n <= self.best_of <= max_n():
+            raise ValueError(f"best_of must be from n={self.n} to {max_n()}, got {self.best_of}")
+        self._check_beams()
         if self.stop_strings and not self.detokenize:
             raise ValueError("stop strings need detokenize=True: they are looked for in the text")
         if self.temperature == 0.0:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+
+    def _check_beams(self) -> None:
+        check_early_stopping(self.early_stopping)
+        if (refused := beams.refusal(self, self.use_beam_search)) is not None:
+            raise ValueError(refused[1])
+        if self.use_beam_search and self.structured_outputs is not None:
+            raise ValueError(
+                "structured_outputs are not supported with use_beam_search: beams are extended by tokens, without "
+                "a grammar; sample with best_of instead"
+            )
 
 
 def check_logit_edits(num_sequences: int, num_edits: int) -> None:
@@ -471,6 +499,13 @@ def check_logit_edits(num_sequences: int, num_edits: int) -> None:
             f"{num_sequences} sequences, which makes {num_sequences * num_edits}; at most {MAX_LOGIT_EDITS} are "
             "allowed: give fewer, or ask for fewer sequences at a time"
         )
+
+
+def check_early_stopping(value: Any) -> None:
+    """Refuse another value than True, False or "never"; raises ValueError or TypeError."""
+    if not isinstance(value, bool) and value != "never":
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind(f"early_stopping must be True, False or 'never', got {quoted(value)}")
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -505,10 +540,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         check_fields(self)
-        early: Any = self.early_stopping
-        if not isinstance(early, bool) and early != "never":
-            kind = ValueError if isinstance(early, str) else TypeError
-            raise kind(f"early_stopping must be True, False or 'never', got {quoted(early)}")
+        check_early_stopping(self.early_stopping)
         if self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"

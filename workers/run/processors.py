@@ -201,7 +201,8 @@ class ProcessedTokens:
             output.token_ids[row] = 0
             output.logprobs.pop(row, None)
         for row in self.rows:
-            k = self.slots[row].params.logprobs
+            params = self.slots[row].params
+            k = None if params.processed_logprobs else params.logprobs
             if k is not None and row not in output.errors:
                 logits = self.raw[row : row + 1].cpu()
                 output.logprobs[row] = logprob_rows(logits, [output.token_ids[row]], k)

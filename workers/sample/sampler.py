@@ -195,7 +195,7 @@ def sample(
             rows = group[start : start + step]
             bits = _take(allowed, rows) if masked and allowed is not None else None
             _sample_rows(_take(logits, rows), _take(peaks, rows), slots, bits, rows, stages, output)
-    _add_logprobs(logits, slots, output)
+    _add_logprobs(logits, slots, allowed, output)
     return output
 
 
@@ -267,15 +267,32 @@ def _draw(x: torch.Tensor, peaks: torch.Tensor, slots: Sequence[SamplingSlot], s
     return token_ids
 
 
-def _add_logprobs(logits: torch.Tensor, slots: Sequence[SamplingSlot], output: SampleOutput) -> None:
-    """Add log probabilities of the raw logits, for rows that request them and have no error."""
-    groups: dict[int, list[int]] = {}
+def _add_logprobs(
+    logits: torch.Tensor, slots: Sequence[SamplingSlot], allowed: torch.Tensor | None, output: SampleOutput
+) -> None:
+    """Add log probabilities for rows that request them and have no error: of raw logits, or of processed ones.
+
+    allowed: as `kernels.ops.only_allowed` takes it; None: all tokens are.
+    """
+    groups: dict[tuple[int, bool], list[int]] = {}
     for row, slot in enumerate(slots):
         if slot.params.logprobs is not None and row not in output.errors:
-            groups.setdefault(slot.params.logprobs, []).append(row)
-    for k, rows in groups.items():
-        logprobs = logprobs_of(_take(logits, rows), [output.token_ids[row] for row in rows], k)
+            groups.setdefault((slot.params.logprobs, slot.params.processed_logprobs), []).append(row)
+    for (k, is_processed), rows in groups.items():
+        x = _take(logits, rows)
+        if is_processed:
+            x = _processed(x, [slots[row] for row in rows], None if allowed is None else _take(allowed, rows))
+        logprobs = logprobs_of(x, [output.token_ids[row] for row in rows], k)
         output.logprobs.update(zip(rows, logprobs.rows(), strict=True))
+
+
+def _processed(x: torch.Tensor, slots: Sequence[SamplingSlot], allowed: torch.Tensor | None) -> torch.Tensor:
+    """Logits [n, V] after all edits and at the temperature, as a copy; those of greedy rows are not divided."""
+    x = x.to(torch.float32, copy=True) if allowed is None else only_allowed(x, allowed)
+    apply_edits(x, [slot.edits for slot in slots])
+    divisors = [slot.temperature if slot.params.temperature > 0 else 1.0 for slot in slots]
+    peaks = x.amax(1, keepdim=True)  # subtracted first: divided by a tiny temperature, all could be infinite
+    return (x - peaks) / torch.tensor(divisors, device=x.device)[:, None]
 
 
 def _take(x: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET
 
 from pagewire.frontend.api.off_loop import off_loop
-from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
+from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput, best_outputs
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
@@ -27,7 +27,7 @@ from pagewire.frontend.server.openai.protocol import (
     ToolCall,
 )
 from pagewire.frontend.server.openai.reply import ReplyDelta, ReplyParser, joined, read
-from pagewire.frontend.server.openai.sampling import best_outputs, check_stream_options
+from pagewire.frontend.server.openai.sampling import check_stream_options
 from pagewire.frontend.server.openai.size import writing_size
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
