@@ -37,7 +37,7 @@ from pagewire.workers.sample.fixed_point import (
     top_tokens,
 )
 from pagewire.workers.sample.history import NO_HISTORY, TokenHistory
-from pagewire.workers.sample.logit_edits import LogitEdits, apply_edits, bounded
+from pagewire.workers.sample.logit_edits import FLOAT32_MAX, LogitEdits, apply_edits, bounded
 from pagewire.workers.sample.logprobs import logprob_rows, logprobs_of
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.random import uniform
@@ -291,8 +291,9 @@ def _processed(x: torch.Tensor, slots: Sequence[SamplingSlot], allowed: torch.Te
     x = x.to(torch.float32, copy=True) if allowed is None else only_allowed(x, allowed)
     apply_edits(x, [slot.edits for slot in slots])
     divisors = [slot.temperature if slot.params.temperature > 0 else 1.0 for slot in slots]
-    peaks = x.amax(1, keepdim=True)  # subtracted first: divided by a tiny temperature, all could be infinite
-    return (x - peaks) / torch.tensor(divisors, device=x.device)[:, None]
+    # Peaks are subtracted first, and no possible token becomes impossible: temperatures may be tiny.
+    scaled = (x - x.amax(1, keepdim=True)) / torch.tensor(divisors, device=x.device)[:, None]
+    return scaled.clamp_min(-FLOAT32_MAX / 2).masked_fill(x == -math.inf, -math.inf)
 
 
 def _take(x: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -33,7 +33,7 @@ def distribution(tokens: tuple[int, ...]) -> list[float]:
 
 
 def at_temperature(logprobs: list[float], temperature: float) -> list[float]:
-    scaled = [(logprob - max(logprobs)) / temperature for logprob in logprobs]
+    scaled = [max((logprob - max(logprobs)) / temperature, -1e38) for logprob in logprobs]
     norm = math.log(math.fsum(map(math.exp, scaled)))
     return [value - norm for value in scaled]
 

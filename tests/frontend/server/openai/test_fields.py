@@ -13,12 +13,11 @@ import pytest
 
 from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.api.slow_work import SlowWork
-from pagewire.frontend.requests.outputs import CompletionOutput
+from pagewire.frontend.requests.outputs import CompletionOutput, best_outputs
 from pagewire.frontend.server.http.body import SMALL_BODY_BYTES, Decoder
 from pagewire.frontend.server.http.warnings import begin_warnings
 from pagewire.frontend.server.openai.constraints import demanded
 from pagewire.frontend.server.openai.protocol import ChatRequest, CompletionRequest
-from pagewire.frontend.server.openai.sampling import best_outputs
 from pagewire.ipc.wire.messages import Submit
 from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tests.frontend.conftest import FakeCore
