@@ -98,7 +98,11 @@ class ModelOptions:
         True, "Model", "keep packed weights on disk, for a faster next start ($PAGEWIRE_CACHE_ROOT/weights)"
     )
     dtype: str = option(
-        "auto", "Model", "type of weights and activations; auto: the checkpoint's", choices=DTYPES
+        "auto",
+        "Model",
+        "type of weights and activations; auto: the checkpoint's, but for float32: float16 on GPUs, bfloat16 on "
+        "CPUs that multiply it (AVX512-BF16, AMX)",
+        choices=DTYPES,
     )
     max_model_len: int | None = option(
         None, "Model", "maximum tokens of prompt and output together; default: the model's limit"
