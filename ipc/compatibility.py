@@ -24,7 +24,6 @@ class Absent(msgspec.Struct, frozen=True, gc=False):
     reason: why pagewire does not have it. instead: what does its work, or what to write.
     silent: values that ask for what happens anyway; so do None, {} and [].
     warned: values, or their type, that are accepted with one warning: they change no output and no promise.
-    same_as: of an argument: another one, whose value is silent as well.
     pending: it is to be built.
     """
 
@@ -32,7 +31,6 @@ class Absent(msgspec.Struct, frozen=True, gc=False):
     instead: str
     silent: tuple[Any, ...] = ()
     warned: tuple[Any, ...] | type | UnionType = ()
-    same_as: str = ""
     pending: bool = False
 
     def warns_of(self, value: Any) -> bool:
@@ -96,8 +94,7 @@ class KnowsArguments(msgspec.StructMeta):
         """A struct; see `settle`."""
         for name in [name for name in kwargs if f"{cls.__name__}({name})" in NAMES]:
             absent, value = NAMES[f"{cls.__name__}({name})"], kwargs.pop(name)
-            if not absent.same_as or value != kwargs.get(absent.same_as):
-                settle(name, value, absent)
+            settle(name, value, absent)
         return super().__call__(*args, **kwargs)
 
 

@@ -400,7 +400,7 @@ class SamplingParams(
             self.logprobs = 1
         if self.prompt_logprobs is True:
             self.prompt_logprobs = 1
-        if any(map(callable, self.logits_processors or ())):
+        if isinstance(self.logits_processors, list) and any(map(callable, self.logits_processors)):
             raise ValueError(
                 "logits_processors takes names, since code never crosses a socket: start the engine with "
                 "logits_processors=['NAME=module:Class'], and give the name"

@@ -33,7 +33,7 @@ def expected(model: Any, prompt: list[int], width: int, ends: list[int], **optio
         num_return_sequences=width,
         max_new_tokens=NUM_TOKENS,
         do_sample=False,
-        eos_token_id=ends,
+        eos_token_id=ends or None,
         pad_token_id=0,
         return_dict_in_generate=True,
         output_scores=True,

@@ -30,7 +30,7 @@ from pagewire.ipc import compatibility
 from pagewire.ipc.compatibility import NAMES, OPTIONS, REQUEST_FIELDS, VALUES, VARIABLES, Absent
 from pagewire.ipc.environment import FLAGS, MAX_UNREAD, READ, check_environment, env_flag
 from pagewire.ipc.options.engine_args import EngineArgs
-from pagewire.ipc.wire.params import GuidedDecodingParams, SamplingParams
+from pagewire.ipc.wire.params import GuidedDecodingParams
 
 ROOT = Path(__file__).parents[2]
 SAMPLES: dict[Any, Any] = {bool: True, int: 7, float: 0.5, str: "5m", dict: {"a": 1}, object: "x"}
@@ -180,9 +180,6 @@ def test_an_argument_says_what_to_write(name: str, caplog: pytest.LogCaptureFixt
 
 
 def test_arguments_that_depend_on_others() -> None:
-    assert SamplingParams(n=3, best_of=3, use_beam_search=False) == SamplingParams(n=3)
-    with pytest.raises(ValueError, match="best_of=4 is not supported"):
-        SamplingParams(n=3, best_of=4)
     with pytest.raises(TypeError, match=r"generate\(top_k=...\) is not supported: .*SamplingParams"):
         pagewire.LLM.generate(None, "x", top_k=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'tok_k'$"):
