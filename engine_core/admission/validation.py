@@ -16,6 +16,7 @@ from pagewire.ipc.wire.messages import EngineInfo, Request
 from pagewire.ipc.wire.params import SamplingParams, check_turn, max_n
 from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.tenants import check_tenant
+from pagewire.ipc.wire.thinking import ThinkingMarks
 
 MAX_RANK = 2**31  # sequences of one batch
 
@@ -103,6 +104,8 @@ def check_params(params: SamplingParams, info: EngineInfo) -> None:
     if params.use_beam_search:
         raise ValueError("use_beam_search is for frontends, which search by requests of one token each")
     check_processors(params.logits_processors or (), info.logits_processors)
+    if params.thinking_token_budget is not None:
+        check_marks(params.thinking, info)
     for name in ("logprobs", "prompt_logprobs"):
         number = getattr(params, name)
         if number is None or info.max_logprobs == -1:
@@ -111,6 +114,13 @@ def check_params(params: SamplingParams, info: EngineInfo) -> None:
             continue
         if number == -1 or number > info.max_logprobs:
             raise ValueError(f"{name}={number} is over this engine's max_logprobs={info.max_logprobs}")
+
+
+def check_marks(marks: ThinkingMarks | None, info: EngineInfo) -> None:
+    """Check that the marks of a budget for reasoning are tokens of the model; raises ValueError."""
+    if marks is None or not marks.open_ids or marks.close_id is None:
+        raise ValueError("thinking_token_budget needs the tokens of the marks, which frontends fill in")
+    check_token_ids("thinking", [*marks.open_ids, marks.close_id], info.vocab_size)
 
 
 def check_step_of_search(request: Request) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from pagewire.frontend.requests.embeds import KEY as EMBEDS_KEY
 from pagewire.frontend.requests.embeds import NO_TOKENS, check_embeds_params, embeddings_of
 from pagewire.frontend.requests.lora import UsedAdapter
@@ -31,6 +33,7 @@ from pagewire.ipc.wire.embeddings import PLACEHOLDER, media_of
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.messages import EngineInfo, Request
 from pagewire.ipc.wire.params import Name, RequestOutputKind, SamplingParams, check_logit_edits, check_turn
+from pagewire.ipc.wire.thinking import ThinkingMarks
 
 MASK = 2**64 - 1  # for the 64-bit arithmetic of seeds
 NAME = meta_of(Name)
@@ -278,6 +281,8 @@ class Intake:
             words = [ids for word in params.bad_words for ids in spellings(self.tokenizer, word)]
             params.bad_words_token_ids = words + (params.bad_words_token_ids or [])
             check_logit_edits(params.n, params.num_logit_edits)
+        if params.thinking_token_budget is not None:
+            params.thinking = in_tokens(params.thinking or ThinkingMarks(), self.tokenizer)
         for ids in params.bad_words_token_ids or ():
             check_vocabulary("bad_words", ids, self.info.vocab_size)
         params.update_from_generation_config(self.info.generation_config, self.eos_token_id)
@@ -405,6 +410,23 @@ def generated(prompt: Any) -> list[list[int]] | None:
     """The tokens that a prompt's output goes on with, as a request has them; None if it begins."""
     token_ids = prompt.get(GENERATED) if isinstance(prompt, Mapping) else None
     return None if token_ids is None else [list(token_ids)]
+
+
+def in_tokens(marks: ThinkingMarks, tokenizer: Tokenizer | None) -> ThinkingMarks:
+    """Return marks with their tokens.
+
+    Raises:
+        ValueError: there is no tokenizer, or the closing mark is several tokens.
+    """
+    if tokenizer is None:
+        raise ValueError("thinking_token_budget needs a tokenizer")
+    opening, closing = tokenizer.encode_batch([marks.open, marks.close], add_special_tokens=False)
+    if len(closing) != 1:
+        raise ValueError(
+            f"thinking_token_budget: {quoted(marks.close)} is {len(closing)} tokens of this model, and only a mark "
+            "that is one token can be told from other text for sure; limit max_tokens instead"
+        )
+    return msgspec.structs.replace(marks, open_ids=opening, close_id=closing[0])
 
 
 def choose_among(params: SamplingParams) -> None:

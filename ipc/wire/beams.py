@@ -19,6 +19,10 @@ UNSUPPORTED: Mapping[
     "stop": (([],), _UNSEARCHED),
     "logprobs": ((False,), _UNREPORTED),
     "prompt_logprobs": ((), _UNREPORTED),
+    "thinking_token_budget": (
+        (),
+        "beams are ranked by the model's own probabilities; sample with best_of instead",
+    ),
 }
 BEAMS_ONLY: Mapping[str, Any] = {"length_penalty": 1.0, "early_stopping": False}  # by name: the default
 MAX_CANDIDATES = 1024
@@ -36,7 +40,7 @@ def refusal(fields: Any, searches: bool) -> tuple[str, str] | None:
                 return name, f"{name} is a parameter of beam search: set use_beam_search"
         return None
     for name, (neutral, reason) in UNSUPPORTED.items():
-        value = getattr(fields, name)
+        value = getattr(fields, name, None)
         if value is not None and (type(value), value) not in [(type(other), other) for other in neutral]:
             return name, f"{name} is not supported with use_beam_search: {reason}"
     return None

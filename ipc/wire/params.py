@@ -33,6 +33,7 @@ from pagewire.ipc.wire.budget import (
     MAX_TOKENS_OF_VOCABULARY,
 )
 from pagewire.ipc.wire.json_schema import check_is_schema
+from pagewire.ipc.wire.thinking import ThinkingMarks
 
 MAX_SPELLING = 6  # characters of JSON, or bytes in UTF-8, for a character that it stands for
 MAX_JSON_DEPTH = 100
@@ -265,6 +266,9 @@ class SamplingParams(
         use_beam_search: return the best beams (`BeamSearchParams`) in place of samples, once the search has ended.
             Temperatures 0 and 1 are the same. Penalties, bias, allowed tokens and bad words count; top_p, top_k,
             min_p, seed, stop, logprobs and structured_outputs are refused.
+        thinking_token_budget: most tokens of reasoning, between the model's marks: then the closing mark is
+            generated, and the answer follows. None: no limit but `max_tokens`.
+        thinking: the marks; None: <think> and </think>. The HTTP server fills them in by the model's format.
         length_penalty, early_stopping: those of `BeamSearchParams`; they need `use_beam_search`.
         presence_penalty: subtracted from the logit of each token already generated, in [-2, 2].
         frequency_penalty: subtracted once per earlier occurrence in the output, in [-2, 2].
@@ -337,6 +341,8 @@ class SamplingParams(
     use_beam_search: bool = False
     length_penalty: LengthPenalty = 1.0
     early_stopping: bool | Literal["never"] = False
+    thinking_token_budget: NumTokens | None = None
+    thinking: ThinkingMarks | None = None
     # Token sequences of `bad_words`, filled in by the frontend, which has the tokenizer.
     bad_words_token_ids: Annotated[list[TokenSequence], Meta(max_length=MAX_BAD_WORD_SPELLINGS)] | None = None
     # How many of the n outputs the client gets, filled in by the server for `best_of`; metrics report it.
@@ -469,6 +475,8 @@ class SamplingParams(
         if self.best_of is not None and not self.n <= self.best_of <= max_n():
             raise ValueError(f"best_of must be from n={self.n} to {max_n()}, got {self.best_of}")
         self._check_beams()
+        if self.thinking is not None and self.thinking_token_budget is None:
+            raise ValueError("thinking has the marks of reasoning, for a budget: give thinking_token_budget")
         if self.stop_strings and not self.detokenize:
             raise ValueError("stop strings need detokenize=True: they are looked for in the text")
         if self.temperature == 0.0:

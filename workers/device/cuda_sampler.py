@@ -73,7 +73,7 @@ def row_sampling(slot: SamplingSlot, mask: int = -1, max_most_likely: int = MOST
         presence=edits.presence,
         bias_ids=edits.tables.bias_ids,
         biases=edits.tables.biases,
-        allowed_ids=edits.tables.allowed,
+        allowed_ids=edits.allowed,
         forbidden_ids=edits.forbidden(),
     )
 

@@ -184,6 +184,7 @@ class ChatWriter:
             finish_reason=self._finish_reason(part),
             stop_reason=part.stop_reason,
             token_ids=list(part.token_ids) if self.request.return_token_ids else UNSET,
+            thinking_finish_reason=part.thinking_finish_reason or UNSET,
         )
 
     def _begin(self, output: RequestOutput) -> bytes:
@@ -217,6 +218,7 @@ class ChatWriter:
             finish_reason=self._finish_reason(part),
             stop_reason=UNSET if part.finish_reason is None else part.stop_reason,
             token_ids=list(part.token_ids) if self.request.return_token_ids else UNSET,
+            thinking_finish_reason=part.thinking_finish_reason or UNSET,
         )
         if not reply.tool_calls or choice.finish_reason is None:
             return self._chunk([choice], self._usage())
