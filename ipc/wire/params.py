@@ -475,6 +475,8 @@ class SamplingParams(
         if self.best_of is not None and not self.n <= self.best_of <= max_n():
             raise ValueError(f"best_of must be from n={self.n} to {max_n()}, got {self.best_of}")
         self._check_beams()
+        if self.thinking is not None and not isinstance(self.thinking, ThinkingMarks):
+            raise TypeError(f"thinking must be ThinkingMarks, got {quoted(self.thinking)}")
         if self.thinking is not None and self.thinking_token_budget is None:
             raise ValueError("thinking has the marks of reasoning, for a budget: give thinking_token_budget")
         if self.stop_strings and not self.detokenize:

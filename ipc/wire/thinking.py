@@ -14,6 +14,8 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from pagewire.ipc.bounds import check_fields
+
 MAX_MARK_CHARS = 100
 MAX_MARK_TOKENS = 16
 Mark: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_MARK_CHARS)]
@@ -34,6 +36,9 @@ class ThinkingMarks(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tr
     begun: bool | None = None
     open_ids: MarkTokens | None = None
     close_id: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class ThinkingState:

@@ -7,6 +7,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import msgspec
+
 from pagewire.frontend.api.off_loop import off_loop, tokenizing
 from pagewire.frontend.requests.inputs import check_generates
 from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput

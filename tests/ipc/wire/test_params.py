@@ -20,6 +20,7 @@ from pagewire.ipc.wire.params import (
     SamplingType,
     StructuredOutputsParams,
 )
+from pagewire.ipc.wire.thinking import ThinkingMarks
 from tests.ipc.strategies import sampling_params
 
 BIG = 2**70
@@ -60,6 +61,8 @@ DEFAULTS = {
     "use_beam_search": False,
     "length_penalty": 1.0,
     "early_stopping": False,
+    "thinking_token_budget": None,
+    "thinking": None,
 }
 
 
@@ -101,6 +104,7 @@ EDGES: dict[str, list[Any]] = {
     "bad_words": [[], ["a b", "c"]],
     "extra_args": [{}, {"a": {"b": [1, b"x", None]}}],
     "best_of": [1, 64, None],
+    "thinking_token_budget": [0, 2**63 - 1, None],
     "logits_processors": [[], ["a", "b"]],
 }
 
@@ -137,12 +141,16 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "extra_args": [{"a": BIG}, {"a": object()}, {"a": "\ud800"}, {"a": print}],
     "logits_processors": [[print], ["x"] * 65],
     "best_of": [0, 65, BIG],
+    "thinking_token_budget": [-1, BIG],
+    "thinking": [ThinkingMarks()],
     "length_penalty": [-16.1, 17.0, math.nan, 2.0],
     "early_stopping": ["no", True, "never"],
 }
 OF_ANOTHER_TYPE: dict[str, list[Any]] = {
     "num_returned": [1.0, True, "1"],
     "best_of": [1.0, True, "1"],
+    "thinking_token_budget": [1.0, True, "1"],
+    "thinking": ["<think>", 5],
     "use_beam_search": [1, None],
     "processed_logprobs": [1, None],
     "length_penalty": ["1", None],
