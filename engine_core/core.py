@@ -38,6 +38,7 @@ from pagewire.engine_core.workers.supervisor import CoreError, WorkerSupervisor
 from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import EngineStoppedError, error_text, received_error
 from pagewire.ipc.host.heap import freeze_heap, release_spare_memory
+from pagewire.ipc.options.structured import StructuredOutputsConfig
 from pagewire.ipc.wire import messages
 from pagewire.ipc.wire.lora import AdapterLoaded
 from pagewire.ipc.wire.messages import EngineInfo
@@ -368,6 +369,7 @@ def open_grammars(config: EngineConfig, vocab_size: int, wake: Callable[[], None
         open_prover=lambda: ConfinedProver(config.tokenizer_folder(), config.eos_token_ids, vocab_size),
         seconds=env_float("PAGEWIRE_GRAMMAR_TIMEOUT_S", 10.0),
         wake=wake,
+        demands=StructuredOutputsConfig.read(config.args.structured_outputs_config),
     )
 
 

@@ -266,11 +266,6 @@ OPTIONS: Mapping[str, Absent] = {
         silent=(0,),
         warned=int | float,
     ),
-    "structured_outputs_config": Absent(
-        "llguidance compiles all grammars",
-        "set options with each request (StructuredOutputsParams)",
-        pending=True,
-    ),
     "swap_space": Absent(
         "preempted sequences are recomputed, never swapped",
         "their blocks that are still cached are not computed again",

@@ -32,6 +32,7 @@ from pagewire.engine_core.grammar.prover import MAX_GRAMMAR_BYTES, Proof, Prover
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.fair_queue import FairQueue
 from pagewire.ipc.host.confined import JobTimeoutError
+from pagewire.ipc.options.structured import StructuredOutputsConfig
 from pagewire.ipc.shares import Name
 from pagewire.ipc.wire.params import StructuredOutputsParams
 
@@ -49,6 +50,7 @@ QUICK_CPU_SECONDS = 0.5  # processor time after which a grammar must go to the s
 QUICK_SECONDS = 2.0  # the same for its time: where processors are busy, jobs get a small part of one
 NICENESS = 10  # of the threads: the core's loop goes first
 THREAD_STACK_BYTES = 8 << 20  # of the threads that compile; a grammar was proven within a quarter of it
+NO_DEMANDS = StructuredOutputsConfig()
 Lane = FairQueue[Compilation]
 logger = logging.getLogger("pagewire.core")
 
@@ -57,7 +59,7 @@ class Grammars:
     """Compiles grammars in threads, and caches those used most recently.
 
     load: makes llguidance's tokenizer; called once, for the first grammar. vocab_size: of the model.
-    open_prover: makes the prover, once. seconds: time limit of a compilation.
+    demands: of every grammar. open_prover: makes the prover, once. seconds: time limit of a compilation.
     wake: called in a compiling thread after each compilation.
     max_bytes, max_cached_bytes: memory of all compiled grammars, and of those that are cached.
     capacity: number of outcomes that are cached.
@@ -73,12 +75,13 @@ class Grammars:
         open_prover: Callable[[], Prover],
         seconds: float,
         wake: Callable[[], None],
+        demands: StructuredOutputsConfig = NO_DEMANDS,
         capacity: int = MAX_CACHED,
         max_bytes: int = MAX_BYTES,
         max_cached_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
         self._load, self._vocab_size, self._open_prover = load, vocab_size, open_prover
-        self._seconds, self._wake = seconds, wake
+        self._seconds, self._wake, self._demands = seconds, wake, demands
         self._capacity, self._max_bytes, self._max_cached_bytes = capacity, max_bytes, max_cached_bytes
         self._lock = threading.RLock()  # of `_known`, `_in_use` and `_reserved`, and of the lanes
         self._known: OrderedDict[bytes, Compilation] = OrderedDict()
@@ -106,6 +109,7 @@ class Grammars:
         Raises:
             EngineBusyError: too many grammars are waiting.
         """
+        structure = self._demands.applied(structure)
         encoded = msgspec.msgpack.encode(structure)
         key = hashlib.sha256(encoded).digest()
         with self._lock:

@@ -30,6 +30,7 @@ from pagewire.ipc.options.groups import (
     SpeculationOptions,
 )
 from pagewire.ipc.options.option import check_types
+from pagewire.ipc.options.structured import StructuredOutputsConfig
 from pagewire.ipc.quantization import quantization_name
 from pagewire.ipc.speculative import FLAGS, SpeculativeConfig, speculative_config
 from pagewire.ipc.wire.pooling import PoolerConfig
@@ -99,6 +100,7 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
     def __post_init__(self) -> None:
         self.pooler_config = msgspec.to_builtins(PoolerConfig.read(self.pooler_config))
         self.speculative_config = self.speculative_config or {}
+        self.structured_outputs_config = self.structured_outputs_config or {}
         given: Any = self.logits_processors or []
         self.logits_processors = [path_of(code) for code in (given if isinstance(given, list) else [given])]
         self.worker_extension = path_of(self.worker_extension)
@@ -127,6 +129,7 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
         self._check_parallel()
         self.resolved_speculation()
         self.resolved_processors()
+        StructuredOutputsConfig.read(self.structured_outputs_config)
         if self.worker_extension is not None:
             checked_path(self.worker_extension)
         self._check_adapters()

@@ -424,7 +424,7 @@ class AdapterOptions:
 
 @dataclass(init=False, repr=False, eq=False)
 class ExtensionOptions:
-    """Code of one's own that the workers run; see `ipc.models.own_code`."""
+    """Code of one's own that the workers run (`ipc.models.own_code`), and demands on structured output."""
 
     logits_processors: str | list[str] = option(
         None,
@@ -432,6 +432,13 @@ class ExtensionOptions:
         "import paths of logits processors, which the workers import: module:Class applies to all requests, "
         "NAME=module:Class to those that ask for NAME",
         make=list,
+    )
+    structured_outputs_config: dict[str, Any] = option(
+        None,
+        "Structured output",
+        "JSON of disable_additional_properties (objects have no properties but those that their schema names) and "
+        "disable_any_whitespace, for all requests",
+        make=dict,
     )
     worker_extension: str | None = option(
         None,

@@ -20,6 +20,7 @@ from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.grammar.prover import ConfinedProver, Proof
 from pagewire.engine_core.grammar.schema import json_schema
 from pagewire.ipc.errors import EngineBusyError
+from pagewire.ipc.options.structured import StructuredOutputsConfig
 from pagewire.ipc.wire.params import StructuredOutputsParams
 
 FOLDER = Path(pagewire.demo.__path__[0])
@@ -184,6 +185,29 @@ def test_a_schema_cannot_bring_options_of_its_own(
     assert accepts("{}", json=schema) and not accepts("{   }", json=schema)
     with pytest.raises(GrammarError, match="not supported"):
         compiled(json={"type": "array", "contains": {}, "x-guidance": {"lenient": True}})
+
+
+def test_the_engine_may_demand_it_of_every_request(tokenizer: LLTokenizer) -> None:
+    demands = StructuredOutputsConfig.read({"disable_additional_properties": True, "backend": "guidance"})
+    woken = Woken(lambda: tokenizer, demands=demands)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    compilation = woken.compile(json=schema)
+    for text, good in (('{"a":1}', True), ('{"b":1}', False)):
+        matcher = compilation.outcome.matcher()  # type: ignore[union-attr]
+        fits = True
+        for token_id in tokenizer.tokenize_str(text):
+            fits = fits and allowed(matcher.mask(), token_id)
+            if fits:
+                matcher.accept(token_id)
+        assert fits == good
+    assert demands.applied(StructuredOutputsParams(regex="a")) == StructuredOutputsParams(regex="a")
+    for values, message in (
+        ({"disable_additional": True}, "unknown key of structured_outputs_config 'disable_additional'"),
+        ({"backend": "mine"}, "backend='mine' is not supported: all grammars are compiled by llguidance"),
+        ({"reasoning_parser": "qwen3"}, "--reasoning-parser names"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            StructuredOutputsConfig.read(values)
 
 
 def test_additional_properties_can_be_left_out(accepts: Callable[..., bool]) -> None:
