@@ -24,7 +24,6 @@ class Absent(msgspec.Struct, frozen=True, gc=False):
     reason: why pagewire does not have it. instead: what does its work, or what to write.
     silent: values that ask for what happens anyway; so do None, {} and [].
     warned: values, or their type, that are accepted with one warning: they change no output and no promise.
-    same_as: of an argument: another one, whose value is silent as well.
     pending: it is to be built.
     """
 
@@ -32,7 +31,6 @@ class Absent(msgspec.Struct, frozen=True, gc=False):
     instead: str
     silent: tuple[Any, ...] = ()
     warned: tuple[Any, ...] | type | UnionType = ()
-    same_as: str = ""
     pending: bool = False
 
     def warns_of(self, value: Any) -> bool:
@@ -96,8 +94,7 @@ class KnowsArguments(msgspec.StructMeta):
         """A struct; see `settle`."""
         for name in [name for name in kwargs if f"{cls.__name__}({name})" in NAMES]:
             absent, value = NAMES[f"{cls.__name__}({name})"], kwargs.pop(name)
-            if not absent.same_as or value != kwargs.get(absent.same_as):
-                settle(name, value, absent)
+            settle(name, value, absent)
         return super().__call__(*args, **kwargs)
 
 
@@ -227,9 +224,6 @@ OPTIONS: Mapping[str, Absent] = {
         "engines do not exchange KV blocks",
         "`pagewire route` sends a request to where its prefix is cached",
         pending=True,
-    ),
-    "logits_processors": Absent(
-        "code never crosses a socket", "use logit_bias, allowed_token_ids or bad_words of SamplingParams"
     ),
     "long_lora_scaling_factors": Absent(
         "all requests of an engine have one rotary embedding and one max_model_len",
@@ -374,7 +368,6 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
         for name, absent in (
             ("guided_decoding_backend", OPTIONS["guided_decoding_backend"]),
             ("kv_transfer_params", OPTIONS["kv_transfer_config"]),
-            ("logits_processors", OPTIONS["logits_processors"]),
             ("mm_processor_kwargs", OPTIONS["mm_processor_kwargs"]),
         )
     },
@@ -457,7 +450,6 @@ _TOKENIZATION = Absent(
     "a prompt is tokenized as its model asks",
     "truncate_prompt_tokens shortens it, and prompt_token_ids are taken as they are",
 )
-_BEAMS = "beam search is a method of its own"
 NAMES: Mapping[str, Absent] = {
     "AsyncLLM(engine_use_ray)": _FROM_OPTIONS,
     "AsyncLLM(log_requests)": _FROM_OPTIONS,
@@ -516,26 +508,11 @@ NAMES: Mapping[str, Absent] = {
         "metrics are a list, since several may have one name and different labels",
         "write next(m for m in metrics if m.name == name)",
     ),
-    "SamplingParams(best_of)": Absent(
-        "all outputs of a request are returned",
-        "set n and logprobs=0, and choose by cumulative_logprob; the HTTP API takes best_of",
-        silent=(1,),
-        same_as="n",
-    ),
-    "SamplingParams(early_stopping)": Absent(
-        _BEAMS, "use LLM.beam_search(prompts, BeamSearchParams(early_stopping=...))", silent=(False,)
-    ),
-    "SamplingParams(length_penalty)": Absent(
-        _BEAMS, "use LLM.beam_search(prompts, BeamSearchParams(length_penalty=...))", silent=(1.0,)
-    ),
     "SamplingParams(output_text_buffer_length)": Absent(
         "the frontend holds back what may be the beginning of a stop string",
         "leave it out",
         silent=(0,),
         warned=int,
-    ),
-    "SamplingParams(use_beam_search)": Absent(
-        _BEAMS, "use LLM.beam_search(prompts, BeamSearchParams(beam_width=...))", silent=(False,)
     ),
     "StructuredOutputsConfig(backend)": OPTIONS["guided_decoding_backend"],
     "StructuredOutputsConfig(disable_fallback)": Absent(

@@ -164,6 +164,11 @@ def add_load_options(group: Any) -> None:
     )
     group.add_argument("--concurrency", type=positive, metavar="N", help="most requests that run at once")
     group.add_argument(
+        "--profile",
+        action="store_true",
+        help="record the workers while the load runs, after the warm-up (/start_profile, /stop_profile)",
+    )
+    group.add_argument(
         "--num-warmups",
         type=int,
         metavar="INT",
@@ -252,10 +257,14 @@ async def measure(options: argparse.Namespace) -> tuple[list[Any], float, Target
         warm, queries = await make_queries(client, options)
         await drive(client.stream, warm, arrivals(len(warm), math.inf, 1.0, 0), None)
         due = arrivals(len(queries), options.request_rate, options.burstiness, options.seed)
+        if options.profile:
+            await client.call("/start_profile", {})
         with tqdm(total=len(queries), disable=options.no_progress, unit="req", file=sys.stderr) as bar:
             results, seconds = await drive(
                 client.stream, queries, due, options.concurrency, lambda result: bar.update()
             )
+        if options.profile:
+            await client.call("/stop_profile", {})
     return results, seconds, target
 
 

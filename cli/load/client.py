@@ -21,6 +21,7 @@ import msgspec
 
 CONNECT_SECONDS = 30.0
 MESSAGE_CHARACTERS = 200  # a server's error message is cut to this length, to fit on a line
+ADMIN = {"X-Pagewire-Admin": "1"}
 
 
 @dataclass(frozen=True)
@@ -204,12 +205,14 @@ class LoadClient:
     async def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Call another endpoint (GET, or POST if there is a body) and return its decoded JSON.
 
+        Operators' endpoints of pagewire want a header that no web page can send.
+
         Raises:
             OSError: the server cannot be reached, or answers with an error status.
         """
         method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
         try:
-            async with self.http.request(method, path, data=data) as response:
+            async with self.http.request(method, path, data=data, headers=ADMIN) as response:
                 content = await response.read()
                 if response.status != 200:
                     raise OSError(f"{path}: {response.status}: {shortened(content)}")

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pagewire.ipc.bounds import MAX_INT, check_int
+from pagewire.ipc.models.own_code import check_processors
+from pagewire.ipc.wire.beams import MAX_CANDIDATES
 from pagewire.ipc.wire.embeddings import check_media
 from pagewire.ipc.wire.messages import EngineInfo, Request
 from pagewire.ipc.wire.params import SamplingParams, check_turn, max_n
 from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.tenants import check_tenant
+from pagewire.ipc.wire.thinking import ThinkingMarks
 
 MAX_RANK = 2**31  # sequences of one batch
 
@@ -53,6 +56,8 @@ def check_request(request: Request, info: EngineInfo, *, task_known: bool = Fals
         check_int("eos_token_id", request.eos_token_id, 0, 2**31 - 1)
     if not task_known:
         check_params(request.task, info)
+    if request.task.processed_logprobs:
+        check_step_of_search(request)
     check_int("num_prompt_logprobs", request.num_prompt_logprobs, 0, num_prompt - 1)
     if request.output_token_ids is not None:
         check_resumed(request, info)
@@ -96,12 +101,33 @@ def check_params(params: SamplingParams, info: EngineInfo) -> None:
     check_token_ids("logit_bias", params.logit_bias or (), info.vocab_size)
     for word in params.bad_words_token_ids or ():
         check_token_ids("bad_words_token_ids", word, info.vocab_size)
+    if params.use_beam_search:
+        raise ValueError("use_beam_search is for frontends, which search by requests of one token each")
+    check_processors(params.logits_processors or (), info.logits_processors)
+    if params.thinking_token_budget is not None:
+        check_marks(params.thinking, info)
     for name in ("logprobs", "prompt_logprobs"):
         number = getattr(params, name)
         if number is None or info.max_logprobs == -1:
             continue
+        if params.processed_logprobs and 0 <= number <= MAX_CANDIDATES:  # of a single token
+            continue
         if number == -1 or number > info.max_logprobs:
             raise ValueError(f"{name}={number} is over this engine's max_logprobs={info.max_logprobs}")
+
+
+def check_marks(marks: ThinkingMarks | None, info: EngineInfo) -> None:
+    """Check that the marks of a budget for reasoning are tokens of the model; raises ValueError."""
+    if marks is None or not marks.open_ids or marks.close_id is None:
+        raise ValueError("thinking_token_budget needs the tokens of the marks, which frontends fill in")
+    check_token_ids("thinking", [*marks.open_ids, marks.close_id], info.vocab_size)
+
+
+def check_step_of_search(request: Request) -> None:
+    """Check that a request for processed log probabilities generates a single token; raises ValueError."""
+    params, done = request.params, request.output_token_ids or [[]]
+    if params.n > 1 or params.prompt_logprobs is not None or params.max_tokens != len(done[0]) + 1:
+        raise ValueError("processed_logprobs are for steps of beam search, which generate one token")
 
 
 def check_resumed(request: Request, info: EngineInfo) -> None:

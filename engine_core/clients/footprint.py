@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, TypeAlias
 
+import msgspec
+
 from pagewire.ipc.wire.budget import POINTER_BYTES
 from pagewire.ipc.wire.messages import Request
 from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
@@ -21,6 +23,7 @@ REQUEST_BYTES = 2000  # the request, its prompt, its parameters without lists an
 SEQUENCE_BYTES = 1200  # a sequence, its empty lists, and its places in queues and tables
 STRUCTURE_BYTES = 150
 MEDIUM_BYTES = 300
+EXTRA_BYTES = 72  # per encoded byte of extra_args: an empty list takes one
 Parts: TypeAlias = tuple[tuple[object, int], ...]  # objects, each with its bytes
 
 
@@ -48,6 +51,8 @@ def footprint_of(request: Request, parameters: Parts | None = None) -> RequestFo
     strings = (request.request_id, request.tenant, prompt.cache_salt or "")
     own_bytes = REQUEST_BYTES + num_sequences * SEQUENCE_BYTES + POINTER_BYTES * num_tokens
     own_bytes += sum(map(getsizeof, strings)) + MEDIUM_BYTES * len(prompt.media)
+    if isinstance(task, SamplingParams) and task.extra_args:
+        own_bytes += EXTRA_BYTES * len(msgspec.msgpack.encode(task.extra_args))
     if (adapter := request.adapter) is not None:
         own_bytes += sum(map(getsizeof, (adapter.name, adapter.path, adapter.version)))
     sizes: list[tuple[object, int]] = [(medium.data, len(medium.data.data)) for medium in prompt.media]

@@ -241,8 +241,8 @@ class MessageIntake:
         """
         self._share_numbers(request)
         self._contents.hold(request.prompt)
-        if isinstance(request.task, SamplingParams):
-            request.task.extra_args = None  # the core does not read them
+        if isinstance(request.task, SamplingParams) and not self._core.config.args.logits_processors:
+            request.task.extra_args = None  # nothing else reads them
         resumed = request.output_token_ids is not None
         return self._memory.charge(
             client.number, request.tenant, footprint_of(request, parameters), resumed=resumed

@@ -164,6 +164,8 @@ class EngineConfig:
             lora=args.lora_config(),
             merged_adapter="" if self.merged_adapter is None else str(self.merged_adapter),
             registrations=registered(self.plugins),
+            logits_processors=args.resolved_processors(),
+            worker_extension=args.worker_extension or "",
         )
 
     def adapter_limits(self, ready: Ready) -> AdapterLimits | None:
@@ -246,6 +248,7 @@ class EngineConfig:
             max_num_batched_tokens=self.scheduler_config(ready).max_num_batched_tokens,
             embeddings=self.embeddings_info(ready),
             short_length=ready.short_length,
+            logits_processors=[source.name for source in args.resolved_processors() if source.name],
         )
 
     def embeddings_info(self, ready: Ready) -> EmbeddingsInfo:

@@ -50,6 +50,7 @@ QUICK_CPU_SECONDS = 0.5  # processor time after which a grammar must go to the s
 QUICK_SECONDS = 2.0  # the same for its time: where processors are busy, jobs get a small part of one
 NICENESS = 10  # of the threads: the core's loop goes first
 THREAD_STACK_BYTES = 8 << 20  # of the threads that compile; a grammar was proven within a quarter of it
+NO_DEMANDS = StructuredOutputsConfig()
 Lane = FairQueue[Compilation]
 logger = logging.getLogger("pagewire.core")
 

@@ -24,6 +24,7 @@ from contextlib import aclosing, contextmanager
 from typing import Any, Self, TypeAlias, TypeVar
 
 from pagewire.frontend.api.async_engine import AsyncEngine
+from pagewire.frontend.api.beam_requests import BeamRequest, search
 from pagewire.frontend.api.loop_mailbox import LoopMailbox, OutputListener
 from pagewire.frontend.api.off_loop import OFF_LOOP_CHARS, num_chars, tokenizing
 from pagewire.frontend.core.session import Session, ignore_usage_context
@@ -125,6 +126,14 @@ class AsyncLLM(AsyncEngine):
         given = prompt_token_ids if prompt is None else prompt
         if given is None or (prompt is not None and prompt_token_ids is not None):
             raise ValueError("give a prompt")
+        if params.use_beam_search:
+            options: dict[str, Any] = {"priority": priority, "prompt_adapter_request": prompt_adapter_request}
+            name = request_ids(request_id, 1)[0]
+            request = await tokenizing(
+                num_chars(given), BeamRequest, self.session, given, params, name, lora_request
+            )
+            yield await search(self.generate_all, request, lora_request=lora_request, **options)
+            return
         stream = self.generate_all(
             [given],
             params,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from pagewire.frontend.api.beam_requests import BeamRequest
 from pagewire.frontend.api.progress import Tick
 from pagewire.frontend.core.mailbox import Inbox
 from pagewire.frontend.core.session import Session
@@ -87,6 +88,47 @@ def num_tokens(request: Request) -> int:
     """The tokens that the core keeps of a request's prompt: once, and for each sequence."""
     num_sequences = request.task.n if isinstance(request.task, SamplingParams) else 1
     return len(request.prompt.token_ids) * (1 + num_sequences)
+
+
+def complete_or_search(
+    session: Session,
+    prompts: Sequence[PromptType],
+    params: Sequence[SamplingParams],
+    priority: Sequence[int],
+    adapters: Sequence[LoRARequest | None],
+    next_id: Callable[[], str],
+    tick: Tick,
+    prompt_adapter: PromptAdapterRequest | None = None,
+) -> list[RequestOutput]:
+    """As `complete`, where parameters may have `use_beam_search`; the steps of all searches run together."""
+    outputs: dict[int, RequestOutput] = {}
+
+    def run(indices: Sequence[int], prompts: list[Any], params: list[SamplingParams], tick: Tick) -> Any:
+        order, own = [priority[i] for i in indices], [adapters[i] for i in indices]
+        return complete(session, prompts, params, order, own, next_id, tick, prompt_adapter)
+
+    searches = {
+        i: BeamRequest(session, prompts[i], params[i], next_id(), adapters[i])
+        for i in range(len(prompts))
+        if params[i].use_beam_search
+    }
+    others = [i for i in range(len(prompts)) if i not in searches]
+    done = run(others, [prompts[i] for i in others], [params[i] for i in others], tick)
+    outputs.update(zip(others, done, strict=True))
+    while searches:
+        steps = [(i, prompt) for i, search in searches.items() for prompt in search.prompts]
+        step_params = [searches[i].params for i, _ in steps]
+        done = iter(run([i for i, _ in steps], [prompt for _, prompt in steps], step_params, ignore))
+        for i, search in list(searches.items()):
+            if (result := search.advance([next(done) for _ in search.prompts])) is not None:
+                outputs[i] = result
+                del searches[i]
+                tick(result)
+    return [outputs[i] for i in range(len(prompts))]
+
+
+def ignore(output: Any) -> None:
+    """Does nothing with the output of a step."""
 
 
 def complete(

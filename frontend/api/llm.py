@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
-from pagewire.frontend.api.batch import complete, search_beams
+from pagewire.frontend.api.batch import complete_or_search, search_beams
 from pagewire.frontend.api.configs import ModelConfig
 from pagewire.frontend.api.llm_engine import LLMEngine
 from pagewire.frontend.api.offline_pooling import OfflinePooling
@@ -131,7 +131,7 @@ class LLM(OfflinePooling):
         adapters = for_each(lora_request, len(prompts))
         order = priority or [0] * len(prompts)
         with progress_bar(len(prompts), use_tqdm) as tick:
-            return complete(
+            return complete_or_search(
                 self.session, prompts, params, order, adapters, self._next_id, tick, prompt_adapter_request
             )
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
+from pagewire.frontend.api.beam_requests import BeamRequest, EngineSearches
 from pagewire.frontend.api.local_engine import LocalEngine
 from pagewire.frontend.core.mailbox import Inbox
 from pagewire.frontend.core.session import Session, ignore_usage_context
@@ -42,6 +43,7 @@ class LLMEngine(LocalEngine):
         self.session = session
         self._inbox = Inbox()
         self._unfinished: dict[str, RequestState] = {}
+        self._searches = EngineSearches(session, self._inbox)
         self._close = weakref.finalize(self, session.close)
 
     @classmethod
@@ -102,13 +104,18 @@ class LLMEngine(LocalEngine):
         settle(
             "tokenization_kwargs", tokenization_kwargs, NAMES["LLMEngine.add_request(tokenization_kwargs)"]
         )
-        if request_id in self._unfinished:
+        if request_id in self._unfinished or request_id in self._searches:
             raise ValueError(f"request id {request_id!r} is in use")
         age = age_of(arrival_time)
         if isinstance(params, PoolingParams):
             refuse_adapter(prompt_adapter_request)
             checked = complete(params, self.info, None, None)
             prepared = self.session.prepare_pooling(prompt, checked, request_id, priority, age, lora_request)
+        elif params.use_beam_search:
+            request = BeamRequest(self.session, prompt, params, request_id, lora_request)
+            options = {"lora_request": lora_request, "prompt_adapter_request": prompt_adapter_request}
+            self._searches.add(request, trace_headers, priority=priority, age=age, **options)
+            return
         else:
             prepared = self.session.prepare(
                 prompt, params, request_id, priority, age, lora_request, prompt_adapter_request
@@ -122,8 +129,11 @@ class LLMEngine(LocalEngine):
         ended with an error has the finish reason "error".
         """
         outputs: list[RequestOutput] = []
-        while self._unfinished and not outputs:
+        while self.has_unfinished_requests() and not outputs:
             for state in self._inbox.get():
+                if (found := self._searches.take(state)) is not None:
+                    outputs.append(found)
+                    continue
                 if self._unfinished.get(state.request.request_id) is not state:
                     continue  # aborted
                 if (output := self.session.take(state)) is not None:
@@ -135,15 +145,16 @@ class LLMEngine(LocalEngine):
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End one or several requests; `step` returns no further outputs of them. Unknown ids are ignored."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        self._searches.abort(ids)
         self.session.abort([self._unfinished.pop(name) for name in ids if name in self._unfinished])
 
     def has_unfinished_requests(self) -> bool:
         """True while there is a request whose last output `step` has yet to return."""
-        return bool(self._unfinished)
+        return self.get_num_unfinished_requests() > 0
 
     def get_num_unfinished_requests(self) -> int:
         """How many requests there are whose last output `step` has yet to return."""
-        return len(self._unfinished)
+        return len(self._unfinished) + len(self._searches)
 
     # -------------------------------------------------------------- the engine as a whole
 

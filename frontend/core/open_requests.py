@@ -387,9 +387,10 @@ def resumed(state: RequestState) -> Request:
     """
     if not state.output_token_ids:
         return state.request
+    done = state.request.output_token_ids or [[] for _ in state.finish_reasons]
     token_ids = [
-        tokens if reason is None else []
-        for tokens, reason in zip(state.output_token_ids, state.finish_reasons, strict=True)
+        [*before, *tokens] if reason is None else []
+        for before, tokens, reason in zip(done, state.output_token_ids, state.finish_reasons, strict=True)
     ]
     return msgspec.structs.replace(
         state.request,

@@ -12,14 +12,28 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pagewire.frontend.requests.inputs import salt_of
+import msgspec
+
+from pagewire.frontend.requests.inputs import GENERATED, salt_of
+from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.text.logprobs import token_text
 from pagewire.frontend.text.prompts import PromptType, TokensPrompt
+from pagewire.ipc.wire.beams import MAX_CANDIDATES
 from pagewire.ipc.wire.params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from pagewire.frontend.requests.outputs import RequestOutput
     from pagewire.frontend.text.tokenizer import Tokenizer
+
+EDITS = (  # parameters that change the logits of a step
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "logits_processors",
+    "extra_args",
+)
 
 # Generates one more token, with log probabilities, for every prompt; returns outputs in the same order.
 Extend = Callable[[list[TokensPrompt], SamplingParams], "list[RequestOutput]"]
@@ -86,11 +100,8 @@ class Beams:
         self._ended: list[BeamSearchSequence] = []
 
     def prompts(self) -> list[TokensPrompt]:
-        """Return the prompt with the tokens of every running beam. All have the prompt's cache salt."""
-        token_ids = self._prompt["prompt_token_ids"]
-        prompts: list[Any] = [
-            {**self._prompt, "prompt_token_ids": token_ids + beam.token_ids} for beam in self.running
-        ]
+        """Return the prompt with the tokens of every running beam as its output, and with its cache salt."""
+        prompts: list[Any] = [{**self._prompt, GENERATED: beam.token_ids} for beam in self.running]
         return prompts
 
     def advance(self, candidates: Iterable[Sequence[tuple[int, float]]]) -> None:
@@ -119,7 +130,7 @@ class Beams:
                 self.running.append(beam)
             elif rank < width:
                 self._ended.append(beam)
-        self.running = self.running[:width]
+        del self.running[width:]
         self._ended = heapq.nlargest(width, self._ended, key=self._score)
         if self._settled():
             self.running = []
@@ -174,6 +185,7 @@ def beam_steps(
     ends: Mapping[int, int | None],
     max_model_len: int,
     max_logprobs: int = -1,
+    edits: SamplingParams | None = None,
     on_done: Callable[[], None] = lambda: None,
 ) -> Steps:
     """Generator form of `beam_search`: yields the prompts to extend by one token and the parameters, receives the
@@ -182,20 +194,23 @@ def beam_steps(
     Args:
         ends: the tokens that end beams (see `end_tokens`).
         max_logprobs: largest number of log probabilities that the engine returns per token; -1: all.
+        edits: parameters whose penalties, bias, allowed tokens, bad words and processors change the logits.
         on_done: called when the search of a prompt ends.
 
     Raises:
         ValueError: the search needs more log probabilities than the engine returns, or a prompt leaves no room.
     """
-    step_params = one_token(params, len(ends))
-    check_num_logprobs(params, step_params.logprobs, max_logprobs)
+    step_params = one_token(params, len(ends), max_logprobs, edits)
+    check_num_candidates(params, step_params.logprobs or 0)
     rooms = [room_of(prompt, params, max_model_len) for prompt in prompts]
     searches = [
         Beams(prompt, params, ends, min(params.max_tokens, room))
         for prompt, room in zip(prompts, rooms, strict=True)
     ]
-    searching = searches
+    searching, num_tokens = searches, 0
     while searching:
+        num_tokens += 1
+        step_params = msgspec.structs.replace(step_params, max_tokens=num_tokens)
         outputs = iter((yield [prompt for search in searching for prompt in search.prompts()], step_params))
         for search in searching:
             search.advance([candidates(next(outputs), params, len(ends)) for _ in list(search.running)])
@@ -254,39 +269,70 @@ def add_text(
     beam.text = tokenizer.decode(token_ids, skip_special_tokens, spaces_between_special_tokens) + mark
 
 
-def one_token(params: BeamSearchParams, num_ends: int) -> SamplingParams:
+def search_params(params: SamplingParams, max_tokens: int) -> BeamSearchParams:
+    """Return the parameters of the search of a request with `use_beam_search`. max_tokens: if it says none."""
+    return BeamSearchParams(
+        beam_width=params.best_of or params.n,
+        max_tokens=params.max_tokens or max_tokens,
+        ignore_eos=params.ignore_eos,
+        temperature=params.temperature,
+        length_penalty=params.length_penalty,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        early_stopping=params.early_stopping,
+        min_tokens=params.min_tokens,
+        stop_token_ids=params.stop_token_ids,
+    )
+
+
+def completion(index: int, beam: BeamSearchSequence) -> CompletionOutput:
+    """Return a beam as a completion."""
+    return CompletionOutput(
+        index,
+        beam.text,
+        beam.token_ids,
+        beam.cumulative_logprob,
+        finish_reason=beam.finish_reason,
+        stop_reason=beam.stop_reason,
+    )
+
+
+def one_token(
+    params: BeamSearchParams, num_ends: int, max_logprobs: int, edits: SamplingParams | None
+) -> SamplingParams:
     """Return the parameters of one step: one token, with the log probabilities of the candidates.
 
-    Log probabilities are reported before temperature; for one other than 1 the whole distribution is needed.
+    They are the model's where that is the same as those that tokens would be sampled with, since any device finds
+    these fast.
     """
+    edited = {name: getattr(edits, name) for name in EDITS} if edits is not None else {}
+    plain = SamplingParams()
+    number = params.beam_width + num_ends
     return SamplingParams(
         max_tokens=1,
-        temperature=0.0,
-        logprobs=params.beam_width + num_ends if params.temperature in (0.0, 1.0) else -1,
+        temperature=0.0 if params.temperature == 1.0 else params.temperature,  # drawn tokens are not used
+        logprobs=number,
+        processed_logprobs=params.temperature not in (0.0, 1.0)
+        or not (max_logprobs == -1 or number <= max_logprobs)
+        or any(value and value != getattr(plain, name) for name, value in edited.items()),
         flat_logprobs=True,
         detokenize=False,
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        **edited,
     )
 
 
-def check_num_logprobs(params: BeamSearchParams, num_logprobs: int | None, limit: int) -> None:
+def check_num_candidates(params: BeamSearchParams, number: int) -> None:
     """Check that the engine returns as many log probabilities as a step needs.
 
     Raises:
         ValueError: it does not.
     """
-    if limit == -1 or (num_logprobs is not None and 0 <= num_logprobs <= limit):
-        return
-    if num_logprobs == -1:
+    if number > MAX_CANDIDATES:
         raise ValueError(
-            f"beam search with temperature={params.temperature} needs the log probabilities of all tokens, but "
-            f"this engine's max_logprobs is {limit}; set it to -1, or give temperature 0 or 1"
+            f"beam_width={params.beam_width} needs the log probabilities of {number} tokens per step, with those "
+            f"that end beams; at most {MAX_CANDIDATES} are possible"
         )
-    raise ValueError(
-        f"beam_width={params.beam_width} needs the log probabilities of {num_logprobs} tokens per step, but this "
-        f"engine's max_logprobs is {limit}"
-    )
 
 
 def room_of(prompt: TokensPrompt, params: BeamSearchParams, max_model_len: int) -> int:
@@ -305,17 +351,13 @@ def room_of(prompt: TokensPrompt, params: BeamSearchParams, max_model_len: int) 
 
 
 def candidates(output: RequestOutput, params: BeamSearchParams, num_ends: int) -> list[tuple[int, float]]:
-    """Return the most likely next tokens, with log probabilities at the search's temperature.
+    """Return the most likely next tokens, with their log probabilities.
 
-    There are enough of them to go on with `beam_width` beams, even if all tokens that end beams are among them.
+    There are enough of them to go on with `beam_width` beams, even if all tokens that end beams are among them;
+    fewer where fewer are possible.
     """
     logprobs = output.outputs[0].logprobs
     first = logprobs[0] if logprobs else None
     assert first is not None, "steps request log probabilities"
-    logprob_of = {token_id: entry.logprob for token_id, entry in first.items()}
-    if params.temperature not in (0.0, 1.0):
-        peak = max(logprob_of.values())  # subtracted first: divided by a tiny temperature, all could be -inf
-        scaled = {token_id: (logprob - peak) / params.temperature for token_id, logprob in logprob_of.items()}
-        norm = math.log(math.fsum(map(math.exp, scaled.values())))
-        logprob_of = {token_id: value - norm for token_id, value in scaled.items()}
-    return heapq.nlargest(params.beam_width + num_ends, logprob_of.items(), key=lambda pair: pair[1])
+    possible = [(token_id, entry.logprob) for token_id, entry in first.items() if entry.logprob > -math.inf]
+    return heapq.nlargest(params.beam_width + num_ends, possible, key=lambda pair: (pair[1], -pair[0]))

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from pagewire.frontend.requests.embeds import KEY as EMBEDS_KEY
 from pagewire.frontend.requests.embeds import NO_TOKENS, check_embeds_params, embeddings_of
 from pagewire.frontend.requests.lora import UsedAdapter
@@ -23,18 +25,22 @@ from pagewire.frontend.text.prompts import PromptType
 from pagewire.frontend.text.stop import StopStrings, shared_stops
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.bounds import check_string, meta_of, unknown_name
+from pagewire.ipc.models.own_code import check_processors
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire.beams import MAX_CANDIDATES
 from pagewire.ipc.wire.budget import MAX_TOKENS
 from pagewire.ipc.wire.embeddings import PLACEHOLDER, media_of
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.messages import EngineInfo, Request
-from pagewire.ipc.wire.params import Name, SamplingParams, check_logit_edits, check_turn
+from pagewire.ipc.wire.params import Name, RequestOutputKind, SamplingParams, check_logit_edits, check_turn
+from pagewire.ipc.wire.thinking import ThinkingMarks
 
 MASK = 2**64 - 1  # for the 64-bit arithmetic of seeds
 NAME = meta_of(Name)
 
 
-KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
+GENERATED = "generated_token_ids"  # tokens of the output so far, which a step of beam search goes on with
+KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", GENERATED)
 NO_MEDIA = "multi-modal data is not supported yet"
 NOT_SUPPORTED = {
     "data": "data prompts are not supported yet",
@@ -162,6 +168,7 @@ class Intake:
                 priority=priority,
                 age=age,
                 adapter=None if adapter is None else adapter.source,
+                output_token_ids=generated(prompt),
             ),
             text,
             adapter,
@@ -259,10 +266,13 @@ class Intake:
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             check_vocabulary(name, getattr(params, name) or (), self.info.vocab_size)
+        if (params.best_of or 0) > params.n and not params.use_beam_search:
+            choose_among(params)
         if params.n > self.info.max_n:
             raise ValueError(f"n={params.n} is over this engine's limit of {self.info.max_n}")
+        check_processors(params.logits_processors or (), self.info.logits_processors)
         for name in ("logprobs", "prompt_logprobs"):
-            self._check_logprobs(name, getattr(params, name))
+            self._check_logprobs(name, getattr(params, name), params.processed_logprobs)
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: they are searched for in the text")
         if params.bad_words:
@@ -271,13 +281,15 @@ class Intake:
             words = [ids for word in params.bad_words for ids in spellings(self.tokenizer, word)]
             params.bad_words_token_ids = words + (params.bad_words_token_ids or [])
             check_logit_edits(params.n, params.num_logit_edits)
+        if params.thinking_token_budget is not None:
+            params.thinking = in_tokens(params.thinking or ThinkingMarks(), self.tokenizer)
         for ids in params.bad_words_token_ids or ():
             check_vocabulary("bad_words", ids, self.info.vocab_size)
         params.update_from_generation_config(self.info.generation_config, self.eos_token_id)
         return CheckedParams(params, shared_stops(params))
 
-    def _check_logprobs(self, name: str, number: int | None) -> None:
-        limit = self.info.max_logprobs
+    def _check_logprobs(self, name: str, number: int | None, processed: bool) -> None:
+        limit = max(self.info.max_logprobs, MAX_CANDIDATES) if processed else self.info.max_logprobs
         if number is not None and limit != -1 and (number == -1 or number > limit):
             raise ValueError(f"{name}={number} is over this engine's max_logprobs={limit}")
 
@@ -392,6 +404,36 @@ def check_keys(prompt: Mapping[str, Any]) -> None:
             raise ValueError(unknown_name("key of a prompt", name, (*KEYS, *NOT_SUPPORTED)))
         if value is not None and not (isinstance(value, (Mapping, list)) and not value):
             raise ValueError(f"{name}: {NOT_SUPPORTED[name]}")
+
+
+def generated(prompt: Any) -> list[list[int]] | None:
+    """The tokens that a prompt's output goes on with, as a request has them; None if it begins."""
+    token_ids = prompt.get(GENERATED) if isinstance(prompt, Mapping) else None
+    return None if token_ids is None else [list(token_ids)]
+
+
+def in_tokens(marks: ThinkingMarks, tokenizer: Tokenizer | None) -> ThinkingMarks:
+    """Return marks with their tokens.
+
+    Raises:
+        ValueError: there is no tokenizer, or the closing mark is several tokens.
+    """
+    if tokenizer is None:
+        raise ValueError("thinking_token_budget needs a tokenizer")
+    opening, closing = tokenizer.encode_batch([marks.open, marks.close], add_special_tokens=False)
+    if len(closing) != 1:
+        raise ValueError(
+            f"thinking_token_budget: {quoted(marks.close)} is {len(closing)} tokens of this model, and only a mark "
+            "that is one token can be told from other text for sure; limit max_tokens instead"
+        )
+    return msgspec.structs.replace(marks, open_ids=opening, close_id=closing[0])
+
+
+def choose_among(params: SamplingParams) -> None:
+    """Make parameters generate `best_of` outputs, of which n are returned once all have ended."""
+    params.num_returned, params.n = params.n, params.best_of or params.n
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    params.logprobs = params.logprobs or 0
 
 
 def salt_of(prompt: PromptType) -> str | None:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -39,6 +39,7 @@ from pagewire.ipc.errors import (
 )
 from pagewire.ipc.wire.messages import Abort, Request, RequestTiming, TokenDelta
 from pagewire.ipc.wire.params import RequestOutputKind
+from pagewire.ipc.wire.thinking import finish_of
 
 logger = logging.getLogger("pagewire.frontend")
 
@@ -95,6 +96,8 @@ class CompletionOutput:
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
         stop_reason: the stop string, or the token of `stop_token_ids`, that ended the output.
         lora_request: the adapter used.
+        thinking_finish_reason: with `thinking_token_budget`, at the end of the output: "budget" if the reasoning
+            ended because its budget was spent, "stop" if the model ended it; None if it never ended.
     """
 
     index: int
@@ -105,6 +108,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: LoRARequest | None = None
+    thinking_finish_reason: str | None = None
 
     def finished(self) -> bool:
         """Return True once the output has ended."""
@@ -154,6 +158,18 @@ class BatchError(RequestError):
         self.outputs = list(outputs)
 
 
+def best_outputs(outputs: Sequence[CompletionOutput], num: int) -> list[CompletionOutput]:
+    """Return the `num` outputs with the highest log probability per token, best first; all if there are no more."""
+    if len(outputs) <= num:
+        return list(outputs)
+
+    def per_token(output: CompletionOutput) -> float:
+        return (output.cumulative_logprob or 0.0) / max(1, len(output.token_ids))
+
+    best = sorted(outputs, key=per_token, reverse=True)[:num]
+    return [replace(output, index=index) for index, output in enumerate(best)]
+
+
 class OutputState:
     """State of one of the n outputs of a request."""
 
@@ -166,6 +182,7 @@ class OutputState:
         self.changed = False
         self._delta = params.output_kind is RequestOutputKind.DELTA
         self._flat = params.flat_logprobs
+        self._request = request
         self._num_taken = 0
         self._text = ""
         self._detokenizer = Detokenizer(tokenizer, params) if tokenizer and params.detokenize else None
@@ -234,7 +251,15 @@ class OutputState:
             logprobs,
             self.finish_reason,
             self.stop_reason,
+            thinking_finish_reason=self._thinking_finish_reason(),
         )
+
+    def _thinking_finish_reason(self) -> str | None:
+        params = self._request.params
+        if self.finish_reason is None or params.thinking_token_budget is None or params.thinking is None:
+            return None
+        prompt_ids = self._request.prompt.token_ids
+        return finish_of(params.thinking_token_budget, params.thinking, prompt_ids, self.token_ids)
 
 
 class RequestState:
@@ -394,6 +419,9 @@ class RequestState:
         outputs = [output.take() for output in (changed if delta else self._outputs)]
         for part in outputs:
             part.lora_request = self._lora_request
+        params = self.request.params
+        if params.best_of is not None and params.num_returned is not None:
+            outputs = best_outputs(outputs, params.num_returned)
         return RequestOutput(
             self.request_id,
             self._prompt_text,

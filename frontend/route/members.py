@@ -37,6 +37,7 @@ EQUAL = (
     "pooling",
     "lora",
     "embeddings",
+    "logits_processors",
 )
 
 

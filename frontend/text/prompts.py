@@ -56,3 +56,11 @@ class ExplicitEncoderDecoderPrompt(TypedDict, total=False):
 SingletonPrompt: TypeAlias = str | TextPrompt | TokensPrompt | EmbedsPrompt
 ChatTemplateContentFormatOption: TypeAlias = Literal["auto", "string", "openai"]
 PromptType: TypeAlias = SingletonPrompt | ExplicitEncoderDecoderPrompt | DataPrompt | list[int]
+
+
+def text_of(prompt: PromptType) -> str | None:
+    """Return the text of a prompt; None if it is given as token ids only."""
+    given: Any = prompt
+    if isinstance(given, str):
+        return given
+    return given.get("prompt") if isinstance(given, dict) else None

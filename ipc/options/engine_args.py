@@ -17,10 +17,13 @@ import msgspec
 
 from pagewire.ipc.bounds import check_int, check_number, unknown_name
 from pagewire.ipc.compatibility import NAMES, OPTIONS, Absent, settle
+from pagewire.ipc.models.own_code import path_of
+from pagewire.ipc.models.registrations import checked_path
 from pagewire.ipc.options.groups import (
     AdapterOptions,
     CacheOptions,
     DeviceOptions,
+    ExtensionOptions,
     LoggingOptions,
     ModelOptions,
     SchedulerOptions,
@@ -76,6 +79,7 @@ class EngineArgsType(type):
 @dataclass
 class EngineArgs(  # the last base has the first options: dataclasses collect fields from the end
     LoggingOptions,
+    ExtensionOptions,
     AdapterOptions,
     SpeculationOptions,
     SchedulerOptions,
@@ -138,6 +142,9 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
             StructuredOutputsConfig.read(self.structured_outputs_config)
         )
         self.speculative_config = self.speculative_config or {}
+        given: Any = self.logits_processors or []
+        self.logits_processors = [path_of(code) for code in (given if isinstance(given, list) else [given])]
+        self.worker_extension = path_of(self.worker_extension)
 
     def check(self) -> None:
         """Validate all values; raises ValueError or TypeError for the first invalid one."""
@@ -164,6 +171,10 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
             raise ValueError("kv_events needs enable_prefix_caching: without it no block is found by others")
         self._check_parallel()
         self.resolved_speculation()
+        self.resolved_processors()
+        StructuredOutputsConfig.read(self.structured_outputs_config)
+        if self.worker_extension is not None:
+            checked_path(self.worker_extension)
         self._check_adapters()
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
@@ -261,4 +272,5 @@ ALIASES = {
     "num_gpu_blocks": "num_gpu_blocks_override",
     "policy": "scheduling_policy",
     "override_pooler_config": "pooler_config",
+    "worker_extension_cls": "worker_extension",
 }

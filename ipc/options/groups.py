@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagewire.ipc.files.hub import IGNORED_FILES
+from pagewire.ipc.models.own_code import ProcessorSource, processor_sources
 from pagewire.ipc.options.option import option
 from pagewire.ipc.quantization import FAMILIES, ONLINE
 from pagewire.ipc.wire.kv_events import KVEventsConfig, kv_events_config
@@ -97,7 +98,11 @@ class ModelOptions:
         True, "Model", "keep packed weights on disk, for a faster next start ($PAGEWIRE_CACHE_ROOT/weights)"
     )
     dtype: str = option(
-        "auto", "Model", "type of weights and activations; auto: the checkpoint's", choices=DTYPES
+        "auto",
+        "Model",
+        "type of weights and activations; auto: the checkpoint's, but for float32: float16 on GPUs, bfloat16 on "
+        "CPUs that multiply it (AVX512-BF16, AMX)",
+        choices=DTYPES,
     )
     max_model_len: int | None = option(
         None, "Model", "maximum tokens of prompt and output together; default: the model's limit"
@@ -421,6 +426,33 @@ class AdapterOptions:
             extra_vocab_size=self.lora_extra_vocab_size,
             allow_pickle=self.lora_allow_pickle,
         )
+
+
+@dataclass(init=False, repr=False, eq=False)
+class ExtensionOptions:
+    """Code of one's own that the workers run (`ipc.models.own_code`)."""
+
+    logits_processors: str | list[str] = option(
+        None,
+        "Extensions",
+        "import paths of logits processors, which the workers import: module:Class applies to all requests, "
+        "NAME=module:Class to those that ask for NAME",
+        make=list,
+    )
+    worker_extension: str | None = option(
+        None,
+        "Extensions",
+        "import path, module:Class, of methods of workers that collective_rpc calls by name",
+    )
+
+    def resolved_processors(self) -> tuple[ProcessorSource, ...]:
+        """The logits processors of the engine.
+
+        Raises:
+            ValueError: a bad path or name.
+        """
+        given = self.logits_processors
+        return processor_sources([given] if isinstance(given, str) else given)
 
 
 @dataclass(init=False, repr=False, eq=False)

@@ -305,7 +305,9 @@ class EngineCalls(Caller):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every worker by name, one of `WorkerCalls`; the results in the order of the workers.
+        """Call a method of every worker by name; the results in the order of the workers.
+
+        method: one of `WorkerCalls`, or of the class that the option `worker_extension` names.
 
         timeout: seconds to wait for the answer; None: as long as the core does. Workers that have not answered
             within the time limit of a step, or of the call if it declares a longer one, are replaced.

@@ -42,6 +42,7 @@ class EngineInfo(Message):
     figures: sizes of the model by the headers of its checkpoint; None where the worker could not read any.
     pooling: of a model that pools; None: it generates.
     lora: limits of adapters; None: none are served.
+    logits_processors: names of those that requests may ask for.
     embeddings: which ones prompts may bring. short_length, num_states: see `Ready`.
     """
 
@@ -77,6 +78,7 @@ class EngineInfo(Message):
     embeddings: EmbeddingsInfo = EmbeddingsInfo()
     short_length: int = 0
     num_states: int = 0
+    logits_processors: list[str] = []
 
     @property
     def by_priority(self) -> bool:

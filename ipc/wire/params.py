@@ -14,7 +14,9 @@ from msgspec import Meta
 
 from pagewire.ipc.bounds import check_fields, check_float, check_integer, check_text, meta_of, unknown_name
 from pagewire.ipc.compatibility import OPTIONS, KnowsArguments, settle
+from pagewire.ipc.models.own_code import MAX_PROCESSORS
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire import beams
 from pagewire.ipc.wire.budget import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORD_SPELLINGS,
@@ -31,6 +33,7 @@ from pagewire.ipc.wire.budget import (
     MAX_TOKENS_OF_VOCABULARY,
 )
 from pagewire.ipc.wire.json_schema import check_is_schema
+from pagewire.ipc.wire.thinking import ThinkingMarks
 
 MAX_SPELLING = 6  # characters of JSON, or bytes in UTF-8, for a character that it stands for
 MAX_JSON_DEPTH = 100
@@ -88,6 +91,7 @@ BadWords: TypeAlias = Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)]
 TokenSequence: TypeAlias = Annotated[list[TokenId], Meta(max_length=4 * MAX_BAD_WORD_CHARS)]
 AllowedTokenIds: TypeAlias = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS_OF_VOCABULARY)]
 Structure: TypeAlias = Annotated[str, Meta(max_length=MAX_STRUCTURE_CHARS)]
+ProcessorNames: TypeAlias = Annotated[list[Name], Meta(max_length=MAX_PROCESSORS)]
 Choices: TypeAlias = Annotated[list[str], Meta(max_length=MAX_CHOICES)]
 
 
@@ -256,6 +260,16 @@ class SamplingParams(
 
     Attributes:
         n: sequences to return (1 to `PAGEWIRE_MAX_N_SEQUENCES`, 64); the prompt is computed once for all.
+        best_of: sequences to generate, at least n (the default): the n with the highest log probability per token
+            are returned, best first, once all have ended, with the log probabilities of their tokens. With
+            `use_beam_search`, the number of beams.
+        use_beam_search: return the best beams (`BeamSearchParams`) in place of samples, once the search has ended.
+            Temperatures 0 and 1 are the same. Penalties, bias, allowed tokens and bad words count; top_p, top_k,
+            min_p, seed, stop, logprobs and structured_outputs are refused.
+        thinking_token_budget: most tokens of reasoning, between the model's marks: then the closing mark is
+            generated, and the answer follows. None: no limit but `max_tokens`.
+        thinking: the marks; None: <think> and </think>. The HTTP server fills them in by the model's format.
+        length_penalty, early_stopping: those of `BeamSearchParams`; they need `use_beam_search`.
         presence_penalty: subtracted from the logit of each token already generated, in [-2, 2].
         frequency_penalty: subtracted once per earlier occurrence in the output, in [-2, 2].
         repetition_penalty: divides positive, multiplies negative logits of tokens of prompt and output; > 0.
@@ -277,7 +291,8 @@ class SamplingParams(
         detokenize: give text; without it, only token ids (and `stop` is refused).
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: put spaces between special tokens in the text.
-        logits_processors: functions over logits; code never crosses a socket, so any value is refused.
+        logits_processors: names of logits processors that the engine was started with. Code never crosses a
+            socket, so functions are refused.
         include_stop_str_in_output: keep the stop string in the text.
         truncate_prompt_tokens: keep only this many tokens at the end of the prompt; -1: what fits the model.
         output_kind: CUMULATIVE, DELTA or FINAL_ONLY.
@@ -285,7 +300,7 @@ class SamplingParams(
         guided_decoding: the older name of `structured_outputs`; moved there.
         logit_bias: token id to a bias in [-100, 100] added to its logit.
         allowed_token_ids: only these tokens may be generated.
-        extra_args: free for extensions; carried, not read.
+        extra_args: for logits processors, which get these parameters; nothing else reads them.
 
     Raises:
         ValueError: a value out of its range, or of a name in `NAMES` of `ipc.compatibility`.
@@ -313,7 +328,7 @@ class SamplingParams(
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    logits_processors: list[Any] | None = None
+    logits_processors: ProcessorNames | None = None
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: TruncatedLength | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -322,10 +337,19 @@ class SamplingParams(
     logit_bias: Annotated[dict[TokenId, LogitBias], Meta(max_length=MAX_TOKENS_OF_VOCABULARY)] | None = None
     allowed_token_ids: AllowedTokenIds | None = None
     extra_args: dict[str, Any] | None = None
+    best_of: NumSequences | None = None
+    use_beam_search: bool = False
+    length_penalty: LengthPenalty = 1.0
+    early_stopping: bool | Literal["never"] = False
+    thinking_token_budget: NumTokens | None = None
+    thinking: ThinkingMarks | None = None
     # Token sequences of `bad_words`, filled in by the frontend, which has the tokenizer.
     bad_words_token_ids: Annotated[list[TokenSequence], Meta(max_length=MAX_BAD_WORD_SPELLINGS)] | None = None
     # How many of the n outputs the client gets, filled in by the server for `best_of`; metrics report it.
     num_returned: NumSequences | None = None
+    # For a step of beam search, which generates one token: report log probabilities of the logits that tokens are
+    # sampled from, with all edits and the temperature, rather than of the model's.
+    processed_logprobs: bool = False
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -382,6 +406,11 @@ class SamplingParams(
             self.logprobs = 1
         if self.prompt_logprobs is True:
             self.prompt_logprobs = 1
+        if isinstance(self.logits_processors, list) and any(map(callable, self.logits_processors)):
+            raise ValueError(
+                "logits_processors takes names, since code never crosses a socket: start the engine with "
+                "logits_processors=['NAME=module:Class'], and give the name"
+            )
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             value = getattr(self, name)
             if isinstance(value, Sequence) and not isinstance(value, (str, list)):
@@ -443,12 +472,27 @@ class SamplingParams(
         check_logit_edits(self.n, self.num_logit_edits)
         if self.num_returned is not None and self.num_returned > self.n:
             raise ValueError(f"num_returned must be at most n={self.n}, got {self.num_returned}")
+        if self.best_of is not None and not self.n <= self.best_of <= max_n():
+            raise ValueError(f"best_of must be from n={self.n} to {max_n()}, got {self.best_of}")
+        self._check_beams()
+        if self.thinking is not None and not isinstance(self.thinking, ThinkingMarks):
+            raise TypeError(f"thinking must be ThinkingMarks, got {quoted(self.thinking)}")
+        if self.thinking is not None and self.thinking_token_budget is None:
+            raise ValueError("thinking has the marks of reasoning, for a budget: give thinking_token_budget")
         if self.stop_strings and not self.detokenize:
             raise ValueError("stop strings need detokenize=True: they are looked for in the text")
-        if self.logits_processors:
-            settle("logits_processors", self.logits_processors, OPTIONS["logits_processors"])
         if self.temperature == 0.0:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+
+    def _check_beams(self) -> None:
+        check_early_stopping(self.early_stopping)
+        if (refused := beams.refusal(self, self.use_beam_search)) is not None:
+            raise ValueError(refused[1])
+        if self.use_beam_search and self.structured_outputs is not None:
+            raise ValueError(
+                "structured_outputs are not supported with use_beam_search: beams are extended by tokens, without "
+                "a grammar; sample with best_of instead"
+            )
 
 
 def check_logit_edits(num_sequences: int, num_edits: int) -> None:
@@ -465,6 +509,13 @@ def check_logit_edits(num_sequences: int, num_edits: int) -> None:
             f"{num_sequences} sequences, which makes {num_sequences * num_edits}; at most {MAX_LOGIT_EDITS} are "
             "allowed: give fewer, or ask for fewer sequences at a time"
         )
+
+
+def check_early_stopping(value: Any) -> None:
+    """Refuse another value than True, False or "never"; raises ValueError or TypeError."""
+    if not isinstance(value, bool) and value != "never":
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind(f"early_stopping must be True, False or 'never', got {quoted(value)}")
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -499,10 +550,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         check_fields(self)
-        early: Any = self.early_stopping
-        if not isinstance(early, bool) and early != "never":
-            kind = ValueError if isinstance(early, str) else TypeError
-            raise kind(f"early_stopping must be True, False or 'never', got {quoted(early)}")
+        check_early_stopping(self.early_stopping)
         if self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 NO_TASK = SamplingParams()  # stands in a request whose task is in another one of the message
 
 # Parameters that the core reads for its workers, or the frontend for the core.
-UNREAD_BY_WORKERS = ("stop", "stop_token_ids", "bad_words", "structured_outputs", "extra_args")
-LARGE = (*UNREAD_BY_WORKERS, "logit_bias", "allowed_token_ids", "bad_words_token_ids")
+UNREAD_BY_WORKERS = ("stop", "stop_token_ids", "bad_words", "structured_outputs")
+LARGE = (*UNREAD_BY_WORKERS, "extra_args", "logit_bias", "allowed_token_ids", "bad_words_token_ids")
 
 
 def submission(requests: Sequence[Request]) -> Submit:

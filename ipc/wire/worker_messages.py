@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from pagewire.ipc.models.own_code import ProcessorSource
 from pagewire.ipc.models.registrations import Registrations
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.codec import Tensor
@@ -68,6 +69,7 @@ class WorkerConfig(Message, tag="load"):
     lora: None: adapters are not served. merged_adapter: folder of an adapter that is added to the weights as they
         are read; empty: none.
     registrations: models of one's own, and the plugins that the worker loads.
+    logits_processors, worker_extension: code of one's own; see `ipc.models.own_code`.
     """
 
     model_path: str
@@ -98,6 +100,8 @@ class WorkerConfig(Message, tag="load"):
     lora: LoRAConfig | None = None
     merged_adapter: str = ""
     registrations: Registrations = Registrations()
+    logits_processors: tuple[ProcessorSource, ...] = ()
+    worker_extension: str = ""
 
 
 class SlotInit(Item):

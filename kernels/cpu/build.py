@@ -131,6 +131,12 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+def multiplies_bfloat16(isa: str) -> bool:
+    """True if an instruction set multiplies numbers in bfloat16; the others convert each to float32 first."""
+    sets = (chosen for chosen in INSTRUCTION_SETS if "avx512_bf16" in chosen.cpu_flags)
+    return isa == EMULATED_TILES or isa in {chosen.name for chosen in sets}
+
+
 def supported_instruction_sets() -> list[InstructionSet]:
     """Those that this CPU has, the best first; `portable` is always among them."""
     return [isa for isa in INSTRUCTION_SETS if isa.cpu_flags <= cpu_flags()]

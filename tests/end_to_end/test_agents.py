@@ -106,6 +106,27 @@ def test_required_calls_after_reasoning(
     assert finished
 
 
+def test_a_budget_ends_the_reasoning(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    """Of a model that would go on for ever; the answer follows its schema, and says why the reasoning has ended."""
+    for budget in (0, 7):
+        request: Any = {"model": "thinker", "messages": ASK, "response_format": FORMAT, "seed": 1}
+        extra = {"thinking_token_budget": budget, "return_token_ids": True}
+        (choice,) = client.chat.completions.create(**request, max_tokens=200, extra_body=extra).choices
+        assert choice.model_extra["thinking_finish_reason"] == "budget"
+        token_ids = choice.model_extra["token_ids"]
+        assert tokenizer.decode(token_ids[budget : budget + 1], False) == CLOSE
+        check_answer(choice.message)
+        stream = client.chat.completions.create(**request, max_tokens=200, extra_body=extra, stream=True)
+        *_, last = (chunk.choices[0] for chunk in stream)
+        assert last.model_extra["thinking_finish_reason"] == "budget"
+    body = {"model": "thinker", "max_tokens": 40, "messages": [{"role": "user", "content": "Why?"}]}
+    body |= {"thinking": {"type": "enabled", "budget_tokens": 5}, "temperature": 1.0}
+    message = client.post("/messages", body=body, cast_to=dict[str, Any])
+    thought, text = message["content"]
+    assert (thought["type"], text["type"]) == ("thinking", "text")
+    assert len(tokenizer.encode(thought["thinking"])) <= 5
+
+
 def test_an_answer_after_reasoning(client: openai.OpenAI, request_fields: dict[str, Any]) -> None:
     thoughts = []
     for seed in range(6):

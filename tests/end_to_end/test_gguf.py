@@ -86,7 +86,7 @@ def dequantised(path: Path) -> Any:
 
 @torch.inference_mode()
 def test_a_server_of_a_gguf_file(model_file: Path, start_server: Callable[..., Server]) -> None:
-    sizes = ("--kv-cache-memory-bytes", str(KV_BYTES), "--max-model-len", "1024")
+    sizes = ("--kv-cache-memory-bytes", str(KV_BYTES), "--max-model-len", "1024", "--dtype", "float32")
     server = start_server(str(model_file), "--port", "0", *sizes)
     status, models = server.request("GET", "/v1/models")
     assert status == 200 and models["data"][0]["id"] == str(model_file)

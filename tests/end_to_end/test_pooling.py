@@ -22,7 +22,7 @@ from tests.workers.pooled import cosine, sentence_transformer, write
 
 TEXTS = ["the cat sat on a mat", "a dog ran", "the cat sat " * 12, "query"]
 TALK = [{"role": "user", "content": "the cat sat"}]
-SMALL: dict[str, Any] = {"num_threads": 1, "max_num_seqs": 16, "weight_cache": False}
+SMALL: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 16, "weight_cache": False}
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,9 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         "extra_args": st.none() | st.dictionaries(words, plain, max_size=3),
         "bad_words_token_ids": st.none() | st.lists(token_ids, max_size=3),
         "num_returned": st.sampled_from([None, 1]),
+        "best_of": st.sampled_from([None, 64]),
+        "processed_logprobs": st.booleans(),
+        "logits_processors": st.none() | st.lists(words.filter(bool), max_size=2),
     }
     given = draw(st.sets(st.sampled_from(sorted(fields)), max_size=8))
     values = {name: draw(fields[name]) for name in sorted(given)}

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pagewire.workers.device import auto_dtype
 from pagewire.workers.run.runner import Runner
 from tests.workers.architectures import GROUPED, Architecture
 from tests.workers.driver import load_runner
 
 LLAMA = Architecture("llama", GROUPED)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def keep_float32() -> Iterator[None]:
+    """Checkpoints in float32 run in float32, on CPUs too that multiply bfloat16: transformers is the oracle."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto_dtype, "multiplies_bfloat16", lambda isa: False)
+        yield
 
 
 @pytest.fixture(scope="session")

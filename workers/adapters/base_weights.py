@@ -67,6 +67,6 @@ class BaseWeights:
                     "not name), and load_format='sharded_state' has parts of them: load the whole checkpoint"
                 )
             config = load_config(self._config)
-            dtype = resolve_dtype(self._config.dtype, config)
+            dtype = resolve_dtype(self._config, config)
             self._weights = build_module(self._config, config, dtype, self._device)
         return self._weights

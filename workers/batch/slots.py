@@ -30,6 +30,7 @@ class Slots:
         `short_length`, unless that is 0.
     sampling: the sampler's state of each slot in use. pooling: likewise, of prompts that are pooled.
 
+    with_histories: logits processors need the tokens of every sequence, not only of those that name one.
     num_extra_tokens: those that an adapter, by its index, brings behind the vocabulary; None: none do.
 
     The arrays may be large: np.zeros leaves it to the system to allocate each page when it is first written.
@@ -43,11 +44,12 @@ class Slots:
         vocab_size: int,
         num_extra_tokens: Callable[[int], int] | None = None,
         short_length: int = 0,
+        with_histories: bool = False,
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size, self.vocab_size = block_size, vocab_size
         self._num_extra_tokens = num_extra_tokens or (lambda adapter: 0)
-        self.short_length = short_length
+        self.short_length, self._with_histories = short_length, with_histories
         self.tokens: NDArray[np.int64] = np.zeros((max_num_seqs, max_model_len + 1), np.int64)
         self.num_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.block_table: NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
@@ -112,6 +114,7 @@ class Slots:
             init.num_prompt_tokens,
             num_tokens,
             self.vocab_size + self._num_extra_tokens(init.adapter),
+            with_history=self._with_histories or bool(init.task.logits_processors),
         )
 
     def _add_blocks(self, row: Row) -> None:

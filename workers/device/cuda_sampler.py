@@ -73,9 +73,15 @@ def row_sampling(slot: SamplingSlot, mask: int = -1, max_most_likely: int = MOST
         presence=edits.presence,
         bias_ids=edits.tables.bias_ids,
         biases=edits.tables.biases,
-        allowed_ids=edits.tables.allowed,
+        allowed_ids=edits.allowed,
         forbidden_ids=edits.forbidden(),
     )
+
+
+def needs_pytorch(slot: SamplingSlot) -> bool:
+    """True if the kernels cannot sample a slot's next token."""
+    typical = slot.candidate is not None and slot.params.temperature > 0
+    return typical or (slot.params.processed_logprobs and slot.params.logprobs is not None)
 
 
 class Transfers(Protocol):
@@ -114,10 +120,10 @@ class CudaTokenSampler:
         """Start to sample one token per row; arguments as for `sampler.sample`. The logits must not change until
         `finish` has returned.
 
-        The kernels know no typical acceptance: a step that verifies drafts by it is sampled by PyTorch on the
-        device, and is over when this returns.
+        The kernels know no typical acceptance, nor log probabilities of processed logits: a step with these is
+        sampled by PyTorch on the device, and is over when this returns.
         """
-        if any(slot.candidate is not None and slot.params.temperature > 0 for slot in slots):
+        if any(needs_pytorch(slot) for slot in slots):
             return CpuPendingTokens(sample(logits, slots, masks))
         request = self._request(slots, masks or TokenMasks())
         request = request.with_tensors(self._device.upload(request.tensors))

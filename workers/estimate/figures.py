@@ -18,6 +18,7 @@ from pagewire.kernels.cpu.build import panels_of
 from pagewire.kernels.cpu.panels import ITEM_BYTES, NumberFormat, Panels
 from pagewire.workers.checkpoint.formats.online import quantised_as
 from pagewire.workers.checkpoint.headers import DTYPES, Headers
+from pagewire.workers.device.auto_dtype import auto_dtype
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.dimensions import Dimensions
 from pagewire.workers.estimate.inventory import Matrix, Part, matrices
@@ -134,7 +135,7 @@ def footprint(
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise LoadError(f"the sizes of this model cannot be told: {error!r}") from error
-    own = dimensions.dtype if dtype == "auto" else DTYPE_NAMES.get(dtype, dtype)
+    own = auto_dtype(dimensions.dtype, isa) if dtype == "auto" else DTYPE_NAMES.get(dtype, dtype)
     embedding = next((matrix for matrix in found if matrix.part is Part.EMBEDDING), None)
     is_tied = not any(matrix.part is Part.OUTPUT and not matrix.is_vector for matrix in found)
     all_matrices = list(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,16 @@ from pagewire.ipc.environment import env_flag
 from pagewire.ipc.files.hub import read_configs, read_foreign
 from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.kernels.cpu.library import expected_isa
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
+from pagewire.workers.device.auto_dtype import auto_dtype
 from pagewire.workers.device.interface import Device
+from pagewire.workers.device.machine import runs_on_cpu
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.registered import registered_class
 from pagewire.workers.module.structure import CHUNKED, DEFAULT_POSITIONS, MAX_POSITIONS, WINDOWS
+
+logger = logging.getLogger("pagewire.worker")
 
 DTYPES = {
     "float32": torch.float32,
@@ -102,17 +108,32 @@ def checkpoint_dtype(config: Any) -> torch.dtype:
     return DTYPES.get(str(dtype).removeprefix("torch."), torch.float32)
 
 
-def resolve_dtype(name: str, config: Any) -> torch.dtype:
-    """The dtype of weights and activations.
+def resolve_dtype(worker_config: WorkerConfig, config: Any) -> torch.dtype:
+    """The dtype of weights and activations. config: the model's.
 
     Raises:
         LoadError: an unknown name.
     """
+    name = worker_config.dtype
     if name == "auto":
-        return checkpoint_dtype(config)
+        own = str(checkpoint_dtype(config)).removeprefix("torch.")
+        return DTYPES[auto_dtype(own, expected_isa() if runs_on_cpu(worker_config.device) else None)]
     if name not in DTYPES:
         raise LoadError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
+
+
+def log_dtype(worker_config: WorkerConfig, config: Any, dtype: torch.dtype) -> None:
+    """Write one line to the log of the group's first rank if `dtype="auto"` means another than the checkpoint's."""
+    own = checkpoint_dtype(config)
+    if worker_config.dtype == "auto" and dtype != own and worker_config.parallel.rank == 0:
+        before, after = (str(kind).removeprefix("torch.") for kind in (own, dtype))
+        logger.info(
+            "the checkpoint is in %s and runs in %s, which is faster here; --dtype %s keeps it",
+            before,
+            after,
+            before,
+        )
 
 
 def resolve_kv_dtype(name: str, dtype: torch.dtype, device: Device) -> torch.dtype:

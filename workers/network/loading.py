@@ -32,6 +32,7 @@ from pagewire.workers.module.configuration import (
     end_of_sequence,
     head_dims,
     load_config,
+    log_dtype,
     resolve_dtype,
     resolve_kv_dtype,
     state_layers,
@@ -115,7 +116,8 @@ class ModelSettings:
         spec = spec_of(worker_config)
         config = load_config(worker_config)
         check_config(config)
-        dtype = resolve_dtype(worker_config.dtype, config)
+        dtype = resolve_dtype(worker_config, config)
+        log_dtype(worker_config, config, dtype)
         kv_dtype = resolve_kv_dtype(worker_config.kv_cache_dtype, dtype, device)
         if spec is not None and spec.encoder:
             return cls(config, spec, dtype, kv_dtype, [], 0)

@@ -94,7 +94,7 @@ def save_sharded_state(
     if manifest_path.exists():
         raise ValueError(f"{manifest_path} exists: save to a folder of its own")
     model_config = load_config(config)
-    dtype = resolve_dtype(config.dtype, model_config)
+    dtype = resolve_dtype(config, model_config)
     weights = build_module(config, model_config, dtype, device)
     run = DryRun.make(model_config.get_text_config().vocab_size, max_model_len)
     manifest = Manifest(str(dtype).removeprefix("torch."), config.quantization, run.offsets)
@@ -223,7 +223,7 @@ class ShardedState:
         for name in self.manifest.files:
             if Path(name).name != name:
                 raise LoadError(f"cannot load {path}: {name!r} is not the name of a file in its folder")
-        dtype = str(resolve_dtype(config.dtype, model_config)).removeprefix("torch.")
+        dtype = str(resolve_dtype(config, model_config)).removeprefix("torch.")
         saved = self.manifest.quantization
         self._check("dtype", dtype, self.manifest.dtype)
         self._check("quantization", config.quantization or saved, saved)

@@ -159,12 +159,15 @@ METHODS: dict[str, Callable[..., Any]] = {
 
 
 def call(runner: Runner, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Check the arguments of one of `METHODS`, and run it.
+    """Check the arguments of one of `METHODS`, and run it; or run one of the operator's (`run/extension.py`).
 
     Raises:
         ValueError: no such method, or an argument out of its bounds. TypeError: wrong arguments. Others: whatever
             the method raises.
     """
+    if name in runner.extension.names:
+        return runner.extension.call(name, args, kwargs)
     if name not in METHODS:
-        raise ValueError(f"the worker has no method {name!r}; it has {', '.join(sorted(METHODS))}")
+        own = sorted([*METHODS, *runner.extension.names])
+        raise ValueError(f"the worker has no method {name!r}; it has {', '.join(own)}")
     return METHODS[name](runner, **CALLS[name].receive(args, kwargs))

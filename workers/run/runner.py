@@ -27,7 +27,9 @@ from pagewire.workers.module.attention import StepContext
 from pagewire.workers.network.loaded import LoadedModel, Phases
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.single import SingleRank
+from pagewire.workers.run.extension import WorkerExtension
 from pagewire.workers.run.graphs import DecodeGraphs
+from pagewire.workers.run.processors import LogitsProcessors
 from pagewire.workers.run.step import RunningStep
 from pagewire.workers.run.trial_steps import GREEDY, TrialSteps, check_room, of_first_stage
 from pagewire.workers.sample.typical import TypicalAcceptance
@@ -83,6 +85,7 @@ class Runner:
         self.config, self.phases, self.collective = config, phases, collective
         self.device = open_device(config)
         self.adapters = open_adapters(config, self.device, wake)
+        self.processors = LogitsProcessors.of(config, self.device.torch_device)
         self.loaded: LoadedModel | None = self._load(ahead, phases)
         self.slots = Slots(
             config.max_num_seqs,
@@ -91,6 +94,7 @@ class Runner:
             self.loaded.vocab_size,
             num_extra_tokens=None if self.adapters is None else self.adapters.num_extra_tokens,
             short_length=self.loaded.short_length,
+            with_histories=self.processors.for_all,
         )
         self.sampler = self.device.sampler(max_samples(config), self.loaded.vocab_size, MOST_LIKELY)
         self.drafter = self._open_drafter(self.loaded)
@@ -106,6 +110,7 @@ class Runner:
         self.embedding_size = 0
         self.num_blocks, self.num_states = self._size_kv(self.loaded)
         self.allocate_kv()
+        self.extension = WorkerExtension(config.worker_extension, self)
 
     def _open_drafter(self, target: LoadedModel) -> Drafter:
         if self.config.speculative is None or self.config.speculative.in_core:

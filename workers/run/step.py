@@ -30,6 +30,7 @@ from pagewire.workers.device.kv_size import LOGIT_CHUNK
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.pooler import PoolingSlot
 from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.run.processors import LogitsProcessors
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, logprob_rows
 from pagewire.workers.sample.typical import Candidate, TypicalAcceptance
@@ -42,6 +43,7 @@ class ModelOnDevice(Protocol):
     slots: Slots
     device: Device
     sampler: TokenSampler
+    processors: LogitsProcessors
     drafter: Drafter
     typical: TypicalAcceptance | None
     collective: Collective
@@ -132,7 +134,7 @@ class RunningStep:
         with runner.span("masks"):
             allowed = TokenMasks.of(masks() if self.plan.masked else None).widened(logits.shape[1])
         with runner.span("sample"):
-            self._sampled = runner.sampler.launch(logits, self._states(), allowed)
+            self._sampled = runner.processors.launch(runner.sampler, logits, self._states(), allowed)
             runner.keep_tokens(batch.sample_slots, self._sampled)
         self._end = runner.device.record_event()
 
@@ -269,7 +271,8 @@ def row_result(row: Row, output: SampleOutput, first: int) -> RowResult:
     A draft that typical acceptance has accepted is the sample in its place (`sample/typical.py`).
     """
     if (error := output.errors.get(first)) is not None:  # a mistake of the request, or of the model
-        return RowResult(error=error, error_type="ValueError" if error == NO_TOKEN_POSSIBLE else None)
+        kind = "ValueError" if error == NO_TOKEN_POSSIBLE else output.error_types.get(first)
+        return RowResult(error=error, error_type=kind)
     if not row.drafts:
         return RowResult([output.token_ids[first]], output.logprobs.get(first))
     count = 1

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.thinking import ThinkingState
 from pagewire.workers.sample.token_tables import token_tables
 
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
@@ -96,6 +97,12 @@ class LogitEdits:
         )  # tokens still missing to min_tokens
         self.tables = token_tables(params, stop_ids if self.held_back > 0 else (), vocab_size)
         longest = self.tables.longest
+        self._thinking: ThinkingState | None = None
+        if params.thinking_token_budget is not None and params.thinking is not None:
+            prompt, output = np.split(history, [num_prompt_tokens])
+            self._thinking = ThinkingState(params.thinking_token_budget, params.thinking, prompt.tolist())
+            for token_id in output.tolist():
+                self._thinking.add(token_id)
         self._recent = deque(history[max(0, num_tokens - longest) :].tolist(), maxlen=longest)
         self.repetition = bounded(params.repetition_penalty)
         self.frequency, self.presence = params.frequency_penalty, params.presence_penalty
@@ -110,6 +117,8 @@ class LogitEdits:
             self.held_back -= 1
         if self.counts is not None:
             self.counts.add(token_id)
+        if self._thinking is not None:
+            self._thinking.add(token_id)
         self._recent.append(token_id)
 
     def copy(self) -> LogitEdits:
@@ -117,16 +126,29 @@ class LogitEdits:
         other = copy.copy(self)
         other.counts = None if self.counts is None else self.counts.copy()
         other._recent = self._recent.copy()
+        other._thinking = None if self._thinking is None else self._thinking.copy()
         return other
+
+    @property
+    def forced(self) -> int | None:
+        """The only token that may come next, which ends the reasoning; None: its budget is not spent."""
+        return None if self._thinking is None else self._thinking.forced
+
+    @property
+    def allowed(self) -> NDArray[np.int64] | None:
+        """The tokens that may come next, int64 [n]; None: all."""
+        return self.tables.allowed if self.forced is None else np.array([self.forced], np.int64)
 
     @property
     def active(self) -> bool:
         """True if the next token's logits are to be changed."""
         held_back = self.held_back > 0 and len(self.tables.stop_ids) > 0
-        return self.tables.lasting or self.counts is not None or held_back
+        return self.tables.lasting or self.counts is not None or held_back or self.forced is not None
 
     def forbidden(self) -> NDArray[np.int64]:
         """Tokens [n] that must not come next: ends of bad words, and stop tokens before min_tokens."""
+        if self.forced is not None:
+            return self.tables.forbidden[:0]
         ids = [self.tables.forbidden]
         if self._recent and self._recent[-1] in self.tables.endings:
             recent = list(self._recent)
@@ -146,8 +168,8 @@ def apply_edits(x: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
     equivalent to any earlier point, as penalties do not change -inf.)
     """
     for row, edit in zip(x, edits, strict=True):
-        if edit.tables.allowed is not None:
-            _keep_only(row, edit.tables.allowed)
+        if (allowed := edit.allowed) is not None:
+            _keep_only(row, allowed)
     _add_bias(x, edits)
     _penalise(x, edits)
     flat = np.concatenate([edit.forbidden() + row * x.shape[1] for row, edit in enumerate(edits)])

@@ -36,7 +36,8 @@ from pagewire.workers.sample.fixed_point import (
     keep_top_p,
     top_tokens,
 )
-from pagewire.workers.sample.logit_edits import LogitEdits, apply_edits, bounded
+from pagewire.workers.sample.history import NO_HISTORY, TokenHistory
+from pagewire.workers.sample.logit_edits import FLOAT32_MAX, LogitEdits, apply_edits, bounded
 from pagewire.workers.sample.logprobs import logprob_rows, logprobs_of
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.random import uniform
@@ -63,12 +64,14 @@ def unusable(peak: float) -> str:
 class SampleOutput:
     """One token per row; by row index, the requested log probabilities and the errors.
 
-    A row with an error has a meaningless token id 0 and no log probabilities.
+    A row with an error has a meaningless token id 0 and no log probabilities. error_types: names of exceptions, for
+    errors that are the request's fault.
     """
 
     token_ids: list[int]
     logprobs: dict[int, LogprobRows] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    error_types: dict[int, str] = field(default_factory=dict)
 
 
 class Stages(NamedTuple):
@@ -93,6 +96,7 @@ class SamplingSlot:
     prompt is no token: no penalty applies to it, and it is in no bad word. vocab_size: V.
 
     candidate: a draft of the next token, which may count without being drawn; only in a state `ahead`.
+    with_history: logits processors need the tokens: `history` has them.
 
     `tokens` is only read in the constructor; no reference is kept.
     A slot that is rebuilt from the same history continues with the same tokens.
@@ -107,10 +111,15 @@ class SamplingSlot:
         num_prompt_tokens: int,
         num_tokens: int,
         vocab_size: int,
+        with_history: bool = False,
     ) -> None:
         self.params, self.seed, self.num_tokens = without(params, TABLED), seed, num_tokens
         self.temperature = bounded(params.temperature)
         self.candidate: Candidate | None = None
+        self.history = NO_HISTORY
+        if with_history:
+            prompt, output = np.split(tokens[:num_tokens], [num_prompt_tokens])
+            self.history = TokenHistory(prompt.tolist(), output.tolist())
         self.edits = LogitEdits(params, stop_ids, tokens, num_prompt_tokens, num_tokens, vocab_size)
         random = params.temperature > 0
         self._stages = Stages(
@@ -126,6 +135,8 @@ class SamplingSlot:
         """Update the state with the sequence's next token."""
         self.num_tokens += 1
         self.edits.add(token_id)
+        if self.history is not NO_HISTORY:
+            self.history.append(token_id)
 
     def ahead(self, token_ids: Sequence[int], candidate: Candidate | None = None) -> SamplingSlot:
         """The state after these tokens, as a copy; this one does not change.
@@ -138,6 +149,7 @@ class SamplingSlot:
         state.candidate = candidate
         if token_ids:
             state.edits = self.edits.copy()
+            state.history = self.history if self.history is NO_HISTORY else self.history.ahead([])
         for token_id in token_ids:
             state.append(token_id)
         return state
@@ -183,7 +195,7 @@ def sample(
             rows = group[start : start + step]
             bits = _take(allowed, rows) if masked and allowed is not None else None
             _sample_rows(_take(logits, rows), _take(peaks, rows), slots, bits, rows, stages, output)
-    _add_logprobs(logits, slots, output)
+    _add_logprobs(logits, slots, allowed, output)
     return output
 
 
@@ -255,15 +267,33 @@ def _draw(x: torch.Tensor, peaks: torch.Tensor, slots: Sequence[SamplingSlot], s
     return token_ids
 
 
-def _add_logprobs(logits: torch.Tensor, slots: Sequence[SamplingSlot], output: SampleOutput) -> None:
-    """Add log probabilities of the raw logits, for rows that request them and have no error."""
-    groups: dict[int, list[int]] = {}
+def _add_logprobs(
+    logits: torch.Tensor, slots: Sequence[SamplingSlot], allowed: torch.Tensor | None, output: SampleOutput
+) -> None:
+    """Add log probabilities for rows that request them and have no error: of raw logits, or of processed ones.
+
+    allowed: as `kernels.ops.only_allowed` takes it; None: all tokens are.
+    """
+    groups: dict[tuple[int, bool], list[int]] = {}
     for row, slot in enumerate(slots):
         if slot.params.logprobs is not None and row not in output.errors:
-            groups.setdefault(slot.params.logprobs, []).append(row)
-    for k, rows in groups.items():
-        logprobs = logprobs_of(_take(logits, rows), [output.token_ids[row] for row in rows], k)
+            groups.setdefault((slot.params.logprobs, slot.params.processed_logprobs), []).append(row)
+    for (k, is_processed), rows in groups.items():
+        x = _take(logits, rows)
+        if is_processed:
+            x = _processed(x, [slots[row] for row in rows], None if allowed is None else _take(allowed, rows))
+        logprobs = logprobs_of(x, [output.token_ids[row] for row in rows], k)
         output.logprobs.update(zip(rows, logprobs.rows(), strict=True))
+
+
+def _processed(x: torch.Tensor, slots: Sequence[SamplingSlot], allowed: torch.Tensor | None) -> torch.Tensor:
+    """Logits [n, V] after all edits and at the temperature, as a copy; those of greedy rows are not divided."""
+    x = x.to(torch.float32, copy=True) if allowed is None else only_allowed(x, allowed)
+    apply_edits(x, [slot.edits for slot in slots])
+    divisors = [slot.temperature if slot.params.temperature > 0 else 1.0 for slot in slots]
+    # Peaks are subtracted first, and no possible token becomes impossible: temperatures may be tiny.
+    scaled = (x - x.amax(1, keepdim=True)) / torch.tensor(divisors, device=x.device)[:, None]
+    return scaled.clamp_min(-FLOAT32_MAX / 2).masked_fill(x == -math.inf, -math.inf)
 
 
 def _take(x: torch.Tensor, rows: list[int]) -> torch.Tensor:

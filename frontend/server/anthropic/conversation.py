@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, type[InputBlock]]] = {  # of blocks, by role
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TOOL_FIELDS = ("name", "description", "strict")  # as they are in chat completions
 SILENT_TOOL_FIELDS = {"type", "input_schema", "cache_control", *TOOL_FIELDS}
-NO_BUDGET = "thinking.budget_tokens has no effect: reasoning ends by itself, or with max_tokens"
+NO_BUDGET = "thinking.budget_tokens has no effect: this server knows no format of reasoning for the model"
 
 JSON = dict[str, Any]
 
@@ -60,6 +60,7 @@ def chat_request(request: CountTokensRequest, reasons: bool) -> ChatRequest:
     fields: JSON = {}
     if isinstance(request, MessagesRequest):
         fields = {name: getattr(request, name) for name in SAME_NAME}
+        fields["thinking_token_budget"] = budget_of(request, reasons)
         fields |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
     return ChatRequest(
         model=request.model,
@@ -77,12 +78,21 @@ def chat_request(request: CountTokensRequest, reasons: bool) -> ChatRequest:
     )
 
 
+def budget_of(request: MessagesRequest, reasons: bool) -> int | None:
+    """Return the most tokens of reasoning; None: no limit. reasons: see `chat_request`."""
+    thinking = request.thinking
+    if thinking is None or thinking.budget_tokens is None or thinking.type == "disabled":
+        return None
+    if not reasons:
+        warn(NO_BUDGET)
+        return None
+    return thinking.budget_tokens
+
+
 def thinking_variables(request: CountTokensRequest, reasons: bool) -> JSON:
     """Return the variables of the chat template that turn reasoning on or off. reasons: see `chat_request`."""
     if (thinking := request.thinking) is None:
         return {"enable_thinking": False} if reasons else {}
-    if thinking.budget_tokens is not None:
-        warn(NO_BUDGET)
     return {"enable_thinking": thinking.type != "disabled"}
 
 

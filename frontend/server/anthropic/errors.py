@@ -12,6 +12,7 @@ in_message_terms = Terms(
         "stop": "stop_sequences",
         "response_format": "output_config",
         "reasoning_effort": "output_config",
+        "thinking_token_budget": "thinking",
     },
     (
         (r"\bmax_completion_tokens\b", "max_tokens"),

@@ -75,7 +75,8 @@ class MessageToolChoice(msgspec.Struct):
 class ThinkingConfig(msgspec.Struct):
     """Whether the model reasons before it answers: the template's variable `enable_thinking`.
 
-    budget_tokens: no effect, which is said. display: "omitted" leaves the text of the reasoning out of the answer.
+    budget_tokens: most tokens of reasoning, which is ended then.
+    display: "omitted" leaves the text of the reasoning out of the answer.
     """
 
     type: Literal["enabled", "adaptive", "disabled"]

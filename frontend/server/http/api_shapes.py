@@ -1,4 +1,4 @@
-"""How each API writes errors and streams: OpenAI's, Anthropic's below /v1/messages, Ollama's below /api, and /generate.
+"""How each API writes errors and streams: OpenAI's, Anthropic's (/v1/messages), Ollama's (/api), and /generate.
 
 OpenAI's and Anthropic's have /v1/models in common: a request with the header `anthropic-version` is Anthropic's.
 """

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from pagewire.frontend.api.off_loop import num_chars, tokenizing
 from pagewire.frontend.requests.beam_search import (
     BeamSearchSequence,
     add_text,
     beam_steps,
+    completion,
     end_tokens,
     tokens_prompt,
 )
 from pagewire.frontend.requests.inputs import truncated
 from pagewire.frontend.requests.lora import LoRARequest
-from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
+from pagewire.frontend.requests.outputs import RequestOutput
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.openai.constraints import demands
@@ -25,30 +26,12 @@ from pagewire.frontend.server.openai.protocol import SamplingFields
 from pagewire.frontend.server.openai.sampling import salted
 from pagewire.frontend.server.serving.exchange import Exchange, check_aborted
 from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.prompts import PromptType, TokensPrompt
+from pagewire.frontend.text.prompts import PromptType, TokensPrompt, text_of
+from pagewire.ipc.wire.beams import refusal
 from pagewire.ipc.wire.params import BeamSearchParams, SamplingParams
 
-DRAWS = "beam search draws no tokens; sample with best_of instead"
-RANKS = "beams are ranked by the model's own probabilities; sample with best_of instead"
-UNSEARCHED = "beams are extended by tokens, not by text; give stop_token_ids instead"
-UNREPORTED = "a search keeps the score of a beam only; sample with best_of instead"
-UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # by field: values that say nothing, and the reason
-    "top_p": ((1.0,), DRAWS),
-    "top_k": ((0, -1), DRAWS),
-    "min_p": ((0.0,), DRAWS),
-    "seed": ((-1,), DRAWS),
-    "presence_penalty": ((0.0,), RANKS),
-    "frequency_penalty": ((0.0,), RANKS),
-    "repetition_penalty": ((1.0,), RANKS),
-    "logit_bias": (({},), RANKS),
-    "allowed_token_ids": ((), RANKS),
-    "bad_words": (([],), RANKS),
-    "stop": (([],), UNSEARCHED),
-    "logprobs": ((False,), UNREPORTED),
-    "prompt_logprobs": ((), UNREPORTED),
-}
+RANKS = "beams are extended by tokens, without a grammar; sample with best_of instead"
 Complete: TypeAlias = Callable[[list[TokensPrompt], SamplingParams], Awaitable[list[RequestOutput]]]
-BEAMS_ONLY: dict[str, Any] = {"length_penalty": 1.0, "early_stopping": False}  # by field: the default
 
 
 def check_beam_fields(request: SamplingFields) -> None:
@@ -57,10 +40,9 @@ def check_beam_fields(request: SamplingFields) -> None:
     Raises:
         APIError: a field has no meaning in beam search, or has one only there.
     """
+    if (refused := refusal(request, bool(request.use_beam_search))) is not None:
+        raise APIError(400, refused[1], param=refused[0])
     if not request.use_beam_search:
-        for name, default in BEAMS_ONLY.items():
-            if getattr(request, name) not in (None, default):
-                raise APIError(400, f"{name} is a parameter of beam search: set use_beam_search", param=name)
         return
     if request.stream:
         raise APIError(
@@ -68,10 +50,6 @@ def check_beam_fields(request: SamplingFields) -> None:
             "use_beam_search cannot be streamed: the best beams are known only at the end",
             param="use_beam_search",
         )
-    for name, (neutral, reason) in UNSUPPORTED.items():
-        value = getattr(request, name)
-        if value is not None and (type(value), value) not in [(type(other), other) for other in neutral]:
-            raise APIError(400, f"{name} is not supported with use_beam_search: {reason}", param=name)
     if demands(request):
         message = "structured outputs are not supported with use_beam_search: " + RANKS
         raise APIError(400, message, param="use_beam_search")
@@ -132,7 +110,7 @@ async def beam_outputs(
         lora_request=adapter,
         prompt_adapter_request=service.prompt_adapter(request.model),
     )
-    groups = await search(service, batch, search_params, complete)
+    groups = await search(service, batch, search_params, params, complete)
     outputs = []
     for prompt, tokens, group in zip(prompts, batch, groups, strict=True):
         best = group[: request.n or 1]
@@ -144,22 +122,18 @@ async def beam_outputs(
                 params.skip_special_tokens,
                 params.spaces_between_special_tokens,
             )
-        completions = [as_output(index, beam) for index, beam in enumerate(best)]
+        completions = [completion(index, beam) for index, beam in enumerate(best)]
         ids = tokens["prompt_token_ids"]
         outputs.append(RequestOutput(exchange.id, text_of(prompt), ids, None, completions, True))
     return outputs
 
 
-def text_of(prompt: PromptType) -> str | None:
-    """Return the text of a prompt; None if it is given as token ids only."""
-    given: Any = prompt
-    if isinstance(given, str):
-        return given
-    return given.get("prompt") if isinstance(given, dict) else None
-
-
 async def search(
-    service: Service, prompts: list[TokensPrompt], params: BeamSearchParams, complete: Complete
+    service: Service,
+    prompts: list[TokensPrompt],
+    params: BeamSearchParams,
+    edits: SamplingParams,
+    complete: Complete,
 ) -> list[list[BeamSearchSequence]]:
     """Run the steps of a beam search on the engine, and return the beams of each prompt, best first."""
     info = service.info
@@ -169,6 +143,7 @@ async def search(
         ends=end_tokens(params, service.engine.session.eos_token_id, info.generation_config),
         max_model_len=info.max_model_len,
         max_logprobs=info.max_logprobs,
+        edits=edits,
     )
     outputs: list[RequestOutput] | None = None
     while True:
@@ -207,15 +182,3 @@ async def complete_all(
                 check_aborted(output)
                 finals[index] = output
     return [finals[index] for index in range(len(prompts))]
-
-
-def as_output(index: int, beam: BeamSearchSequence) -> CompletionOutput:
-    """Return a beam as a completion."""
-    return CompletionOutput(
-        index,
-        beam.text,
-        beam.token_ids,
-        beam.cumulative_logprob,
-        finish_reason=beam.finish_reason,
-        stop_reason=beam.stop_reason,
-    )

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET
 
 from pagewire.frontend.api.off_loop import off_loop
-from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
+from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput, best_outputs
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
@@ -27,7 +27,7 @@ from pagewire.frontend.server.openai.protocol import (
     ToolCall,
 )
 from pagewire.frontend.server.openai.reply import ReplyDelta, ReplyParser, joined, read
-from pagewire.frontend.server.openai.sampling import best_outputs, check_stream_options
+from pagewire.frontend.server.openai.sampling import check_stream_options
 from pagewire.frontend.server.openai.size import writing_size
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
@@ -184,6 +184,7 @@ class ChatWriter:
             finish_reason=self._finish_reason(part),
             stop_reason=part.stop_reason,
             token_ids=list(part.token_ids) if self.request.return_token_ids else UNSET,
+            thinking_finish_reason=part.thinking_finish_reason or UNSET,
         )
 
     def _begin(self, output: RequestOutput) -> bytes:
@@ -217,6 +218,7 @@ class ChatWriter:
             finish_reason=self._finish_reason(part),
             stop_reason=UNSET if part.finish_reason is None else part.stop_reason,
             token_ids=list(part.token_ids) if self.request.return_token_ids else UNSET,
+            thinking_finish_reason=part.thinking_finish_reason or UNSET,
         )
         if not reply.tool_calls or choice.finish_reason is None:
             return self._chunk([choice], self._usage())

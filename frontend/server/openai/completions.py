@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from pagewire.frontend.api.off_loop import off_loop, tokenizing
 from pagewire.frontend.requests.inputs import prompts_of
-from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
+from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput, best_outputs
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.openapi import Operation
@@ -26,7 +26,6 @@ from pagewire.frontend.server.openai.protocol import (
     SamplingFields,
 )
 from pagewire.frontend.server.openai.sampling import (
-    best_outputs,
     check_stream_options,
     salted,
     sampling_params,

@@ -7,6 +7,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import msgspec
+
 from pagewire.frontend.api.off_loop import off_loop, tokenizing
 from pagewire.frontend.requests.inputs import check_generates
 from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
@@ -19,13 +21,20 @@ from pagewire.frontend.server.openai.sampling import check_stream_options, salte
 from pagewire.frontend.server.openai.size import check_amount, check_conversation, logprob_budget
 from pagewire.frontend.server.parsing.choice import ToolUse, tool_use
 from pagewire.frontend.server.parsing.history import read_history
-from pagewire.frontend.server.parsing.reasoning import parser_for, reasoning_format, thinking
+from pagewire.frontend.server.parsing.reasoning import (
+    REASONING,
+    begins_within,
+    parser_for,
+    reasoning_format,
+    thinking,
+)
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.service import Service
 from pagewire.frontend.text.chat_template import chat_prompt, unread_text
 from pagewire.frontend.text.conversation import as_text
 from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.thinking import ThinkingMarks
 
 Outputs: TypeAlias = AsyncGenerator[list[tuple[int, RequestOutput]], None]
 Replies: TypeAlias = AsyncGenerator[tuple[ReplyDelta, CompletionOutput], None]
@@ -157,10 +166,32 @@ def params_of(service: Service, request: ChatRequest, tools: ToolUse, prompt: To
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     params = sampling_params(service, request, max_tokens, logprobs)
     check_amount(service, 1, params)
+    if request.thinking_token_budget is not None:
+        params = msgspec.structs.replace(
+            params,
+            thinking_token_budget=request.thinking_token_budget,
+            thinking=marks_of(tools, prompt.get("prompt", ""), continued_text(request)),
+        )
     thought = None
     if tools.reasoning is not None:
         thought = reasoning_format(tools.reasoning, prompt.get("prompt", ""), continued_text(request))
     return constrained(params, request, tools, thought)
+
+
+def marks_of(tools: ToolUse, prompt: str, continued: str | None) -> ThinkingMarks:
+    """Return the marks of the reasoning in the reply to a prompt.
+
+    Raises:
+        APIError: the model's format of reasoning is not known, or the reply has none.
+    """
+    if tools.reasoning is None:
+        message = (
+            "thinking_token_budget has no effect: this server knows no format of reasoning for the model, or the "
+            "output has none since it follows a schema; --reasoning-parser names a format"
+        )
+        raise APIError(400, message, param="thinking_token_budget")
+    marks = REASONING[tools.reasoning]
+    return ThinkingMarks(marks.open, marks.close, begins_within(tools.reasoning, prompt, continued))
 
 
 async def prompt_of(
@@ -188,6 +219,8 @@ async def prompt_of(
         variables["documents"] = request.documents
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
+        if request.reasoning_effort == "none":
+            variables["enable_thinking"] = False
     if request.verbosity is not None:
         variables["verbosity"] = request.verbosity
     continues = bool(request.continue_final_message)

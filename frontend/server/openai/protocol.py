@@ -35,6 +35,7 @@ from pagewire.ipc.wire.params import (
     NumTokens,
     Penalty,
     Priority,
+    ProcessorNames,
     RepetitionPenalty,
     Stop,
     StopTokenIds,
@@ -121,7 +122,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     user: written to the log with the request.
     cache_salt: share prefix-cache entries only with requests that have the same salt.
     guided_*: older names of `structured_outputs`.
-    kv_transfer_params, logits_processors, mm_processor_kwargs: not supported.
+    logits_processors: names of those that the engine was started with.
+    kv_transfer_params, mm_processor_kwargs: not supported.
     return_token_ids: return token ids in addition to the text.
     return_tokens_as_token_ids: write tokens as "token_id:ID" in log probabilities.
     """
@@ -175,7 +177,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     request_id: Name | None = None
     vllm_xargs: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    logits_processors: list[Any] | None = None
+    logits_processors: ProcessorNames | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
 
 
@@ -203,6 +205,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     echo: begin the answer with the last message, if that has the same role.
     add_generation_prompt, continue_final_message, documents, chat_template, chat_template_kwargs, reasoning_effort,
         verbosity: passed to the chat template.
+    thinking_token_budget: most tokens of reasoning; then it is ended, and the answer follows.
     safety_identifier: the newer name of `user`.
     prompt_cache_key, prompt_cache_retention: nothing to choose: every prefix is cached while there is room.
     service_tier: the response says "default", which is the only one.
@@ -223,6 +226,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Name | None = None
+    thinking_token_budget: NumTokens | None = None
     functions: Objects | None = None
     function_call: Name | dict[str, Any] | None = None
     modalities: Annotated[list[Name], Meta(max_length=MAX_TOOLS)] | None = None
@@ -351,7 +355,10 @@ class ChatDelta(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """A generated message and how it ended. stop_reason: the stop string or token id that ended it."""
+    """A generated message and how it ended. stop_reason: the stop string or token id that ended it.
+
+    thinking_finish_reason: with `thinking_token_budget`, what ended the reasoning: "budget" or "stop".
+    """
 
     index: int
     message: ChatMessage
@@ -359,6 +366,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    thinking_finish_reason: str | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -384,6 +392,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    thinking_finish_reason: str | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from pagewire.frontend.requests.outputs import CompletionOutput
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.openai.constraints import demanded
 from pagewire.frontend.server.openai.protocol import SamplingFields, StreamOptions
@@ -37,6 +34,7 @@ SAME_NAME = (
     "truncate_prompt_tokens",
     "logit_bias",
     "allowed_token_ids",
+    "logits_processors",
 )
 
 
@@ -81,18 +79,6 @@ def sampling_params(
         extra_args=request.vllm_xargs,
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
     )
-
-
-def best_outputs(outputs: Sequence[CompletionOutput], num: int) -> list[CompletionOutput]:
-    """Return the `num` outputs with the highest log probability per token, best first; all if there are no more."""
-    if len(outputs) <= num:
-        return list(outputs)
-
-    def per_token(output: CompletionOutput) -> float:
-        return (output.cumulative_logprob or 0.0) / max(1, len(output.token_ids))
-
-    best = sorted(outputs, key=per_token, reverse=True)[:num]
-    return [replace(output, index=index) for index, output in enumerate(best)]
 
 
 def check_stream_options(request: SamplingFields) -> StreamOptions:

@@ -8,6 +8,7 @@ Most are a call of the engine: its arguments are read from the query, by the tab
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 
@@ -61,6 +62,7 @@ class UnloadAdapterRequest(msgspec.Struct):
     lora_name: AdapterName
 
 
+PROFILER_DIR = "PAGEWIRE_TORCH_PROFILER_DIR"
 HEADER, VALUE = "X-Pagewire-Admin", "1"
 MODEL = Query("model", str, "a name of the model that is meant; by default the first")
 TO_ABORT = Decoder(AbortRequest)
@@ -82,10 +84,8 @@ def routes(service: Service) -> list[Operation]:
         operation(
             "POST", "/reset_prefix_cache", reset_prefix_cache, "Forget cached prefixes.", "reset_prefix_cache"
         ),
-        operation("POST", "/start_profile", start_profile, "Start the workers' profilers.", "start_profile"),
-        operation(
-            "POST", "/stop_profile", stop_profile, "Stop them; each worker writes a trace.", "stop_profile"
-        ),
+        operation("POST", "/start_profile", start_profile, "Record traces of the workers.", "start_profile"),
+        operation("POST", "/stop_profile", stop_profile, "Write the traces.", "stop_profile"),
         Operation("POST", "/abort", guarded(abort), "End requests.", body=AbortRequest, result=AbortResponse),
         Operation(
             "POST",
@@ -180,7 +180,14 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def start_profile(request: Request) -> Response:
-    """POST /start_profile."""
+    """POST /start_profile.
+
+    Raises:
+        APIError: the operator has named no folder for traces.
+    """
+    if not os.environ.get(PROFILER_DIR):
+        message = f"profiling is off: set {PROFILER_DIR}, a folder for traces, where server and engine start"
+        raise APIError(400, message, code="profiling_off")
     await profiled(engine_of(request).start_profile())
     return json_response({"profiling": True})
 

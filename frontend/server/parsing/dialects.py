@@ -60,7 +60,7 @@ def marked(marks: CallMarks, *signs: str, special: bool = True) -> Dialect:
     )
 
 
-def with_parameters(marks: ParameterMarks, *signs: str) -> Dialect:
+def with_parameters(marks: ParameterMarks, *signs: str, special: bool = False) -> Dialect:
     """Return the dialect of calls with parameters between tags."""
     first = marks.opening or marks.call
     return tagged(
@@ -69,6 +69,7 @@ def with_parameters(marks: ParameterMarks, *signs: str) -> Dialect:
         first.strip(),
         *signs,
         separator=marks.separator,
+        special=special,
     )
 
 
@@ -147,6 +148,18 @@ MINIMAX = ParameterMarks(
     closing="</minimax:tool_call>",
     separator="",
 )
+DSML = ParameterMarks(
+    '<｜DSML｜invoke name="',
+    '">\n',
+    '<｜DSML｜parameter name="',
+    '" string="false">',
+    "</｜DSML｜parameter>\n",
+    "</｜DSML｜invoke>\n",
+    text_key_end='" string="true">',
+    opening="<｜DSML｜function_calls>\n",
+    closing="</｜DSML｜function_calls>",
+    separator="",
+)
 DEEPSEEK = partial(CallMarks, opening="<｜tool▁calls▁begin｜>", closing="<｜tool▁calls▁end｜>")
 DEEPSEEK_V3 = DEEPSEEK(
     "<｜tool▁call▁begin｜>",
@@ -184,6 +197,7 @@ DIALECTS: dict[str, Dialect] = {
         marks_are_special=True,
     ),
     "kimi_k2": marked(KIMI),
+    "deepseek_v32": with_parameters(DSML, "<｜DSML｜", special=True),
     "deepseek_v3": marked(DEEPSEEK_V3, "<｜tool▁calls▁begin｜>", "```json"),
     "deepseek_v31": marked(DEEPSEEK_V31, "<｜tool▁calls▁begin｜>"),
     "minimax_m2": with_parameters(MINIMAX, "minimax:tool_call"),

@@ -40,6 +40,7 @@ class ParameterMarks:
     key: comes before a parameter's name. key_end: ends it. value_end: comes after its value.
     call_end: ends the call. closing: comes after the last one. separator: stands between calls.
     pad: white space on both sides of a value that does not belong to it.
+    text_key_end: comes in the place of `key_end` before a string, where a mark says that it is one.
     """
 
     call: str
@@ -53,6 +54,7 @@ class ParameterMarks:
     closing: str = ""
     separator: str = "\n"
     pad: str = ""
+    text_key_end: str = ""
 
     def tags(self, functions: Functions, parallel: bool) -> list[Format]:
         """Return the format of calls as tags that begin with the first mark.
@@ -79,12 +81,14 @@ class ParameterMarks:
         for name, part in properties.items():
             if self.key_end.strip()[0] in name:
                 raise ValueError(f"tools: {name[:100]!r} cannot be written as the name of a parameter")
-            form = self._parameter(name, self._value(part, types.types(part), definitions))
+            kinds = types.types(part)
+            form = self._parameter(name, self._value(part, kinds, definitions), "string" in kinds)
             forms.append(form if name in required else optional(form))
         return sequence(*forms)
 
-    def _parameter(self, name: str, value: Format) -> Format:
-        begin = self.key + name + self.key_end + self.pad
+    def _parameter(self, name: str, value: Format, is_text: bool) -> Format:
+        key_end = self.text_key_end if is_text and self.text_key_end else self.key_end
+        begin = self.key + name + key_end + self.pad
         return tag(begin, value, self.pad + self.value_end)
 
     def _value(self, part: Any, types: frozenset[str], definitions: dict[str, Any]) -> Format:
@@ -131,6 +135,7 @@ class ParameterCalls(Parser):
         self._ends = tuple(filter(None, (marks.call_end.strip(), marks.closing.strip())))
         self.call_marks = tuple(filter(None, (self._opening, self._call)))
         self._next = [self._key, *self._ends]
+        self._is_text = False  # the mark of the parameter says that it is a string
         super().__init__(new_id, parallel)
 
     def read(self) -> Reading[None]:
@@ -164,7 +169,7 @@ class ParameterCalls(Parser):
             if key is None:
                 return True
             self.emit_arguments(f"{written}{json.dumps(key, ensure_ascii=False)}: ")
-            if not (yield from self.value(types.of(key))):
+            if not (yield from self.value(ONLY_TEXT if self._is_text else types.of(key))):
                 return True
             written = ", "
         if mark:
@@ -191,7 +196,9 @@ class ParameterCalls(Parser):
             return None
         key = self.pending.strip()
         yield from self.accept(first)
-        for mark in others:
+        text_end = " ".join(self.marks.text_key_end.split()[1:])
+        self._is_text = bool(text_end) and (yield from marked(self, text_end))
+        for mark in () if self._is_text else others:
             yield from marked(self, mark)
         yield from self.accept(self.marks.pad)
         self.drop()

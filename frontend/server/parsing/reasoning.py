@@ -24,7 +24,7 @@ class ReasoningMarks:
 
     open, close: texts around it. begun: a reply begins within it, where the prompt does not say otherwise.
     special: the marks are special tokens, which must be kept in the text.
-    answer_begin: text before an answer that is no call.
+    answer_begin, answer_end: texts around an answer that is no call.
     signs: texts that the chat templates contain, all of them. lacks: texts that they do not contain.
     """
 
@@ -35,6 +35,7 @@ class ReasoningMarks:
     begun: bool = False
     special: bool = False
     answer_begin: str = ""
+    answer_end: str = ""
 
 
 THINK = ReasoningMarks("<think>", "</think>", ("</think>",))
@@ -48,12 +49,57 @@ REASONING = {
     "granite": ReasoningMarks(
         "Here is my thought process:", "Here is my response:", ("Here is my thought process:",)
     ),
+    "granite_3_3": replace(
+        THINK, signs=("<response>", "</think>"), answer_begin="<response>", answer_end="</response>"
+    ),
     "minimax_m2": replace(THINK, signs=("minimax:tool_call", "</think>"), begun=True),
     "deepseek_r1": replace(THINK, signs=("<｜Assistant｜>", "</think>"), lacks=("thinking",), begun=True),
     "glm4": replace(THINK, signs=("[gMASK]", "</think>")),
     "qwen3": THINK,
 }
 """Formats of reasoning by name, in the order in which they are tried. Harmony has a parser for whole replies."""
+
+
+class Enclosed(Parser):
+    """Parser for an answer between tags, which are left out; an answer without tags is read as it is.
+
+    answer: parser of what stands between them. begin, end: the tags.
+    """
+
+    def __init__(self, answer: Parser, begin: str, end: str) -> None:
+        self.answer, self._begin, self._end = answer, begin, end
+        self.call_marks = answer.call_marks
+        super().__init__()
+
+    def read(self) -> Reading[None]:
+        yield from self.space()
+        if (yield from self.accept(self._begin)):
+            yield from self.space()
+            self.drop()
+        while True:
+            place = self._text.find(self._end, self._at)
+            self._at = len(self._text) - self._held([self._end]) if place < 0 else place
+            self.pass_on()
+            if place >= 0:
+                yield from self.accept(self._end)
+                yield from self.space()
+                self.drop()
+            elif not (yield from self.more()):
+                break
+        self._at = len(self._text)
+        self.pass_on()
+        self._deltas += self.answer.finish()
+
+    def pass_on(self) -> None:
+        """Give the pending text to the answer's parser."""
+        self._deltas += self.answer.feed(self.pending)
+        self.drop()
+
+    def finish(self) -> list[Delta]:
+        """End the reply, and return the remaining deltas."""
+        self._ended = True
+        next(self._reading, None)
+        return self.feed("")
 
 
 class Thinking(Parser):
@@ -137,7 +183,10 @@ def parser_for(tools: ToolUse, prompt: str, continued: str | None = None) -> Par
         return answer
     if tools.reasoning == "gpt_oss":
         return Harmony(answer=answer)
-    return Thinking(answer, begins_within(tools.reasoning, prompt, continued), REASONING[tools.reasoning])
+    marks = REASONING[tools.reasoning]
+    if marks.answer_end:
+        answer = Enclosed(answer, marks.answer_begin, marks.answer_end)
+    return Thinking(answer, begins_within(tools.reasoning, prompt, continued), marks)
 
 
 def begins_within(parser: str, prompt: str, continued: str | None = None) -> bool:

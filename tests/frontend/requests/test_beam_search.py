@@ -32,6 +32,12 @@ def distribution(tokens: tuple[int, ...]) -> list[float]:
     return [math.log(weight / sum(weights)) for weight in weights]
 
 
+def at_temperature(logprobs: list[float], temperature: float) -> list[float]:
+    scaled = [max((logprob - max(logprobs)) / temperature, -1e38) for logprob in logprobs]
+    norm = math.log(math.fsum(map(math.exp, scaled)))
+    return [value - norm for value in scaled]
+
+
 class Model:
     """Answers as the engine does: the `logprobs` most likely tokens of each prompt's next position."""
 
@@ -42,13 +48,17 @@ class Model:
     def extend(self, prompts: list[TokensPrompt], params: SamplingParams) -> list[Any]:
         self.batches.append(len(prompts))
         self.prompts += prompts
-        assert params.max_tokens == 1 and params.logprobs is not None
+        assert params.logprobs is not None
         outputs = []
         for prompt in prompts:
-            ranked = sorted(
-                enumerate(distribution(tuple(prompt["prompt_token_ids"]))), key=lambda pair: -pair[1]
-            )
-            top = ranked if params.logprobs == -1 else ranked[: params.logprobs]
+            generated = prompt["generated_token_ids"]  # type: ignore[typeddict-item]
+            assert params.max_tokens == len(generated) + 1
+            logprobs = distribution((*prompt["prompt_token_ids"], *generated))
+            if params.temperature:
+                assert params.processed_logprobs
+                logprobs = at_temperature(logprobs, params.temperature)
+            ranked = sorted(enumerate(logprobs), key=lambda pair: -pair[1])
+            top = ranked[: params.logprobs]
             entries = {token: SimpleNamespace(logprob=logprob) for token, logprob in top}
             outputs.append(SimpleNamespace(outputs=[SimpleNamespace(logprobs=[entries])]))
         return outputs
@@ -205,8 +215,7 @@ def test_every_step_has_the_cache_salt_of_its_prompt() -> None:
     [
         ([1] * 5, {}, "5 tokens, which leaves room for 0 of at least 1: max_model_len is 5"),
         ([1] * 3, {"min_tokens": 3}, "3 tokens, which leaves room for 2 of at least 3"),
-        ([1], {"beam_width": 4}, "beam_width=4 needs the log probabilities of 5 tokens per step.* is 4"),
-        ([1], {"temperature": 0.5}, "temperature=0.5 needs the log probabilities of all tokens.* is 4"),
+        ([1], {"beam_width": 1024}, "beam_width=1024 needs the log probabilities of 1025 tokens per step"),
     ],
 )
 def test_a_search_that_cannot_be_run_is_an_error(

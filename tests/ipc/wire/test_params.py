@@ -20,6 +20,7 @@ from pagewire.ipc.wire.params import (
     SamplingType,
     StructuredOutputsParams,
 )
+from pagewire.ipc.wire.thinking import ThinkingMarks
 from tests.ipc.strategies import sampling_params
 
 BIG = 2**70
@@ -56,13 +57,23 @@ DEFAULTS = {
     "logit_bias": None,
     "allowed_token_ids": None,
     "extra_args": None,
+    "best_of": None,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "thinking_token_budget": None,
+    "thinking": None,
 }
 
 
 def test_defaults() -> None:
     params = SamplingParams()
     assert {name: getattr(params, name) for name in DEFAULTS} == DEFAULTS
-    assert set(SamplingParams.__struct_fields__) - set(DEFAULTS) == {"bad_words_token_ids", "num_returned"}
+    assert set(SamplingParams.__struct_fields__) - set(DEFAULTS) == {
+        "bad_words_token_ids",
+        "num_returned",
+        "processed_logprobs",
+    }
 
 
 def test_output_kinds_and_sampling_types() -> None:
@@ -92,6 +103,9 @@ EDGES: dict[str, list[Any]] = {
     "logit_bias": [{}, {0: -100.0, 2**31 - 1: 100}],
     "bad_words": [[], ["a b", "c"]],
     "extra_args": [{}, {"a": {"b": [1, b"x", None]}}],
+    "best_of": [1, 64, None],
+    "thinking_token_budget": [0, 2**63 - 1, None],
+    "logits_processors": [[], ["a", "b"]],
 }
 
 
@@ -125,10 +139,23 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "logit_bias": [{0: 100.1}, {0: -100.1}, {0: math.nan}, {0: HUGE}, {-1: 0.0}, {2**31: 0.0}],
     "bad_words_token_ids": [[[-1]], [[BIG]]],
     "extra_args": [{"a": BIG}, {"a": object()}, {"a": "\ud800"}, {"a": print}],
-    "logits_processors": [[print]],
+    "logits_processors": [[print], ["x"] * 65],
+    "best_of": [0, 65, BIG],
+    "thinking_token_budget": [-1, BIG],
+    "thinking": [ThinkingMarks()],
+    "length_penalty": [-16.1, 17.0, math.nan, 2.0],
+    "early_stopping": ["no", True, "never"],
 }
 OF_ANOTHER_TYPE: dict[str, list[Any]] = {
     "num_returned": [1.0, True, "1"],
+    "best_of": [1.0, True, "1"],
+    "thinking_token_budget": [1.0, True, "1"],
+    "thinking": ["<think>", 5],
+    "use_beam_search": [1, None],
+    "processed_logprobs": [1, None],
+    "length_penalty": ["1", None],
+    "early_stopping": [1, None],
+    "logits_processors": ["a", [5], 5],
     "n": ["1", 1.0, None, True],
     "presence_penalty": ["0", None, True],
     "frequency_penalty": ["0", None],
@@ -463,3 +490,18 @@ def test_a_schema_that_holds_itself_is_refused() -> None:
     schema["a"] = schema
     with pytest.raises(ValueError, match="Circular"):
         StructuredOutputsParams(json=schema)
+
+
+def test_beam_search_says_what_does_not_go_with_it() -> None:
+    SamplingParams(n=2, best_of=3, use_beam_search=True, length_penalty=2.0, early_stopping="never", top_k=-1)
+    for fields, message in (
+        ({"top_p": 0.5}, "top_p is not supported with use_beam_search: .* draws no tokens"),
+        ({"stop": "x"}, "stop is not supported with use_beam_search: .* give stop_token_ids"),
+        ({"logprobs": 0}, "logprobs is not supported with use_beam_search"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs are not supported with use_beam_search"),
+        ({"best_of": 1, "n": 2}, "best_of must be from n=2 to 64, got 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SamplingParams(use_beam_search=True, **fields)
+    with pytest.raises(ValueError, match="length_penalty is a parameter of beam search: set use_beam_search"):
+        SamplingParams(length_penalty=2.0)

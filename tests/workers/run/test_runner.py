@@ -6,6 +6,7 @@ import inspect
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pagewire.ipc.wire.calls import CALLS
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.thinking import ThinkingMarks
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
 from pagewire.workers.batch.flat_batch import build_batch
 from pagewire.workers.batch.slots import Slots
@@ -22,6 +24,8 @@ from tests.workers.architectures import VOCAB_SIZE
 from tests.workers.conftest import LLAMA
 from tests.workers.driver import GREEDY, Driver, load_runner, tokens_of, values
 from tests.workers.parity import make_prompts, transformers_tokens
+
+MARKS = ThinkingMarks(begun=True, open_ids=[5], close_id=9)
 
 
 def init(slot: int, token_ids: list[int], block_ids: list[int], params: SamplingParams = GREEDY) -> SlotInit:
@@ -84,8 +88,9 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened(runner: Runner) 
         SamplingParams(
             temperature=1.0, repetition_penalty=1.5, presence_penalty=1.0, min_tokens=4, logprobs=1
         ),
+        SamplingParams(temperature=1.0, thinking_token_budget=2, thinking=MARKS, logprobs=1),
     ],
-    ids=["greedy", "random", "penalties"],
+    ids=["greedy", "random", "penalties", "thinking budget"],
 )
 @pytest.mark.parametrize("num_right", range(4))
 def test_drafts_change_no_token(runner: Runner, params: SamplingParams, num_right: int) -> None:
@@ -111,6 +116,20 @@ def test_drafts_change_no_token(runner: Runner, params: SamplingParams, num_righ
             k = len(ids) // len(ranks)
             here = slice(k * i, k * i + k)
             assert (ids[here], logprobs[here], ranks[i : i + 1]) == alone.logprobs[first + i]
+
+
+def test_a_spent_budget_ends_the_reasoning(runner: Runner) -> None:
+    """Whatever else forbids the closing mark."""
+    params = SamplingParams(
+        temperature=1.0, thinking_token_budget=2, thinking=MARKS, allowed_token_ids=[20, 21], min_tokens=5
+    )
+    for budget in (0, 2, 9):
+        params = msgspec.structs.replace(params, thinking_token_budget=budget)
+        output = Driver(runner).generate(make_prompts(VOCAB_SIZE, [9]), 6, params, seeds=[5])[0]
+        assert [i for i, token_id in enumerate(output) if token_id == MARKS.close_id] == [budget][
+            : budget < 6
+        ]
+        assert set(output) - {MARKS.close_id} <= {20, 21}
 
 
 def test_prompts_may_share_blocks_that_this_step_fills(runner: Runner, llama: Path) -> None:

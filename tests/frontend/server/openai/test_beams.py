@@ -20,9 +20,14 @@ HELLO = [{"role": "user", "content": "w5"}]
 VOCAB = 64
 
 
+def all_tokens(request: Request) -> list[int]:
+    """The prompt, and the tokens of the beam."""
+    return [*request.prompt.token_ids, *(request.output_token_ids or [[]])[0]]
+
+
 def ranked(request: Request) -> list[tuple[int, float]]:
     """The next tokens and their log probabilities, most likely first: five tokens have most of the probability."""
-    last = request.prompt.token_ids[-1]
+    last = all_tokens(request)[-1]
     weights = dict.fromkeys(range(VOCAB), 0.01)
     weights |= {2 + (last + step) % 5: 8.0 - step for step in range(5)}
     weights[EOS] = 7.5
@@ -141,7 +146,7 @@ def test_early_stopping_reaches_the_search(beam_client: Client, core: FakeCore, 
     body = {"prompt": "w5", "use_beam_search": True, "n": 2, "max_tokens": 30, "length_penalty": 0.5}
     answer = beam_client.post(COMPLETIONS, body | {"early_stopping": value})
     assert answer.status == 200, answer.body
-    lengths = {len(request.prompt.token_ids) for request in steps(core)}
+    lengths = {len(all_tokens(request)) for request in steps(core)}
     assert max(lengths) == {True: 2, False: 3, "never": 8}[value]  # the prompt is one token
 
 
@@ -152,12 +157,6 @@ def test_early_stopping_reaches_the_search(beam_client: Client, core: FakeCore, 
         ("top_k", 5, -1),
         ("min_p", 0.1, 0),
         ("seed", 0, None),
-        ("presence_penalty", 0.5, 0),
-        ("frequency_penalty", 0.5, 0.0),
-        ("repetition_penalty", 1.1, 1),
-        ("logit_bias", {"3": 1}, {}),
-        ("allowed_token_ids", [3], None),
-        ("bad_words", ["w3"], []),
         ("stop", "w3", []),
         ("logprobs", 0, None),
         ("prompt_logprobs", 0, None),
@@ -172,6 +171,16 @@ def test_fields_without_a_meaning_in_beam_search_are_refused_by_name(
     assert answer.error["message"].startswith(f"{field} is not supported with use_beam_search: ")
     assert "instead" in answer.error["message"] and not core.submitted
     assert beam_client.post(COMPLETIONS, body | {field: neutral}).status == 200
+
+
+def test_what_changes_logits_reaches_every_step(beam_client: Client, core: FakeCore) -> None:
+    edits: dict[str, Any] = {"presence_penalty": 0.5, "repetition_penalty": 1.5, "logit_bias": {"3": 1}}
+    body = {"prompt": "w5", "use_beam_search": True, "n": 2, "max_tokens": 3, "bad_words": ["w3"]}
+    assert beam_client.post(COMPLETIONS, body | edits).status == 200
+    for request in steps(core):
+        params = request.params
+        assert (params.presence_penalty, params.repetition_penalty, params.logit_bias) == (0.5, 1.5, {3: 1})
+        assert params.bad_words_token_ids and params.processed_logprobs
 
 
 def test_forms_of_the_output_are_refused(beam_client: Client, core: FakeCore) -> None:
@@ -203,12 +212,12 @@ def test_parameters_of_beam_search_need_it(
     assert beam_client.post(COMPLETIONS, {"prompt": "w5", "early_stopping": "always"}).status == 422
 
 
-def test_a_wide_beam_is_refused_with_the_limit(beam_client: Client, core: FakeCore) -> None:
-    answer = beam_client.post(COMPLETIONS, {"prompt": "w5", "use_beam_search": True, "n": 21})
-    assert answer.status == 400 and "max_logprobs is 20" in answer.error["message"]
-    answer = beam_client.post(COMPLETIONS, {"prompt": "w5", "use_beam_search": True, "temperature": 0.5})
-    assert answer.status == 400 and "give temperature 0 or 1" in answer.error["message"]
-    assert not core.submitted
+def test_a_search_may_be_wider_than_max_logprobs(beam_client: Client, core: FakeCore) -> None:
+    answer = beam_client.post(
+        COMPLETIONS, {"prompt": "w5", "use_beam_search": True, "n": 30, "max_tokens": 2}
+    )
+    assert answer.status == 200 and len(answer.json["choices"]) == 30
+    assert {request.params.logprobs for request in steps(core)} == {31}
 
 
 @pytest.mark.parametrize("value", [1e308, -1e308, -2000.0, 16.5, -16.5])

@@ -65,6 +65,13 @@ OWN = {
         "</invoke>\n",
         "</minimax:tool_call>",
     ),
+    "deepseek_v32": own(
+        "<｜DSML｜function_calls>\n",
+        f'<｜DSML｜invoke name="{NAME}">\n{LOOP}<｜DSML｜parameter name="{{{{ k }}}}" string="'
+        f"{{{{ 'true' if v is string else 'false' }}}}\">{VALUE}</｜DSML｜parameter>\n{{% endfor %}}"
+        "</｜DSML｜invoke>\n",
+        "</｜DSML｜function_calls>",
+    ),
     "seed_oss": own(
         "",
         f"<seed:tool_call>\n<function={NAME}>\n{LOOP}<parameter={{{{ k }}}}>{VALUE}</parameter>\n{{% endfor %}}"
@@ -252,6 +259,7 @@ def test_a_call_once_begun_is_valid(dialect: str) -> None:
 BEGINS = {
     "gpt_oss": "<|channel|>commentary to=functions.",
     "minimax_m2": "<minimax:tool_call>",
+    "deepseek_v32": "<｜DSML｜function_calls>",
     "seed_oss": "<seed:tool_call>",
     "glm4_moe": "<tool_call>",
     "pythonic": "[clock(",
@@ -306,6 +314,28 @@ def test_every_format_of_reasoning(name: str) -> None:
         assert parser is not None
         reply = parser.parse(given)
         assert (reply.reasoning, reply.content, len(reply.tool_calls)) == ("Hm.", "Hi.", 1)
+
+
+def test_an_answer_between_tags() -> None:
+    """Granite 3.3's, which it leaves out where it does not reason or calls a function."""
+    tools = thinking(
+        tool_use([{"type": "function", "function": {"name": "f"}}], "auto", parser="granite"), "granite_3_3"
+    )
+    call = '<|tool_call|>[{"name": "f", "arguments": {}}]'
+    for text, reasoning, content, calls in (
+        ("<think>Hm.</think>\n<response>Hi <b>.</response>", "Hm.", "Hi <b>.", 0),
+        ("<think>Hm.</think><response>\nHi.</resp", "Hm.", "Hi.</resp", 0),
+        ("<response>Hi.</response>\n", None, "Hi.", 0),
+        ("Hi.", None, "Hi.", 0),
+        (f"<think>Hm.</think>{call}", "Hm.", None, 1),
+    ):
+        for pieces in ([text], list(text)):
+            parser = parser_for(tools, "Hello")
+            assert parser is not None
+            reply = fold([*(delta for piece in pieces for delta in parser.feed(piece)), *parser.finish()])
+            assert (reply.reasoning, reply.content, len(reply.tool_calls)) == (reasoning, content, calls)
+    template = "<think></think> tags. Write your response between <response></response>"
+    assert found_reasoning(template) == "granite_3_3"
 
 
 @pytest.mark.parametrize(
