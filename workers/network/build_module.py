@@ -222,7 +222,7 @@ def _from_config(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, k
 
 
 def _changed(module: Any, kind: ModelClass) -> Any:
-    """transformers' module as the worker runs it: with our methods, and without what no checkpoint needs to have."""
+    """transformers' module as the worker runs it: with our methods, without what no checkpoint needs to have."""
     if not kind.has_head and getattr(module, "pooler", None) is not None:
         module.pooler = None  # of BERT: made for its classifier, and not in every checkpoint
     if not hasattr(module, module.base_model_prefix) and isinstance(

@@ -45,7 +45,7 @@ logger = logging.getLogger("pagewire.worker")
 BLOCK = 16
 REQUEST_FACTOR = 3  # in a request of a few tokens, one that goes to other experts weighs as much more
 ROUNDED = 0.15  # permitted difference of logits where activations are rounded
-INDEXED = {"axk2", "deepseek_v32", "glm_moe_dsa"}
+INDEXED = {"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text"}
 """Model types whose indexers are served (`workers/module/indexed.py`)."""
 NUM_STATES = 2 * len(LENGTHS)
 """State slots of a dry run: a request reads one of its two, and writes the other."""
