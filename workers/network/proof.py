@@ -97,7 +97,9 @@ def check_config(config: Any) -> None:
     other = kinds - served - ({"indexed_attention"} if text.model_type in INDEXED else set())
     if other:
         words = f"it has layers of type {', '.join(sorted(map(str, other)))}"
-        raise refuse(config, words + (f", {COMPRESSED}" if any("compressed" in str(k) for k in other) else ""))
+        raise refuse(
+            config, words + (f", {COMPRESSED}" if any("compressed" in str(k) for k in other) else "")
+        )
 
 
 def results(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]:
