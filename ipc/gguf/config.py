@@ -7,16 +7,25 @@ takes for granted of the architecture. The worker's `checkpoint/gguf_names.py` h
 from __future__ import annotations
 
 import math
-import os
-import struct
 from array import array
 from collections.abc import Callable
 from typing import Any
 
 from pagewire.ipc.counts import MAX_LAYERS
+from pagewire.ipc.gguf import hybrids
+from pagewire.ipc.gguf.fields import (
+    NUMBER,
+    Fields,
+    Values,
+    experts,
+    head_size,
+    partial_rotary,
+    read_floats,
+    rms,
+    routed,
+    shape_of,
+)
 from pagewire.ipc.gguf.file import GgufError, GgufFile
-
-Values = dict[str, Any]
 
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
 END_OF_TURN = frozenset(
@@ -44,12 +53,14 @@ SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-NUMBER = (int, float)
-VARYING = ("gemma3n", "gemma4", "lfm2")
+VARYING = ("gemma3n", "gemma4", "granitehybrid", "jamba", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe")
 """Architectures whose layers may differ in heads and in the size of their MLP."""
+WITHOUT_ATTENTION = ("mamba", "mamba2")
+"""Architectures without attention, positions, and layers between states."""
 GROUPED_EXPERTS = {256: (8, 4), 160: (8, 3)}
 """Groups of experts and how many a token gets, of DeepSeek 3 and 2, by their experts: older files do not say it."""
 SIGMOID = 2  # expert_gating_func
+MAVERICK_EXPERTS = 128  # of the Llama 4 whose queries and keys have no norm
 
 
 def model_config(file: GgufFile) -> Values:
@@ -98,97 +109,39 @@ def end_ids(file: GgufFile) -> list[int]:
     return list(dict.fromkeys(ids))
 
 
-class Fields:
-    """The metadata of a file under the prefix of its architecture."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self._file, self._prefix = file, file.architecture
-
-    def whole(self, name: str, default: int | None = None) -> int:
-        """A positive integer; of an array with a value for each layer, the one that they share.
-
-        Raises:
-            GgufError: there is none and no default, or layers differ.
-        """
-        value = self._file.get(f"{self._prefix}.{name}", (int, array), default)
-        if isinstance(value, array):
-            if len(set(value)) != 1:
-                raise GgufError(f"{self._file.path}: layers differ in {name}, which is not served")
-            value = value[0]
-        if not isinstance(value, int) or not 0 < value < 1 << 31:
-            raise GgufError(f"{self._file.path}: {self._prefix}.{name} is {value}, not a positive integer")
-        return value
-
-    def first(self, name: str, default: int | None = None) -> int:
-        """As `whole`; of an array, the first value that is positive."""
-        value = self._file.get(f"{self._prefix}.{name}", (int, array), default)
-        if isinstance(value, array) and value.typecode not in "fd":
-            value = next((own for own in value if 0 < own < 1 << 31), None)
-            return self.whole(name, default) if value is None else value
-        return self.whole(name, default)
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A number.
-
-        Raises:
-            GgufError: there is none and no default.
-        """
-        value = self._file.get(f"{self._prefix}.{name}", NUMBER, default)
-        if value is None or not math.isfinite(value):
-            raise GgufError(f"{self._file.path}: {self._prefix}.{name} is {value}, not a number")
-        return float(value)
-
-    def get(self, name: str, kinds: type | tuple[type, ...], default: Any = None) -> Any:
-        """A value of one of these types, or the default."""
-        return self._file.get(f"{self._prefix}.{name}", kinds, default)
-
-
-def shape_of(file: GgufFile, name: str, num_dimensions: int) -> tuple[int, ...]:
-    """The shape of a tensor.
-
-    Raises:
-        GgufError: there is none, or it has another number of dimensions.
-    """
-    info = file.tensors.get(name)
-    if info is None:
-        raise GgufError(f"{file.path} has no tensor {name}")
-    if len(info.shape) != num_dimensions:
-        raise GgufError(f"{file.path}: the tensor {name} is of shape {info.shape}")
-    return info.shape
-
-
-def head_size(fields: Fields) -> int:
-    """The size of an attention head."""
-    default = fields.whole("embedding_length") // fields.whole("attention.head_count")
-    return fields.whole("attention.key_length", max(1, default))
-
-
 def common(file: GgufFile) -> Values:
     """The settings that all architectures have."""
     fields = Fields(file)
     if fields.whole("block_count") > MAX_LAYERS:
         raise GgufError(f"{file.path} claims to have {fields.whole('block_count')} layers")
-    heads = fields.whole("attention.head_count")
-    size = fields.first if file.architecture in VARYING else fields.whole
     drafting = fields.get("nextn_predict_layers", int, 0)  # layers behind the others
     if not 0 <= drafting < fields.whole("block_count"):
         raise GgufError(f"{file.path}: {drafting} of {fields.whole('block_count')} layers draft tokens")
     values = {
         "hidden_size": fields.whole("embedding_length"),
         "num_hidden_layers": fields.whole("block_count") - drafting,
+        "vocab_size": shape_of(file, "token_embd.weight", 2)[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": best_dtype(file),
+    }
+    for name in ("bos", "eos"):
+        values[f"{name}_token_id"] = file.get(f"tokenizer.ggml.{name}_token_id", int)
+    values["pad_token_id"] = None  # it would only make one row of the embedding zero
+    return values if file.architecture in WITHOUT_ATTENTION else values | attention(file, fields)
+
+
+def attention(file: GgufFile, fields: Fields) -> Values:
+    """The settings that all architectures with attention have."""
+    heads = fields.whole("attention.head_count")
+    size = fields.first if file.architecture in VARYING else fields.whole
+    values: Values = {
         "intermediate_size": size("feed_forward_length", 1),
         "num_attention_heads": heads,
         "num_key_value_heads": size("attention.head_count_kv", heads),
         "head_dim": head_size(fields),
         "max_position_embeddings": fields.whole("context_length", 2048),
-        "vocab_size": shape_of(file, "token_embd.weight", 2)[0],
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "dtype": best_dtype(file),
         "rope_theta": fields.number("rope.freq_base", 10000.0),
     }
-    for name in ("bos", "eos"):
-        values[f"{name}_token_id"] = file.get(f"tokenizer.ggml.{name}_token_id", int)
-    values["pad_token_id"] = None  # it would only make one row of the embedding zero
     if (scaling := rope_scaling(file, fields)) is not None:
         values["rope_scaling"] = scaling
     return values
@@ -235,28 +188,6 @@ def rope_scaling(file: GgufFile, fields: Fields) -> Values | None:
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else None
 
 
-def read_floats(file: GgufFile, name: str) -> list[float]:
-    """The values of a small tensor of type F32.
-
-    Raises:
-        GgufError: it is missing, large, or of another type.
-    """
-    (size,) = shape_of(file, name, 1)
-    info = file.tensors[name]
-    if info.type != "F32" or size > 1 << 12:
-        raise GgufError(f"{file.path}: the tensor {name} has {size} values of type {info.type}")
-    with info.path.open("rb") as opened:
-        content = os.pread(opened.fileno(), info.num_bytes, info.offset)
-    if len(content) != info.num_bytes:
-        raise GgufError(f"{file.path} is cut off")
-    return list(struct.unpack(f"<{size}f", content))
-
-
-def rms(fields: Fields) -> Values:
-    """The setting of RMSNorm."""
-    return {"rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", 1e-5)}
-
-
 def llama(file: GgufFile) -> Values:
     """Llama, Mistral and Mixtral, which share a name in GGUF files. A file with experts is Mixtral."""
     fields = Fields(file)
@@ -273,9 +204,28 @@ def llama(file: GgufFile) -> Values:
     }
 
 
-def experts(fields: Fields, name: str) -> Values:
-    """How many experts a layer has, and how many a token gets."""
-    return {name: fields.whole("expert_count"), "num_experts_per_tok": fields.whole("expert_used_count")}
+def llama4(file: GgufFile) -> Values:
+    """Llama 4. The file does not say its chunks and which layers rotate nothing: the published models are alike.
+
+    Raises:
+        GgufError: a model without chunks.
+    """
+    fields = Fields(file)
+    if fields.get("attention.sliding_window", int) == 0:
+        raise GgufError(f"{file.path}: Llama 4 without chunks of keys is not served from GGUF files")
+    return (
+        rms(fields)
+        | experts(fields, "num_local_experts")
+        | {
+            "model_type": "llama4_text",
+            "intermediate_size": fields.whole("expert_feed_forward_length"),
+            "intermediate_size_mlp": fields.whole("feed_forward_length"),
+            "interleave_moe_layer_step": fields.whole("interleave_moe_layer_step", 1),
+            "use_qk_norm": fields.whole("expert_count") != MAVERICK_EXPERTS,
+            "attention_chunk_size": 8192,
+            "no_rope_layer_interval": 4,
+        }
+    )
 
 
 def qwen2(file: GgufFile) -> Values:
@@ -286,15 +236,6 @@ def qwen2(file: GgufFile) -> Values:
 def qwen3(file: GgufFile) -> Values:
     """Qwen 3."""
     return qwen2(file) | {"model_type": "qwen3", "attention_bias": "blk.0.attn_q.bias" in file.tensors}
-
-
-def routed(file: GgufFile) -> Values:
-    """The experts of Qwen's models, which every layer has."""
-    return experts(Fields(file), "num_experts") | {
-        "moe_intermediate_size": shape_of(file, "blk.0.ffn_gate_exps.weight", 3)[1],
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
 
 
 def qwen2moe(file: GgufFile) -> Values:
@@ -432,12 +373,6 @@ def glm4(file: GgufFile) -> Values:
     )
 
 
-def partial_rotary(fields: Fields) -> Values:
-    """The share of a head that is rotated."""
-    size = head_size(fields)
-    return {"partial_rotary_factor": fields.whole("rope.dimension_count", size) / size}
-
-
 def later_experts(fields: Fields) -> Values:
     """The experts of the layers behind the first ones, as DeepSeek has them."""
     count = fields.whole("expert_count")
@@ -514,44 +449,6 @@ def gpt_oss(file: GgufFile) -> Values:
     )
     scaling = rope_scaling(file, fields)
     return values if scaling is None else values | {"rope_scaling": scaling | {"truncate": False}}
-
-
-def qwen3next(file: GgufFile) -> Values:
-    """Qwen 3 Next, where most layers have linear attention."""
-    fields = Fields(file)
-    every = fields.whole("full_attention_interval", 4)
-    kinds = range(1, fields.whole("block_count") + 1)
-    heads = fields.whole("ssm.time_step_rank")
-    return (
-        rms(fields)
-        | routed(file)
-        | partial_rotary(fields)
-        | {
-            "model_type": "qwen3_next",
-            "norm_topk_prob": True,
-            "shared_expert_intermediate_size": shape_of(file, "blk.0.ffn_gate_shexp.weight", 2)[0],
-            "layer_types": ["linear_attention" if layer % every else "full_attention" for layer in kinds],
-            "linear_conv_kernel_dim": fields.whole("ssm.conv_kernel"),
-            "linear_key_head_dim": fields.whole("ssm.state_size"),
-            "linear_num_key_heads": fields.whole("ssm.group_count"),
-            "linear_num_value_heads": heads,
-            "linear_value_head_dim": fields.whole("ssm.inner_size") // heads,
-        }
-    )
-
-
-def lfm2(file: GgufFile) -> Values:
-    """LFM 2, where layers without heads of keys are convolutions."""
-    fields = Fields(file)
-    heads = fields.get("attention.head_count_kv", (int, array))
-    counts = heads if isinstance(heads, array) else [heads] * fields.whole("block_count")
-    return {
-        "model_type": "lfm2",
-        "norm_eps": fields.number("attention.layer_norm_rms_epsilon", 1e-5),
-        "conv_L_cache": fields.whole("shortconv.l_cache"),
-        "block_auto_adjust_ff_dim": False,
-        "layer_types": ["full_attention" if count else "conv" for count in counts],
-    }
 
 
 def per_layer_inputs(file: GgufFile, fields: Fields) -> Values:
@@ -662,7 +559,18 @@ ARCHITECTURES: dict[str, Callable[[GgufFile], Values]] = {
     "gpt-oss": gpt_oss,
     "gemma3n": gemma3n,
     "gemma4": gemma4,
-    "qwen3next": qwen3next,
-    "lfm2": lfm2,
+    "llama4": llama4,
+    "qwen3next": hybrids.qwen3next,
+    "qwen35": hybrids.qwen35,
+    "qwen35moe": hybrids.qwen35moe,
+    "lfm2": hybrids.lfm2,
+    "lfm2moe": hybrids.lfm2moe,
+    "mamba": hybrids.mamba,
+    "mamba2": hybrids.mamba2,
+    "falcon-h1": hybrids.falcon_h1,
+    "granitehybrid": hybrids.granitehybrid,
+    "jamba": hybrids.jamba,
+    "nemotron_h": hybrids.nemotron_h,
+    "nemotron_h_moe": hybrids.nemotron_h,
 }
 """The settings of an architecture beside the common ones, by llama.cpp's name."""

@@ -18,6 +18,8 @@ SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 LLAMA3 = rf"{ENDINGS}|{WORD}|\p{{N}}{{1,3}}|{SIGNS}|{SPACES}"
 QWEN2 = rf"{ENDINGS}|{WORD}|\p{{N}}|{SIGNS}|{SPACES}"
+MARKED_WORD, MARKED_SIGNS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+QWEN35 = rf"{ENDINGS}|{MARKED_WORD}|\p{{N}}|{MARKED_SIGNS}|{SPACES}"
 CAMEL_START = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+"
 CAMEL_CAPITALS = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
 PATH_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
@@ -47,6 +49,7 @@ RULES: dict[str, tuple[Step, ...]] = {
     "starcoder": (DIGITS, byte_level(use_regex=True)),
     "llama-bpe": (split(LLAMA3), byte_level()),
     "qwen2": (split(QWEN2), byte_level()),
+    "qwen35": (split(QWEN35), byte_level()),
     "tekken": (split(TEKKEN), byte_level()),
     "gpt-4o": (split(GPT4O), byte_level()),
     "deepseek-v3": (split(r"\p{N}{1,3}"), split(f"[{CHINESE}{KANA}]+"), split(DEEPSEEK3), byte_level()),
@@ -79,6 +82,7 @@ SAME = {
         "llama3",
         "llama-v3",
         "falcon3",
+        "falcon-h1",
         "pixtral",
         "dbrx",
         "smaug-bpe",

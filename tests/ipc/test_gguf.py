@@ -191,8 +191,8 @@ def test_the_dtype_is_that_of_plain_matrices(types: tuple[int, int], dtype: str,
     ("change", "words"),
     [
         (
-            {"general.architecture": "mamba"},
-            f"'mamba' are not served, but of {', '.join(sorted(ARCHITECTURES))}",
+            {"general.architecture": "rwkv7"},
+            f"'rwkv7' are not served, but of {', '.join(sorted(ARCHITECTURES))}",
         ),
         ({"general.architecture": 3}, "general.architecture"),
         ({"llama.block_count": -1}, "llama.block_count is -1, not a positive integer"),

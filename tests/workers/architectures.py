@@ -70,6 +70,20 @@ MLA = {
 INDEXED = MLA | {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 6, "pad_token_id": None}
 """Fewer keys are seen than prompts have. Where all keys score 0, as with few heads or for a padding token, whose
 embedding is 0, transformers takes any."""
+DOTS3 = {  # layers with a window have latents of another size
+    "head_dim": 24,
+    "num_hidden_layers": 3,
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "sliding_window": 7,
+    "moe_shared_expert_intermediate_size": 32,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 24,
+    "swa_kv_lora_rank": 32,
+    "swa_head_dim": 24,
+    "swa_qk_nope_head_dim": 16,
+    "swa_v_head_dim": 16,
+}
 ROUTED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -250,6 +264,8 @@ ARCHITECTURES = [
     Architecture("axk2", INDEXED | LATER_EXPERTS | {"num_local_experts": 4}),
     Architecture("deepseek_v32", INDEXED | LATER_EXPERTS),
     Architecture("glm_moe_dsa", INDEXED | LATER_EXPERTS | {"indexer_types": ["full", "shared"]}),
+    Architecture("dots3_note_text", INDEXED | LATER_EXPERTS | DOTS3),
+    Architecture("hy_v4", INDEXED | LATER_EXPERTS | {"indexer_types": ["full", "shared"]}),
     Architecture("diffllama", GROUPED),
     Architecture("doge", GROUPED),
     Architecture("dots1", GROUPED | LATER_EXPERTS | {"sliding_window": 7, "layer_types": WINDOWED}),

@@ -44,6 +44,13 @@ COMMON = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
     "shortconv.l_cache": "conv_L_cache",
+    "moe_latent_size": "moe_latent_size",
+    "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
 }
 """Fields of the metadata by the names that configurations have for them."""
 
@@ -71,7 +78,7 @@ def tensors_of(folder: Path, config: Any, arch: str) -> dict[str, np.ndarray]:
     for name, values in found.items():
         if config.model_type == "gpt2" and not name.startswith(("transformer", "lm_head")):
             name = f"transformer.{name}"
-        written_name = named(names, name)
+        written_name = named(names, name, bool(getattr(config, "num_local_experts", 0)))
         assert written_name is not None, name
         written[written_name] = changed(name, values, config, arch)
     if arch == "gemma4":  # angles that stay 0 have a very large divisor
@@ -97,6 +104,18 @@ def divided(name: str, values: np.ndarray, config: Any) -> list[tuple[str, np.nd
         flat = [part.reshape(-1, values.shape[-1]) for part in parts]
         kinds = [name.replace("in_proj_qkvz", kind) for kind in ("attn_qkv", "attn_gate")]
         return list(zip(kinds, (np.concatenate(flat[:3]), flat[3]), strict=True))
+    if "experts.gate_up_proj" in name and config.model_type == "llama4_text":
+        halves = np.split(values.swapaxes(1, 2), 2, axis=1)
+        return [
+            (name.replace("gate_up", kind), half) for kind, half in zip(("gate", "up"), halves, strict=True)
+        ]
+    if "experts.down_proj" in name and config.model_type == "llama4_text":
+        return [(name, values.swapaxes(1, 2))]
+    if name.endswith("input_linear.weight"):  # Granite's
+        return [
+            (name.replace("input_linear", f"{kind}_linear"), half)
+            for kind, half in zip(("gate", "up"), np.split(values, 2, axis=-2), strict=True)
+        ]
     if name.endswith("kv_b_proj.weight"):
         size = config.qk_nope_head_dim
         heads = values.reshape(config.num_attention_heads, -1, values.shape[-1])
@@ -107,16 +126,26 @@ def divided(name: str, values: np.ndarray, config: Any) -> list[tuple[str, np.nd
     return [(name, values)]
 
 
-def named(names: gguf.TensorNameMap, name: str) -> str | None:
+def named(names: gguf.TensorNameMap, name: str, has_experts: bool) -> str | None:
     """llama.cpp's name of a tensor."""
     layer = re.search(r"\.layers\.(\d+)\.", name)
     number = layer[1] if layer else ""
+    if match := re.search(r"(shared_mlp|block_sparse_moe)\.(gate|up|output)_linear\.weight", name):
+        part = {"output": "down"}.get(match[2], match[2])
+        kind = "_exps" if match[1] == "block_sparse_moe" else "_shexp" if has_experts else ""
+        return f"blk.{number}.ffn_{part}{kind}.weight"
+    if match := re.search(r"(?:mixer|feed_forward)\.experts\.(gate_proj|up_proj|down_proj|w[123])", name):
+        part = {"w1": "gate", "w2": "down", "w3": "up"}.get(match[1], match[1].removesuffix("_proj"))
+        return f"blk.{number}.ffn_{part}_exps.weight"
     for word, own in (
         ("e_score_correction_bias", f"blk.{number}.exp_probs_b.bias"),
+        ("expert_bias", f"blk.{number}.exp_probs_b.bias"),
         ("attn_qkv", f"blk.{number}.attn_qkv.weight"),
         ("attn_gate", f"blk.{number}.attn_gate.weight"),
         ("dt_bias", f"blk.{number}.ssm_dt.bias"),
         ("A_log", f"blk.{number}.ssm_a"),
+        ("mixer.D", f"blk.{number}.ssm_d"),
+        ("mamba.D", f"blk.{number}.ssm_d"),
         ("router.scale", f"blk.{number}.ffn_gate_inp.scale"),
         ("per_expert_scale", f"blk.{number}.ffn_down_exps.scale"),
         ("altup_projections", "altup_proj.weight"),
@@ -131,22 +160,77 @@ def named(names: gguf.TensorNameMap, name: str) -> str | None:
     return f"{found}.weight" if is_whole else found
 
 
+ROTATED = ("llama", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+"""Architectures whose queries and keys the converter permutes; the last three by what they inherit."""
+
+
 def changed(name: str, values: np.ndarray, config: Any, arch: str) -> np.ndarray:
     """Values as llama.cpp stores them."""
-    if arch == "llama" and "q_proj" in name:
+    if arch in ROTATED and "q_proj" in name:
         return permuted(values, config.num_attention_heads)
-    if arch == "llama" and "k_proj" in name:
+    if arch in ROTATED and "k_proj" in name:
         return permuted(values, config.num_key_value_heads)
+    if arch in ("qwen35", "qwen35moe") and "linear_attn" in name:
+        values = with_tiled_heads(name, values.squeeze(1) if values.ndim == 3 else values, config)
+    if arch == "falcon-h1":
+        values = multiplied(name, values, config)
     if name.endswith("A_log"):
-        return -np.exp(values)
-    plus_one = arch in ("gemma", "gemma2", "gemma3", "qwen3next") and not name.endswith(
-        "linear_attn.norm.weight"
-    )
-    if plus_one and name.endswith("norm.weight"):
+        values = -np.exp(values)
+    if is_second_mamba(config) and name.endswith(("A_log", ".D")):
+        return values[:, None]
+    if is_second_mamba(config) and name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+        groups = getattr(config, "n_groups", None) or config.mamba_n_groups
+        return values.reshape(groups, -1)
+    plus_one = arch in ("gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+    if plus_one and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return values + 1
     if arch == "gpt2" and re.search(r"(c_attn|c_proj|c_fc)\.weight", name):
         return values.T
     return values if name.endswith("layer_scalar") else values.squeeze()
+
+
+def is_second_mamba(config: Any) -> bool:
+    """True for models with layers of Mamba 2."""
+    return config.model_type in ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h")
+
+
+def with_tiled_heads(name: str, values: np.ndarray, config: Any) -> np.ndarray:
+    """Heads of values of linear attention in turns, as llama.cpp repeats heads of keys."""
+    keys, size = config.linear_num_key_heads, config.linear_value_head_dim
+
+    def tiled(rows: np.ndarray, size: int) -> np.ndarray:
+        by_head = rows.reshape(keys, -1, size, *rows.shape[1:])
+        return by_head.swapaxes(0, 1).reshape(rows.shape)
+
+    if "in_proj_qkv" in name or "conv1d" in name:
+        before = 2 * keys * config.linear_key_head_dim
+        return np.concatenate((values[:before], tiled(values[before:], size)))
+    if "out_proj" in name:
+        return tiled(values.T, size).T
+    if "in_proj_z" in name:
+        return tiled(values, size)
+    return values if name.endswith("norm.weight") else tiled(values, 1)
+
+
+def multiplied(name: str, values: np.ndarray, config: Any) -> np.ndarray:
+    """Weights of Falcon-H1 with the multipliers of their inputs and outputs."""
+    if "mamba.in_proj" in name:
+        inner, state = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+        sizes = [inner, inner, state, state, config.mamba_n_heads]
+        rows = np.repeat(config.ssm_multipliers, sizes) * config.ssm_in_multiplier
+        return values * rows[:, None]
+    factors = {
+        "down_proj": config.mlp_multipliers[1],
+        "gate_proj": config.mlp_multipliers[0],
+        "k_proj": config.key_multiplier * config.attention_in_multiplier,
+        "q_proj": config.attention_in_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "mamba.out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    return values * next((factor for part, factor in factors.items() if part in name), 1.0)
 
 
 def write_gguf(

@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = COMMON | {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "index_head_dim", "o_lora_rank"), 16),
     **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
-    **dict.fromkeys(("index_n_heads", "index_topk", "state_size", "mamba_d_state", "ssm_state_size"), 4),
+    **dict.fromkeys(("index_topk", "state_size", "mamba_d_state", "ssm_state_size"), 4),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "conv_dim"), 16),
     **dict.fromkeys(("image_size", "crop_size"), 28),

@@ -1,17 +1,31 @@
 """The names of a GGUF file's tensors as transformers' checkpoints have them, and how their values differ.
 
 llama.cpp's names are listed in its `gguf` package (`constants.py`), what its converter does to values in
-`convert_hf_to_gguf.py`.
+`convert_hf_to_gguf.py` and its folder `conversion`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 from pagewire.ipc.counts import MAX_EXPERTS
+from pagewire.workers.checkpoint.gguf_hybrids import HYBRIDS
+from pagewire.workers.checkpoint.gguf_table import (
+    ATTENTION,
+    CORRECTION,
+    EXPERTS,
+    LLAMA,
+    NORMS,
+    SHARED,
+    TOP,
+    GGUFNames,
+    JoinedForm,
+    JoinedTensors,
+    TiledHeads,
+)
 
 BLOCKS = (
     {"Q8_0": (8, 32, 128), "Q4_0": (4, 32, 8), "Q4_1": (4, 32, 0), "Q5_0": (8, 32, 16), "Q5_1": (8, 32, 0)}
@@ -28,39 +42,13 @@ IN_LAYER = re.compile(r"blk\.(\d{1,6})\.")
 UNUSED = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Tensors that are part of the configuration."""
 
-ATTENTION = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-}
-NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-LLAMA = ATTENTION | NORMS | GATED
-TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-SHARED = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-}
+CONVOLUTIONS = frozenset({"shortconv.conv", "ssm_conv1d"})
 SHARED_EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-LINEAR_ATTENTION = {
-    "ssm_in": "linear_attn.in_proj_qkvz",
-    "ssm_ba": "linear_attn.in_proj_ba",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-}
-CONVOLUTIONS = frozenset({"shortconv.conv", "ssm_conv1d"})
-CORRECTION = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 MLA = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -88,7 +76,6 @@ ALTUP = {
     "laurel_r": "laurel.linear_right",
     "laurel_post_norm": "laurel.post_laurel_norm",
 }
-EXPERTS = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
 MIXTRAL_EXPERTS = {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}
 FOUR_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -103,52 +90,6 @@ GPT2 = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
-
-
-class JoinedTensors(NamedTuple):
-    """A weight of a layer that is made of one or two tensors."""
-
-    name: str
-    """transformers' name, without a suffix."""
-    form: JoinedForm
-    other: str = ""
-    """llama.cpp's name of the second tensor."""
-
-
-JoinedForm = Literal["", "stack", "transposed stack", "heads", "linear heads"]
-"""How one or two tensors make a weight.
-
-Matrices of experts [E, N, K], or in transformers [E, K, N], where rows of two tensors take turns. Keys [H, L, D]
-and values [H, V, L] of all heads, for a matrix [H (D + V), L]. Queries, keys and values of all heads of linear
-attention, and their gates, for a matrix that has all parts of a head of keys together.
-"""
-
-
-@dataclass(frozen=True)
-class GGUFNames:
-    """The names of one type of models."""
-
-    layer: Mapping[str, str]
-    """In a layer: llama.cpp's part of a name to transformers'."""
-    top: Mapping[str, str]
-    """Outside of the layers."""
-    layers: str = "model.layers"
-    experts: str = ""
-    """Where a layer has its experts."""
-    expert: Mapping[str, str] | None = None
-    """In an expert, as in a layer."""
-    rotated: bool = False
-    """The rows of queries and keys are in the order in which llama.cpp rotates them: pairs side by side."""
-    norms_plus_one: bool = False
-    """Norms are stored with 1 added to their weights."""
-    transposed: bool = False
-    """Matrices within layers are [K, N] in transformers."""
-    whole: Mapping[str, str] = field(default_factory=dict)
-    """In a layer, as `layer`, where names differ with their suffixes: {"attn_sinks.weight": "self_attn.sinks"}."""
-    joined: Mapping[str, JoinedTensors] = field(default_factory=dict)
-    """In a layer: what makes a weight together with another tensor, or is a stack in transformers, too."""
-    lists: Mapping[str, str] = field(default_factory=dict)
-    """Outside of the layers: stacks that are lists of matrices in transformers."""
 
 
 MODELS: dict[str, GGUFNames] = {
@@ -220,35 +161,24 @@ MODELS: dict[str, GGUFNames] = {
             "ffn_down_exps": JoinedTensors("mlp.experts.down_proj", "transposed stack"),
         },
     ),
-    "qwen3_next": GGUFNames(
-        LLAMA | SHARED | LINEAR_ATTENTION | {"post_attention_norm": "post_attention_layernorm"},
-        TOP,
-        experts="mlp.experts",
-        expert=EXPERTS,
-        norms_plus_one=True,
-        whole={
-            "ssm_a": "linear_attn.A_log",
-            "ssm_dt.bias": "linear_attn.dt_bias",
-            "ssm_conv1d.weight": "linear_attn.conv1d.weight",
-        },
-        joined={"attn_qkv": JoinedTensors("linear_attn.in_proj_qkvz.weight", "linear heads", "attn_gate")},
-    ),
-    "lfm2": GGUFNames(
-        ATTENTION
+    "llama4_text": GGUFNames(
+        LLAMA
         | {
-            "attn_norm": "operator_norm",
-            "ffn_norm": "ffn_norm",
-            "ffn_gate": "feed_forward.w1",
-            "ffn_up": "feed_forward.w3",
-            "ffn_down": "feed_forward.w2",
-            "attn_output": "self_attn.out_proj",
-            "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm",
-            "shortconv.in_proj": "conv.in_proj",
-            "shortconv.out_proj": "conv.out_proj",
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj",
+            "ffn_gate_inp": "feed_forward.router",
+            "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+            "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+            "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
         },
-        TOP | {"token_embd_norm": "model.embedding_norm"},
-        whole={"shortconv.conv.weight": "conv.conv.weight"},
+        TOP,
+        joined={
+            "ffn_gate_exps": JoinedTensors(
+                "feed_forward.experts.gate_up_proj", "transposed halves", "ffn_up_exps"
+            ),
+            "ffn_down_exps": JoinedTensors("feed_forward.experts.down_proj", "transposed stack"),
+        },
     ),
     "gemma3n_text": GGUFNames(
         LLAMA | FOUR_NORMS | PER_LAYER_INPUT | ALTUP,
@@ -291,8 +221,14 @@ MODELS: dict[str, GGUFNames] = {
         layers="transformer.h",
         transposed=True,
     ),
+    **HYBRIDS,
 }
 """By transformers' name of the type."""
+
+
+Layout = Literal["", "transposed", "row", "middle", "flat"]
+"""What transformers has of a tensor: the same; [K, N] of [N, K]; [1, K] of [K]; [C, 1, L] of [C, L]; all numbers of
+a matrix in one vector."""
 
 
 @dataclass(frozen=True)
@@ -307,13 +243,11 @@ class WeightPlace:
     """Number of heads whose rows must be put back in order; 0: they are in order."""
     plus: float = 0.0
     """What must be subtracted."""
-    transposed: bool = False
-    is_row: bool = False
-    """A vector that transformers has as a matrix [1, K]."""
-    has_middle: bool = False
-    """A matrix [C, L] that transformers has as [C, 1, L]."""
+    layout: Layout = ""
     is_decay: bool = False
     """Minus the exponential of what transformers has."""
+    tiled: TiledHeads | None = None
+    """Heads of linear attention that must be put back in order."""
     form: JoinedForm = ""
     """How it is made, if it is no single matrix."""
     other: str = ""
@@ -351,7 +285,7 @@ def places(
         number, stem, expert, suffix = match.groups()
         if (own := names.whole.get(stem if suffix is None else f"{stem}.{suffix}")) is not None:
             found[f"{names.layers}.{number}.{own}"] = WeightPlace(
-                tensor, has_middle=stem in CONVOLUTIONS and len(shape) == 2, is_decay=stem == "ssm_a"
+                tensor, layout=_layout(stem, shape), is_decay=stem == "ssm_a", tiled=names.tiled.get(stem)
             )
             continue
         if suffix in (None, "scale"):
@@ -362,7 +296,8 @@ def places(
             second = f"blk.{number}.{joined.other}.{suffix}" if joined.other else ""
             if second and second not in tensors:
                 raise KeyError(f"{tensor} without {second}")
-            _check_stack(tensor, shape)
+            if len(shape) == 3:
+                _check_stack(tensor, shape)
             name = f"{names.layers}.{number}.{joined.name}" + ("_bias" if suffix == "bias" else "")
             found[name] = WeightPlace(tensor, form=joined.form, other=second)
             continue
@@ -378,9 +313,17 @@ def places(
 def _place(names: GGUFNames, tensor: str, stem: str, shape: tuple[int, ...], heads: int) -> WeightPlace:
     plus = 1.0 if names.norms_plus_one and stem.endswith("norm") and stem != "ssm_norm" else 0.0
     transposed = names.transposed and len(shape) == 2 and tensor.startswith("blk.")
-    return WeightPlace(
-        tensor, None, heads, plus, transposed, stem == "ffn_gate_inp_shexp" and len(shape) == 1
-    )
+    layout = "transposed" if transposed else _layout(stem, shape)
+    return WeightPlace(tensor, None, heads, plus, layout, tiled=names.tiled.get(stem))
+
+
+def _layout(stem: str, shape: tuple[int, ...]) -> Layout:
+    if stem == "ffn_gate_inp_shexp":
+        return "row" if len(shape) == 1 else ""
+    if stem in CONVOLUTIONS:
+        return "middle" if len(shape) == 2 else ""
+    is_column = stem in ("ssm_a", "ssm_d") and len(shape) == 2 and shape[1] == 1
+    return "flat" if is_column or (stem == "ssm_norm" and len(shape) == 2) else ""
 
 
 def joined_shape(form: JoinedForm, first: tuple[int, ...], second: tuple[int, ...] | None) -> tuple[int, ...]:
@@ -403,7 +346,9 @@ def joined_shape(form: JoinedForm, first: tuple[int, ...], second: tuple[int, ..
             raise ValueError(f"tensors of shapes {first} and {second} are no heads of linear attention")
         return first[0] + second[0], first[1]
     if second != first:
-        raise ValueError(f"tensors of shapes {first} and {second} do not take turns")
+        raise ValueError(f"tensors of shapes {first} and {second} are no two parts of a weight")
+    if form == "halves" and len(first) == 2:
+        return 2 * first[0], first[1]
     return first[0], 2 * first[1], *first[2:]
 
 

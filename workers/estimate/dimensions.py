@@ -149,8 +149,9 @@ def _num_without(text: Mapping[str, Any]) -> int:
 
 def _num_indexers(text: Mapping[str, Any], num_layers: int) -> int:
     """Layers that choose the keys which a token sees; others may see what the layer before them has chosen."""
-    kinds = text.get("indexer_types")
-    return list(kinds).count("full") if kinds else num_layers
+    if kinds := text.get("indexer_types"):
+        return list(kinds).count("full")
+    return list(text.get("layer_types") or ()).count("indexed_attention") or num_layers
 
 
 def _kv_heads(text: Mapping[str, Any]) -> int:

@@ -4,6 +4,7 @@ Plans have transformers' words: "colwise" divides a linear layer's outputs (the 
 inputs, "packed_colwise" the outputs of two layers that lie one below the other. Those of ours are:
 
 - "qkv_colwise": the outputs of a projection to queries, keys and values, one below the other
+- "groups_colwise": the same by heads of keys: their queries, the key, the value, then those of the next
 - "gathered": a norm over what is divided; it gets all ranks' inputs, and gives each rank its part
 
 Embedding and output layer are divided by vocabulary in every model, so no plan needs to name them.
@@ -21,7 +22,7 @@ from pagewire.workers.module.text_base import base_path
 Plan = dict[str, str]
 """Styles by the names of modules or parameters, within the base model; "*" stands for a layer's number."""
 
-STYLES = {"colwise", "rowwise", "packed_colwise", "qkv_colwise", "gathered"}
+STYLES = {"colwise", "rowwise", "packed_colwise", "qkv_colwise", "groups_colwise", "gathered"}
 WHOLE = {"moe_tp_experts", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicated"}
 """Styles of what every rank has as a whole, or whose parts have styles of their own."""
 BY_VOCABULARY = {"colwise_gather_output", "embedding_rowwise"}
@@ -65,11 +66,8 @@ TABLE: dict[str, Plan] = {
     "ctrl": _linears("h.*.multi_head_attention", ("Wq", "Wk", "Wv"), ("dense",))
     | _linears("h.*.ffn", ("0",), ("2",)),
     "deepseek_v3": LATENT_ATTENTION,
-    "diffllama": dict.fromkeys(ATTENTION, "replicated"),  # a head and its pair would be on different ranks
-    "doge": dict.fromkeys(
-        (*ATTENTION, "layers.*.self_attn.dt_proj"), "replicated"
-    )  # each head's bias needs the values of all
-    | {f"layers.*.mlp.{name}": "replicated" for name in ("router_gate", "down_embed", "up_embed")},
+    "falcon": {"h.*.self_attention.query_key_value": "groups_colwise", "h.*.self_attention.dense": "rowwise"}
+    | _linears("h.*.mlp", ("dense_h_to_4h",), ("dense_4h_to_h",)),
     "flex_olmo": NORMED_ATTENTION,
     "glm": _packed("layers.*.mlp"),
     "glm4": _packed("layers.*.mlp"),
@@ -115,14 +113,24 @@ TABLE: dict[str, Plan] = {
 }
 """By model type: families without a plan, and what plans leave to every rank as a whole."""
 
+UNDIVIDED = {
+    "codegen": "its queries, values and keys lie in four blocks, which its module takes apart by their number",
+    "dbrx": "the experts of a layer are one matrix, of which every rank would have the whole",
+    "diffllama": "a head and its partner in the other half would be on different ranks",
+    "doge": "the bias of a key of one head depends on the values of all heads",
+}
+"""By model type: why a family cannot be divided."""
+
 
 def plan_of(causal: Any) -> Plan:
     """The plan of a causal module, by the full names of its modules and parameters.
 
     Raises:
-        LoadError: transformers' plan divides something in a way that is not served.
+        LoadError: the family cannot be divided, or transformers' plan has a style that is not served.
     """
     config = causal.config.get_text_config()
+    if (reason := UNDIVIDED.get(config.model_type)) is not None:
+        raise LoadError(f"{reason}; use pipeline_parallel_size, or one rank")
     is_base = not hasattr(causal, causal.base_model_prefix)
     prefix = "" if is_base else f"{base_path(causal)}."
     others = "" if is_base else f"{causal.base_model_prefix}."  # with the names of what is not for texts, too

@@ -277,16 +277,26 @@ def _without_mask(module: Any, *args: Any, attention_mask: Any, **kwargs: Any) -
     return type(module).forward(module, *args, attention_mask=any_mask, **kwargs)
 
 
-def _indexer(rotation: str) -> Callable[..., IndexedTokens]:
-    """Of indexed attention. rotation: the name of the function in the family's module."""
+def _indexer(rotation: str, at_end: bool = False) -> Callable[..., IndexedTokens]:
+    """Of indexed attention. rotation: the name of a function in the family's module. at_end: see `index_tokens`."""
 
     def index(
         module: Any, hidden: Tensor, q_latent: Tensor, angles: Any, *_: Any, **__: Any
     ) -> IndexedTokens:
         rotate = getattr(sys.modules[type(module).__module__], rotation)
-        return index_tokens(module, rotate, hidden, q_latent, angles)
+        return index_tokens(module, rotate, hidden, module.wq_b(q_latent), angles, at_end)
 
     return index
+
+
+def _mistral_indexer(
+    module: Any, hidden: Tensor, angles: Any, _: Any, positions: Tensor, **__: Any
+) -> IndexedTokens:
+    """Of Mistral Large 4, whose queries are scaled by their positions, and not rotated in every layer."""
+    rotate = getattr(sys.modules[type(module).__module__], PAIRS) if module.use_rope else None
+    queries = module.wq_b(module.q_input_norm(hidden)).unflatten(-1, (module.n_heads, module.head_dim))
+    scaled = module.softmax_scaling(queries, positions, head_dim_first=False).flatten(2)
+    return index_tokens(module, rotate, hidden, scaled, angles)
 
 
 HALVES, PAIRS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"
@@ -303,6 +313,8 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "DbrxExpertGLU": ("forward", _dbrx_expert),
     "DeepseekV32Attention": ("forward", _without_mask),
     "DeepseekV32Indexer": ("forward", _indexer(HALVES)),
+    "Dots3NoteTextAttention": ("forward", _without_mask),
+    "Dots3NoteTextIndexer": ("forward", _indexer(PAIRS)),
     "DiffLlamaAttention": ("forward", _diffllama),
     "DogeAttention": ("forward", _doge),
     "FalconAttention": ("forward", _falcon),
@@ -310,9 +322,13 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "GPTNeoSelfAttention": ("_attn", _gpt_neo),
     "GlmMoeDsaAttention": ("forward", _without_mask),
     "GlmMoeDsaIndexer": ("forward", _indexer(PAIRS)),
+    "HYV4Attention": ("forward", _without_mask),
+    "HYV4Indexer": ("forward", _indexer(HALVES, at_end=True)),
     "Llama4TextAttention": ("forward", _llama4),
     "Llama4TextExperts": ("forward", _llama4_experts),
     "Llama4TextMoe": ("forward", _llama4_mixture),
+    "MistralLarge4TextAttention": ("forward", _without_mask),
+    "MistralLarge4TextIndexer": ("forward", _mistral_indexer),
     "MptAttention": ("forward", _mpt),
     "PhimoeAttention": ("forward", _phimoe),
     "Zamba2Attention": ("forward", _zamba_attention),

@@ -177,6 +177,8 @@ class Shards:
             self._add_linear(name, self._part(name, _features(module)[1]), Axis.COLUMNS)
         elif style == "qkv_colwise":
             self._add_linear(name, self._query_key_value(name, _features(module)[0]))
+        elif style == "groups_colwise":
+            self._add_linear(name, self._groups(name, _features(module)[0]))
         elif style == "packed_colwise":
             width = _features(module)[0] // 2
             self._add_linear(name, tuple((own, _after(own, width)) for (own,) in self._widths(width)))
@@ -227,6 +229,23 @@ class Shards:
         for query, kv in self._shares(heads):
             keys = _after(scaled(kv, width), heads.num * width)
             spans.append((scaled(query, width), keys, _after(keys, heads.num_kv * width)))
+        return tuple(spans)
+
+    def _groups(self, name: str, size: int) -> tuple[tuple[range, ...], ...]:
+        """The spans of queries, key and value of each head of keys; a rank may have some of a head's queries."""
+        heads = self._heads_of(self._attention(name)[0])
+        per_kv = heads.num // heads.num_kv
+        if size % (heads.num_kv * (per_kv + 2)):
+            raise LoadError(f"{name} has {size} outputs for {heads.num} heads and {heads.num_kv} of keys")
+        width = size // (heads.num_kv * (per_kv + 2))
+        spans: list[tuple[range, ...]] = []
+        for query, kv in self._shares(heads):
+            if len(query) == len(kv) * per_kv:
+                spans.append((scaled(kv, (per_kv + 2) * width),))
+                continue
+            own = _after(scaled(query, width), 2 * kv.start * width)
+            end = kv.stop * (per_kv + 2) * width
+            spans.append((own, range(end - 2 * width, end)))
         return tuple(spans)
 
     def _attention(self, name: str) -> tuple[str, str]:
@@ -292,7 +311,10 @@ def _heads(attention: Any, config: Any) -> Heads:
             return Heads(num, _features(keys)[0] // head_size(attention))
     if hasattr(attention, "kv_b_proj"):
         return Heads(num, num)
-    return Heads(num, getattr(attention, "kv_heads", getattr(own, "num_key_value_heads", num)))
+    for name in ("kv_heads", "num_kv_heads"):
+        if hasattr(attention, name):
+            return Heads(num, getattr(attention, name))
+    return Heads(num, getattr(own, "num_key_value_heads", num))
 
 
 def _features(linear: Any) -> tuple[int, int]:

@@ -218,7 +218,11 @@ def _options(worker_config: WorkerConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _from_config(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, kind: ModelClass) -> Any:
-    module = kind.load(config).from_config(config, **_options(worker_config, dtype)).eval()
+    return _changed(kind.load(config).from_config(config, **_options(worker_config, dtype)).eval(), kind)
+
+
+def _changed(module: Any, kind: ModelClass) -> Any:
+    """transformers' module as the worker runs it: with our methods, without what no checkpoint needs to have."""
     if not kind.has_head and getattr(module, "pooler", None) is not None:
         module.pooler = None  # of BERT: made for its classifier, and not in every checkpoint
     if not hasattr(module, module.base_model_prefix) and isinstance(
@@ -303,4 +307,4 @@ def _from_pretrained(worker_config: WorkerConfig, config: Any, dtype: torch.dtyp
     )
     unexpected = report["unexpected_keys"] if kind.has_head else ()
     check_report(config.model_type, report["missing_keys"], unexpected)
-    return module.eval()
+    return _changed(module.eval(), kind)

@@ -448,7 +448,7 @@ class Transformation:
         output = ""
         if self._head is not None and self._is_last:
             # From here on the ranks of a group wait for each other.
-            head, output = self._head.shortened(device.torch_device)
+            head, output = self._head.shortened(device.torch_device, self._dtype)
         first = position_offset(self._base) if self._encodes else 0
         model = Model(base, head, self._path, output, self.stage, self._encodes, first)
         permitted = permitted_difference(self._dtype, self.weights.schemes)

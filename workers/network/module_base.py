@@ -128,19 +128,23 @@ class ModuleHead:
         with self._arithmetic():
             return self.module(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
 
-    def shortened(self, device: torch.device) -> tuple[ModuleHead | Linear, str]:
+    def shortened(self, device: torch.device, dtype: torch.dtype) -> tuple[ModuleHead | Linear, str]:
         """The output layer alone where its product is all that the causal module does, to the bit; and its name.
 
         That is tried on states of all sizes, since a cap leaves small logits nearly alone, and a limit all of them.
+
+        dtype: of hidden states. An output layer of another one gets them from the module.
         """
         linears = {n: child for n, child in self.module.named_children() if isinstance(child, LinearModule)}
         if len(linears) != 1:
             return self, ""
         ((name, linear),) = linears.items()
+        if linear.weight.dtype != dtype:
+            return self, name
         generator = torch.Generator().manual_seed(0)
         sizes = torch.logspace(-2, 4, 7)[:, None]
         states = sizes * torch.randn(len(sizes), linear.in_features, generator=generator)
-        hidden = states.to(device, linear.weight.dtype)
+        hidden = states.to(device, dtype)
         expected, short = self(hidden), linear.product(hidden)
         is_all = short.dtype == expected.dtype and torch.equal(short, expected)
         return (linear.product if is_all else self), name

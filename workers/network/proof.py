@@ -45,8 +45,9 @@ logger = logging.getLogger("pagewire.worker")
 BLOCK = 16
 REQUEST_FACTOR = 3  # in a request of a few tokens, one that goes to other experts weighs as much more
 ROUNDED = 0.15  # permitted difference of logits where activations are rounded
-INDEXED = {"axk2", "deepseek_v32", "glm_moe_dsa"}
+INDEXED = {"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text"}
 """Model types whose indexers are served (`workers/module/indexed.py`)."""
+COMPRESSED = "and a KV cache of keys that stand for windows of tokens is not served"
 NUM_STATES = 2 * len(LENGTHS)
 """State slots of a dry run: a request reads one of its two, and writes the other."""
 NOT_REPLACED = "it does not let its attention be replaced"
@@ -73,6 +74,8 @@ def check_config(config: Any) -> None:
             recurrent.
     """
     text = config.get_text_config()
+    if not hasattr(text, "num_hidden_layers"):
+        raise refuse(config, "its configuration describes no layers of a language model")
     if getattr(config, "is_encoder_decoder", False):
         raise refuse(config, "it is an encoder-decoder model")
     if getattr(type(config), "is_encoder_decoder", False) and config.model_type not in PLACED_DECODERS:
@@ -93,7 +96,10 @@ def check_config(config: Any) -> None:
     served = ATTENTION_LAYERS | STATE_LAYERS | FEED_FORWARD_LAYERS
     other = kinds - served - ({"indexed_attention"} if text.model_type in INDEXED else set())
     if other:
-        raise refuse(config, f"it has layers of type {', '.join(sorted(map(str, other)))}")
+        words = f"it has layers of type {', '.join(sorted(map(str, other)))}"
+        raise refuse(
+            config, words + (f", {COMPRESSED}" if any("compressed" in str(k) for k in other) else "")
+        )
 
 
 def results(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]:

@@ -28,13 +28,17 @@ from tests.workers.architectures import (
     GPT2_SIZES,
     GROUPED,
     LATER_EXPERTS,
+    LLAMA4,
+    MAMBA,
     MLA,
+    NEMOTRON_H,
+    SERVED,
     VOCAB_SIZE,
     WINDOWED,
     Architecture,
 )
 from tests.workers.driver import load_runner
-from tests.workers.gguf_files import permuted, write_gguf
+from tests.workers.gguf_files import multiplied, permuted, write_gguf
 from tests.workers.parity import make_prompts, our_tokens, transformers_tokens
 
 ROUTED = EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -64,6 +68,65 @@ LINEAR = {
     "shared_expert_intermediate_size": 32,
     "layer_types": ["linear_attention", "full_attention"],
 }
+ROTATES = {"rope.dimension_count": 4, "full_attention_interval": 2}
+SSM_OF_LINEAR = {"ssm.inner_size": 64}
+NO_ATTENTION = {"feed_forward_length": 0, "attention.head_count": 0}
+SSM_OF_MAMBA = NO_ATTENTION | {
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 128,
+    "ssm.state_size": 4,
+    "ssm.time_step_rank": 4,
+}
+SSM = {
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 128,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 8,
+}
+MULTIPLIED = {
+    "mamba_norm_before_gate": False,
+    "embedding_multiplier": 2.5,
+    "lm_head_multiplier": 0.3,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 1.3,
+    "ssm_in_multiplier": 1.1,
+    "ssm_out_multiplier": 0.8,
+    "mlp_multipliers": [0.6, 1.4],
+    "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9],
+}
+GRANITE = {
+    "rms_norm_eps": 1e-5,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+NOT_ROTATED = {"rope.scaling.finetuned": False, "attention.head_count_kv": [0, 2]}
+DENSE_NEMOTRON = {
+    "moe_shared_expert_intermediate_size": 7688,  # the default: no layer has experts
+    "num_hidden_layers": 3,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+}
+NEMOTRON_3 = {
+    "num_hidden_layers": 3,
+    "layers_block_type": ["linear_attention", "moe", "full_attention"],
+    "moe_latent_size": 24,
+    "routed_scaling_factor": 2.5,
+}
+NEMOTRON = {"block_count": 3, "attention.head_count_kv": [0, 0, 2]}
+SCOUT = {  # what the file does not say
+    "num_hidden_layers": 4,
+    "no_rope_layer_interval": 4,
+    "attention_chunk_size": 8192,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+}
+FOLDED = {"falcon-h1": MULTIPLIED, "falcon-h1 with norms": MULTIPLIED}
+"""Settings that the converter multiplies weights with."""
 HEADS_OF_TWO_SIZES = {"attention.key_length": 32, "attention.key_length_swa": 16}
 
 # llama.cpp's name, the model in transformers, and metadata that its configuration does not name.
@@ -148,6 +211,74 @@ MODELS: dict[str, tuple[str, Architecture, dict[str, Any]]] = {
         ),
         {"attention.head_count_kv": [0, 2], "attention.layer_norm_rms_epsilon": 1e-5},
     ),
+    "lfm2moe": (
+        "lfm2moe",
+        Architecture("lfm2_moe", SERVED["lfm2_moe"].fields),
+        {
+            "attention.head_count_kv": [0, 2],
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "leading_dense_block_count": 1,
+            "expert_gating_func": 2,
+        },
+    ),
+    "qwen35": ("qwen35", SERVED["qwen3_5_text"], ROTATES | SSM_OF_LINEAR),
+    "qwen35moe": ("qwen35moe", SERVED["qwen3_5_moe_text"], ROTATES | SSM_OF_LINEAR),
+    "mamba": ("mamba", Architecture("mamba", MAMBA | {"intermediate_size": 128}), SSM_OF_MAMBA),
+    "falcon mamba": (
+        "mamba",
+        Architecture("falcon_mamba", MAMBA | {"intermediate_size": 128}),
+        SSM_OF_MAMBA | {"ssm.dt_b_c_rms": True},
+    ),
+    "mamba2": ("mamba2", SERVED["mamba2"], NO_ATTENTION | SSM),
+    "falcon-h1": ("falcon-h1", Architecture("falcon_h1", SERVED["falcon_h1"].fields | MULTIPLIED), SSM),
+    "falcon-h1 with norms": (
+        "falcon-h1",
+        Architecture("falcon_h1", SERVED["falcon_h1"].fields | MULTIPLIED | {"mamba_rms_norm": True}),
+        SSM,
+    ),
+    "bamba": (
+        "granitehybrid",
+        SERVED["bamba"],
+        SSM | {"rope.scaling.finetuned": True, "attention.head_count_kv": [0, 2]},
+    ),
+    "granitehybrid": (
+        "granitehybrid",
+        Architecture("granitemoehybrid", SERVED["granitemoehybrid"].fields | GRANITE),
+        SSM | NOT_ROTATED | {"expert_shared_feed_forward_length": 32},
+    ),
+    "granitehybrid without experts": (
+        "granitehybrid",
+        Architecture(
+            "granitemoehybrid", SERVED["granitemoehybrid"].fields | GRANITE | {"num_local_experts": 0}
+        ),
+        SSM | NOT_ROTATED | {"feed_forward_length": 32},
+    ),
+    "jamba": (
+        "jamba",
+        SERVED["jamba"],
+        {
+            "attention.head_count_kv": [0, 2],
+            "ssm.conv_kernel": 4,
+            "ssm.inner_size": 128,
+            "ssm.state_size": 4,
+            "ssm.time_step_rank": 8,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        Architecture("nemotron_h", GROUPED | NEMOTRON_H | DENSE_NEMOTRON),
+        SSM | NEMOTRON | {"feed_forward_length": [0, 100, 0]},
+    ),
+    "nemotron_h_moe": (
+        "nemotron_h_moe",
+        Architecture("nemotron_h", SERVED["nemotron_h"].fields | NEMOTRON_3),
+        SSM | NEMOTRON | {"feed_forward_length": [0, 36, 0]},
+    ),
+    "llama4": (
+        "llama4",
+        Architecture("llama4_text", LLAMA4 | SCOUT),
+        {"feed_forward_length": 96, "expert_feed_forward_length": 100},
+    ),
     "gpt2": (
         "gpt2",
         Architecture("gpt2", GPT2_SIZES | {"n_inner": 256}),
@@ -168,6 +299,12 @@ FREE = {  # what a GGUF file does not say, since no result depends on it
 }
 
 
+UNUSED = {  # by the model, or by all but its first initialisation, or sizes that its weights show
+    *("num_attention_heads", "max_position_embeddings", "mamba_chunk_size", "chunk_size", "dtype"),
+    *("time_step_min", "time_step_max", "initializer_range", "intermediate_size"),
+}
+
+
 def configuration(path: Path, **overrides: Any) -> Any:
     """The worker's configuration of a GGUF file."""
     return load_config(WorkerConfig(str(path), hf_overrides=overrides))
@@ -180,21 +317,29 @@ def test_configuration_and_weights_are_those_of_the_checkpoint(name: str, tmp_pa
     path = write_gguf(tmp_path / "model.gguf", folder, model.config(), arch, fields=fields)
     config = configuration(path)
     ours, theirs = config.to_dict(), model.config().to_dict()
-    assert ours.keys() >= theirs.keys()
-    for key in theirs.keys() - FREE:
+    assert theirs.keys() - ours.keys() - FREE - UNUSED == set()
+    folded = FOLDED.get(name, {})
+    for key in theirs.keys() - FREE - UNUSED - (folded.keys() - {"mamba_norm_before_gate"}):
         expected = pytest.approx(theirs[key], rel=1e-6) if isinstance(theirs[key], float) else theirs[key]
         assert ours[key] == expected, key
-    for key in FREE & theirs.keys() - {"dtype", "initializer_range"}:
+    for key in FREE & theirs.keys() - UNUSED:
         assert theirs[key] in (None, ours[key]) or key.endswith("_id") or name == "gpt2", key
     checkpoint = GgufCheckpoint(path, config)
     expected_weights = load_file(folder / "model.safetensors")
     assert set(checkpoint.names) == expected_weights.keys()
     for weight, expected in expected_weights.items():
         assert checkpoint.on_meta(weight).shape == expected.shape
+        if folded:
+            multiple = multiplied(weight, expected.numpy(), model.config())
+            expected = torch.from_numpy(np.ascontiguousarray(multiple, np.float32))
         torch.testing.assert_close(checkpoint.read(weight), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["qwen2moe", "gpt2", "gpt-oss", "gemma4 with experts"])
+STATES = ["qwen35", "lfm2moe", "mamba2", "falcon-h1", "granitehybrid", "jamba", "nemotron_h_moe"]
+"""One of each kind: weights and settings of all are compared above."""
+
+
+@pytest.mark.parametrize("name", ["qwen2moe", "gpt2", "gpt-oss", "gemma4 with experts", "llama4", *STATES])
 def test_tokens_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     arch, model, fields = MODELS[name]
     folder = model.write(tmp_path / "checkpoint")
@@ -225,6 +370,17 @@ ROPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "mscale_all_dim": 0.7,
         },
         {"type": "yarn", "factor": 4.0, "original_context_length": 32, "yarn_log_multiplier": 0.07},
+    ),
+    "llama4": (
+        "llama4",
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        {},
     ),
     "gemma3": ("gemma3", {"rope_type": "linear", "factor": 8.0}, {"type": "linear", "factor": 8.0}),
     "llama3": (
@@ -419,6 +575,55 @@ def test_experts_of_two_tensors_are_quantised_one_by_one(tmp_path: Path) -> None
     assert load_runner(path)[1].dtype == "bfloat16"
     headers = {header.name: header for header in read_headers(path).tensors}
     assert headers[name].shape == (4, 192, 64) and headers[name].num_bytes == 4 * 96 * 2 * (17 + 34)
+
+
+def test_quantised_heads_of_linear_attention_are_put_back_in_order(tmp_path: Path) -> None:
+    """Rows, and groups of columns, as they are stored."""
+    sizes = {"linear_value_head_dim": 32, "linear_num_value_heads": 8, "linear_num_key_heads": 2}
+    model = Architecture("qwen3_5_text", SERVED["qwen3_5_text"].fields | sizes)
+    folder = model.write(tmp_path / "checkpoint")
+    kinds = {"ssm_out": "Q4_K", "attn_qkv": "Q4_0", "attn_gate": "Q8_0"}
+
+    def kind(name: str, _: np.ndarray) -> str:
+        return next((own for part, own in kinds.items() if f"{part}.weight" in name), "F32")
+
+    writable = gguf.quants.quantize
+
+    def quantize(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+        return k_quantised(data) if kind.name == "Q4_K" else writable(data, kind)
+
+    fields = ROTATES | {"ssm.inner_size": 256}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.quants, "quantize", quantize)
+        path = write_gguf(tmp_path / "model.gguf", folder, model.config(), "qwen35", kind=kind, fields=fields)
+    checkpoint = GgufCheckpoint(path, configuration(path))
+    exact = load_file(folder / "model.safetensors")
+    for part, scheme in (
+        ("in_proj_qkv", "int4/32-8"),
+        ("in_proj_z", "int8/32-128"),
+        ("out_proj", "int4/32-0"),
+    ):
+        name = f"model.layers.0.linear_attn.{part}.weight"
+        weight = checkpoint.weight(name, torch.float32)
+        assert weight.scheme.name == scheme and torch.equal(weight.dense(), checkpoint.read(name))
+        assert (weight.dense() - exact[name]).norm() / exact[name].norm() < 0.11
+
+
+def k_quantised(data: np.ndarray) -> np.ndarray:
+    """Blocks of type Q4_K, which the package `gguf` only reads. All scales of 6 bits are one, as are minimums."""
+    rows = data.reshape(*data.shape[:-1], -1, 8, 32)
+    low = np.maximum(-rows.min(axis=(-1, -2), keepdims=True), 1e-6)
+    scale = (rows.max(axis=(-1, -2), keepdims=True) + low) / 15
+    codes = np.clip(np.rint((rows + low) / scale), 0, 15).astype(np.uint8)
+    halves = np.concatenate([part[..., 0] for part in (scale, low)], axis=-1).astype(np.float16)
+    ones = np.array([1] * 8 + [0x11] * 4, np.uint8)
+    packed = codes[..., 0::2, :] | codes[..., 1::2, :] << 4
+    blocks = [
+        halves.reshape(*codes.shape[:-2], 2).view(np.uint8),
+        np.broadcast_to(ones, (*codes.shape[:-2], 12)),
+        packed.reshape(*codes.shape[:-2], 128),
+    ]
+    return np.concatenate(blocks, axis=-1).reshape(*data.shape[:-1], -1)
 
 
 def test_keys_and_values_of_all_heads_become_one_matrix(tmp_path: Path) -> None:

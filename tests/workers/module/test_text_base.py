@@ -70,6 +70,29 @@ def test_layers_that_look_at_pictures_are_passed_by(tmp_path: Path) -> None:
     assert sizes.weight_bytes * 2 == pytest.approx(ready.weight_bytes, rel=0.02)
 
 
+def test_keys_that_layers_share_with_and_without_an_indexer(tmp_path: Path) -> None:
+    """Of Mistral Large 4, some of whose layers read the latents of earlier ones, rotated or not."""
+    from transformers import AutoModelForImageTextToText
+
+    small = shrunk("mistral_large4")
+    values = small.to_dict()
+    values["text_config"] |= {
+        "num_hidden_layers": 6,
+        "index_topk": 6,
+        "layer_types": ["indexed_attention"] * 6,
+        "mlp_layer_types": ["dense", *["sparse"] * 5],
+        "no_rope_layers": [1, 1, 0, 1, 1, 0],
+        "kv_source_layers": [0, 0, 2, 3, 3, 2],
+        "pad_token_id": None,
+        "indexer_types": ["full", "full", "shared", "full", "shared", "full"],
+    }
+    config = type(small).from_dict(values)
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).float().save_pretrained(tmp_path)
+    expected = transformers_tokens(tmp_path, PROMPTS, make=AutoModelForImageTextToText)
+    assert our_tokens(tmp_path, PROMPTS) == expected
+
+
 def test_gemma_3n_is_served_without_the_package_for_its_pictures(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

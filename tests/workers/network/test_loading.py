@@ -30,7 +30,7 @@ from pagewire.workers.network import loading, structures
 from pagewire.workers.network.module_base import ModuleBase, ModuleHead
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.proof import prove
-from tests.workers.architectures import ARCHITECTURES, GROUPED, VOCAB_SIZE, Architecture
+from tests.workers.architectures import ARCHITECTURES, GROUPED, SERVED, VOCAB_SIZE, Architecture
 from tests.workers.driver import Driver, load_runner
 from tests.workers.parity import NUM_TOKENS, make_prompts, our_tokens, transformers_tokens
 
@@ -156,6 +156,20 @@ def test_bin_checkpoints_are_read_only_where_the_format_says_so(llama: Path, tmp
     for load_format in ("auto", "safetensors"):
         with pytest.raises(LoadError, match=r"\.bin files are pickles, .* only with load_format='pt'"):
             load_runner(tmp_path, load_format=load_format)
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon_h1", "llama4_text"])
+def test_families_whose_methods_are_ours_are_read_from_pickles(name: str, tmp_path: Path) -> None:
+    """Their attention, their states and their experts, where transformers reads the weights."""
+    folder = SERVED[name].write(tmp_path / "safetensors")
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    weights = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    runner, _ = load_runner(tmp_path, load_format="pt")
+    expected = transformers_tokens(folder, PROMPTS, 3)
+    assert Driver(runner).generate(PROMPTS, 3) == expected
 
 
 def test_dummy_weights_are_the_same_each_time(llama: Path, tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from pagewire.ipc.gguf.file import BLOCKS, GgufError, TensorInfo, read_gguf
+from pagewire.kernels.data import joining
 from pagewire.kernels.data.weight import Weight, dense_weight
 from pagewire.kernels.linear import dense
 from pagewire.workers.checkpoint.formats.reexpress import reexpressed
 from pagewire.workers.checkpoint.gguf.blocks import BLOCK_TYPES, quantised
-from pagewire.workers.checkpoint.gguf_names import MODELS, WeightPlace, joined_shape, places
+from pagewire.workers.checkpoint.gguf_names import MODELS, Layout, WeightPlace, joined_shape, places
+from pagewire.workers.checkpoint.gguf_table import TiledHeads
 from pagewire.workers.checkpoint.source import WeightSource
 from pagewire.workers.errors import LoadError
 
@@ -24,6 +26,8 @@ BLOCK_BYTES = {name: (values, size) for name, values, size in BLOCKS.values()}
 MAX_EXPERTS = 1 << 12
 MATRICES = ("heads", "linear heads")
 """Forms of weights of two tensors that are matrices."""
+STACKS = ("stack", "transposed stack", "halves", "transposed halves")
+"""Forms of weights that have a matrix for each expert."""
 STACKED = re.compile(r"(_exps|\.attn_[kv]_b)\.weight$|^altup_(unembd_)?proj\.weight$")
 
 
@@ -82,20 +86,19 @@ class GgufCheckpoint(WeightSource):
                 shape = joined_shape(place.form, info.shape, second)
             except ValueError as error:
                 raise LoadError(f"{name} of the GGUF file: {error}") from error
-            shape = (shape[0], *shape[:0:-1]) if place.form == "transposed stack" else shape
+            shape = (shape[0], *shape[:0:-1]) if place.form.startswith("transposed") else shape
             return torch.empty(shape, dtype=torch.float32, device="meta")
         shape = info.shape if place.expert is None else info.shape[1:]
         if place.heads and shape[0] % (2 * place.heads):
             raise LoadError(f"{info.name} of the GGUF file has {shape[0]} rows for {place.heads} heads")
-        shape = (1, *shape) if place.is_row else shape[::-1] if place.transposed else shape
-        shape = (shape[0], 1, *shape[1:]) if place.has_middle else shape
+        shape = _laid_out(torch.empty(shape, device="meta"), place.layout).shape
         return torch.empty(shape, dtype=FLOATS.get(info.type, torch.float32), device="meta")
 
     def read(self, name: str) -> Tensor:
         """A weight as floats: quantised ones are float32."""
         place = self._places[name]
         info = self._tensors[place.tensor]
-        if place.form in MATRICES:
+        if self._is_matrix(place):
             return dense(self.weight(name, torch.float32))
         if place.form:
             return self._stack(place)
@@ -103,31 +106,42 @@ class GgufCheckpoint(WeightSource):
             tensor = self._floats(info, place.expert)
             if place.heads:
                 tensor = tensor[_order(len(tensor), place.heads)]
+            if place.tiled is not None:
+                order = self._order_of_values(place.tiled)
+                tensor = tensor[:, order] if place.tiled.columns else tensor[order]
         else:
             tensor = dense(self.weight(name, torch.float32))
         if place.plus:
             tensor = tensor.float() - place.plus
         if place.is_decay:
             tensor = torch.log(-tensor.float())
-        if place.has_middle:
-            tensor = tensor[:, None]
-        return tensor[None] if place.is_row else tensor.T if place.transposed else tensor
+        return _laid_out(tensor, place.layout)
 
     def weight(self, name: str, dtype: torch.dtype) -> Weight:
         """A matrix [N, K] in its own scheme; dtype: of the product's inputs and outputs."""
         place = self._places[name]
         info = self._tensors[place.tensor]
-        if place.form in MATRICES:
+        if self._is_matrix(place):
+            if place.form == "halves":
+                return self._both(place, None, dtype)
             return (self._of_heads if place.form == "heads" else self._of_linear_heads)(place, dtype)
         if info.type in FLOATS:
             return dense_weight(self.read(name), dtype)
         weight = self._matrix(info, place.expert, dtype)
+        if place.tiled is not None:
+            return self._untiled(weight, place.tiled)
         return weight.take(_order(weight.shape[0], place.heads)) if place.heads else weight
+
+    def _is_matrix(self, place: WeightPlace) -> bool:
+        """True for a matrix that two tensors make."""
+        return place.form in MATRICES or (
+            place.form == "halves" and len(self._tensors[place.tensor].shape) == 2
+        )
 
     def stacked(self, name: str, dtype: torch.dtype, transposed: bool) -> Iterator[Weight]:
         """See `WeightSource.stacked`. The matrices of experts are taken one by one, as they are stored."""
         place = self._places[name]
-        if place.form not in ("stack", "transposed stack"):
+        if place.form not in STACKS:
             yield from super().stacked(name, dtype, transposed)
             return
         for expert in range(self._tensors[place.tensor].shape[0]):
@@ -141,10 +155,12 @@ class GgufCheckpoint(WeightSource):
         return quantised(self._bytes(info, expert).view(-1, info.shape[-1] // values, size), info.type, dtype)
 
     def _expert(self, place: WeightPlace, expert: int, dtype: torch.dtype) -> Weight:
-        """The matrix [N, K] of an expert; the rows of two tensors take turns."""
+        """The matrix [N, K] of an expert; the rows of two tensors take turns, or are halves."""
         if not place.other:
             return self._matrix(self._tensors[place.tensor], expert, dtype)
         both = self._both(place, expert, dtype)
+        if place.form.endswith("halves"):
+            return both
         return both.take(torch.arange(both.shape[0]).view(2, -1).T.flatten())
 
     def _both(self, place: WeightPlace, expert: int | None, dtype: torch.dtype) -> Weight:
@@ -169,6 +185,24 @@ class GgufCheckpoint(WeightSource):
         rows = [part.view(heads, -1) for part in torch.split(torch.arange(both.shape[0]), parts)]
         return both.take(torch.cat(rows, dim=1).flatten())
 
+    def _order_of_values(self, tiled: TiledHeads) -> Tensor:
+        """The index that puts heads of values of linear attention into transformers' order, see `TiledHeads`."""
+        keys, heads = self._values["linear_num_key_heads"], self._values["linear_num_value_heads"]
+        size = 1 if tiled.single else self._values["linear_value_head_dim"]
+        before = 2 * keys * self._values["linear_key_head_dim"] if tiled.after_keys else 0
+        order = before + torch.arange(heads * size).view(-1, keys, size).transpose(0, 1).flatten()
+        return torch.cat((torch.arange(before), order))
+
+    def _untiled(self, weight: Weight, tiled: TiledHeads) -> Weight:
+        """A weight with its heads of values in transformers' order."""
+        order = self._order_of_values(tiled)
+        if not tiled.columns:
+            return weight.take(order)
+        size = self._values["linear_value_head_dim"]
+        heads = [joining.column_slice(weight, start, start + size) for start in order[::size].tolist()]
+        parts = tuple(torch.cat(same, dim=1) for same in zip(*(head.parts for head in heads), strict=True))
+        return Weight(heads[0].scheme, parts, weight.shape, weight.dtype)
+
     def _stack(self, place: WeightPlace) -> Tensor:
         """All experts' matrices as floats, or their biases [E, N]."""
         info = self._tensors[place.tensor]
@@ -176,7 +210,7 @@ class GgufCheckpoint(WeightSource):
             parts = [self._floats(self._tensors[name], None) for name in (place.tensor, place.other) if name]
             return torch.stack(parts, dim=-1).flatten(1)
         stack = torch.stack([dense(self._expert(place, i, torch.float32)) for i in range(info.shape[0])])
-        return stack.transpose(1, 2) if place.form == "transposed stack" else stack
+        return stack.transpose(1, 2) if place.form.startswith("transposed") else stack
 
     def _of_heads(self, place: WeightPlace, dtype: torch.dtype) -> Weight:
         """The matrix [H (D + V), L] of keys [H, L, D] and values [H, V, L]: quantised ones are quantised again."""
@@ -207,6 +241,15 @@ def _mapped(path: Path) -> Tensor:
         return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     except (OSError, RuntimeError) as error:
         raise LoadError(f"cannot load {path}: {error}") from error
+
+
+def _laid_out(tensor: Tensor, layout: Layout) -> Tensor:
+    """A tensor of a GGUF file in the shape that transformers has, as a view."""
+    if layout == "row":
+        return tensor[None]
+    if layout == "middle":
+        return tensor[:, None]
+    return tensor.flatten() if layout == "flat" else tensor.T if layout == "transposed" else tensor
 
 
 def _check_types(path: str | Path, tensors: Iterable[TensorInfo]) -> None:
