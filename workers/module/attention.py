@@ -25,6 +25,7 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.indexed import IndexedTokens
 from pagewire.workers.module.overlay import Overlay
+from pagewire.workers.seq2seq.source_batch import SourceBatch
 
 NAME = "pagewire"
 
@@ -65,6 +66,7 @@ class StepContext(RowsContext):
         starts: the index in the batch of each request's first token, for a model that runs prompt by prompt.
         received: hidden states [T, H] of the stage before, which are overwritten; None where the model begins.
         states: of a model whose layers keep some; None: of another.
+        sources: of an encoder-decoder; None: of another.
     """
 
     __slots__ = (
@@ -76,6 +78,7 @@ class StepContext(RowsContext):
         "pages",
         "positions",
         "received",
+        "sources",
         "starts",
         "states",
         "token_types",
@@ -94,11 +97,12 @@ class StepContext(RowsContext):
         starts: Sequence[int] = (),
         received: Tensor | None = None,
         states: StepStates | None = None,
+        sources: SourceBatch | None = None,
     ) -> None:
         super().__init__(adapters)
         self.batch, self.positions, self.caches, self.first_layer = batch, positions, caches, first_layer
         self.overlay, self.token_types, self.starts, self.received = overlay, token_types, starts, received
-        self.states = states
+        self.states, self.sources = states, sources
         self.pages: Pages | None = None
         self._num_pages = 0
 
@@ -160,6 +164,7 @@ class StepContext(RowsContext):
         alibi: Tensor | None = None,
         index: IndexedTokens | None = None,
         chunk: int | None = None,
+        relative_bias: Tensor | None = None,
     ) -> Tensor:
         """Store k [T, Hkv, D] and v [T, Hkv, Dv] of a layer, then attend with q [T, Hq, D]. Returns [T, Hq, Dv].
 
@@ -171,7 +176,8 @@ class StepContext(RowsContext):
         cache = self.cache(layer, shape, window or chunk)
         store_kv(k, v, cache, self.batch.slot_mapping)
         chosen = None if index is None else index.choose(layer, cache, self.batch)
-        terms = LogitTerms(window, self.future(window), softcap, sinks, alibi, chosen=chosen, chunk=chunk)
+        future = self.future(window)
+        terms = LogitTerms(window, future, softcap, sinks, alibi, relative_bias, chosen=chosen, chunk=chunk)
         return paged_attention(q, cache, self.batch, scale, terms)
 
 
@@ -317,12 +323,13 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: IndexedTokens | None = None,
+    position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls.
 
     query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv]; returns [1, T, Hq, Dv]. Keys and values may be
-    latents, see `latent.py`.
+    latents, see `latent.py`. position_bias: by distance float32 [Hq, 2 R], see `LogitTerms.relative_bias`.
 
     Raises:
         LoadError: the model builds a mask of its own, or runs several batches at once.
@@ -339,7 +346,16 @@ def attend(
     heads: Any = getattr(module, "latent_heads", None)
     q = q if heads is None else heads.queries(q)
     out = current_step().attend(
-        layer, q, k, v, scale, window=sliding_window, softcap=softcap, sinks=s_aux, index=indices
+        layer,
+        q,
+        k,
+        v,
+        scale,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        index=indices,
+        relative_bias=position_bias,
     )
     return (out if heads is None else heads.outputs(out))[None], None
 
