@@ -13,6 +13,7 @@ from pagewire.ipc.wire.items import Item, LogprobRows, Media, Message, Task
 from pagewire.ipc.wire.lora import AdapterLoaded, DropAdapter, LoadAdapter, LoRAConfig
 from pagewire.ipc.wire.model_figures import ModelFigures
 from pagewire.ipc.wire.pooling import PoolerConfig, PoolingInfo
+from pagewire.ipc.wire.sources import SourceInfo
 
 # ---------------------------------------------------------------- core -> worker
 
@@ -239,6 +240,7 @@ class Ready(Message, tag="ready"):
     short_length: the most tokens of a sequence whose rotary angles are those of short ones; 0: all are alike.
     num_states: state slots; 0: its layers keep no states. Running sequences own at most half of them, so
         there are at least 2. bytes_per_state: of one, over all layers.
+    source: what the encoder of an encoder-decoder reads; None: it is another model.
     """
 
     architecture: str
@@ -258,6 +260,7 @@ class Ready(Message, tag="ready"):
     short_length: int = 0
     num_states: int = 0
     bytes_per_state: int = 0
+    source: SourceInfo | None = None
 
 
 class RowResult(Item):

@@ -12,11 +12,14 @@ from torch import Tensor
 from pagewire.ipc.wire.items import Media
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.sources import SourceInfo
 from pagewire.ipc.wire.tasks import restore_tasks
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
+from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.workers.network.pooler import PoolingSlot
 from pagewire.workers.sample.logit_edits import NO_TOKEN
 from pagewire.workers.sample.sampler import SamplingSlot
+from pagewire.workers.seq2seq.source_batch import Source, SourceBatch
 
 
 class Slots:
@@ -29,6 +32,7 @@ class Slots:
         angles (`RotaryTable`); 0 for short ones. A sequence is long if its slot was filled with more tokens than
         `short_length`, unless that is 0.
     sampling: the sampler's state of each slot in use. pooling: likewise, of prompts that are pooled.
+    sources: likewise, of an encoder-decoder.
 
     num_extra_tokens: those that an adapter, by its index, brings behind the vocabulary; None: none do.
 
@@ -43,6 +47,7 @@ class Slots:
         vocab_size: int,
         num_extra_tokens: Callable[[int], int] | None = None,
         short_length: int = 0,
+        source_info: SourceInfo | None = None,
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size, self.vocab_size = block_size, vocab_size
@@ -56,6 +61,8 @@ class Slots:
         self.long_from: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.sampling: dict[int, SamplingSlot] = {}
         self.pooling: dict[int, PoolingSlot] = {}
+        self.sources: dict[int, Source] = {}
+        self._source_info = source_info
 
     def in_vocabulary(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Token ids for what knows no tokens of adapters: the last id of the vocabulary stands for these."""
@@ -69,6 +76,7 @@ class Slots:
         for slot in plan.freed_slots:
             self.sampling.pop(slot, None)
             self.pooling.pop(slot, None)
+            self.sources.pop(slot, None)
         restore_tasks(plan.inits)
         for init in plan.inits:
             self._fill(init)
@@ -89,9 +97,19 @@ class Slots:
         """Drop the state of all sequences."""
         self.sampling.clear()
         self.pooling.clear()
+        self.sources.clear()
+
+    def source_batch(self, batch: AttentionBatch, rows: Sequence[Row]) -> SourceBatch | None:
+        """The sources of a step's rows; None if the model is no encoder-decoder. batch: its attention, on the host."""
+        if self._source_info is None:
+            return None
+        return SourceBatch.of(batch, [self.sources.get(row.slot) for row in rows], self.block_size)
 
     def _fill(self, init: SlotInit) -> None:
-        if not all(medium.embeddings for medium in init.media):
+        media = init.media
+        if self._source_info is not None and media:
+            self.sources[init.slot], *media = Source.of(media[0], self._source_info), *media[1:]
+        if not all(medium.embeddings for medium in media):
             raise ValueError("this worker takes no media but embeddings")
         slot, num_tokens = init.slot, len(init.token_ids)
         self.tokens[slot, :num_tokens] = init.token_ids

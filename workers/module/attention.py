@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -109,6 +110,12 @@ class StepContext(RowsContext):
     def use(self, pages: Pages) -> None:
         """Take these for keys and values: the model encodes, and the batch is `in_pages`."""
         self.pages, self._num_pages = pages, sum(-(-length // PAGE) for length in self.lengths)
+
+    def within(self, batch: AttentionBatch, positions: Tensor) -> StepContext:
+        """The context of a part of the step's tokens, with the same caches."""
+        part = copy(self)
+        part.batch, part.positions = batch, positions
+        return part
 
     @property
     def lengths(self) -> list[int]:

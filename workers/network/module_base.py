@@ -121,12 +121,17 @@ class ModuleHead:
     def __init__(self, causal: Any, arithmetic: Arithmetic) -> None:
         self.module, self._arithmetic = causal, arithmetic
         prefix = causal.base_model_prefix
-        setattr(causal, prefix, BaseStub(getattr(causal, prefix)))
+        # T5's encoder and decoder stand in the causal module itself.
+        for name in (prefix,) if hasattr(causal, prefix) else ("encoder", "decoder"):
+            setattr(causal, name, BaseStub(getattr(causal, name)))
+        accepts = inspect.signature(causal.forward).parameters
+        self._inputs = [n for n in ("inputs_embeds", "decoder_inputs_embeds") if n in accepts]
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, H]."""
         with self._arithmetic():
-            return self.module(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+            inputs = dict.fromkeys(self._inputs, hidden[None])
+            return self.module(**inputs, use_cache=False).logits[0]  # type: ignore[no-any-return]
 
     def shortened(self, device: torch.device) -> tuple[ModuleHead | Linear, str]:
         """The output layer alone where its product is all that the causal module does, to the bit; and its name.
@@ -195,9 +200,17 @@ class BaseStub(nn.Module):
         self.vocabulary_mapping = getattr(base, "vocabulary_mapping", None)
         """Which tokens are parts of pictures: Chameleon's head gives them no chance."""
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseStubOutput:
-        """`inputs_embeds` in the form of a base model's output."""
-        return BaseStubOutput((inputs_embeds,))
+    def forward(
+        self,
+        *_: Any,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        **__: Any,
+    ) -> BaseStubOutput:
+        """The embeddings that it is given, in the form of a base model's output."""
+        states = decoder_inputs_embeds if inputs_embeds is None else inputs_embeds
+        assert states is not None, "a head runs on states"
+        return BaseStubOutput((states,))
 
     @property
     def decoder(self) -> BaseStub:

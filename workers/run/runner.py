@@ -91,6 +91,7 @@ class Runner:
             self.loaded.vocab_size,
             num_extra_tokens=None if self.adapters is None else self.adapters.num_extra_tokens,
             short_length=self.loaded.short_length,
+            source_info=self.loaded.source,
         )
         self.sampler = self.device.sampler(max_samples(config), self.loaded.vocab_size, MOST_LIKELY)
         self.drafter = self._open_drafter(self.loaded)
@@ -161,6 +162,7 @@ class Runner:
             pooling=None if loaded.pooler is None else loaded.pooler.info,
             embedding_size=self.embedding_size,
             short_length=loaded.short_length,
+            source=loaded.source,
         )
 
     @property
@@ -258,6 +260,7 @@ class Runner:
             starts=batch.starts,
             received=received,
             states=None if batch.states is None else StepStates(batch.states, self.states),
+            sources=batch.sources,
         )
         return model.hidden_states(input_ids, context)
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.kernels.ops import store_kv
 from pagewire.workers.caches.kv import KVShape, Pages, in_pages
 from pagewire.workers.module.attention import StepContext
 from pagewire.workers.network.module_base import Arithmetic
 from pagewire.workers.seq2seq.methods import cross_heads, cross_layers
-from pagewire.workers.seq2seq.source_batch import EncodedRow, Source, SourceBatch
-from pagewire.kernels.data.paging import AttentionBatch
-
-Features = Callable[[Source], Tensor]
-"""Of sound: what the encoder takes, [1, ...]."""
+from pagewire.workers.seq2seq.source_batch import EncodedRow, Features, SourceBatch
 
 
 class EncoderDecoder:
@@ -60,7 +56,9 @@ class EncoderDecoder:
             for row in sources.rows:
                 self._encode(row, input_ids, step)
             if not len(sources.targets):
-                return torch.zeros(len(input_ids), self._width, dtype=self.decoder.dtype, device=input_ids.device)
+                return torch.zeros(
+                    len(input_ids), self._width, dtype=self.decoder.dtype, device=input_ids.device
+                )
             states = self._decode(input_ids, sources, step)
         if len(states) == len(input_ids):
             return states
@@ -113,4 +111,4 @@ def alone(length: int, device: torch.device) -> AttentionBatch:
         max_seq_len=length,
     )
     paged = in_pages(batch, torch.arange(length))
-    return paged.on(device)
+    return paged.with_tensors([tensor.to(device) for tensor in paged.tensors])

@@ -7,14 +7,16 @@ runs, follows in blocks of its own, and counts its positions from 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pagewire.ipc.wire.codec import Tensor as PlainTensor
+from pagewire.ipc.wire.items import Media
+from pagewire.ipc.wire.sources import SOUND, SourceInfo
 from pagewire.kernels.data.paging import AttentionBatch
 
 
@@ -23,6 +25,15 @@ class Source(NamedTuple):
 
     length: int
     sound: PlainTensor | None = None
+
+    @classmethod
+    def of(cls, medium: Media, info: SourceInfo) -> Source:
+        """That of the first medium of a sequence."""
+        return cls(info.num_tokens(medium.data), medium.data if info.kind == SOUND else None)
+
+
+Features: TypeAlias = Callable[[Source], Tensor]
+"""What the encoder of a sound takes, float32 [1, bins, frames]."""
 
 
 class EncodedRow(NamedTuple):
@@ -100,7 +111,7 @@ class SourceBatch:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that the device reads, in the order that `with_tensors` takes."""
-        return [self.targets, self.positions, *about(self.attention), *about(self.cross)]
+        return [self.targets, self.positions, *self.attention.tensors, *self.cross.tensors]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> SourceBatch:
         """A copy with other `tensors`, such as their copies on the device."""
@@ -109,17 +120,6 @@ class SourceBatch:
             self,
             targets=targets,
             positions=positions,
-            attention=with_tensors(self.attention, others[:4]),
-            cross=with_tensors(self.cross, others[4:]),
+            attention=self.attention.with_tensors(others[:4]),
+            cross=self.cross.with_tensors(others[4:]),
         )
-
-
-def about(batch: AttentionBatch) -> tuple[Tensor, ...]:
-    """The tensors of a batch."""
-    return batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping
-
-
-def with_tensors(batch: AttentionBatch, tensors: Sequence[Tensor]) -> AttentionBatch:
-    """A batch with other tensors, in the order of `about`."""
-    starts, lens, table, slots = tensors
-    return replace(batch, query_start_loc=starts, seq_lens=lens, block_table=table, slot_mapping=slots)
