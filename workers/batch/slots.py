@@ -100,7 +100,10 @@ class Slots:
         self.sources.clear()
 
     def source_batch(self, batch: AttentionBatch, rows: Sequence[Row]) -> SourceBatch | None:
-        """The sources of a step's rows; None if the model is no encoder-decoder. batch: its attention, on the host."""
+        """The sources of a step's rows; None if the model is no encoder-decoder.
+
+        batch: its attention, on the host.
+        """
         if self._source_info is None:
             return None
         return SourceBatch.of(batch, [self.sources.get(row.slot) for row in rows], self.block_size)

@@ -141,6 +141,10 @@ class StepContext(RowsContext):
             return self.pages.of(shape, self._num_pages, self.positions.device)
         return self.caches[layer - self.first_layer]
 
+    def store(self, layer: int, keys: Tensor, values: Tensor, kv_slots: Tensor) -> None:
+        """Store keys [n, Hkv, D] and values [n, Hkv, Dv] of a layer to which only later calls attend."""
+        store_kv(keys, values, self.caches[layer - self.first_layer], kv_slots)
+
     def future(self, window: int | None) -> int:
         """How many keys after its own a query sees, given the layer's window.
 
@@ -257,13 +261,21 @@ class DryRunRecorder:
         positions: Tensor,
         starts: Sequence[int] = (),
         states: StateBatch | None = None,
+        sources: SourceBatch | None = None,
     ) -> StepContext:
-        """The context of a step that is recorded here; positions, starts: see `StepContext`.
+        """The context of a step that is recorded here; positions, starts, sources: see `StepContext`.
 
         states: the slots that its rows read and write; None: its layers may keep no states.
         """
-        self.calls.num_steps += 1
-        return _RecordingContext(batch, positions, starts, self, states)
+        self.calls.num_steps += sources is None or len(sources.targets) > 0
+        return _RecordingContext(batch, positions, starts, self, states, sources)
+
+    def cache(self, layer: int, shape: KVShape) -> Cache:
+        """The cache of a layer, which is made when it is first used."""
+        if layer not in self.caches:
+            shared = self.caches.get(self.sources.get(layer, layer))
+            self.caches[layer] = shared or shape.allocate(self.num_blocks, self.block_size, self.device)
+        return self.caches[layer]
 
     def kv_shapes(self, first_layer: int) -> list[KVShape]:
         """The shape of each layer's cache, from this layer on; empty if none attends.
@@ -289,9 +301,11 @@ class _RecordingContext(StepContext):
         starts: Sequence[int],
         recorder: DryRunRecorder,
         states: StateBatch | None,
+        sources: SourceBatch | None,
     ) -> None:
         own = None if states is None else recorder.states.step(states)
-        super().__init__(batch, positions, recorder.caches, starts=starts, states=own)  # type: ignore[arg-type]
+        super().__init__(batch, positions, starts=starts, states=own, sources=sources)
+        self.caches = recorder.caches  # type: ignore[assignment]
         self.recorder = recorder
         self._keys: dict[tuple[object, ...], tuple[int, Tensor, Tensor]] = {}
 
@@ -308,14 +322,12 @@ class _RecordingContext(StepContext):
     def cache(self, layer: int, shape: KVShape, window: int | None) -> Cache:
         if self.pages is not None:
             return super().cache(layer, shape, window)
-        recorder = self.recorder
-        recorder.calls.add(layer, shape, window)
-        if layer not in recorder.caches:
-            shared = recorder.caches.get(recorder.sources.get(layer, layer))
-            recorder.caches[layer] = shared or shape.allocate(
-                recorder.num_blocks, recorder.block_size, recorder.device
-            )
-        return super().cache(layer, shape, window)
+        self.recorder.calls.add(layer, shape, window)
+        return self.recorder.cache(layer, shape)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, kv_slots: Tensor) -> None:
+        self.recorder.cache(layer, KVShape.of(keys, values))
+        super().store(layer, keys, values, kv_slots)
 
 
 def attend(

@@ -33,6 +33,7 @@ from pagewire.workers.module.configuration import (
     end_of_sequence,
     head_dims,
     load_config,
+    num_decoder_layers,
     resolve_dtype,
     resolve_kv_dtype,
     state_layers,
@@ -89,7 +90,7 @@ from pagewire.workers.ranks.single import shards_of
 from pagewire.workers.ranks.stages import Stage
 from pagewire.workers.seq2seq.coders import EncoderDecoder
 from pagewire.workers.seq2seq.lengths import check_served as check_seq2seq
-from pagewire.workers.seq2seq.lengths import num_decoder_layers, sound_features, source_info
+from pagewire.workers.seq2seq.lengths import sound_features, source_info
 from pagewire.workers.seq2seq.source_batch import Features
 
 logger = logging.getLogger("pagewire.worker")

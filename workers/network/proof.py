@@ -30,6 +30,7 @@ from pagewire.workers.module.configuration import (
     FEED_FORWARD_LAYERS,
     STATE_LAYERS,
     layer_windows,
+    num_decoder_layers,
 )
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.text_base import picture_layers
@@ -39,7 +40,6 @@ from pagewire.workers.network.module_base import ModuleScores
 from pagewire.workers.network.pooling_spec import PoolingSpec
 from pagewire.workers.network.reference import BLOCK, LENGTHS, DryRun, Expected
 from pagewire.workers.ranks.interface import Collective
-from pagewire.workers.seq2seq.lengths import num_decoder_layers
 from pagewire.workers.seq2seq.source_batch import SourceBatch
 
 logger = logging.getLogger("pagewire.worker")
@@ -121,8 +121,8 @@ def results(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]
         uploaded = recorder.device.upload([ids, positions, *batch.tensors, *of_states, *of_sources])
         ids, positions, *of_batch = uploaded
         batch = batch.with_tensors(of_batch[:4])
-        step = recorder.step(batch, positions, starts, StateBatch(*of_batch[4:6]))
-        step.sources = None if sources is None else sources.with_tensors(of_batch[6:])
+        sources = None if sources is None else sources.with_tensors(of_batch[6:])
+        step = recorder.step(batch, positions, starts, StateBatch(*of_batch[4:6]), sources)
         step.received = model.received(len(ids))
         hidden = model.hidden_states(ids, step)
         if not model.is_last:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.data.paging import AttentionBatch
-from pagewire.kernels.ops import store_kv
-from pagewire.workers.caches.kv import KVShape, Pages, in_pages
+from pagewire.workers.caches.kv import Pages, in_pages
 from pagewire.workers.module.attention import StepContext
 from pagewire.workers.network.module_base import Arithmetic
 from pagewire.workers.seq2seq.methods import cross_heads, cross_layers
@@ -83,7 +82,7 @@ class EncoderDecoder:
         kv_slots = step.batch.slot_mapping[places]
         for layer, (attention, names) in enumerate(self.cross):
             keys, values = cross_heads(attention, names, states)
-            store_kv(keys, values, step.cache(layer, KVShape.of(keys, values), None), kv_slots)
+            step.store(layer, keys, values, kv_slots)
 
     def _decode(self, input_ids: Tensor, sources: SourceBatch, step: StepContext) -> Tensor:
         own = step.within(sources.attention, sources.positions)

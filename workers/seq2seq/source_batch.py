@@ -21,7 +21,7 @@ from pagewire.kernels.data.paging import AttentionBatch
 
 
 class Source(NamedTuple):
-    """The source of a sequence: the positions that its encoder makes, and sound float32 [samples], if it is some."""
+    """The source of a sequence: the positions that its encoder makes; and sound float32 [samples], if it is some."""
 
     length: int
     sound: PlainTensor | None = None
@@ -60,7 +60,7 @@ class SourceBatch:
 
     @classmethod
     def of(cls, batch: AttentionBatch, sources: Sequence[Source | None], block_size: int) -> SourceBatch:
-        """That of the R requests of a batch on the host, each a source as a whole or tokens of its target.
+        """That of the R requests of a batch on the host, each its source as a whole, or tokens of its target, or both.
 
         sources: of each; None: it has none, as steps that warm a model up.
         """
@@ -73,8 +73,9 @@ class SourceBatch:
             for first, start, source in zip(firsts.tolist(), starts.tolist(), sources, strict=True)
             if start < 0 and source is not None
         )
-        own = (starts >= 0).nonzero()[:, 0]
-        counts, starts, firsts = counts[own], starts[own], firsts[own]
+        before = (-starts).clamp_min(0)  # a row may go on behind its source
+        own = (counts > before).nonzero()[:, 0]
+        counts, starts, firsts = (counts - before)[own], starts[own].clamp_min(0), (firsts + before)[own]
         ends = counts.cumsum(0)
         # A number for each token that counts from 0 in its row.
         places = torch.arange(int(counts.sum())) - (ends - counts).repeat_interleave(counts)
