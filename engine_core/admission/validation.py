@@ -13,6 +13,7 @@ from pagewire.ipc.wire.embeddings import check_media
 from pagewire.ipc.wire.messages import EngineInfo, Request
 from pagewire.ipc.wire.params import SamplingParams, check_turn, max_n
 from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.sources import NO_PROMPT_LOGPROBS, check_source
 from pagewire.ipc.wire.tenants import check_tenant
 
 MAX_RANK = 2**31  # sequences of one batch
@@ -30,7 +31,10 @@ def check_request(request: Request, info: EngineInfo, *, task_known: bool = Fals
     check_int("rank", request.rank, 0, MAX_RANK)
     if request.tenant:
         check_tenant(request.tenant)
-    check_media(request.prompt, info.embeddings)
+    if info.source is None:
+        check_media(request.prompt, info.embeddings)
+    else:
+        check_source(request.prompt, info.source, info.block_size)
     check_adapter(request, info)
     if isinstance(request.task, PoolingParams):
         check_pooling(request, request.task, info)
@@ -42,11 +46,12 @@ def check_request(request: Request, info: EngineInfo, *, task_known: bool = Fals
     num_prompt = len(request.prompt.token_ids)
     if num_prompt == 0:
         raise ValueError("the prompt is empty")
-    if num_prompt >= info.max_model_len:
+    limit = info.max_len_of(request.prompt)
+    if num_prompt >= limit:
         raise ValueError(
-            f"This model's maximum context length is {info.max_model_len} tokens. However, "
+            f"This model's maximum context length is {limit} tokens. However, "
             f"the prompt of {num_prompt} tokens leaves no room to generate: "
-            f"the prompt is too long (max_model_len is {info.max_model_len})"
+            f"the prompt is too long (max_model_len is {limit})"
         )
     check_token_ids("prompt", request.prompt.token_ids, vocab_size_of(request, info))
     if request.eos_token_id is not None:
@@ -96,6 +101,8 @@ def check_params(params: SamplingParams, info: EngineInfo) -> None:
     check_token_ids("logit_bias", params.logit_bias or (), info.vocab_size)
     for word in params.bad_words_token_ids or ():
         check_token_ids("bad_words_token_ids", word, info.vocab_size)
+    if info.source is not None and params.prompt_logprobs is not None:
+        raise ValueError(NO_PROMPT_LOGPROBS)
     for name in ("logprobs", "prompt_logprobs"):
         number = getattr(params, name)
         if number is None or info.max_logprobs == -1:
@@ -109,7 +116,7 @@ def check_resumed(request: Request, info: EngineInfo) -> None:
     done = request.output_token_ids or []
     if len(done) != request.params.n:
         raise ValueError(f"output_token_ids has {len(done)} sequences, but n is {request.params.n}")
-    limit = info.max_model_len - len(request.prompt.token_ids)
+    limit = info.max_len_of(request.prompt) - len(request.prompt.token_ids)
     limit = min(limit, request.params.max_tokens or limit)
     for token_ids in done:
         if len(token_ids) >= limit:

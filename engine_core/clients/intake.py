@@ -256,7 +256,7 @@ class MessageIntake:
             client.identity,
             self._num_arrivals,
             now,
-            max_model_len=core.info.max_model_len,
+            max_model_len=core.info.max_len_of(request.prompt),
             share_prefixes=core.config.args.enable_prefix_caching,
             tenant=core.scheduler.tenants.get(request.tenant or client.identity),
             whole=core.info.pooling is not None and core.info.pooling.whole_prompts,

@@ -246,6 +246,7 @@ class EngineConfig:
             max_num_batched_tokens=self.scheduler_config(ready).max_num_batched_tokens,
             embeddings=self.embeddings_info(ready),
             short_length=ready.short_length,
+            source=ready.source,
         )
 
     def embeddings_info(self, ready: Ready) -> EmbeddingsInfo:

@@ -284,6 +284,7 @@ class Session:
                 logprob_budget,
                 item.adapter,
                 item.num_virtual_tokens,
+                item.source,
             )
             for item in prepared
         ]

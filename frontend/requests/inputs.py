@@ -18,6 +18,7 @@ from pagewire.frontend.requests.embeds import KEY as EMBEDS_KEY
 from pagewire.frontend.requests.embeds import NO_TOKENS, check_embeds_params, embeddings_of
 from pagewire.frontend.requests.lora import UsedAdapter
 from pagewire.frontend.requests.prompt_adapters import PromptAdapter
+from pagewire.frontend.requests.sources import SourcedPrompt, SourceText, is_explicit, sourced
 from pagewire.frontend.text.length import ContextLengthError, encode_within
 from pagewire.frontend.text.prompts import PromptType
 from pagewire.frontend.text.stop import StopStrings, shared_stops
@@ -29,6 +30,7 @@ from pagewire.ipc.wire.embeddings import PLACEHOLDER, media_of
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.messages import EngineInfo, Request
 from pagewire.ipc.wire.params import Name, SamplingParams, check_logit_edits, check_turn
+from pagewire.ipc.wire.sources import NO_PROMPT_LOGPROBS, SourceInfo
 
 MASK = 2**64 - 1  # for the 64-bit arithmetic of seeds
 NAME = meta_of(Name)
@@ -39,8 +41,8 @@ NO_MEDIA = "multi-modal data is not supported yet"
 NOT_SUPPORTED = {
     "data": "data prompts are not supported yet",
     "data_format": "data prompts are not supported yet",
-    "encoder_prompt": "encoder-decoder models are not supported",
-    "decoder_prompt": "encoder-decoder models are not supported",
+    "encoder_prompt": "this model is no encoder-decoder: give the prompt alone",
+    "decoder_prompt": "this model is no encoder-decoder: give the prompt alone",
     "multi_modal_data": NO_MEDIA,
     "multi_modal_uuids": NO_MEDIA,
     "mm_processor_kwargs": NO_MEDIA,
@@ -62,13 +64,15 @@ def is_embeds_prompt(prompt: Any) -> bool:
 class Prepared:
     """A request to be sent to the core, the text of its prompt, if known, and its adapter, if it has one.
 
-    num_virtual_tokens: tokens of a prompt adapter before the prompt, which outputs do not show.
+    num_virtual_tokens: tokens of a prompt adapter or a source before the prompt, which outputs do not show.
+    source: what the encoder of an encoder-decoder reads.
     """
 
     request: Request
     prompt_text: str | None
     adapter: UsedAdapter | None = None
     num_virtual_tokens: int = 0
+    source: SourceText | None = None
 
 
 @dataclass(frozen=True)
@@ -146,11 +150,21 @@ class Intake:
         check_place(self.info, request_id, priority, age)
         checked = params if isinstance(params, CheckedParams) else self.check(params)
         params = checked.params
-        content, text = self._content(prompt, params, adapter)
+        source: SourceText | None = None
         num_virtual_tokens = 0 if prompt_adapter is None else prompt_adapter.num_virtual_tokens
+        if self.info.source is not None:
+            own = self._sourced(prompt, params, self.info.source)
+            content, text, source, num_virtual_tokens = (
+                own.prompt,
+                own.text,
+                own.source,
+                own.num_source_tokens,
+            )
+        else:
+            content, text = self._content(prompt, params, adapter)
         if prompt_adapter is not None:
             content = prompt_adapter.before(content)
-        params = self._fit(params, len(content.token_ids))
+        params = self._fit(params, content)
         return Prepared(
             Request(
                 key=key,
@@ -166,7 +180,21 @@ class Intake:
             text,
             adapter,
             num_virtual_tokens,
+            source,
         )
+
+    def _sourced(self, prompt: PromptType, params: SamplingParams, info: SourceInfo) -> SourcedPrompt:
+        """A prompt of an encoder-decoder."""
+        if params.truncate_prompt_tokens is not None:
+            raise ValueError("truncate_prompt_tokens: cut the encoder's prompt and the decoder's yourself")
+        if params.prompt_logprobs is not None:
+            raise ValueError(NO_PROMPT_LOGPROBS)
+        salt = None if is_explicit(prompt) else salt_of(prompt)
+        return sourced(prompt, info, self.info.block_size, self._part, salt)
+
+    def _part(self, prompt: PromptType, special: bool) -> tuple[list[int], str | None]:
+        """Token ids and text of a part of such a prompt; special: with the tokens that stand around a text."""
+        return self.tokenize(prompt, special=special)
 
     def _content(
         self, prompt: PromptType, params: SamplingParams, adapter: UsedAdapter | None
@@ -188,11 +216,16 @@ class Intake:
         return Prompt(token_ids, media_of(embeddings), cache_salt=salt_of(prompt))
 
     def tokenize(
-        self, prompt: PromptType, truncates: bool = False, adapter: UsedAdapter | None = None
+        self,
+        prompt: PromptType,
+        truncates: bool = False,
+        adapter: UsedAdapter | None = None,
+        special: bool = True,
     ) -> tuple[list[int], str | None]:
         """Return the token ids of one prompt, checked but not truncated, and its text, if known.
 
         truncates: they will be, so there may be more than the model takes. adapter: whose tokenizer counts.
+        special: with the tokens that it puts around a text.
 
         Raises:
             ContextLengthError: the prompt is longer than the model's context length.
@@ -216,15 +249,15 @@ class Intake:
         if text is not None and not isinstance(text, str):
             raise TypeError(f"the text of a prompt must be a string, got {type(text).__name__}")
         if token_ids is None and text is not None:
-            token_ids = self._encode(text, truncates, adapter)
+            token_ids = self._encode(text, truncates, adapter, special)
         return self._checked(token_ids, truncates, adapter), text
 
-    def _encode(self, text: str, truncates: bool, adapter: UsedAdapter | None) -> list[int]:
+    def _encode(self, text: str, truncates: bool, adapter: UsedAdapter | None, special: bool) -> list[int]:
         tokenizer = self.tokenizer if adapter is None else adapter.tokenizer or self.tokenizer
         if tokenizer is None:
             raise ValueError("there is no tokenizer (skip_tokenizer_init): give the prompt as token ids")
         try:
-            return encode_within(tokenizer, text, self.info.max_model_len, truncates=truncates)
+            return encode_within(tokenizer, text, self.info.max_model_len, special, truncates)
         except (TypeError, UnicodeError) as error:  # such as an unpaired surrogate
             raise ValueError(f"the prompt is not valid Unicode text: {error}") from error
 
@@ -281,18 +314,19 @@ class Intake:
         if number is not None and limit != -1 and (number == -1 or number > limit):
             raise ValueError(f"{name}={number} is over this engine's max_logprobs={limit}")
 
-    def _fit(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+    def _fit(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
         """Return the parameters with a `max_tokens` that has room; raise ValueError if there is too little."""
-        room = self.info.max_model_len - num_prompt_tokens
+        num_prompt_tokens, limit = len(prompt.token_ids), self.info.max_len_of(prompt)
+        room = limit - num_prompt_tokens
         if room < 1:
             raise ContextLengthError(
-                self.info.max_model_len,
+                limit,
                 f"the prompt has {num_prompt_tokens} tokens, which leaves no room for a new one",
             )
         if params.min_tokens > room:
             raise ValueError(
                 f"min_tokens={params.min_tokens}, but the prompt of {num_prompt_tokens} tokens leaves room for "
-                f"{room}: max_model_len is {self.info.max_model_len}"
+                f"{room}: max_model_len is {limit}"
             )
         if params.max_tokens is None or params.max_tokens > room:
             params = copy.copy(params)

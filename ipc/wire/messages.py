@@ -31,6 +31,7 @@ from pagewire.ipc.wire.media import MediaInfo
 from pagewire.ipc.wire.model_figures import ModelFigures
 from pagewire.ipc.wire.params import Name, SamplingParams
 from pagewire.ipc.wire.pooling import PoolingInfo
+from pagewire.ipc.wire.sources import SourceInfo
 
 PROTOCOL = 10
 
@@ -45,6 +46,7 @@ class EngineInfo(Message):
     lora: limits of adapters; None: none are served.
     embeddings: which ones prompts may bring. short_length, num_states: see `Ready`.
     media: the pictures and sound that prompts may have; None: only text is taken.
+    source: what the encoder of an encoder-decoder reads, with which every prompt begins; None: it is another model.
     """
 
     model: str
@@ -80,6 +82,13 @@ class EngineInfo(Message):
     short_length: int = 0
     num_states: int = 0
     media: MediaInfo | None = None
+    source: SourceInfo | None = None
+
+    def max_len_of(self, prompt: Prompt) -> int:
+        """The most tokens that a sequence with this prompt may have, those of the prompt included."""
+        if self.source is None or not prompt.media:
+            return self.max_model_len
+        return prompt.media[0].end + self.source.max_target_tokens
 
     @property
     def by_priority(self) -> bool:

@@ -16,6 +16,7 @@ from pagewire.ipc.wire.media import media_name
 
 TEXT, SOUND = "text", "audio"
 """The kinds of media that are sources."""
+NO_PROMPT_LOGPROBS = "prompt_logprobs: an encoder-decoder has none for its source, and few for its target: generate with logprobs"
 PADDING = 0
 """The token behind a source, up to the end of its last block, and in place of a sound; nothing reads it."""
 

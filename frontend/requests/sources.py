@@ -1,0 +1,130 @@
+"""Prompts of encoder-decoders: what the encoder reads, and how the decoder begins.
+
+A prompt alone is the encoder's, and the decoder begins with its start token. Where the model hears, the sound is the
+encoder's and the prompt the decoder's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagewire.frontend.text.prompts import PromptType
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.sources import SOUND, SourceInfo, sound_source, text_source, with_source
+
+Tokenize = Callable[[PromptType, bool], tuple[list[int], str | None]]
+"""Token ids and text of a prompt; False: without the tokens that a tokenizer puts around texts."""
+ENCODER, DECODER, MEDIA = "encoder_prompt", "decoder_prompt", "multi_modal_data"
+
+
+@dataclass(frozen=True)
+class SourceText:
+    """What an encoder reads, as outputs show it. text: None if it was given as token ids, or is a sound."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+@dataclass(frozen=True)
+class SourcedPrompt:
+    """A prompt with its source. text: of the decoder's part, if known."""
+
+    prompt: Prompt
+    source: SourceText
+    text: str | None
+
+    @property
+    def num_source_tokens(self) -> int:
+        """The tokens before the decoder's own."""
+        return self.prompt.media[0].num_tokens
+
+
+def is_explicit(prompt: Any) -> bool:
+    """True for a prompt with parts for the encoder and the decoder."""
+    return isinstance(prompt, Mapping) and (ENCODER in prompt or DECODER in prompt)
+
+
+def sourced(
+    prompt: Any, info: SourceInfo, block_size: int, tokenize: Tokenize, salt: str | None
+) -> SourcedPrompt:
+    """A prompt of an encoder-decoder.
+
+    Raises:
+        ValueError, TypeError: a part is missing, too long or of another kind than the model takes.
+    """
+    encoder, decoder = parts_of(prompt, info)
+    ids, text = start_of(decoder, info, tokenize)
+    target = Prompt(ids, cache_salt=salt)
+    if info.kind == SOUND:
+        source = sound_source(sound_of(encoder, info), info, block_size)
+        return SourcedPrompt(with_source(source, [], target), SourceText([], None), text)
+    if encoder is None:
+        raise ValueError(f"the prompt of an encoder-decoder needs an {ENCODER!r}")
+    source_ids, source_text = tokenize(encoder, True)
+    if len(source_ids) > info.max_tokens:
+        raise ValueError(
+            f"the encoder's prompt has {len(source_ids)} tokens, and this model's maximum context length for it is "
+            f"{info.max_tokens}"
+        )
+    source = text_source(source_ids, block_size)
+    return SourcedPrompt(with_source(source, source_ids, target), SourceText(source_ids, source_text), text)
+
+
+def parts_of(prompt: Any, info: SourceInfo) -> tuple[Any, Any]:
+    """What the encoder and the decoder get; None: nothing."""
+    if is_explicit(prompt):
+        unknown = set(prompt) - {ENCODER, DECODER, "mm_processor_kwargs"}
+        if unknown or prompt.get("mm_processor_kwargs"):
+            raise ValueError(f"a prompt of an encoder-decoder has {ENCODER!r} and {DECODER!r} alone")
+        return prompt.get(ENCODER), prompt.get(DECODER)
+    if info.kind != SOUND:
+        return prompt, None
+    if not isinstance(prompt, Mapping):
+        return None, prompt
+    return prompt, {name: value for name, value in prompt.items() if name != MEDIA}
+
+
+def start_of(prompt: Any, info: SourceInfo, tokenize: Tokenize) -> tuple[list[int], str | None]:
+    """The tokens with which the decoder begins, the first of which is its start token; and their text, if known."""
+    if prompt is None or prompt == "" or prompt == {} or prompt == {"prompt": ""}:
+        return list(info.start_ids), None
+    ids, text = tokenize(prompt, False)
+    return ids if ids[0] == info.start_ids[0] else [info.start_ids[0], *ids], text
+
+
+def sound_of(prompt: Any, info: SourceInfo) -> Tensor:
+    """The sound of a prompt at the engine's sampling rate, float32 [samples].
+
+    Raises:
+        ValueError, TypeError: it has none, or it is no array of numbers in one dimension.
+    """
+    media = prompt.get(MEDIA) if isinstance(prompt, Mapping) else None
+    sound = media.get("audio") if isinstance(media, Mapping) else None
+    if isinstance(sound, list) and len(sound) == 1:
+        sound = sound[0]
+    if sound is None or set(media or ()) != {"audio"}:
+        raise ValueError(f"this model hears: give one sound as {MEDIA}={{'audio': (array, sampling rate)}}")
+    samples, rate = sound if isinstance(sound, tuple) and len(sound) == 2 else (sound, info.sampling_rate)
+    import numpy as np  # only for callers that have arrays
+
+    array = np.asarray(samples, dtype=np.float32)
+    if array.ndim != 1 or not array.size:
+        raise ValueError(f"a sound is an array of samples in one dimension, got the shape {array.shape}")
+    if not isinstance(rate, int | float) or not 0 < rate < math.inf:
+        raise ValueError("the sampling rate of a sound is a positive number")
+    if array.size > info.max_samples * rate / info.sampling_rate + 1:
+        raise ValueError(
+            f"the sound is longer than the {info.max_samples / info.sampling_rate:g} seconds that this model takes: "
+            "cut it, or use /v1/audio/transcriptions, which does"
+        )
+    if rate != info.sampling_rate:
+        import soxr
+
+        array = soxr.resample(array, rate, info.sampling_rate)[: info.max_samples]
+    if not np.isfinite(array).all():
+        raise ValueError("a sound has a sample that is NaN or infinite")
+    return Tensor("float32", (len(array),), array.astype("<f4").tobytes())
