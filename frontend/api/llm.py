@@ -254,9 +254,6 @@ class LLM(OfflinePooling):
         """The sampling parameters that the model's generation config recommends."""
         return default_sampling_params(self.info)
 
-    def reset_mm_cache(self) -> None:
-        """Does nothing: there is no multi-modal cache yet."""
-
     def shutdown(self) -> None:
         """Detach; a core that was spawned here is stopped. May be called twice."""
         self.llm_engine.shutdown()

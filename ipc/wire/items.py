@@ -14,6 +14,7 @@ import msgspec
 
 from pagewire.ipc.wire.budget import MAX_MEDIA, MAX_NAME_CHARS, MAX_TOKENS
 from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.media import MAX_OPTIONS_CHARS
 from pagewire.ipc.wire.params import Name, SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
 
@@ -83,11 +84,15 @@ def _joined(parts: list[Tensor]) -> Tensor:
 class Media(Item):
     """A picture, a sound or the like, or embeddings, which take the place of some tokens of a prompt.
 
-    start, num_tokens: the tokens that it takes the place of; no step computes only a part of a picture or sound.
-    name: sha256 of its content, by which its keys and values are shared.
-    data: the content, which the core hands on unopened.
+    start, num_tokens: the tokens that stand for it: its layout (`ipc.wire.media`), or what embeddings replace.
+    name: by which its keys and values are shared: `media_name` of its content, `uuid_name` if the caller has named
+        it, or the `name_of` embeddings.
+    data: the decoded content: of a picture uint8 [height, width, 3], of a sound float32 [samples] at the engine's
+        sampling rate. Empty: the engine may still have what it has made of it, under the caller's name.
     embeddings: data are the embeddings of these tokens [num_tokens, E] (`ipc.embeddings`), of which a step may
         compute a part.
+    kind: "image" or "audio". options: arguments of the model's processor, as canonical JSON; empty for none.
+    uuid: the caller's name; it holds beside the prompt's cache salt only, which must then be set.
     """
 
     start: int
@@ -95,6 +100,9 @@ class Media(Item):
     name: bytes
     data: Tensor
     embeddings: bool = False
+    kind: Name = "image"
+    options: Annotated[str, msgspec.Meta(max_length=MAX_OPTIONS_CHARS)] = ""
+    uuid: Name = ""
 
     @property
     def end(self) -> int:

@@ -27,11 +27,12 @@ from pagewire.ipc.wire.codec import Buffer, Tensor
 from pagewire.ipc.wire.embeddings import EmbeddingsInfo
 from pagewire.ipc.wire.items import Item, LogprobRows, Message, Prompt, Task, TokenIds
 from pagewire.ipc.wire.lora import AdapterSource, LoRAConfig
+from pagewire.ipc.wire.media import MediaInfo
 from pagewire.ipc.wire.model_figures import ModelFigures
 from pagewire.ipc.wire.params import Name, SamplingParams
 from pagewire.ipc.wire.pooling import PoolingInfo
 
-PROTOCOL = 9
+PROTOCOL = 10
 
 
 class EngineInfo(Message):
@@ -43,6 +44,7 @@ class EngineInfo(Message):
     pooling: of a model that pools; None: it generates.
     lora: limits of adapters; None: none are served.
     embeddings: which ones prompts may bring. short_length, num_states: see `Ready`.
+    media: the pictures and sound that prompts may have; None: only text is taken.
     """
 
     model: str
@@ -77,6 +79,7 @@ class EngineInfo(Message):
     embeddings: EmbeddingsInfo = EmbeddingsInfo()
     short_length: int = 0
     num_states: int = 0
+    media: MediaInfo | None = None
 
     @property
     def by_priority(self) -> bool:
