@@ -1,7 +1,7 @@
 """Decodes pictures and sounds, in processes that may be lost.
 
 What decodes them is C code that reads a stranger's bytes. Each content has a process of its own, forked for it,
-with limits of time and memory, so that one that crashes or fills its decoder ends alone, and sees nothing of others.
+with limits of time and memory: one that crashes or fills its decoder ends alone, and sees nothing of others.
 Pillow, soundfile and soxr are imported here and nowhere else.
 """
 
@@ -42,7 +42,7 @@ class DecodedBytes(msgspec.Struct, array_like=True):
 
     dtype: str = "uint8"
     shape: tuple[int, ...] = (0,)
-    data: bytes = b""
+    data: memoryview = memoryview(b"")
     refusal: str = ""
 
 
@@ -88,13 +88,13 @@ def decoder() -> Handler:
         try:
             if encoded.kind == "image":
                 shape, data = decode_picture(encoded.data)
-                decoded = DecodedBytes("uint8", shape, data)
+                decoded = DecodedBytes("uint8", shape, memoryview(data))
             elif encoded.kind == "audio":
                 shape, data = decode_sound(encoded.data, encoded.rate)
-                decoded = DecodedBytes("float32", shape, data)
+                decoded = DecodedBytes("float32", shape, memoryview(data))
             else:
                 shape, data = convert_samples(encoded.data, encoded.own_rate, encoded.rate)
-                decoded = DecodedBytes("float32", shape, data)
+                decoded = DecodedBytes("float32", shape, memoryview(data))
         except MediaError as error:
             decoded = DecodedBytes(refusal=str(error))
         return msgspec.msgpack.encode(decoded)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import base64
 import binascii
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from hashlib import sha256
 from urllib.parse import unquote, urlsplit
 
@@ -22,11 +23,12 @@ from pagewire.frontend.media.items import Decoded, MediaItem
 from pagewire.frontend.media.limits import MAX_DECODED_BYTES, MAX_SOURCE_BYTES, MAX_SOURCES_BYTES
 from pagewire.frontend.media.local_file import read_local_file
 from pagewire.ipc.environment import env_float
-from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.items import NOTHING
 
 FETCH_SECONDS = 5.0  # default time for one download
 NUM_DOWNLOADS = 4  # of one request at the same time
 CACHE_BYTES = 256 << 20
+BASE64_CHARS = 1 << 20  # decoded at a time
 URL_SECONDS = 60.0  # how long the content of a URL is taken to be the same
 MAX_RECENT_URLS = 4096
 TIMEOUTS = {"image": "PAGEWIRE_IMAGE_FETCH_TIMEOUT", "audio": "PAGEWIRE_AUDIO_FETCH_TIMEOUT"}
@@ -59,7 +61,7 @@ class MediaLoader:
             return self._decode_all(items, [None] * len(items), tenant, budget)
         with ThreadPoolExecutor(NUM_DOWNLOADS, "download") as pool:
             futures = [
-                pool.submit(self._fetch, item, tenant, budget) if remote else None
+                pool.submit(self._fetch_named, item, tenant, budget) if remote else None
                 for item, remote in zip(items, is_remote, strict=True)
             ]
             try:
@@ -86,16 +88,21 @@ class MediaLoader:
         room = MAX_DECODED_BYTES
         for item, source in zip(items, sources, strict=True):
             if item.is_empty:
-                decoded.append(Decoded(item.kind, Tensor("uint8", (0,), b""), uuid=item.uuid))
+                decoded.append(Decoded(item.kind, NOTHING, uuid=item.uuid, place=item.place))
                 continue
-            content = self._decoded(item, source or self._fetch(item, tenant, budget), tenant)
+            with naming(item):
+                content = self._decoded(item, source or self._fetch(item, tenant, budget))
             room -= len(content.data.data)
             if room < 0:
                 raise MediaError(
                     f"the pictures and sounds of a prompt may have {MAX_DECODED_BYTES} bytes when they are decoded"
                 )
-            decoded.append(named(content, item.uuid))
+            decoded.append(named(content, item))
         return decoded
+
+    def _fetch_named(self, item: MediaItem, tenant: str, budget: SourceBudget) -> MediaSource:
+        with naming(item):
+            return self._fetch(item, tenant, budget)
 
     def _fetch(self, item: MediaItem, tenant: str, budget: SourceBudget) -> MediaSource:
         """The bytes of an item; of a URL that came a short time ago, only their key."""
@@ -129,7 +136,7 @@ class MediaLoader:
 
         return download(item.url, self._access, DownloadLimits(self._seconds[item.kind], max_bytes))
 
-    def _decoded(self, item: MediaItem, source: MediaSource, tenant: str) -> Decoded:
+    def _decoded(self, item: MediaItem, source: MediaSource) -> Decoded:
         if source.content is not None:
             return source.content
         kind = item.kind if not item.samples else "samples"
@@ -167,9 +174,18 @@ class SourceBudget:
                 raise MediaError(f"the pictures and sounds of a prompt may have {self._max_bytes} bytes")
 
 
-def named(content: Decoded, uuid: str) -> Decoded:
-    """The content under a caller's name; "": none."""
-    return Decoded(content.kind, content.data, uuid=uuid) if uuid else content
+@contextmanager
+def naming(item: MediaItem) -> Iterator[None]:
+    """A context whose errors say where in its request an item is."""
+    try:
+        yield
+    except MediaError as error:
+        raise MediaError(f"{item.place}: {error}" if item.place else str(error)) from None
+
+
+def named(content: Decoded, item: MediaItem) -> Decoded:
+    """The content under a caller's name, if it has one."""
+    return Decoded(content.kind, content.data, uuid=item.uuid) if item.uuid else content
 
 
 def from_data_url(url: str, max_bytes: int) -> bytes:
@@ -193,9 +209,16 @@ def from_base64(text: str, max_bytes: int) -> bytes:
     if len(text) > max_bytes // 3 * 4 + 4:
         raise MediaError(f"a picture or sound has more than {max_bytes} bytes")
     try:
-        return base64.b64decode(text, validate=True)
+        # In pieces: other threads wait while one of them is decoded.
+        pieces = [
+            base64.b64decode(text[start : start + BASE64_CHARS], validate=True)
+            for start in range(0, len(text), BASE64_CHARS)
+        ]
     except (binascii.Error, ValueError):
         raise MediaError("a picture or sound is not valid base64") from None
+    if any(len(piece) != BASE64_CHARS // 4 * 3 for piece in pieces[:-1]):  # padding within
+        raise MediaError("a picture or sound is not valid base64")
+    return b"".join(pieces)
 
 
 def fetch_seconds(name: str) -> float:

@@ -60,7 +60,11 @@ def check_pixels(height: int, width: int, place: str) -> None:
 
 
 def sound_of(value: Any, info: MediaInfo, place: str, uuid: str) -> MediaItem | Decoded:
-    """Samples with their rate, or at the engine's; they are resampled where sounds are decoded. Raises MediaError."""
+    """Samples with their rate, or at the engine's; where sounds are decoded, they are resampled.
+
+    Raises:
+        MediaError: they are none.
+    """
     rate: Any = info.sampling_rate
     samples = value
     if isinstance(value, tuple) and len(value) == 2:
