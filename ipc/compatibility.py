@@ -135,8 +135,6 @@ _MEDIA = Absent(
 )
 
 OPTIONS: Mapping[str, Absent] = {
-    "allowed_local_media_path": _MEDIA,
-    "allowed_media_domains": _MEDIA,
     "limit_mm_per_prompt": _MEDIA,
     "mm_processor_kwargs": _MEDIA,
     "api_server_count": Absent(

@@ -247,6 +247,7 @@ class EngineConfig:
             embeddings=self.embeddings_info(ready),
             short_length=ready.short_length,
             source=ready.source,
+            media=None if ready.source is None else ready.source.media,
         )
 
     def embeddings_info(self, ready: Ready) -> EmbeddingsInfo:

@@ -1,12 +1,11 @@
 """Prompts of encoder-decoders: what the encoder reads, and how the decoder begins.
 
-A prompt alone is the encoder's, and the decoder begins with its start token. Where the model hears, the sound is the
-encoder's and the prompt the decoder's.
+A prompt alone is the encoder's, and the decoder begins with its start token. Where the model hears, the sound is
+the encoder's and the prompt the decoder's.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,8 @@ from pagewire.ipc.wire.sources import SOUND, SourceInfo, sound_source, text_sour
 
 Tokenize = Callable[[PromptType, bool], tuple[list[int], str | None]]
 """Token ids and text of a prompt; False: without the tokens that a tokenizer puts around texts."""
+Hear = Callable[[Mapping[str, Any]], list[Tensor]]
+"""The sounds of a prompt, fetched and decoded: float32 [samples] each."""
 ENCODER, DECODER, MEDIA = "encoder_prompt", "decoder_prompt", "multi_modal_data"
 
 
@@ -60,7 +61,7 @@ def sourced(
     ids, text = start_of(decoder, info, tokenize)
     target = Prompt(ids, cache_salt=salt)
     if info.kind == SOUND:
-        source = sound_source(sound_of(encoder, info), info, block_size)
+        source = sound_source(sound_of(encoder, info, hear), info, block_size)
         return SourcedPrompt(with_source(source, [], target), SourceText([], None), text)
     if encoder is None:
         raise ValueError(f"the prompt of an encoder-decoder needs an {ENCODER!r}")
@@ -96,35 +97,21 @@ def start_of(prompt: Any, info: SourceInfo, tokenize: Tokenize) -> tuple[list[in
     return ids if ids[0] == info.start_ids[0] else [info.start_ids[0], *ids], text
 
 
-def sound_of(prompt: Any, info: SourceInfo) -> Tensor:
+def sound_of(prompt: Any, info: SourceInfo, hear: Hear) -> Tensor:
     """The sound of a prompt at the engine's sampling rate, float32 [samples].
 
     Raises:
-        ValueError, TypeError: it has none, or it is no array of numbers in one dimension.
+        ValueError: it has none, or several, or it is too long. And as `MediaIntake.contents`.
     """
-    media = prompt.get(MEDIA) if isinstance(prompt, Mapping) else None
-    sound = media.get("audio") if isinstance(media, Mapping) else None
-    if isinstance(sound, list) and len(sound) == 1:
-        sound = sound[0]
-    if sound is None or set(media or ()) != {"audio"}:
+    if not isinstance(prompt, Mapping) or not prompt.get(MEDIA):
         raise ValueError(f"this model hears: give one sound as {MEDIA}={{'audio': (array, sampling rate)}}")
-    samples, rate = sound if isinstance(sound, tuple) and len(sound) == 2 else (sound, info.sampling_rate)
-    import numpy as np  # only for callers that have arrays
-
-    array = np.asarray(samples, dtype=np.float32)
-    if array.ndim != 1 or not array.size:
-        raise ValueError(f"a sound is an array of samples in one dimension, got the shape {array.shape}")
-    if not isinstance(rate, int | float) or not 0 < rate < math.inf:
-        raise ValueError("the sampling rate of a sound is a positive number")
-    if array.size > info.max_samples * rate / info.sampling_rate + 1:
+    if others := {name for name, value in prompt.items() if value and name not in (MEDIA, "cache_salt")}:
+        raise ValueError(f"the encoder hears, and takes no {', '.join(sorted(map(str, others)))}")
+    (sound,) = hear(prompt)
+    if (number := sound.shape[0]) > info.max_samples:
+        seconds = info.max_samples / info.sampling_rate
         raise ValueError(
-            f"the sound is longer than the {info.max_samples / info.sampling_rate:g} seconds that this model takes: "
-            "cut it, or use /v1/audio/transcriptions, which does"
+            f"the sound has {number / info.sampling_rate:.1f} seconds, and this model takes {seconds:g}: cut it, or "
+            "use /v1/audio/transcriptions, which does"
         )
-    if rate != info.sampling_rate:
-        import soxr
-
-        array = soxr.resample(array, rate, info.sampling_rate)[: info.max_samples]
-    if not np.isfinite(array).all():
-        raise ValueError("a sound has a sample that is NaN or infinite")
-    return Tensor("float32", (len(array),), array.astype("<f4").tobytes())
+    return sound

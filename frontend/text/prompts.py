@@ -63,7 +63,11 @@ def zip_enc_dec_prompts(
     decoder_prompts: Iterable[Any],
     mm_processor_kwargs: Iterable[dict[str, Any]] | None = None,
 ) -> list[ExplicitEncoderDecoderPrompt]:
-    """The prompts of an encoder-decoder model, given the parts of each; raises ValueError if they are not as many."""
+    """The prompts of an encoder-decoder model, given the parts of each.
+
+    Raises:
+        ValueError: the parts are not as many.
+    """
     pairs = zip(encoder_prompts, decoder_prompts, strict=True)
     prompts = [ExplicitEncoderDecoderPrompt(encoder_prompt=e, decoder_prompt=d) for e, d in pairs]
     if mm_processor_kwargs is not None:

@@ -84,6 +84,12 @@ class EngineInfo(Message):
     media: MediaInfo | None = None
     source: SourceInfo | None = None
 
+    @property
+    def takes_tensors(self) -> bool:
+        """True if prompts may have more than tokens."""
+        own = self.embeddings
+        return own.prompts or own.adapters or self.media is not None or self.source is not None
+
     def max_len_of(self, prompt: Prompt) -> int:
         """The most tokens that a sequence with this prompt may have, those of the prompt included."""
         if self.source is None or not prompt.media:

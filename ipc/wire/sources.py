@@ -12,11 +12,11 @@ import msgspec
 
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import Media, Prompt
-from pagewire.ipc.wire.media import media_name
+from pagewire.ipc.wire.media import MediaInfo, MediumInfo, media_name
 
 TEXT, SOUND = "text", "audio"
 """The kinds of media that are sources."""
-NO_PROMPT_LOGPROBS = "prompt_logprobs: an encoder-decoder has none for its source, and few for its target: generate with logprobs"
+NO_PROMPT_LOGPROBS = "prompt_logprobs: an encoder-decoder gives none: ask for logprobs of what is generated"
 PADDING = 0
 """The token behind a source, up to the end of its last block, and in place of a sound; nothing reads it."""
 
@@ -36,6 +36,14 @@ class SourceInfo(msgspec.Struct, omit_defaults=True, frozen=True):
     start_ids: list[int]
     sampling_rate: int = 0
     max_samples: int = 0
+
+    @property
+    def media(self) -> MediaInfo | None:
+        """The media that frontends fetch and decode for it; None: it reads text."""
+        if self.kind == TEXT:
+            return None
+        sound = MediumInfo(PADDING, "", PADDING, max_tokens=self.max_tokens)
+        return MediaInfo({SOUND: sound}, self.sampling_rate)
 
     def num_tokens(self, data: Tensor) -> int:
         """The number of tokens of a source with these contents."""

@@ -38,6 +38,7 @@ from pagewire.workers.network.module_base import ModuleBase, ModuleHead, ModuleS
 from pagewire.workers.network.network import Network
 from pagewire.workers.ranks.agreement import from_rank
 from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.seq2seq.coders import EncoderDecoder
 
 EMBEDDINGS = (nn.Embedding, QuantisedEmbedding)
 """Types of embeddings that adapters can change."""
@@ -81,6 +82,7 @@ class Targets:
                 "enable_lora: this encoder runs prompt by prompt, for which adapters are not served"
             )
         targets = cls(loaded.dtype, device, f"{model.path}." if model.path else "", cuts=loaded.cuts)
+        assert not isinstance(model.base, EncoderDecoder), "no adapters are served with one"
         if isinstance(model.base, Network):
             targets._add_network(model.base)
         else:

@@ -21,7 +21,7 @@ from pagewire.kernels.data.paging import AttentionBatch
 
 
 class Source(NamedTuple):
-    """The source of a sequence: the positions that its encoder makes; and sound float32 [samples], if it is some."""
+    """The source of a sequence: the positions that its encoder makes, and its sound float32 [samples], if any."""
 
     length: int
     sound: PlainTensor | None = None
@@ -60,7 +60,7 @@ class SourceBatch:
 
     @classmethod
     def of(cls, batch: AttentionBatch, sources: Sequence[Source | None], block_size: int) -> SourceBatch:
-        """That of the R requests of a batch on the host, each its source as a whole, or tokens of its target, or both.
+        """That of the R requests of a batch on the host, each its whole source, tokens of its target, or both.
 
         sources: of each; None: it has none, as steps that warm a model up.
         """

@@ -211,6 +211,8 @@ async def prompt_of(
             on_unread=unread.extend,
             add_special_tokens=bool(request.add_special_tokens),
             max_model_len=service.info.max_model_len,
+            media=service.info.media,
+            mm_processor_kwargs=request.mm_processor_kwargs,
             truncates=counts or request.truncate_prompt_tokens is not None,
         )
 

@@ -1,4 +1,4 @@
-"""Encoder-decoders generate what transformers does: batched, chunked, preempted, with cached sources and without."""
+"""Encoder-decoders generate what transformers does: batched, chunked, preempted, with cached sources or none."""
 
 from __future__ import annotations
 
@@ -75,5 +75,5 @@ def test_sounds(tmp_path: Path) -> None:
         for s, t in zip(sounds, targets, strict=True)
     ]
     setting = Setting("overlap and cache", budget=2048, num_blocks=1600)
-    tokens, scheduler = run(runner, setting, prompts, max_model_len=1600)
+    tokens, _ = run(runner, setting, prompts, max_model_len=1600)
     assert tokens == [*expected, *expected]

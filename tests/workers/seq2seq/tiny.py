@@ -83,7 +83,7 @@ def save(folder: Path, model_type: str, settings: dict[str, Any]) -> Any:
     kind = AutoModelForSpeechSeq2Seq if model_type == "whisper" else AutoModelForSeq2SeqLM
     model = kind.from_config(AutoConfig.for_model(model_type, **settings), dtype=torch.float32).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.dim() == 1:  # biases are 0 and norms are 1 in a model that was not trained
                 parameter.add_(0.1 * torch.randn_like(parameter))
         if getattr(model, "final_logits_bias", None) is not None:
