@@ -19,6 +19,7 @@ Tokenize = Callable[[PromptType, bool], tuple[list[int], str | None]]
 """Token ids and text of a prompt; False: without the tokens that a tokenizer puts around texts."""
 Hear = Callable[[Mapping[str, Any]], list[Tensor]]
 """The sounds of a prompt, fetched and decoded: float32 [samples] each."""
+HEARD = ("multi_modal_data", "multi_modal_uuids", "cache_salt")
 ENCODER, DECODER, MEDIA = "encoder_prompt", "decoder_prompt", "multi_modal_data"
 
 
@@ -50,7 +51,7 @@ def is_explicit(prompt: Any) -> bool:
 
 
 def sourced(
-    prompt: Any, info: SourceInfo, block_size: int, tokenize: Tokenize, salt: str | None
+    prompt: Any, info: SourceInfo, block_size: int, tokenize: Tokenize, hear: Hear, salt: str | None
 ) -> SourcedPrompt:
     """A prompt of an encoder-decoder.
 
@@ -86,7 +87,8 @@ def parts_of(prompt: Any, info: SourceInfo) -> tuple[Any, Any]:
         return prompt, None
     if not isinstance(prompt, Mapping):
         return None, prompt
-    return prompt, {name: value for name, value in prompt.items() if name != MEDIA}
+    heard = {name: value for name, value in prompt.items() if name in HEARD}
+    return heard, {name: value for name, value in prompt.items() if name not in HEARD}
 
 
 def start_of(prompt: Any, info: SourceInfo, tokenize: Tokenize) -> tuple[list[int], str | None]:
@@ -105,13 +107,13 @@ def sound_of(prompt: Any, info: SourceInfo, hear: Hear) -> Tensor:
     """
     if not isinstance(prompt, Mapping) or not prompt.get(MEDIA):
         raise ValueError(f"this model hears: give one sound as {MEDIA}={{'audio': (array, sampling rate)}}")
-    if others := {name for name, value in prompt.items() if value and name not in (MEDIA, "cache_salt")}:
+    if others := {name for name, value in prompt.items() if value and name not in HEARD}:
         raise ValueError(f"the encoder hears, and takes no {', '.join(sorted(map(str, others)))}")
     (sound,) = hear(prompt)
     if (number := sound.shape[0]) > info.max_samples:
         seconds = info.max_samples / info.sampling_rate
         raise ValueError(
-            f"the sound has {number / info.sampling_rate:.1f} seconds, and this model takes {seconds:g}: cut it, or "
-            "use /v1/audio/transcriptions, which does"
+            f"the sound has {number / info.sampling_rate:.1f} seconds, and this model takes {seconds:g}: cut it, "
+            "or use /v1/audio/transcriptions, which does"
         )
     return sound
