@@ -370,9 +370,11 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
             ("guided_decoding_backend", OPTIONS["guided_decoding_backend"]),
             ("kv_transfer_params", OPTIONS["kv_transfer_config"]),
             ("logits_processors", OPTIONS["logits_processors"]),
-            ("mm_processor_kwargs", OPTIONS["mm_processor_kwargs"]),
         )
     },
+    "CompletionRequest.mm_processor_kwargs": Absent(
+        "a completion has no pictures or sounds", "send messages with them to /v1/chat/completions"
+    ),
     **{
         f"{kind}.{name}": absent
         for kind in ("CountTokensRequest", "MessagesRequest")

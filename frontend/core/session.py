@@ -38,7 +38,7 @@ from pagewire.frontend.requests.outputs import RequestOutput, RequestState
 from pagewire.frontend.requests.pooling import inputs as pooling
 from pagewire.frontend.requests.pooling.state import PooledState
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest, PromptAdapters
-from pagewire.frontend.text.prompts import PromptType
+from pagewire.frontend.text.prompts import PromptType, TokensPrompt
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from pagewire.ipc.environment import check_environment
 from pagewire.ipc.errors import EngineDeadError
@@ -260,6 +260,14 @@ class Session:
             ValueError, TypeError: a bad prompt, or no such adapter.
         """
         return self._intake.tokenize(prompt, truncates, self.adapters.use(lora_request))[0]
+
+    def laid_out(self, prompt: TokensPrompt) -> list[int]:
+        """The tokens of a prompt with those of its pictures and sounds. Blocks while they are fetched and decoded.
+
+        Raises:
+            ValueError: a bad prompt, or a picture or sound that cannot be had.
+        """
+        return self._intake.with_media(prompt["prompt_token_ids"], prompt).token_ids
 
     def tokenizer_for(self, lora_request: LoRARequest | None) -> Tokenizer | None:
         """The tokenizer of an adapter, which is the model's if it has none of its own.
