@@ -12,10 +12,11 @@ import argparse
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
+from pagewire.engine_core.media.jobs import Array, Describe, Described, Job, Lay, Process, Processed
 from pagewire.ipc.families.media import MediaFamily, media_family
 from pagewire.ipc.host.job_server import Handler, serve
 from pagewire.ipc.wire.codec import ITEM_SIZES
@@ -23,51 +24,6 @@ from pagewire.ipc.wire.codec import ITEM_SIZES
 JOBS_PER_PROCESS = 64  # media that one process takes, one after the other
 NOT_FEATURES = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"})
 RATE = 16_000  # samples a second of a processor that does not say
-
-
-class Array(msgspec.Struct, array_like=True):
-    """A tensor: see `codec.Tensor`."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-
-class Describe(msgspec.Struct, tag=True, array_like=True):
-    """Ask which media the processor takes."""
-
-
-class Lay(msgspec.Struct, tag=True, array_like=True):
-    """Ask for the layout of a medium of this kind and shape. options: the processor's arguments, as JSON."""
-
-    kind: str
-    shape: tuple[int, ...]
-    options: str = ""
-
-
-class Process(msgspec.Struct, tag=True, array_like=True):
-    """Ask for the features of a medium."""
-
-    kind: str
-    content: Array
-    options: str = ""
-
-
-class Described(msgspec.Struct, array_like=True):
-    """By kind: the placeholder's token and text, and the token whose place takes an embedding. Samples a second."""
-
-    kinds: dict[str, tuple[int, str, int]]
-    sampling_rate: int = 0
-
-
-class Processed(msgspec.Struct, array_like=True):
-    """The tokens that stand for a medium, and its features by name; none of a layout."""
-
-    token_ids: list[int]
-    features: dict[str, Array] = {}
-
-
-Job: TypeAlias = Describe | Lay | Process
 
 
 class Processor:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagewire.engine_core.media.process import Array, Lay, Process, Processor
+from pagewire.engine_core.media.jobs import Array, Lay, Process
+from pagewire.engine_core.media.process import Processor
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import NOTHING, Media, Prompt
 from pagewire.ipc.wire.media import media_name
