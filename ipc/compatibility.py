@@ -135,8 +135,6 @@ _MEDIA = Absent(
 )
 
 OPTIONS: Mapping[str, Absent] = {
-    "allowed_local_media_path": _MEDIA,
-    "allowed_media_domains": _MEDIA,
     "limit_mm_per_prompt": _MEDIA,
     "mm_processor_kwargs": _MEDIA,
     "api_server_count": Absent(
@@ -372,9 +370,11 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
             ("guided_decoding_backend", OPTIONS["guided_decoding_backend"]),
             ("kv_transfer_params", OPTIONS["kv_transfer_config"]),
             ("logits_processors", OPTIONS["logits_processors"]),
-            ("mm_processor_kwargs", OPTIONS["mm_processor_kwargs"]),
         )
     },
+    "CompletionRequest.mm_processor_kwargs": Absent(
+        "a completion has no pictures or sounds", "send messages with them to /v1/chat/completions"
+    ),
     **{
         f"{kind}.{name}": absent
         for kind in ("CountTokensRequest", "MessagesRequest")

@@ -17,7 +17,7 @@ from pagewire.frontend.requests.lora import LoRARequest, for_each
 from pagewire.frontend.requests.outputs import RequestOutput
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.text.prompts import PromptType, TextPrompt, TokensPrompt
-from pagewire.ipc.compatibility import NAMES, OPTIONS, settle
+from pagewire.ipc.compatibility import NAMES
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.params import BeamSearchParams, SamplingParams
 
@@ -196,7 +196,6 @@ class LLM(OfflinePooling):
             conversations_of,
         )
 
-        settle("mm_processor_kwargs", mm_processor_kwargs, OPTIONS["mm_processor_kwargs"])
         conversations = conversations_of(messages)
         tokenizers = [self.session.tokenizer_for(r) for r in for_each(lora_request, len(conversations))]
         return chat_prompts(
@@ -208,6 +207,8 @@ class LLM(OfflinePooling):
             continue_final_message=continue_final_message,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
+            media=self.session.info.media,
+            mm_processor_kwargs=mm_processor_kwargs,
         )
 
     def beam_search(

@@ -28,6 +28,9 @@ from pagewire.frontend.core.open_requests import OpenRequests
 from pagewire.frontend.core.spawn import SpawnedCore
 from pagewire.frontend.core.stat_loggers import StatLoggerBase, StatLoggers
 from pagewire.frontend.core.tracing import Tracer
+from pagewire.frontend.media.access import MediaAccess
+from pagewire.frontend.media.intake import MediaIntake
+from pagewire.frontend.media.loader import MediaLoader
 from pagewire.frontend.requests.answer_budget import LogprobBudget
 from pagewire.frontend.requests.inputs import CheckedParams, Intake, Prepared
 from pagewire.frontend.requests.lora import AdapterBook, LoRARequest, UsedAdapter
@@ -35,13 +38,14 @@ from pagewire.frontend.requests.outputs import RequestOutput, RequestState
 from pagewire.frontend.requests.pooling import inputs as pooling
 from pagewire.frontend.requests.pooling.state import PooledState
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest, PromptAdapters
-from pagewire.frontend.text.prompts import PromptType
+from pagewire.frontend.text.prompts import PromptType, TokensPrompt
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from pagewire.ipc.environment import check_environment
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.files.hub import DEMO, model_folder
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.calls import CALLS
+from pagewire.ipc.wire.media import MediaLayout
 from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
@@ -61,7 +65,7 @@ class Session:
     Attributes:
         info: model and options of the core. tokenizer: of the frontend; None with `skip_tokenizer_init`.
         stat_loggers: the program's own loggers of statistics. adapters: where the files of adapters are found.
-        prompt_adapters: those that were read.
+        prompt_adapters: those that were read. media: puts pictures and sounds into prompts; None: none are taken.
 
     Raises:
         as `spawn` or `attach`, whichever made `connect`. ValueError: as `check_environment`.
@@ -70,7 +74,12 @@ class Session:
     info: EngineInfo
     tokenizer: Tokenizer | None
 
-    def __init__(self, connect: Callable[[Owner], Cores], traces_endpoint: str | None = None) -> None:
+    def __init__(
+        self,
+        connect: Callable[[Owner], Cores],
+        traces_endpoint: str | None = None,
+        media_access: MediaAccess | None = None,
+    ) -> None:
         check_environment()
         self._keys = itertools.count()
         self._closed = threading.Lock()
@@ -84,6 +93,7 @@ class Session:
             raise
         self.info = self._requests.connection.info
         self.prompt_adapters = PromptAdapters(self.info.embeddings)
+        self.media = self._media_intake(media_access or MediaAccess())
 
     @classmethod
     def spawn(
@@ -99,6 +109,7 @@ class Session:
             EngineDeadError: the core failed while it started; the text is the cause.
         """
         args.check()
+        access = MediaAccess.read(args.allowed_local_media_path, args.allowed_media_domains)
         connect = partial(CoreConnection, SpawnedCores(args, restarts))
         source = {
             "token": args.hf_token,
@@ -106,7 +117,8 @@ class Session:
             "trust_remote_code": args.trust_remote_code,
         }
         ahead = tokenizer_ahead(args, source)
-        session = cls(connect, args.otlp_traces_endpoint).with_tokenizer(None, salt=0, ahead=ahead, **source)
+        session = cls(connect, args.otlp_traces_endpoint, access)
+        session.with_tokenizer(None, salt=0, ahead=ahead, **source)
         session.stat_loggers = StatLoggers(stat_loggers or {}, session.get_metrics)
         return session
 
@@ -123,6 +135,8 @@ class Session:
         *,
         name: str = "attached",
         otlp_traces_endpoint: str | None = None,
+        allowed_local_media_path: str = "",
+        allowed_media_domains: Sequence[str] | None = None,
     ) -> Session:
         """Attach to a core that runs already.
 
@@ -134,6 +148,7 @@ class Session:
         trust_remote_code: run the Python code of the core's tokenizer, if it has any.
         name: name of this frontend in the core's log and metrics.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span per request.
+        allowed_local_media_path, allowed_media_domains: those of `EngineArgs`, for this frontend.
 
         Raises:
             PermissionError: the core runs as another user, or does not admit this user or key.
@@ -142,8 +157,9 @@ class Session:
         """
         # Frontends on one core must not draw the same seeds.
         salt = int.from_bytes(os.urandom(7), "little")
+        access = MediaAccess.read(allowed_local_media_path, allowed_media_domains)
         source = RunningCores(address, curve, peer_uid, name, timeout, reattach_timeout)
-        return cls(partial(CoreConnection, source), otlp_traces_endpoint).with_tokenizer(
+        return cls(partial(CoreConnection, source), otlp_traces_endpoint, access).with_tokenizer(
             tokenizer, salt, trust_remote_code=trust_remote_code
         )
 
@@ -156,13 +172,26 @@ class Session:
         """
         try:
             tokenizer = tokenizer_of(self.info, name, source) if ahead is None else ahead.result()
-            self._intake = Intake(self.info, tokenizer, salt)
+            self._intake = Intake(self.info, tokenizer, salt, self.media)
             self.adapters = AdapterBook(self.info, source.get("token"), source.get("cache_dir"))
             self.tokenizer = tokenizer
         except BaseException:
             self.close()
             raise
         return self
+
+    def _media_intake(self, access: MediaAccess) -> MediaIntake | None:
+        """What puts media into prompts; None if the engine takes none."""
+        if (info := self.info.media) is None:
+            return None
+
+        def ask(kind: str, shape: Sequence[int], options: str) -> MediaLayout:
+            call = CALLS["media_layout"]
+            answer = self.call(call.name, kind, list(shape), options).result(call.seconds)
+            layout: MediaLayout = call.answer(answer)
+            return layout
+
+        return MediaIntake(info, MediaLoader(access, info.sampling_rate), ask)
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Use another tokenizer, of pagewire or of transformers, for new requests.
@@ -231,6 +260,14 @@ class Session:
             ValueError, TypeError: a bad prompt, or no such adapter.
         """
         return self._intake.tokenize(prompt, truncates, self.adapters.use(lora_request))[0]
+
+    def laid_out(self, prompt: TokensPrompt) -> list[int]:
+        """The tokens of a prompt with those of its pictures and sounds. Blocks while they are fetched and decoded.
+
+        Raises:
+            ValueError: a bad prompt, or a picture or sound that cannot be had.
+        """
+        return self._intake.with_media(prompt["prompt_token_ids"], prompt).token_ids
 
     def tokenizer_for(self, lora_request: LoRARequest | None) -> Tokenizer | None:
         """The tokenizer of an adapter, which is the model's if it has none of its own.
@@ -315,6 +352,8 @@ class Session:
             EngineDeadError: the core is lost. TypeError: wrong arguments, or a value that msgpack cannot represent.
             ValueError: an argument is out of bounds.
         """
+        if name == "reset_mm_cache" and self.media is not None:
+            self.media.clear()
         if (call := CALLS.get(name)) is None:
             return self._requests.connection.client.call(name, *args, **kwargs)
         return self._requests.connection.client.call(name, *call.pack(args, kwargs))

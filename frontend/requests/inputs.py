@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pagewire.frontend.media.intake import KEYS as MEDIA_KEYS
+from pagewire.frontend.media.intake import NOT_TAKEN, MediaIntake, has_media
 from pagewire.frontend.requests.embeds import KEY as EMBEDS_KEY
 from pagewire.frontend.requests.embeds import NO_TOKENS, check_embeds_params, embeddings_of
 from pagewire.frontend.requests.lora import UsedAdapter
@@ -35,15 +37,11 @@ NAME = meta_of(Name)
 
 
 KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
-NO_MEDIA = "multi-modal data is not supported yet"
 NOT_SUPPORTED = {
     "data": "data prompts are not supported yet",
     "data_format": "data prompts are not supported yet",
     "encoder_prompt": "encoder-decoder models are not supported",
     "decoder_prompt": "encoder-decoder models are not supported",
-    "multi_modal_data": NO_MEDIA,
-    "multi_modal_uuids": NO_MEDIA,
-    "mm_processor_kwargs": NO_MEDIA,
     "token_type_ids": "models that generate have no token types; models that pool take them with token ids",
 }
 
@@ -114,10 +112,17 @@ class Intake:
         tokenizer: may be replaced later; None: prompts must be token ids.
         salt: makes this frontend's default seeds differ from those of others on the same engine. With the same
             engine seed and salt, the same requests in the same order get the same seeds.
+        media: puts pictures and sounds into prompts; None: the engine takes none.
     """
 
-    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None, salt: int = 0) -> None:
-        self.info, self.tokenizer = info, tokenizer
+    def __init__(
+        self,
+        info: EngineInfo,
+        tokenizer: Tokenizer | None,
+        salt: int = 0,
+        media: MediaIntake | None = None,
+    ) -> None:
+        self.info, self.tokenizer, self.media = info, tokenizer, media
         self._salt = salt
         self._count = itertools.count()
 
@@ -176,8 +181,31 @@ class Intake:
             check_embeds_params(params.prompt_logprobs, params.truncate_prompt_tokens)
             return embeds, None
         token_ids, text = self.tokenize(prompt, params.truncate_prompt_tokens is not None, adapter)
+        if has_media(prompt):
+            if params.truncate_prompt_tokens is not None:
+                raise ValueError(
+                    "truncate_prompt_tokens does not go with pictures and sounds, which are whole"
+                )
+            return self.with_media(token_ids, prompt), text
         token_ids = truncated(token_ids, params, self.info.max_model_len)
         return Prompt(token_ids, cache_salt=salt_of(prompt)), text
+
+    def with_media(self, token_ids: list[int], prompt: Any) -> Prompt:
+        """A prompt with its pictures and sounds as the core gets it. Blocks while they are fetched and decoded.
+
+        token_ids: those of the prompt's text.
+
+        Raises:
+            ContextLengthError: it has more tokens than the model takes. And as `MediaIntake.place`.
+        """
+        assert self.media is not None  # `check_keys` has refused media else
+        salt = salt_of(prompt)
+        token_ids, media = self.media.place(token_ids, prompt, salt)
+        if (number := len(token_ids)) > self.info.max_model_len:
+            raise ContextLengthError(
+                self.info.max_model_len, f"the prompt with its pictures and sounds has {number} tokens"
+            )
+        return Prompt(token_ids, media, cache_salt=salt)
 
     def embeds(self, prompt: Any) -> Prompt | None:
         """A prompt of embeddings as the core gets it; None if it is another one. Raises as `embeddings_of`."""
@@ -201,7 +229,7 @@ class Intake:
         text: Any = None
         token_ids: Any = None
         if isinstance(prompt, Mapping):
-            check_keys(prompt)
+            check_keys(prompt, takes_media=self.media is not None)
             if prompt.get(EMBEDS_KEY) is not None:
                 raise ValueError(
                     f"{EMBEDS_KEY}: {NO_TOKENS}, which are needed here: give it as text or token ids"
@@ -379,19 +407,22 @@ def truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) 
     return token_ids[-keep:]
 
 
-def check_keys(prompt: Mapping[str, Any]) -> None:
+def check_keys(prompt: Mapping[str, Any], takes_media: bool = False) -> None:
     """Check the keys of a prompt; those of features that are not supported may hold None or an empty value.
+
+    takes_media: the prompt may have pictures and sounds.
 
     Raises:
         ValueError: a key is unknown (the text suggests a similar one), or its feature is not supported.
     """
     for name, value in prompt.items():
-        if name in KEYS:
+        if name in KEYS or (takes_media and name in MEDIA_KEYS):
             continue
-        if name not in NOT_SUPPORTED:
-            raise ValueError(unknown_name("key of a prompt", name, (*KEYS, *NOT_SUPPORTED)))
+        reason = NOT_TAKEN if name in MEDIA_KEYS else NOT_SUPPORTED.get(name)
+        if reason is None:
+            raise ValueError(unknown_name("key of a prompt", name, (*KEYS, *MEDIA_KEYS, *NOT_SUPPORTED)))
         if value is not None and not (isinstance(value, (Mapping, list)) and not value):
-            raise ValueError(f"{name}: {NOT_SUPPORTED[name]}")
+            raise ValueError(f"{name}: {reason}")
 
 
 def salt_of(prompt: PromptType) -> str | None:

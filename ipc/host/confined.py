@@ -62,6 +62,14 @@ class Answer(msgspec.Struct, array_like=True):
     error_type: str | None = None
 
 
+class ReceivedAnswer(msgspec.Struct, array_like=True):
+    """An `Answer` as it is received: its result, which may be large, is not copied."""
+
+    result: memoryview = memoryview(b"")
+    error: str | None = None
+    error_type: str | None = None
+
+
 class JobKilledError(RuntimeError):
     """A job exceeded its limits or crashed, and its process was ended; the text says which."""
 
@@ -94,7 +102,7 @@ class Confined:
         """Process id of the job server; None before the first job."""
         return None if self._server is None else self._server.pid
 
-    def run(self, data: bytes, limits: Limits) -> bytes:
+    def run(self, data: bytes, limits: Limits) -> memoryview:
         """Run a job and return its result. Blocks; may be called in any thread.
 
         Raises:
@@ -126,7 +134,7 @@ class Confined:
                 self._server.kill()
                 self._server = None
 
-    def _result(self, job: bytes, limits: Limits) -> bytes:
+    def _result(self, job: bytes, limits: Limits) -> memoryview:
         for _ in range(NUM_ATTEMPTS):
             server = self._running_server()
             try:
@@ -189,7 +197,7 @@ class JobServer:
         """False once the process has ended."""
         return not self._killed and self._child.poll() is None
 
-    def run(self, job: bytes, limits: Limits) -> Answer:
+    def run(self, job: bytes, limits: Limits) -> ReceivedAnswer:
         """Run a job in a process of its own.
 
         Raises:
@@ -219,7 +227,7 @@ class JobServer:
         status = int.from_bytes(data[-STATUS_BYTES:], "little", signed=True)
         if status != 0:
             raise killed_error(status, limits)
-        return msgspec.msgpack.decode(memoryview(data)[:-STATUS_BYTES], type=Answer)
+        return msgspec.msgpack.decode(memoryview(data)[:-STATUS_BYTES], type=ReceivedAnswer)
 
     def kill(self) -> None:
         """End the process and all its jobs."""

@@ -22,6 +22,7 @@ from pagewire.ipc.options.groups import (
     CacheOptions,
     DeviceOptions,
     LoggingOptions,
+    MediaOptions,
     ModelOptions,
     SchedulerOptions,
     SpeculationOptions,
@@ -71,6 +72,7 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
     SchedulerOptions,
     CacheOptions,
     DeviceOptions,
+    MediaOptions,
     ModelOptions,
     metaclass=EngineArgsType,
 ):

@@ -123,6 +123,24 @@ class ModelOptions:
 
 
 @dataclass(init=False, repr=False, eq=False)
+class MediaOptions:
+    """What may be fetched for prompts with pictures and sounds."""
+
+    allowed_local_media_path: str = option(
+        "",
+        "Media",
+        "folder below which file: URLs of pictures and sounds may be read, by any client; default: nowhere",
+    )
+    allowed_media_domains: list[str] | None = option(
+        None,
+        "Media",
+        "hosts (example.org, *.example.org) from which alone pictures and sounds are fetched, and networks "
+        "(10.0.0.0/8) of which addresses may be used though they are not public; default: any host with a public "
+        "address",
+    )
+
+
+@dataclass(init=False, repr=False, eq=False)
 class DeviceOptions:
     """The devices of the workers, and how the model is divided over them."""
 

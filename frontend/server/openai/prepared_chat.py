@@ -7,7 +7,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from pagewire.frontend.api.off_loop import off_loop, tokenizing
+from pagewire.frontend.api.off_loop import media_work, off_loop, tokenizing
+from pagewire.frontend.media.intake import has_media
 from pagewire.frontend.requests.inputs import check_generates
 from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http.errors import APIError
@@ -211,6 +212,8 @@ async def prompt_of(
             on_unread=unread.extend,
             add_special_tokens=bool(request.add_special_tokens),
             max_model_len=service.info.max_model_len,
+            media=service.info.media,
+            mm_processor_kwargs=request.mm_processor_kwargs,
             truncates=counts or request.truncate_prompt_tokens is not None,
         )
 
@@ -221,6 +224,17 @@ async def prompt_of(
     if unread:
         warn(unread_text(unread))
     return prompt
+
+
+async def counted(service: Service, prompt: TokensPrompt) -> list[int]:
+    """The tokens of a prompt, with those that stand for its pictures and sounds.
+
+    Raises:
+        ValueError: a picture or sound cannot be had. ContextLengthError: there are too many tokens.
+    """
+    if not has_media(prompt):
+        return prompt["prompt_token_ids"]
+    return await media_work.run(lambda: service.engine.session.laid_out(prompt))
 
 
 def continued_text(request: ChatRequest) -> str | None:
