@@ -2,8 +2,8 @@
 
     decoded medium -> processor -> the tokens that stand for it, and the features that the model's encoder takes
 
-It imports torch and transformers, which the core never does. Each medium is processed alone, so what it becomes does
-not depend on others.
+It imports torch and transformers, which the core never does. Each medium is processed alone, so what it becomes
+does not depend on others.
 """
 
 from __future__ import annotations

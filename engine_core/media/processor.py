@@ -63,7 +63,7 @@ class ConfinedProcessor:
         """See `MediaProcessor`."""
         self._jobs.close()
 
-    def _run(self, job: Describe | Lay | Process, kind: str) -> bytes:
+    def _run(self, job: Describe | Lay | Process, kind: str) -> memoryview:
         limits = Limits(SECONDS, SECONDS, MEMORY_BYTES, STACK_BYTES, ANSWER_BYTES)
         try:
             return self._jobs.run(msgspec.msgpack.encode(job), limits)

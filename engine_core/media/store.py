@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakValueDictionary
 
-from pagewire.engine_core.media.jobs import Described, Processed
+from pagewire.engine_core.media.jobs import Processed
 from pagewire.engine_core.media.processor import MediaProcessor
 from pagewire.engine_core.schedule.features import Features
 from pagewire.ipc.errors import EngineBusyError
@@ -60,8 +60,8 @@ class MediaLimits:
         num_tokens = len(features.token_ids)
         if features.size > self.max_embeddings:
             raise ValueError(
-                f"{features.kind}: it takes {features.size} embeddings, and the engine holds {self.max_embeddings}: "
-                "make it smaller"
+                f"{features.kind}: it takes {features.size} embeddings, and the engine holds "
+                f"{self.max_embeddings}: make it smaller"
             )
         if self.max_tokens and num_tokens > self.max_tokens:
             raise ValueError(
@@ -100,7 +100,10 @@ class PendingMedia:
         try:
             self._store.wait_for_room(self._deadline)
             self._outcome = [self._store.features(self._prompt, medium) for medium in self._prompt.encoded]
-        except (ValueError, EngineBusyError) as error:  # one of its own: that one holds content, by its frames
+        except (
+            ValueError,
+            EngineBusyError,
+        ) as error:  # one of its own: that one holds content, by its frames
             self._outcome = type(error)(*error.args)
         except Exception as error:
             logger.exception("media could not be processed")
@@ -109,7 +112,10 @@ class PendingMedia:
 
 
 class PendingLayout:
-    """A layout that a frontend has asked for. done: called with it or an error, on the thread of the core's loop."""
+    """A layout that a frontend has called for.
+
+    done: called with it or an error, on the thread of the core's loop.
+    """
 
     def __init__(
         self, store: MediaStore, key: LayoutKey, done: Callable[[MediaLayout | Exception], None]
@@ -167,9 +173,7 @@ class MediaStore:
         self._put(pending, tenant)
         return pending
 
-    def lay(
-        self, key: LayoutKey, tenant: Name, done: Callable[[MediaLayout | Exception], None]
-    ) -> None:
+    def lay(self, key: LayoutKey, tenant: Name, done: Callable[[MediaLayout | Exception], None]) -> None:
         """Call `done` with the layout of a medium of a kind and shape, now or in `deliver`.
 
         Raises:
@@ -219,7 +223,9 @@ class MediaStore:
                 work.run()
             del work  # not held until the next one comes
 
-    def answer(self, done: Callable[[MediaLayout | Exception], None], outcome: MediaLayout | Exception) -> None:
+    def answer(
+        self, done: Callable[[MediaLayout | Exception], None], outcome: MediaLayout | Exception
+    ) -> None:
         """Have `deliver` call `done`."""
         self._answers.append(lambda: done(outcome))
         self.wake()
@@ -324,5 +330,3 @@ def features_of(medium: Media, processed: Processed, place_id: int) -> Features:
     grid = next((tensors[name] for name in GRIDS if name in tensors), NOTHING)
     size = processed.token_ids.count(place_id)
     return Features(medium.name, medium.kind, processed.token_ids, size, tensors, grid)
-
-

@@ -20,7 +20,6 @@ from pagewire.engine_core.schedule.state_slots import StateSlots
 from pagewire.ipc.wire.block_names import ROOT
 from pagewire.ipc.wire.worker_messages import Row
 
-
 CacheGroup: TypeAlias = StateSlots | EncoderCache
 
 

@@ -33,8 +33,8 @@ from typing import Literal, TypeAlias
 
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.schedule.deltas import error_delta, pooled_delta
-from pagewire.engine_core.schedule.fairness import HANDOVER_SECONDS
 from pagewire.engine_core.schedule.encoder_cache import EncoderCache
+from pagewire.engine_core.schedule.fairness import HANDOVER_SECONDS
 from pagewire.engine_core.schedule.kv_cache import CacheGroup, KVCache
 from pagewire.engine_core.schedule.micro_batches import micro_batch
 from pagewire.engine_core.schedule.sequence import Sequence, State

@@ -1,8 +1,8 @@
 """The families whose models take pictures or sound, a row each: what their processor and their module do otherwise.
 
 Most do the same: the processor's `image_token` is the placeholder, every place of the configuration's
-`image_token_id` in a layout takes one row of the `pooler_output` of the module's `get_image_features`, and attention
-stays causal. What differs stands in the row.
+`image_token_id` in a layout takes one row of the `pooler_output` of the module's `get_image_features`, and
+attention stays causal. What differs stands in the row.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class MediaFamily:
 
     kinds: "image", "audio". positions: tokens have three positions, of time, height and width (M-RoPE), which the
     module's `get_rope_index` gives.
-    whole: the tokens of a medium attend to each other both ways. leads: media come before the text, and prompts need
-    no placeholder. only_places: a layout has only the places of embeddings, although the processor adds more.
+    whole: the tokens of a medium attend to each other both ways. leads: media come before the text, and prompts
+    need no placeholder. only_places: a layout has only the places of embeddings, although the processor adds more.
     refused: why the family is served with text alone; empty: it takes media.
     """
 

@@ -30,8 +30,8 @@ from pagewire.engine_core.drafting.suffix import History, SuffixDrafter
 from pagewire.engine_core.grammar.compile import compile_grammar
 from pagewire.engine_core.grammar.matcher import Grammar, Matcher
 from pagewire.engine_core.schedule.blocks import Block, BlockPool
-from pagewire.engine_core.schedule.features import Features
 from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS
+from pagewire.engine_core.schedule.features import Features
 from pagewire.engine_core.schedule.scheduler import (
     Outcome,
     Scheduler,

@@ -37,7 +37,7 @@ class MediaModel:
     """A model type, and what makes a tiny one of it.
 
     processor: its class. image, audio: the preprocessor's settings. settings: of the processor.
-    tokens: special tokens by id; the names of the tokenizer's attributes that have them. config: changes of the tiny
+    tokens: special tokens by id. named: the tokenizer's attributes that have them. config: changes of the tiny
     configuration, merged into it.
     """
 
