@@ -135,7 +135,6 @@ _MEDIA = Absent(
 )
 
 OPTIONS: Mapping[str, Absent] = {
-    "limit_mm_per_prompt": _MEDIA,
     "mm_processor_kwargs": _MEDIA,
     "api_server_count": Absent(
         "a server is one process",

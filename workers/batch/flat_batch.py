@@ -106,7 +106,7 @@ class Batch:
             attention=attention,
             token_types=token_types,
             states=states,
-            overlay=Overlay(*others) if others else None,
+            overlay=Overlay(others[0], others[1]) if others else None,
         )
 
 

@@ -91,8 +91,6 @@ class Slots:
         self.pooling.clear()
 
     def _fill(self, init: SlotInit) -> None:
-        if not all(medium.embeddings for medium in init.media):
-            raise ValueError("this worker takes no media but embeddings")
         slot, num_tokens = init.slot, len(init.token_ids)
         self.tokens[slot, :num_tokens] = init.token_ids
         self.num_tokens[slot] = num_tokens
@@ -122,11 +120,15 @@ class Slots:
 
 
 def history(tokens: NDArray[np.int64], media: Sequence[Media]) -> NDArray[np.int64]:
-    """The tokens of a sequence as the sampler takes them: `NO_TOKEN` where media take the place of tokens."""
-    if not media:
+    """The tokens of a sequence as the sampler takes them: `NO_TOKEN` where embeddings take the place of tokens.
+
+    The tokens that stand for a picture count, as they do in transformers.
+    """
+    brought = [medium for medium in media if medium.embeddings]
+    if not brought:
         return tokens
     tokens = tokens.copy()
-    for medium in media:
+    for medium in brought:
         tokens[medium.start : medium.end] = NO_TOKEN
     return tokens
 
