@@ -20,6 +20,7 @@ from pagewire.frontend.media.objects import item_of
 from pagewire.frontend.media.parts import too_many
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.calls import CALLS
+from pagewire.ipc.wire.embeddings import PLACEHOLDER
 from pagewire.ipc.wire.items import Media
 from pagewire.ipc.wire.media import MAX_OPTIONS_CHARS, MediaInfo, MediaLayout, uuid_name
 
@@ -79,8 +80,7 @@ class MediaIntake:
 
     def _laid_out(self, medium: Decoded, options: str, salt: str) -> LaidOut:
         if medium.embeddings:
-            token_id = self.info.kinds[medium.kind].embedding_id
-            return LaidOut(medium, b"", [token_id] * medium.data.shape[0])
+            return LaidOut(medium, b"", [PLACEHOLDER] * medium.data.shape[0])
         if not medium.uuid:
             return LaidOut(
                 medium, medium.name(options), self._layout(medium.kind, medium.data.shape, options), options

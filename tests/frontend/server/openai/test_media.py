@@ -23,6 +23,7 @@ from pagewire.frontend.media.decode_process import decode
 from pagewire.frontend.media.intake import media_intake
 from pagewire.frontend.text.prompts import TextPrompt
 from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.embeddings import EmbeddingsInfo
 from pagewire.ipc.wire.items import Media
 from pagewire.ipc.wire.media import MediaInfo, MediumInfo, media_name, uuid_name
 from pagewire.ipc.wire.messages import EngineInfo
@@ -73,7 +74,8 @@ def folder(word_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture
 def engine_info(engine_info: EngineInfo, folder: Path) -> EngineInfo:
     places = {"model_path": str(folder), "tokenizer": str(folder)}
-    return msgspec.structs.replace(engine_info, media=INFO, vocab_size=66, **places)
+    takes = EmbeddingsInfo(size=4, prompts=True)
+    return msgspec.structs.replace(engine_info, media=INFO, vocab_size=66, embeddings=takes, **places)
 
 
 @pytest.fixture(autouse=True)
@@ -157,8 +159,7 @@ def test_text_that_has_the_placeholder_has_placed_the_picture(client: Client, co
     assert chat(client, "w5 <image> w6", picture(WIDE)).status == 200
     assert submitted(core)[0] == [5, PICTURE, ROW, 6]
     assert "2 places for them" in chat(client, "<image> <image>", picture(WIDE)).error["message"]
-    assert chat(client, "w5 <image>").status == 200  # without a picture, the token is one like others
-    assert submitted(core) == ([5, PICTURE], [])
+    assert "outside of any" in chat(client, "w5 <image>").error["message"]
 
 
 def test_other_apis_send_the_same(client: Client, core: FakeCore) -> None:
@@ -223,7 +224,7 @@ def test_python_objects(core: FakeCore, engine_info: EngineInfo) -> None:
             assert ids[-1] == 5 and media[0].data.dtype == "float32"
         for embeddings in (torch.ones(1, 3, 4), np.ones((3, 4), np.float16)):
             ids, media = media_of({"image": embeddings})
-            assert ids == [PICTURE] * 3 + [5] and media[0].embeddings
+            assert ids == [0, 0, 0, 5] and media[0].embeddings
         messages = user({"type": "image", "image": Image.fromarray(rows)}, "w5")
         llm.chat(messages, use_tqdm=False)
         assert submitted(core)[0] == [*[PICTURE, ROW] * 2, 5]
