@@ -12,6 +12,7 @@ from pagewire.engine_core.media.jobs import Array, Describe, Described, Lay, Pro
 from pagewire.ipc.host.confined import Confined, JobKilledError, Limits
 from pagewire.ipc.wire.codec import Tensor
 
+START_SECONDS = 300.0  # to import torch and transformers: minutes on a machine that does much else
 SECONDS = 30.0  # of wall-clock and of processor time for one medium
 MEMORY_BYTES = 2 << 30
 STACK_BYTES = 16 << 20
@@ -39,7 +40,12 @@ class ConfinedProcessor:
     """The processor of the model in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._jobs = Confined("pagewire.engine_core.media.process", [str(folder)], num_parallel=NUM_PARALLEL)
+        self._jobs = Confined(
+            "pagewire.engine_core.media.process",
+            [str(folder)],
+            num_parallel=NUM_PARALLEL,
+            start_seconds=START_SECONDS,
+        )
 
     @property
     def pid(self) -> int | None:
