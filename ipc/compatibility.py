@@ -135,7 +135,6 @@ _MEDIA = Absent(
 )
 
 OPTIONS: Mapping[str, Absent] = {
-    "limit_mm_per_prompt": _MEDIA,
     "mm_processor_kwargs": _MEDIA,
     "api_server_count": Absent(
         "a server is one process",
@@ -370,9 +369,11 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
             ("guided_decoding_backend", OPTIONS["guided_decoding_backend"]),
             ("kv_transfer_params", OPTIONS["kv_transfer_config"]),
             ("logits_processors", OPTIONS["logits_processors"]),
-            ("mm_processor_kwargs", OPTIONS["mm_processor_kwargs"]),
         )
     },
+    "CompletionRequest.mm_processor_kwargs": Absent(
+        "a completion has no pictures or sounds", "send messages with them to /v1/chat/completions"
+    ),
     **{
         f"{kind}.{name}": absent
         for kind in ("CountTokensRequest", "MessagesRequest")
@@ -425,7 +426,6 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
     "OllamaGenerateRequest.context": Absent(
         "an answer has no context that a request could continue", "send the conversation to /api/chat"
     ),
-    "OllamaGenerateRequest.images": _MEDIA,
     "OllamaGenerateRequest.template": Absent(
         "templates are Jinja, and the server's (--chat-template)",
         "give raw and a prompt with all of its marks",

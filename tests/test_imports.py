@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "pagewire": {"frontend", "ipc"},  # the public face
     "workers": {"ipc", "kernels"},
 }
-HEAVY = {"torch", "transformers", "numpy"}
+HEAVY = {"torch", "transformers", "numpy", "PIL", "soundfile", "soxr"}
 IMPURE = {"threading", "time", "zmq"}
 
 

@@ -32,7 +32,7 @@ def check_request(request: Request, info: EngineInfo, *, task_known: bool = Fals
     if request.tenant:
         check_tenant(request.tenant)
     if info.source is None:
-        check_media(request.prompt, info.embeddings)
+        check_media(request.prompt, info.embeddings, info.media)
     else:
         check_source(request.prompt, info.source, info.block_size)
     check_adapter(request, info)
@@ -53,7 +53,7 @@ def check_request(request: Request, info: EngineInfo, *, task_known: bool = Fals
             f"the prompt of {num_prompt} tokens leaves no room to generate: "
             f"the prompt is too long (max_model_len is {limit})"
         )
-    check_token_ids("prompt", request.prompt.token_ids, vocab_size_of(request, info))
+    check_prompt(request, info)
     if request.eos_token_id is not None:
         check_int("eos_token_id", request.eos_token_id, 0, 2**31 - 1)
     if not task_known:
@@ -61,6 +61,17 @@ def check_request(request: Request, info: EngineInfo, *, task_known: bool = Fals
     check_int("num_prompt_logprobs", request.num_prompt_logprobs, 0, num_prompt - 1)
     if request.output_token_ids is not None:
         check_resumed(request, info)
+
+
+def check_prompt(request: Request, info: EngineInfo) -> None:
+    """Check the tokens of a prompt; those that stand for media may lie behind the vocabulary. Raises ValueError."""
+    kinds = {} if info.media is None else info.media.kinds
+    places = {own.embedding_id for own in kinds.values()}
+    token_ids: Iterable[int] = request.prompt.token_ids
+    vocab_size = vocab_size_of(request, info)
+    if any(place >= vocab_size for place in places):
+        token_ids = (token_id for token_id in request.prompt.token_ids if token_id not in places)
+    check_token_ids("prompt", token_ids, vocab_size)
 
 
 def check_adapter(request: Request, info: EngineInfo) -> None:
@@ -89,7 +100,7 @@ def check_pooling(request: Request, params: PoolingParams, info: EngineInfo) -> 
             f"This model's maximum context length is {info.max_model_len} tokens. However, the prompt has "
             f"{num_tokens} tokens: the prompt is too long (max_model_len is {info.max_model_len})"
         )
-    check_token_ids("prompt", request.prompt.token_ids, vocab_size_of(request, info))
+    check_prompt(request, info)
     if request.output_token_ids:
         raise ValueError("output_token_ids: a request to pool has none")
     info.pooling.check(params, num_tokens)

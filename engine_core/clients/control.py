@@ -79,7 +79,7 @@ class Control:
         self._health: Health[FrontendCall] = Health(core, self._worker_calls, self._answer_health)
         self._num_open: Counter[bytes] = Counter()  # unanswered calls, by frontend
         self._sleep = WorkerSleep(core, self._worker_calls)
-        owners = (self, self._sleep, AdapterControl(core), MediaControl())
+        owners = (self, self._sleep, AdapterControl(core), MediaControl(core))
         self._methods: dict[str, Callable[..., None]] = {
             name: next(getattr(owner, name) for owner in owners if hasattr(owner, name))
             for name, call in CALLS.items()

@@ -2,7 +2,7 @@
 
 What decodes them is C code that reads a stranger's bytes. Each content has a process of its own, forked for it,
 with limits of time and memory: one that crashes or fills its decoder ends alone, and sees nothing of others.
-Pillow, soundfile and soxr are imported here and nowhere else.
+Pillow, soundfile and soxr are imported in them and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from functools import cache
 import msgspec
 
 from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.picture import decode_picture, load_pillow
+from pagewire.frontend.media.sound import convert_samples, decode_sound, load_sound_libraries
 from pagewire.ipc.host.confined import Confined, JobKilledError, JobTimeoutError, Limits
 from pagewire.ipc.host.job_server import Handler, serve
 from pagewire.ipc.wire.codec import Tensor
 
-SECONDS = 20.0  # of wall-clock time for one content
-CPU_SECONDS = 10.0  # of processor time
+SECONDS = 15.0  # of wall-clock time for one content
+CPU_SECONDS = 5.0  # of processor time
 MEMORY_BYTES = 1 << 30
 NUM_PARALLEL = 2  # contents that are decoded at the same time; others wait
 LIMITS = Limits(SECONDS, CPU_SECONDS, MEMORY_BYTES, answer_bytes=1 << 28)
@@ -80,8 +82,8 @@ def processes() -> Confined:
 
 def decoder() -> Handler:
     """The function that decodes one content, in a process forked for it."""
-    from pagewire.frontend.media.picture import decode_picture
-    from pagewire.frontend.media.sound import convert_samples, decode_sound
+    load_pillow()
+    load_sound_libraries()
 
     def run(job: bytes) -> bytes:
         encoded = msgspec.msgpack.decode(job, type=EncodedMedia)

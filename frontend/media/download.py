@@ -42,6 +42,8 @@ UNREACHABLE = (
     "networks that are not public)"
 )
 
+MALFORMED = "a URL is malformed"
+
 # Names are resolved by the system in these threads, which may hang for longer than a download may take.
 _resolvers = ThreadPoolExecutor(32, "resolver")
 
@@ -86,6 +88,8 @@ async def _download(url: str, access: MediaAccess, limits: DownloadLimits) -> by
         raise MediaError(f"a download took more than {limits.seconds:g} s") from None
     except aiohttp.ClientConnectorCertificateError:
         raise MediaError("the host of a URL has no valid certificate") from None
+    except aiohttp.InvalidURL:
+        raise MediaError(MALFORMED) from None
     except aiohttp.ClientConnectionError:
         raise MediaError(UNREACHABLE) from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -104,12 +108,12 @@ async def _follow(session: aiohttp.ClientSession, url: str, access: MediaAccess,
             location = response.headers.get("Location", "")
         if not location or len(location) > MAX_URL_CHARS:
             raise MediaError("a URL is redirected to nowhere")
-        target = checked_url(str(target.join(URL(location))), access)
+        target = checked_url(location, access, target)
     raise MediaError(f"a URL is redirected more than {MAX_REDIRECTS} times")
 
 
-def checked_url(url: str, access: MediaAccess) -> URL:
-    """Parse a URL, and check all of it but its host's addresses.
+def checked_url(url: str, access: MediaAccess, base: URL | None = None) -> URL:
+    """Parse a URL, and check all of it but its host's addresses. base: to which it is relative.
 
     Raises:
         MediaError: it is malformed, or its scheme or its host is not allowed.
@@ -117,11 +121,11 @@ def checked_url(url: str, access: MediaAccess) -> URL:
     if len(url) > MAX_URL_CHARS:
         raise MediaError(f"a URL has more than {MAX_URL_CHARS} characters")
     try:
-        target = URL(url)
+        target = URL(url) if base is None else base.join(URL(url))
         host = target.raw_host
         has_port = target.port is not None
     except ValueError:
-        raise MediaError("a URL is malformed") from None
+        raise MediaError(MALFORMED) from None
     if target.scheme not in ("http", "https") or not host or not has_port:
         raise MediaError("only http, https, data and (where the server allows it) file URLs can be used")
     if target.user is not None or target.password is not None:

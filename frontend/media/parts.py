@@ -67,7 +67,7 @@ def take_media(
         parts = []
         for number, part in enumerate(content):
             if is_media(part):
-                place = f"messages[{index}].content[{number}]"
+                place = place_of(part) or f"messages[{index}].content[{number}]"
                 kind = check_kind(part["type"], info, counts, place)
                 items.append(read_part(part, kind, info, place))
                 part = {"type": kind}
@@ -80,6 +80,12 @@ def is_media(part: Any) -> bool:
     """True for a part that is a picture or sound, or something else that is not text."""
     kind = part.get("type") if isinstance(part, dict) else None
     return isinstance(kind, str) and kind in TYPES
+
+
+def place_of(part: dict[str, Any]) -> str:
+    """Where a request of another API has a part; "" if it is where the conversation has it."""
+    item = part.get("image")
+    return item.place if isinstance(item, MediaItem) else ""
 
 
 def check_kind(name: str, info: MediaInfo | None, counts: dict[str, int], place: str) -> str:

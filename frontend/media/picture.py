@@ -1,21 +1,31 @@
-"""Decoding of pictures with Pillow; imported in the process that decodes only (`decode_process.py`)."""
+"""Decoding of pictures with Pillow, which is imported in the process that decodes only (`decode_process.py`)."""
 
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
 from io import BytesIO
-
-from PIL import GifImagePlugin, Image, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+from typing import TYPE_CHECKING
 
 from pagewire.frontend.media.errors import MediaError
 from pagewire.frontend.media.limits import MAX_PIXELS, MAX_SIDE
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 FORMATS = ["PNG", "JPEG", "WEBP", "GIF"]
 NAMED = "PNG, JPEG, WebP and GIF"
-PLUGINS = (PngImagePlugin, JpegImagePlugin, WebPImagePlugin, GifImagePlugin)  # registered by their import
+PLUGINS = ("Png", "Jpeg", "WebP", "Gif")
 
-Image.MAX_IMAGE_PIXELS = MAX_PIXELS
-warnings.simplefilter("error", Image.DecompressionBombWarning)
+
+def load_pillow() -> None:
+    """Import Pillow with the decoders of `FORMATS` alone, and let it refuse pictures of too many pixels."""
+    from PIL import Image
+
+    for name in PLUGINS:
+        import_module(f"PIL.{name}ImagePlugin")  # which registers the decoder
+    Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+    warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 
 def decode_picture(data: bytes) -> tuple[tuple[int, ...], bytes]:
@@ -27,6 +37,8 @@ def decode_picture(data: bytes) -> tuple[tuple[int, ...], bytes]:
     Raises:
         MediaError: it is of another format, damaged, or too large.
     """
+    from PIL import Image, UnidentifiedImageError
+
     check_webp_size(data)
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as picture:
@@ -37,7 +49,7 @@ def decode_picture(data: bytes) -> tuple[tuple[int, ...], bytes]:
             return (rgb.height, rgb.width, 3), rgb.tobytes()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise too_large() from None
-    except Image.UnidentifiedImageError:
+    except UnidentifiedImageError:
         raise MediaError(f"a picture has none of the formats {NAMED}") from None
     except MemoryError:
         raise
@@ -49,6 +61,8 @@ def decode_picture(data: bytes) -> tuple[tuple[int, ...], bytes]:
 
 def upright(picture: Image.Image) -> Image.Image:
     """The picture, turned as its EXIF data say; as it is if they are damaged."""
+    from PIL import ImageOps
+
     try:
         return ImageOps.exif_transpose(picture)
     except MemoryError:

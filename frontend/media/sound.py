@@ -1,26 +1,37 @@
-"""Decoding of sounds with soundfile and soxr; imported in the process that decodes only (`decode_process.py`)."""
+"""Decoding of sounds with soundfile and soxr, which are imported in the process that decodes only."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from io import BytesIO
-
-import numpy as np
-import soundfile
-import soxr
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, TypeAlias
 
 from pagewire.frontend.media.errors import MediaError
 from pagewire.frontend.media.limits import (
     MAX_CHANNELS,
     MAX_RATE,
+    MAX_SAMPLES,
     MAX_SOUND_FRAMES,
     MAX_SOUND_SECONDS,
     MIN_RATE,
 )
 
+if TYPE_CHECKING:
+    import numpy as np
+    import soundfile
+    from numpy.typing import NDArray
+
+    Samples: TypeAlias = NDArray[np.float32]
+
 FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
 NAMED = "WAV, FLAC, OGG and MP3"
 BLOCK = 1 << 18  # frames that are read at a time
+
+
+def load_sound_libraries() -> None:
+    """Import what decoding needs, once for all processes that do it."""
+    for name in ("numpy", "soundfile", "soxr"):
+        import_module(name)
 
 
 def decode_sound(data: bytes, rate: int) -> tuple[tuple[int, ...], bytes]:
@@ -32,6 +43,8 @@ def decode_sound(data: bytes, rate: int) -> tuple[tuple[int, ...], bytes]:
     Raises:
         MediaError: it is of another format, damaged, empty or too long.
     """
+    import soundfile
+
     if not is_known(data):
         raise MediaError(f"a sound has none of the formats {NAMED}")
     try:
@@ -51,6 +64,8 @@ def decode_sound(data: bytes, rate: int) -> tuple[tuple[int, ...], bytes]:
 
 def convert_samples(data: bytes, own_rate: int, rate: int) -> tuple[tuple[int, ...], bytes]:
     """Resample float32 samples of one channel; see `decode_sound`. Raises MediaError."""
+    import numpy as np
+
     samples = np.frombuffer(data, "<f4").astype(np.float32)
     check_length(len(samples), own_rate, 1)
     return packed(resampled(samples, own_rate, rate))
@@ -78,9 +93,11 @@ def check_length(num_frames: int, rate: int, num_channels: int) -> None:
         raise MediaError(f"a sound may have {MAX_SOUND_SECONDS} s, and {MAX_SOUND_FRAMES} samples a channel")
 
 
-def mono(file: soundfile.SoundFile) -> NDArray[np.float32]:
+def mono(file: soundfile.SoundFile) -> Samples:
     """The average of all channels [frames], read in blocks: those of sixteen channels are in memory once only."""
-    blocks: list[NDArray[np.float32]] = []
+    import numpy as np
+
+    blocks: list[Samples] = []
     num_frames = 0
     for block in file.blocks(BLOCK, dtype="float32", always_2d=True):
         blocks.append(block[:, 0].copy() if file.channels == 1 else block.mean(axis=1, dtype=np.float32))
@@ -93,8 +110,11 @@ def mono(file: soundfile.SoundFile) -> NDArray[np.float32]:
     return np.concatenate(blocks)
 
 
-def resampled(samples: NDArray[np.float32], own_rate: int, rate: int) -> NDArray[np.float32]:
+def resampled(samples: Samples, own_rate: int, rate: int) -> Samples:
     """Samples [n] at another rate; rate 0: at their own."""
+    import numpy as np
+    import soxr
+
     if rate in (0, own_rate):
         return samples
     # As librosa: the number of samples that the ratio gives, rounded up.
@@ -105,8 +125,12 @@ def resampled(samples: NDArray[np.float32], own_rate: int, rate: int) -> NDArray
     return fitted
 
 
-def packed(samples: NDArray[np.float32]) -> tuple[tuple[int, ...], bytes]:
-    """The shape and the bytes of samples, all of them numbers. Raises MediaError."""
+def packed(samples: Samples) -> tuple[tuple[int, ...], bytes]:
+    """The shape and the bytes of samples, which are checked. Raises MediaError."""
+    import numpy as np
+
+    if len(samples) > MAX_SAMPLES:
+        raise MediaError(f"a sound may have {MAX_SAMPLES} samples")
     if not np.isfinite(samples).all():  # of a file of floats
         raise MediaError("a sound has samples that are no finite numbers")
     return (len(samples),), samples.astype("<f4", copy=False).tobytes()

@@ -26,7 +26,7 @@ import msgspec
 from pagewire.ipc.errors import EngineBusyError, received_error
 from pagewire.ipc.host.lifeline import Child, exit_cause
 
-START_SECONDS = 60.0  # time that a job server gets to import and load what jobs need
+START_SECONDS = 300.0  # time that a job server gets to import what jobs need: some need transformers
 GRACE_SECONDS = 2.0  # time over a job's own limit after which the job server counts as hung
 NUM_ATTEMPTS = 3  # job servers that may be lost under one job before it is given up
 REMEMBER_SECONDS = 600.0  # how long a job that was killed is refused at once
@@ -87,9 +87,18 @@ class Confined:
 
     module: is run as a program (`python -m`) and calls `serve`. arguments: of the program.
     num_parallel: jobs that run at the same time; others wait for as long as their time limit.
+    start_seconds: that the job server gets to import and load what jobs need.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str] = (), *, num_parallel: int = 2) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str] = (),
+        *,
+        num_parallel: int = 2,
+        start_seconds: float = START_SECONDS,
+    ) -> None:
+        self._start_seconds = start_seconds
         self._command = (sys.executable, "-m", module, *arguments)
         self._server: JobServer | None = None
         self._starting = threading.Lock()
@@ -157,7 +166,7 @@ class Confined:
             if self._closed:
                 raise EngineBusyError("the process for such jobs has been closed")
             if self._server is None or not self._server.alive:
-                self._server = JobServer(self._command)
+                self._server = JobServer(self._command, self._start_seconds)
             return self._server
 
 
@@ -166,16 +175,16 @@ class JobServer:
 
     Raises:
         Exception: what the program raised before it was ready.
-        EngineBusyError: it has ended, or was not ready within `START_SECONDS`.
+        EngineBusyError: it has ended, or was not ready within `start_seconds`.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], start_seconds: float = START_SECONDS) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             fd = theirs.fileno()
             self._child = Child([*command, "--control", str(fd)], pass_fds=[fd], own_session=True)
         self._killed = False
-        self._control.settimeout(START_SECONDS)
+        self._control.settimeout(start_seconds)
         try:
             greeting = self._control.recv(1 << 16)
         except OSError:

@@ -7,7 +7,7 @@ is detected and a dump is readable.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -134,12 +134,21 @@ class Prompt(Item):
         """The embeddings that take the place of tokens from position `start` to `end`, cut to these."""
         return [medium.rows(start, end) for medium in self._media_in(start, end) if medium.embeddings]
 
-    def places(self) -> list[Media]:
-        """The media as a worker gets them at once: embeddings without their content, which rows bring."""
+    @property
+    def encoded(self) -> list[Media]:
+        """The pictures and sounds, which the model's encoder takes."""
+        return [medium for medium in self.media if not medium.embeddings]
+
+    def places(self, grids: Iterable[Tensor] = ()) -> list[Media]:
+        """The media as a worker gets them at once, without contents: rows bring embeddings, and entries the rest.
+
+        grids: of the pictures and sounds, in order (`SlotInit`).
+        """
+        grid = iter(grids)
         return [
             Media(medium.start, medium.num_tokens, medium.name, NOTHING, True)
             if medium.embeddings
-            else medium
+            else Media(medium.start, medium.num_tokens, medium.name, next(grid, NOTHING), False, medium.kind)
             for medium in self.media
         ]
 

@@ -9,15 +9,19 @@ its name nor its tokens: it computes both again.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from pagewire.ipc.wire.budget import MAX_TOKENS
+from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire.budget import MAX_MEDIUM_BYTES, MAX_TOKENS
 from pagewire.ipc.wire.codec import Tensor
 
+KEPT_EMBEDDINGS = 1 << 14  # that workers keep of media
 MAX_OPTIONS_CHARS = 4096  # of a processor's arguments, as JSON
 
 
@@ -56,6 +60,22 @@ class MediaLayout(msgspec.Struct, omit_defaults=True, frozen=True):
     """What stands in a prompt in place of one placeholder, for a medium of some shape."""
 
     token_ids: Annotated[list[int], Meta(max_length=MAX_TOKENS)]
+
+
+def check_kind(info: MediaInfo | None, kind: str, shape: Sequence[int]) -> None:
+    """Refuse a kind of media that the engine does not take, or a shape that is none of its kind.
+
+    Raises:
+        ValueError: says which.
+    """
+    if info is None or kind not in info.kinds:
+        raise ValueError(f"this engine takes no media of the kind {quoted(kind)}")
+    fits = len(shape) == 3 and shape[2] == 3 if kind == "image" else len(shape) == 1
+    if not fits or not all(size > 0 for size in shape):
+        wanted = "[height, width, 3]" if kind == "image" else "[samples]"
+        raise ValueError(f"{kind}: the shape {wanted} expected, got {quoted(list(shape))}")
+    if (size := math.prod(shape) * (1 if kind == "image" else 4)) > MAX_MEDIUM_BYTES:
+        raise ValueError(f"{kind}: it has {size} bytes, and one may have {MAX_MEDIUM_BYTES}: make it smaller")
 
 
 def media_name(kind: str, data: Tensor, options: str) -> bytes:

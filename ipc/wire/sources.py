@@ -43,7 +43,7 @@ class SourceInfo(msgspec.Struct, omit_defaults=True, frozen=True):
         if self.kind == TEXT:
             return None
         sound = MediumInfo(PADDING, "", PADDING, max_tokens=self.max_tokens)
-        return MediaInfo({SOUND: sound}, self.sampling_rate)
+        return MediaInfo({SOUND: sound}, self.sampling_rate, whole=True)
 
     def num_tokens(self, data: Tensor) -> int:
         """The number of tokens of a source with these contents."""

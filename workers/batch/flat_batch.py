@@ -110,7 +110,7 @@ class Batch:
             token_types=token_types,
             states=states,
             sources=sources,
-            overlay=Overlay(*others) if others else None,
+            overlay=Overlay(others[0], others[1]) if others else None,
         )
 
 

@@ -109,11 +109,8 @@ class Slots:
         return SourceBatch.of(batch, [self.sources.get(row.slot) for row in rows], self.block_size)
 
     def _fill(self, init: SlotInit) -> None:
-        media = init.media
-        if self._source_info is not None and media:
-            self.sources[init.slot], *media = Source.of(media[0], self._source_info), *media[1:]
-        if not all(medium.embeddings for medium in media):
-            raise ValueError("this worker takes no media but embeddings")
+        if self._source_info is not None and init.media:
+            self.sources[init.slot] = Source.of(init.media[0], self._source_info)
         slot, num_tokens = init.slot, len(init.token_ids)
         self.tokens[slot, :num_tokens] = init.token_ids
         self.num_tokens[slot] = num_tokens
@@ -143,11 +140,15 @@ class Slots:
 
 
 def history(tokens: NDArray[np.int64], media: Sequence[Media]) -> NDArray[np.int64]:
-    """The tokens of a sequence as the sampler takes them: `NO_TOKEN` where media take the place of tokens."""
-    if not media:
+    """The tokens of a sequence as the sampler takes them: `NO_TOKEN` where embeddings take the place of tokens.
+
+    The tokens that stand for a picture count, as they do in transformers.
+    """
+    brought = [medium for medium in media if medium.embeddings]
+    if not brought:
         return tokens
     tokens = tokens.copy()
-    for medium in media:
+    for medium in brought:
         tokens[medium.start : medium.end] = NO_TOKEN
     return tokens
 

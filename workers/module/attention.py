@@ -31,6 +31,22 @@ from pagewire.workers.seq2seq.source_batch import SourceBatch
 NAME = "pagewire"
 
 
+@dataclass(frozen=True)
+class Axes:
+    """The three positions of a step's tokens, of time, height and width (M-RoPE).
+
+    positions: int64 [3, T]. of_element: int64 [rot_dim]: which of them turns each element of a head.
+    """
+
+    positions: Tensor
+    of_element: Tensor
+
+    def rows(self, table: Tensor) -> Tensor:
+        """The rows [T, rot_dim] of a table [P, rot_dim] of angles, each element at its own position."""
+        elements = torch.arange(table.shape[1], device=table.device)
+        return table[self.positions.index_select(0, self.of_element).T, elements]
+
+
 class RowsContext:
     """What linear layers know of the rows that they are given; within `with rows:` they get it.
 
@@ -68,10 +84,12 @@ class StepContext(RowsContext):
         received: hidden states [T, H] of the stage before, which are overwritten; None where the model begins.
         states: of a model whose layers keep some; None: of another.
         sources: of an encoder-decoder; None: of another.
+        axes: the three positions of each token, where they differ; None: `positions` are all there is.
     """
 
     __slots__ = (
         "_num_pages",
+        "axes",
         "batch",
         "caches",
         "first_layer",
@@ -99,11 +117,12 @@ class StepContext(RowsContext):
         received: Tensor | None = None,
         states: StepStates | None = None,
         sources: SourceBatch | None = None,
+        axes: Axes | None = None,
     ) -> None:
         super().__init__(adapters)
         self.batch, self.positions, self.caches, self.first_layer = batch, positions, caches, first_layer
         self.overlay, self.token_types, self.starts, self.received = overlay, token_types, starts, received
-        self.states, self.sources = states, sources
+        self.states, self.sources, self.axes = states, sources, axes
         self.pages: Pages | None = None
         self._num_pages = 0
 
@@ -213,6 +232,11 @@ def current_step() -> StepContext:
 def is_in_step() -> bool:
     """True while layers run in a step, so that attention is ours; False while the original module runs."""
     return isinstance(_running.rows, StepContext)
+
+
+def step_axes() -> Axes | None:
+    """The three positions of the running step's tokens, where they differ; None outside of a step."""
+    return step.axes if isinstance(step := _running.rows, StepContext) else None
 
 
 def current_adapters() -> AdapterRows | None:

@@ -126,7 +126,7 @@ class ModelSettings:
         kv_dtype = resolve_kv_dtype(worker_config.kv_cache_dtype, dtype, device)
         if spec is not None and spec.encoder:
             return cls(config, spec, dtype, kv_dtype, [], 0)
-        if spec is None and takes_more_than_text(config):
+        if spec is None and takes_more_than_text(config) and not worker_config.media:
             logger.info(
                 "%s is served for text only: pictures, videos and sound are not taken", config.model_type
             )

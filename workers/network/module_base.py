@@ -94,10 +94,26 @@ class ModuleBase:
             if self.encodes:
                 return self._encoded(input_ids, positions, step)
 
+            at = positions[None] if step.axes is None else step.axes.positions[:, None]
+            deep = self._deep(step, input_ids)
+
             def forward() -> Any:
-                return self.module(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+                return self.module(input_ids=input_ids[None], position_ids=at, use_cache=False, **deep)
 
             return forward()[0][0] if self.cut is None else self.cut.run(forward, step.received)
+
+    def _deep(self, step: StepContext, input_ids: Tensor) -> dict[str, Any]:
+        """Arguments with what is added to the results of the first layers, where an encoder has made such."""
+        overlay = step.overlay
+        if overlay is None or not overlay.deep:
+            return {}
+        mask = torch.zeros_like(input_ids, dtype=torch.bool)
+        mask[overlay.places] = True
+        order = overlay.places.argsort()
+        return {
+            "visual_pos_masks": mask[None],
+            "deepstack_visual_embeds": [layer[order].to(self.module.dtype) for layer in overlay.deep],
+        }
 
     def _encoded(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         inputs = {"input_ids": input_ids, "position_ids": positions}

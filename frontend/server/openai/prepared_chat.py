@@ -7,8 +7,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from pagewire.frontend.api.off_loop import off_loop, tokenizing
-from pagewire.frontend.requests.inputs import check_generates
+from pagewire.frontend.api.off_loop import media_work, off_loop, tokenizing
+from pagewire.frontend.media.intake import has_media
+from pagewire.frontend.requests.inputs import check_generates, salt_of
 from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.warnings import warn
@@ -223,6 +224,19 @@ async def prompt_of(
     if unread:
         warn(unread_text(unread))
     return prompt
+
+
+async def counted(service: Service, prompt: TokensPrompt) -> list[int]:
+    """The tokens of a prompt, with those that stand for its pictures and sounds.
+
+    Raises:
+        ValueError: a picture or sound cannot be had.
+    """
+    token_ids, media = prompt["prompt_token_ids"], service.engine.session.media
+    if media is None or not has_media(prompt):
+        return token_ids
+    placed, _ = await media_work.run(lambda: media.place(token_ids, prompt, salt_of(prompt)))
+    return placed
 
 
 def continued_text(request: ChatRequest) -> str | None:

@@ -121,7 +121,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     user: written to the log with the request.
     cache_salt: share prefix-cache entries only with requests that have the same salt.
     guided_*: older names of `structured_outputs`.
-    kv_transfer_params, logits_processors, mm_processor_kwargs: not supported.
+    kv_transfer_params, logits_processors: not supported.
+    mm_processor_kwargs: arguments of the model's processor of pictures and sounds, in chat completions.
     return_token_ids: return token ids in addition to the text.
     return_tokens_as_token_ids: write tokens as "token_id:ID" in log probabilities.
     """
