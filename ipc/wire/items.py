@@ -142,13 +142,15 @@ class Prompt(Item):
     def places(self, grids: Iterable[Tensor] = ()) -> list[Media]:
         """The media as a worker gets them at once, without contents: rows bring embeddings, and entries the rest.
 
-        grids: of the pictures and sounds, in order (`SlotInit`).
+        grids: of the pictures and sounds, in order (`SlotInit`); none of a source, which comes whole.
         """
         grid = iter(grids)
         return [
             Media(medium.start, medium.num_tokens, medium.name, NOTHING, True)
             if medium.embeddings
-            else Media(medium.start, medium.num_tokens, medium.name, next(grid, NOTHING), False, medium.kind)
+            else Media(medium.start, medium.num_tokens, medium.name, own, False, medium.kind)
+            if (own := next(grid, None)) is not None
+            else medium
             for medium in self.media
         ]
 

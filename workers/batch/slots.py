@@ -19,7 +19,7 @@ from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.workers.network.pooler import PoolingSlot
 from pagewire.workers.sample.logit_edits import NO_TOKEN
 from pagewire.workers.sample.sampler import SamplingSlot
-from pagewire.workers.seq2seq.source_batch import Source, SourceBatch
+from pagewire.workers.seq2seq.source_batch import SlotSource, SourceBatch
 
 
 class Slots:
@@ -61,7 +61,7 @@ class Slots:
         self.long_from: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.sampling: dict[int, SamplingSlot] = {}
         self.pooling: dict[int, PoolingSlot] = {}
-        self.sources: dict[int, Source] = {}
+        self.sources: dict[int, SlotSource] = {}
         self._source_info = source_info
 
     def in_vocabulary(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -110,7 +110,7 @@ class Slots:
 
     def _fill(self, init: SlotInit) -> None:
         if self._source_info is not None and init.media:
-            self.sources[init.slot] = Source.of(init.media[0], self._source_info)
+            self.sources[init.slot] = SlotSource.of(init.media[0], self._source_info)
         slot, num_tokens = init.slot, len(init.token_ids)
         self.tokens[slot, :num_tokens] = init.token_ids
         self.num_tokens[slot] = num_tokens

@@ -20,7 +20,7 @@ from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.module_base import base_of
 from pagewire.workers.ranks.interface import Collective
-from pagewire.workers.seq2seq.source_batch import Features, Source
+from pagewire.workers.seq2seq.source_batch import Features, SlotSource
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -50,7 +50,7 @@ class DryRun:
     chunks: tuple[tuple[int, ...], ...] = CHUNKS
     short_length: int = 0
     num_blocks: int = 3
-    sources: tuple[Source, ...] = ()
+    sources: tuple[SlotSource, ...] = ()
     first_target: int = 0
 
     @property
@@ -88,7 +88,7 @@ class DryRun:
             [0] * len(ids),
             ((first,) * len(ids), *CHUNKS),
             num_blocks=first // BLOCK + 2,
-            sources=tuple(map(Source, lengths, sounds)),
+            sources=tuple(map(SlotSource, lengths, sounds)),
             first_target=first,
         )
 
@@ -158,7 +158,7 @@ def target_logits(weights: Weights, run: DryRun, features: Features | None) -> l
     causal = weights.causal
 
     @torch.inference_mode()
-    def logits(token_ids: Tensor, source: Source) -> Tensor:
+    def logits(token_ids: Tensor, source: SlotSource) -> Tensor:
         device = causal.get_output_embeddings().weight.device
         inputs = (
             {"input_ids": token_ids[None, : source.length].to(device)}

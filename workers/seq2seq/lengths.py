@@ -13,7 +13,7 @@ from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.configuration import resolve_max_model_len
 from pagewire.workers.module.refusals import refuse
-from pagewire.workers.seq2seq.source_batch import Features, Source
+from pagewire.workers.seq2seq.source_batch import Features, SlotSource
 
 TEXTS = {
     *("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "pegasus", "plbart"),
@@ -81,7 +81,7 @@ def sound_features(worker_config: WorkerConfig, config: Any) -> tuple[Features, 
         else WhisperFeatureExtractor(feature_size=config.num_mel_bins)
     )
 
-    def features(source: Source) -> Tensor:
+    def features(source: SlotSource) -> Tensor:
         assert source.sound is not None, "the source is a sound"
         samples = torch.frombuffer(bytearray(source.sound.data), dtype=torch.float32)
         made = extractor(

@@ -20,19 +20,19 @@ from pagewire.ipc.wire.sources import SOUND, SourceInfo
 from pagewire.kernels.data.paging import AttentionBatch
 
 
-class Source(NamedTuple):
+class SlotSource(NamedTuple):
     """The source of a sequence: the positions that its encoder makes, and its sound float32 [samples], if any."""
 
     length: int
     sound: PlainTensor | None = None
 
     @classmethod
-    def of(cls, medium: Media, info: SourceInfo) -> Source:
+    def of(cls, medium: Media, info: SourceInfo) -> SlotSource:
         """That of the first medium of a sequence."""
         return cls(info.num_tokens(medium.data), medium.data if info.kind == SOUND else None)
 
 
-Features: TypeAlias = Callable[[Source], Tensor]
+Features: TypeAlias = Callable[[SlotSource], Tensor]
 """What the encoder of a sound takes, float32 [1, bins, frames]."""
 
 
@@ -40,7 +40,7 @@ class EncodedRow(NamedTuple):
     """A row of a step that is a source: its first token in the batch, and what it is."""
 
     first: int
-    source: Source
+    source: SlotSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class SourceBatch:
     cross: AttentionBatch
 
     @classmethod
-    def of(cls, batch: AttentionBatch, sources: Sequence[Source | None], block_size: int) -> SourceBatch:
+    def of(cls, batch: AttentionBatch, sources: Sequence[SlotSource | None], block_size: int) -> SourceBatch:
         """That of the R requests of a batch on the host, each its whole source, tokens of its target, or both.
 
         sources: of each; None: it has none, as steps that warm a model up.
