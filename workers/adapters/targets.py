@@ -33,12 +33,12 @@ from pagewire.workers.module.latent import LatentHeads
 from pagewire.workers.module.parallel_layers import DividedEmbedding, GatheredLinear
 from pagewire.workers.module.shards import Cut
 from pagewire.workers.module.transforms import LinearModule, QuantisedEmbedding
+from pagewire.workers.network.encoder_decoder import EncoderDecoder
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.module_base import ModuleBase, ModuleHead, ModuleScores
 from pagewire.workers.network.network import Network
 from pagewire.workers.ranks.agreement import from_rank
 from pagewire.workers.ranks.interface import Collective
-from pagewire.workers.seq2seq.coders import EncoderDecoder
 
 EMBEDDINGS = (nn.Embedding, QuantisedEmbedding)
 """Types of embeddings that adapters can change."""

@@ -15,8 +15,8 @@ from pagewire.ipc.wire.worker_messages import Row
 from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.kernels.data.states import StateBatch
 from pagewire.workers.batch.slots import Slots
+from pagewire.workers.caches.sources import SourceBatch
 from pagewire.workers.module.overlay import Overlay, overlay_of
-from pagewire.workers.seq2seq.source_batch import SourceBatch
 
 
 @dataclass(frozen=True, slots=True)

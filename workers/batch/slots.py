@@ -16,10 +16,10 @@ from pagewire.ipc.wire.sources import SourceInfo
 from pagewire.ipc.wire.tasks import restore_tasks
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
 from pagewire.kernels.data.paging import AttentionBatch
+from pagewire.workers.caches.sources import SlotSource, SourceBatch
 from pagewire.workers.network.pooler import PoolingSlot
 from pagewire.workers.sample.logit_edits import NO_TOKEN
 from pagewire.workers.sample.sampler import SamplingSlot
-from pagewire.workers.seq2seq.source_batch import SlotSource, SourceBatch
 
 
 class Slots:

@@ -21,12 +21,12 @@ from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.states import StateBatch
 from pagewire.kernels.ops import paged_attention, store_kv
 from pagewire.workers.caches.kv import PAGE, KVShape, Pages
+from pagewire.workers.caches.sources import SourceBatch
 from pagewire.workers.caches.states import RecordedStates, StateShape, StepStates
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.indexed import IndexedTokens
 from pagewire.workers.module.overlay import Overlay
-from pagewire.workers.seq2seq.source_batch import SourceBatch
 
 NAME = "pagewire"
 

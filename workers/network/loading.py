@@ -25,6 +25,7 @@ from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.kernels.data.paging import KVScales
 from pagewire.kernels.experts import GroupedExperts
+from pagewire.workers.caches.sources import Features
 from pagewire.workers.checkpoint.kv_scales import kv_scales
 from pagewire.workers.device.interface import Device, KernelNeeds
 from pagewire.workers.errors import DisprovenError, LoadError
@@ -60,6 +61,7 @@ from pagewire.workers.module.transforms import (
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.build import build_network
 from pagewire.workers.network.build_module import build_module
+from pagewire.workers.network.encoder_decoder import EncoderDecoder
 from pagewire.workers.network.loaded import LoadedModel, Phases
 from pagewire.workers.network.model import Head, Model
 from pagewire.workers.network.module_base import (
@@ -88,10 +90,8 @@ from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.shares import stage_layers
 from pagewire.workers.ranks.single import shards_of
 from pagewire.workers.ranks.stages import Stage
-from pagewire.workers.seq2seq.coders import EncoderDecoder
 from pagewire.workers.seq2seq.lengths import check_served as check_seq2seq
 from pagewire.workers.seq2seq.lengths import sound_features, source_info
-from pagewire.workers.seq2seq.source_batch import Features
 
 logger = logging.getLogger("pagewire.worker")
 

@@ -13,10 +13,10 @@ from pagewire.kernels.linear import Linear
 from pagewire.workers.caches.kv import Pages, in_pages
 from pagewire.workers.module.attention import RowsContext, StepContext
 from pagewire.workers.module.overlay import embedding_size, laid_over
+from pagewire.workers.network.encoder_decoder import EncoderDecoder
 from pagewire.workers.network.module_base import ModuleBase, ModuleHead
 from pagewire.workers.network.network import Network
 from pagewire.workers.ranks.stages import Stage
-from pagewire.workers.seq2seq.coders import EncoderDecoder
 
 Head: TypeAlias = ModuleHead | Linear
 

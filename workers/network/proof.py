@@ -21,6 +21,7 @@ from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.kernels.data.states import StateBatch
 from pagewire.kernels.data.weight import Scheme
 from pagewire.workers.caches.kv import KVShape
+from pagewire.workers.caches.sources import SourceBatch
 from pagewire.workers.caches.states import StateShape
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
@@ -40,7 +41,6 @@ from pagewire.workers.network.module_base import ModuleScores
 from pagewire.workers.network.pooling_spec import PoolingSpec
 from pagewire.workers.network.reference import BLOCK, LENGTHS, DryRun, Expected
 from pagewire.workers.ranks.interface import Collective
-from pagewire.workers.seq2seq.source_batch import SourceBatch
 
 logger = logging.getLogger("pagewire.worker")
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pagewire.ipc.wire.codec import Tensor as PlainTensor
 from pagewire.ipc.wire.sources import SOUND, SourceInfo, filled
+from pagewire.workers.caches.sources import Features, SlotSource
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import first_line
 from pagewire.workers.module.lockstep import Lockstep
@@ -20,7 +21,6 @@ from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.module_base import base_of
 from pagewire.workers.ranks.interface import Collective
-from pagewire.workers.seq2seq.source_batch import Features, SlotSource
 
 logger = logging.getLogger("pagewire.worker")
 

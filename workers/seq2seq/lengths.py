@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pagewire.ipc.wire.sources import SOUND, TEXT, SourceInfo
 from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.workers.caches.sources import Features, SlotSource
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.configuration import resolve_max_model_len
 from pagewire.workers.module.refusals import refuse
-from pagewire.workers.seq2seq.source_batch import Features, SlotSource
 
 TEXTS = {
     *("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "pegasus", "plbart"),

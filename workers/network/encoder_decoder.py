@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.workers.caches.kv import Pages, in_pages
+from pagewire.workers.caches.sources import EncodedRow, Features, SourceBatch
 from pagewire.workers.module.attention import StepContext
 from pagewire.workers.network.module_base import Arithmetic
 from pagewire.workers.seq2seq.methods import cross_heads, cross_layers
-from pagewire.workers.seq2seq.source_batch import EncodedRow, Features, SourceBatch
 
 
 class EncoderDecoder:
