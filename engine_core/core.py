@@ -29,6 +29,8 @@ from pagewire.engine_core.config.config import EngineConfig
 from pagewire.engine_core.grammar.compile import load_tokenizer
 from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.grammar.prover import ConfinedProver
+from pagewire.engine_core.media.start import MediaStart
+from pagewire.engine_core.media.store import MediaLimits, MediaStore
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.speculation import open_speculation
@@ -63,7 +65,7 @@ class EngineCore:
     publisher: publishes what becomes of KV blocks; None if nothing is published.
 
     Attributes:
-        adapters: LoRA adapters; None if none are served.
+        adapters: LoRA adapters; None if none are served. media: pictures and sound; None if none are taken.
 
     Attributes without a value in `__init__` exist once the first worker is ready (`started`).
     """
@@ -77,6 +79,7 @@ class EngineCore:
     lobby: Lobby
     info: EngineInfo
     adapters: AdapterTable | None
+    media: MediaStore | None
 
     def __init__(
         self,
@@ -104,6 +107,7 @@ class EngineCore:
         for fd in (self._wake_fd, lifeline_fd):
             if fd >= 0:
                 self._poller.register(fd, zmq.POLLIN)
+        self._media_start = self._start_media()
         self._stop_by: float | None = None
         self._next_heartbeat = self._next_stats = self._next_tidying = 0.0
 
@@ -151,6 +155,7 @@ class EngineCore:
             return False
         idle = not self.started or not (
             self.scheduler.num_unfinished
+            or self.lobby.num_processing
             or self.lobby.num_compiling
             or self.lobby.num_loading
             or self.clients.behind
@@ -186,6 +191,8 @@ class EngineCore:
         for client in self.clients.lost():
             self.requests.drop(client.requests)
         self.admit()
+        if self.media is not None:
+            self.media.deliver()
         self.control.advance()
         if not self._holds_steps:
             self.steps.launch()
@@ -234,6 +241,8 @@ class EngineCore:
             self.clients.refuse_all(cause, wait_ms=0)
         else:
             self.grammars.close()
+        if self._media_start is not None:
+            self._media_start.processor.close()
         for client in list(self.clients.attached.values()):
             stopped = isinstance(cause, EngineStoppedError)
             self.clients.send(client.identity, messages.CoreDying(error_text(cause), stopped))
@@ -262,14 +271,15 @@ class EngineCore:
             pipelined = self.config.args.pipeline_parallel_size > 1
             speculation = open_speculation(self.config.speculation, pipelined=pipelined)
             self.scheduler = Scheduler(self.config.scheduler_config(ready), speculation)
-            self.info = self.config.engine_info(ready)
+            self.media = self._open_media(ready)
+            self.info = self.config.engine_info(ready, None if self.media is None else self.media.info)
             self.clients.accept(self.info)
             self.grammars = open_grammars(self.config, self.info.vocab_size, self._wake)
             self.metrics = Metrics(self.info.max_model_len)
             limits = self.config.adapter_limits(ready)
             self.adapters = None if limits is None else AdapterTable(limits)
             max_waiting, on_compiled = self.config.args.max_waiting, self.metrics.grammar.observe
-            self.lobby = Lobby(self.grammars, max_waiting, on_compiled, self.adapters)
+            self.lobby = Lobby(self.grammars, max_waiting, on_compiled, self.adapters, self.media)
             self.requests = EngineRequests(
                 self.clients, self.lobby, self.scheduler, self.metrics, self.adapters
             )
@@ -296,6 +306,27 @@ class EngineCore:
         else:
             check_size(ready, self.scheduler.config)
         self.control.worker_ready()
+
+    def _start_media(self) -> MediaStart | None:
+        """The model's processor of media, which starts beside the workers; None if it takes none."""
+        config = self.config
+        return (
+            None
+            if config.media is None
+            else MediaStart(config.model_path, config.media, config.args.media_limits())
+        )
+
+    def _open_media(self, ready: Ready) -> MediaStore | None:
+        """What makes features of media; None where the workers or the processor take none."""
+        if self._media_start is None:
+            return None
+        info = self._media_start.info(ready.embedding_size) if ready.media else None
+        if info is None:
+            self._media_start.processor.close()
+            return None
+        num_tokens = self.scheduler.config.max_num_batched_tokens if info.whole else 0
+        limits = MediaLimits(self.scheduler.config.encoder_capacity, num_tokens)
+        return MediaStore(self._media_start.processor, info, limits, self._wake)
 
     def _worker_lost(self) -> None:
         self._receive_from_worker()

@@ -138,9 +138,6 @@ _MEDIA = Absent(
 )
 
 OPTIONS: Mapping[str, Absent] = {
-    "allowed_local_media_path": _MEDIA,
-    "allowed_media_domains": _MEDIA,
-    "limit_mm_per_prompt": _MEDIA,
     "mm_processor_kwargs": _MEDIA,
     "api_server_count": Absent(
         "a server is one process",
@@ -368,9 +365,11 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
         for name, absent in (
             ("guided_decoding_backend", OPTIONS["guided_decoding_backend"]),
             ("kv_transfer_params", OPTIONS["kv_transfer_config"]),
-            ("mm_processor_kwargs", OPTIONS["mm_processor_kwargs"]),
         )
     },
+    "CompletionRequest.mm_processor_kwargs": Absent(
+        "a completion has no pictures or sounds", "send messages with them to /v1/chat/completions"
+    ),
     **{
         f"{kind}.{name}": absent
         for kind in ("CountTokensRequest", "MessagesRequest")
@@ -423,7 +422,6 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
     "OllamaGenerateRequest.context": Absent(
         "an answer has no context that a request could continue", "send the conversation to /api/chat"
     ),
-    "OllamaGenerateRequest.images": _MEDIA,
     "OllamaGenerateRequest.template": Absent(
         "templates are Jinja, and the server's (--chat-template)",
         "give raw and a prompt with all of its marks",

@@ -24,6 +24,7 @@ class Variable(NamedTuple):
 FLAGS = {
     "PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN": False,
     "PAGEWIRE_CONFIGURE_LOGGING": True,
+    "PAGEWIRE_IMAGE_FETCH_TIMEOUT": Variable("seconds in which a picture must be fetched from its URL", "5"),
     "PAGEWIRE_KEEP_ALIVE_ON_ENGINE_DEATH": False,
     "PAGEWIRE_USE_MODELSCOPE": False,
 }
@@ -33,6 +34,10 @@ READ: Mapping[str, Variable] = {
     "PAGEWIRE_API_KEY": Variable(
         "a key that clients of `pagewire serve` must show; set but empty is an error", "none"
     ),
+    "PAGEWIRE_ASSETS_CACHE": Variable(
+        "folder of pictures and sounds that prompts name without a URL", "none"
+    ),
+    "PAGEWIRE_AUDIO_FETCH_TIMEOUT": Variable("seconds in which a sound must be fetched from its URL", "10"),
     "PAGEWIRE_CACHE_ROOT": Variable("compiled kernels and packed weights", "`~/.cache/pagewire`"),
     "PAGEWIRE_CONFIGURE_LOGGING": Variable("`0`: leave logging as it is", "1"),
     "PAGEWIRE_CPU_ISA": Variable(

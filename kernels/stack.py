@@ -14,6 +14,7 @@ compiled; it is used if all linear layers are packed weights, dense or quantised
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,16 @@ from pagewire.kernels.ops import (
 )
 
 
+class Additions(NamedTuple):
+    """What is added to the results of the first layers, at some tokens (the deep stack of Qwen3-VL).
+
+    places: int64 [n] of the tokens. layers: [n, H] of the states' dtype, for each of the first layers.
+    """
+
+    places: Tensor
+    layers: Sequence[Tensor]
+
+
 class Stack:
     """A stack of layers; a single call where the device's kernels allow it.
 
@@ -50,6 +61,7 @@ class Stack:
         if input_norm is not None and not norm_first:
             raise ValueError("a norm before the first layer is one of layers that begin with a norm")
         self.input_norm, self.layers, self.norm_first = input_norm, layers, norm_first
+        self._pieces: list[Stack] | None = None
         weight = layers[0].output_norm.weight
         self.compiled = implementation_for(weight).stack(input_norm, layers, norm_first=norm_first)
         self._experts = [
@@ -91,6 +103,42 @@ class Stack:
             x, states = self._add(layer, x, states, layer.output_norm)
             if number in taps:
                 taps[number].copy_(states)
+        return x
+
+    def with_additions(
+        self,
+        states: Tensor,
+        batch: AttentionBatch,
+        caches: Sequence[Cache],
+        angles: Sequence[Angles],
+        taps: Mapping[int, Tensor],
+        additions: Additions,
+    ) -> Tensor:
+        """As `__call__`, and add to the results of the first layers, for which these run one by one.
+
+        Raises:
+            ValueError: norms come last, so that there is no sum to add to.
+        """
+        if not self.norm_first:
+            raise ValueError("layers whose norms come last take no additions")
+        if self._pieces is None or len(self._pieces) != len(additions.layers) + 1:
+            count = len(additions.layers)
+            parts = [*([layer] for layer in self.layers[:count]), self.layers[count:]]
+            self._pieces = [Stack(None, part) for part in parts if part]
+        x = normed_by(self.input_norm, states)
+        first = 0
+        for number, piece in enumerate(self._pieces):
+            end = first + len(piece.layers)
+            own = {tap - first: tensor for tap, tensor in taps.items() if first < tap <= end}
+            x = piece(states, batch, caches[first:end], angles, x, own)
+            if number < len(additions.layers):
+                places = additions.places
+                states.index_add_(0, places, additions.layers[number])
+                norm = piece.layers[-1].output_norm
+                x.index_copy_(0, places, normed_by(norm, states.index_select(0, places)))
+                if end in taps:
+                    taps[end].copy_(states)
+            first = end
         return x
 
     @property

@@ -8,6 +8,7 @@ from pagewire.frontend.text.prompts import (
     SingletonPrompt,
     TextPrompt,
     TokensPrompt,
+    zip_enc_dec_prompts,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "SingletonPrompt",
     "TextPrompt",
     "TokensPrompt",
+    "zip_enc_dec_prompts",
 ]

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     },  # the public face; `cli`: servers under vLLM's names (`python -m`)
     "workers": {"ipc", "kernels"},
 }
-HEAVY = {"torch", "transformers", "numpy"}
+HEAVY = {"torch", "transformers", "numpy", "PIL", "soundfile", "soxr"}
 IMPURE = {"threading", "time", "zmq"}
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pagewire.frontend.api.async_llm import AsyncLLM
 
 FRONTEND_OPTIONS = (
+    "allowed_local_media_path",
+    "allowed_media_domains",
     "seed",
     "otlp_traces_endpoint",
     "trust_remote_code",
@@ -60,6 +62,8 @@ def opened(
             reattach_timeout=reattach_timeout,
             peer_uid=options.peer_uid,
             trust_remote_code=getattr(options, "trust_remote_code", False),
+            allowed_local_media_path=getattr(options, "allowed_local_media_path", ""),
+            allowed_media_domains=getattr(options, "allowed_media_domains", None),
         )
     else:
         engine = AsyncLLM.from_engine_args(engine_args(options), restarts=restarts)

@@ -1,19 +1,22 @@
-"""Where sequences wait that cannot be scheduled yet: their grammar is being compiled, their adapter is being read,
-or the engine is paused.
+"""Where sequences wait that cannot be scheduled yet: the features of their media are being made, their grammar is
+being compiled, their adapter is being read, or the engine is paused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Sequence_
 from itertools import islice
 from typing import Protocol
 
 from pagewire.engine_core.adapters.table import AdapterTable
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
+from pagewire.engine_core.schedule.features import Features
 from pagewire.engine_core.schedule.scheduler import Outcome
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.shares import Name
+from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.messages import TokenDelta
 from pagewire.ipc.wire.params import StructuredOutputsParams
 
@@ -32,17 +35,32 @@ class GrammarCompiler(Protocol):
         """Begin to compile a grammar for a tenant; raises EngineBusyError."""
 
 
+class PendingFeatures(Protocol):
+    """The media of a prompt, whose features are being made, or have been."""
+
+    def poll(self) -> Sequence_[Features] | None:
+        """The features, or None while they are being made; raises ValueError or EngineBusyError."""
+
+
+class MediaProcessing(Protocol):
+    """Makes features of media in the background."""
+
+    def submit(self, prompt: Prompt, tenant: Name, now: float) -> PendingFeatures:
+        """Begin to make the features of a prompt's media for a tenant; raises EngineBusyError."""
+
+
 MAX_REPLAYED = 256  # matchers, and tokens that they start with, for which one call of `ready` does the work
 
 
 class Lobby:
     """Sequences between submission and the scheduler. Pure, as the scheduler is: no IO, no clock.
 
-        add() -> compiling -> [adapter] -> ready() -> Scheduler.add
+        add() -> [media] -> [compiling] -> [adapter] -> ready() -> Scheduler.add
 
     max_waiting: maximum number of waiting sequences, here and in the scheduler's queue.
     on_compiled: called once for each request with the seconds that it waited for its grammar.
     adapters: where sequences wait for their adapter; None: no sequence has one.
+    media: makes the features of pictures and sounds; None: no prompt has any.
 
     Attributes:
         held: nothing leaves the lobby, because the engine is paused.
@@ -55,22 +73,31 @@ class Lobby:
         max_waiting: int,
         on_compiled: Callable[[float], None],
         adapters: AdapterTable | None = None,
+        media: MediaProcessing | None = None,
     ) -> None:
         self.held = self.has_work = False
         self._grammars, self._max_waiting, self._on_compiled = grammars, max_waiting, on_compiled
         self._grammar_of: dict[Sequence, PendingGrammar] = {}
         self._compiling: dict[PendingGrammar, dict[Sequence, None]] = {}  # one entry however many wait for it
         self._ready: dict[Sequence, None] = {}  # in order
-        self._adapters = adapters
+        self._adapters, self._media = adapters, media
+        self._processing: dict[PendingFeatures, dict[Sequence, None]] = {}
 
     def __len__(self) -> int:
-        return len(self._grammar_of) + len(self._ready) + self.num_loading
+        return self.num_processing + len(self._grammar_of) + len(self._ready) + self.num_loading
 
     def __iter__(self) -> Iterator[Sequence]:
+        for group in self._processing.values():
+            yield from group
         yield from self._grammar_of
         yield from self._ready
         if self._adapters is not None:
             yield from self._adapters.queue
+
+    @property
+    def num_processing(self) -> int:
+        """Number of sequences whose media are being processed."""
+        return sum(map(len, self._processing.values()))
 
     @property
     def num_compiling(self) -> int:
@@ -92,6 +119,14 @@ class Lobby:
         num_waiting = num_queued + len(self)
         if num_waiting + len(group) > self._max_waiting:
             raise EngineBusyError(f"{num_waiting} requests are already waiting (limit: max_waiting)")
+        if self._media is not None and (prompt := group[0].request.prompt).encoded:
+            features = self._media.submit(prompt, group[0].tenant.name, now)
+            self._processing[features] = dict.fromkeys(group)
+            return
+        self._compile(group, now)
+
+    def _compile(self, group: list[Sequence], now: float) -> None:
+        """Have the grammar of a request compiled, if it has one; raises EngineBusyError."""
         structure = None if group[0].pools else group[0].params.structured_outputs
         if structure is None:
             self._ready.update(dict.fromkeys(group))
@@ -105,7 +140,8 @@ class Lobby:
 
         A call does a bounded amount of work; `has_work` says whether more is left.
         """
-        refusals = self._poll(now) if self._compiling else []
+        refusals = self._poll_media(now) if self._processing else []
+        refusals += self._poll(now) if self._compiling else []
         if self.held:
             return [], refusals
         ready, self._ready = list(self._ready), {}
@@ -139,6 +175,10 @@ class Lobby:
             self._leave(sequence)
         elif sequence in self._ready:
             del self._ready[sequence]
+        elif (features := self._processing_of(sequence)) is not None:
+            del self._processing[features][sequence]
+            if not self._processing[features]:
+                del self._processing[features]
         elif self._adapters is None or not self._adapters.drop(sequence):
             return False
         sequence.state = State.FINISHED
@@ -150,6 +190,26 @@ class Lobby:
         del self._compiling[pending][sequence]
         if not self._compiling[pending]:
             del self._compiling[pending]
+
+    def _processing_of(self, sequence: Sequence) -> PendingFeatures | None:
+        found = (features for features, group in self._processing.items() if sequence in group)
+        return next(found, None)
+
+    def _poll_media(self, now: float) -> list[Outcome]:
+        """Give sequences the features of their media. Returns the ends of those whose media are refused."""
+        refusals: list[Outcome] = []
+        for pending in list(self._processing):
+            try:
+                if (features := pending.poll()) is None:
+                    continue
+                group = list(self._processing.pop(pending))
+                for sequence in group:
+                    sequence.features = features
+                self._compile(group, now)
+            except (ValueError, EngineBusyError) as error:
+                refused = self._processing.pop(pending, None)
+                refusals += [ended(sequence, error) for sequence in (group if refused is None else refused)]
+        return refusals
 
     def _poll(self, now: float) -> list[Outcome]:
         """Give sequences their compiled grammars. Returns the ends of those whose grammar is refused."""

@@ -15,6 +15,7 @@ from pagewire.ipc.wire.embeddings import check_media
 from pagewire.ipc.wire.messages import EngineInfo, Request
 from pagewire.ipc.wire.params import SamplingParams, check_turn, max_n
 from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.sources import NO_PROMPT_LOGPROBS, check_source
 from pagewire.ipc.wire.tenants import check_tenant
 from pagewire.ipc.wire.thinking import ThinkingMarks
 
@@ -33,7 +34,10 @@ def check_request(request: Request, info: EngineInfo, *, task_known: bool = Fals
     check_int("rank", request.rank, 0, MAX_RANK)
     if request.tenant:
         check_tenant(request.tenant)
-    check_media(request.prompt, info.embeddings)
+    if info.source is None:
+        check_media(request.prompt, info.embeddings, info.media)
+    else:
+        check_source(request.prompt, info.source, info.block_size)
     check_adapter(request, info)
     if isinstance(request.task, PoolingParams):
         check_pooling(request, request.task, info)
@@ -45,13 +49,14 @@ def check_request(request: Request, info: EngineInfo, *, task_known: bool = Fals
     num_prompt = len(request.prompt.token_ids)
     if num_prompt == 0:
         raise ValueError("the prompt is empty")
-    if num_prompt >= info.max_model_len:
+    limit = info.max_len_of(request.prompt)
+    if num_prompt >= limit:
         raise ValueError(
-            f"This model's maximum context length is {info.max_model_len} tokens. However, "
+            f"This model's maximum context length is {limit} tokens. However, "
             f"the prompt of {num_prompt} tokens leaves no room to generate: "
-            f"the prompt is too long (max_model_len is {info.max_model_len})"
+            f"the prompt is too long (max_model_len is {limit})"
         )
-    check_token_ids("prompt", request.prompt.token_ids, vocab_size_of(request, info))
+    check_prompt(request, info)
     if request.eos_token_id is not None:
         check_int("eos_token_id", request.eos_token_id, 0, 2**31 - 1)
     if not task_known:
@@ -61,6 +66,17 @@ def check_request(request: Request, info: EngineInfo, *, task_known: bool = Fals
     check_int("num_prompt_logprobs", request.num_prompt_logprobs, 0, num_prompt - 1)
     if request.output_token_ids is not None:
         check_resumed(request, info)
+
+
+def check_prompt(request: Request, info: EngineInfo) -> None:
+    """Check the tokens of a prompt; those that stand for media may lie behind the vocabulary. Raises ValueError."""
+    kinds = {} if info.media is None else info.media.kinds
+    places = {own.embedding_id for own in kinds.values()}
+    token_ids: Iterable[int] = request.prompt.token_ids
+    vocab_size = vocab_size_of(request, info)
+    if any(place >= vocab_size for place in places):
+        token_ids = (token_id for token_id in request.prompt.token_ids if token_id not in places)
+    check_token_ids("prompt", token_ids, vocab_size)
 
 
 def check_adapter(request: Request, info: EngineInfo) -> None:
@@ -89,7 +105,7 @@ def check_pooling(request: Request, params: PoolingParams, info: EngineInfo) -> 
             f"This model's maximum context length is {info.max_model_len} tokens. However, the prompt has "
             f"{num_tokens} tokens: the prompt is too long (max_model_len is {info.max_model_len})"
         )
-    check_token_ids("prompt", request.prompt.token_ids, vocab_size_of(request, info))
+    check_prompt(request, info)
     if request.output_token_ids:
         raise ValueError("output_token_ids: a request to pool has none")
     info.pooling.check(params, num_tokens)
@@ -106,6 +122,8 @@ def check_params(params: SamplingParams, info: EngineInfo) -> None:
     check_processors(params.logits_processors or (), info.logits_processors)
     if params.thinking_token_budget is not None:
         check_marks(params.thinking, info)
+    if info.source is not None and params.prompt_logprobs is not None:
+        raise ValueError(NO_PROMPT_LOGPROBS)
     for name in ("logprobs", "prompt_logprobs"):
         number = getattr(params, name)
         if number is None or info.max_logprobs == -1:
@@ -135,7 +153,7 @@ def check_resumed(request: Request, info: EngineInfo) -> None:
     done = request.output_token_ids or []
     if len(done) != request.params.n:
         raise ValueError(f"output_token_ids has {len(done)} sequences, but n is {request.params.n}")
-    limit = info.max_model_len - len(request.prompt.token_ids)
+    limit = info.max_len_of(request.prompt) - len(request.prompt.token_ids)
     limit = min(limit, request.params.max_tokens or limit)
     for token_ids in done:
         if len(token_ids) >= limit:

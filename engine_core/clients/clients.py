@@ -144,7 +144,7 @@ class Clients:
     def accept(self, info: EngineInfo) -> None:
         """Take messages as an engine with these properties has them; until this is called, only greetings fit."""
         self._codec.max_head_bytes = info.max_message_bytes
-        self._codec.reads_tensors = info.embeddings.prompts or info.embeddings.adapters
+        self._codec.reads_tensors = info.takes_tensors
 
     def attach(self, identity: bytes, name: str, pid: int, now: float) -> AttachedClient:
         """Register a frontend."""

@@ -26,11 +26,13 @@ class Contents:
         return sum(len(content.data) for content in self._held.values())
 
     def hold(self, prompt: Prompt) -> None:
-        """Hold the contents of a prompt while it exists, and share those that another prompt has, too.
+        """Hold the embeddings of a prompt while it exists, and share those that another prompt has, too.
 
-        The names must have been checked: equal ones mean equal contents.
+        The names must have been checked: equal ones mean equal contents. Those of pictures and sounds are not yet.
         """
         for medium in prompt.media:
+            if not medium.embeddings:
+                continue
             content = self._held.get(medium.name)
             if content is None:
                 content = HeldContent(medium.data.dtype, medium.data.shape, medium.data.data)

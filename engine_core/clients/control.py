@@ -19,6 +19,7 @@ from pagewire.engine_core.clients.adapter_control import AdapterControl
 from pagewire.engine_core.clients.block_events import BlockEvents
 from pagewire.engine_core.clients.frontend_call import FrontendCall
 from pagewire.engine_core.clients.health import Health, report
+from pagewire.engine_core.clients.media_control import MediaControl
 from pagewire.engine_core.clients.metrics import MeasuredEngine
 from pagewire.engine_core.clients.requests import EngineRequests
 from pagewire.engine_core.clients.worker_calls import PendingCalls
@@ -69,7 +70,7 @@ class Deferred:
 
 
 class Control:
-    """Runs the calls of frontends: those of `WorkerSleep` and `AdapterControl`, and all others itself."""
+    """Runs the calls of frontends itself, but those of `WorkerSleep`, `AdapterControl` and `MediaControl`."""
 
     def __init__(self, core: ControlledEngine) -> None:
         self._core = core
@@ -78,7 +79,7 @@ class Control:
         self._health: Health[FrontendCall] = Health(core, self._worker_calls, self._answer_health)
         self._num_open: Counter[bytes] = Counter()  # unanswered calls, by frontend
         self._sleep = WorkerSleep(core, self._worker_calls)
-        owners = (self, self._sleep, AdapterControl(core))
+        owners = (self, self._sleep, AdapterControl(core), MediaControl(core))
         self._methods: dict[str, Callable[..., None]] = {
             name: next(getattr(owner, name) for owner in owners if hasattr(owner, name))
             for name, call in CALLS.items()

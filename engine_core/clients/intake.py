@@ -256,10 +256,11 @@ class MessageIntake:
             client.identity,
             self._num_arrivals,
             now,
-            max_model_len=core.info.max_model_len,
+            max_model_len=core.info.max_len_of(request.prompt),
             share_prefixes=core.config.args.enable_prefix_caching,
             tenant=core.scheduler.tenants.get(request.tenant or client.identity),
             whole=core.info.pooling is not None and core.info.pooling.whole_prompts,
+            cuts_media=core.info.media is not None and not core.info.media.whole,
             short_length=core.info.short_length,
         )
         self._name_adapter(client, group)
@@ -268,7 +269,8 @@ class MessageIntake:
     def _share_numbers(self, request: Request) -> None:
         """Make lists of the integer objects that all requests have: those of its own take 32 bytes each."""
         numbers, prompt = self._numbers, request.prompt
-        numbers += range(len(numbers), vocab_size_of(request, self._core.info))
+        highest = max(vocab_size_of(request, self._core.info), 1 + max(prompt.token_ids))
+        numbers += range(len(numbers), highest)
         prompt.token_ids = [numbers[token_id] for token_id in prompt.token_ids]
         for done in request.output_token_ids or ():
             done[:] = [numbers[token_id] for token_id in done]

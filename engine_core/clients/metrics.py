@@ -313,9 +313,12 @@ def summary(core: MeasuredEngine) -> tuple[str, dict[str, Any]]:
         "KV cache usage: {kv_cache_usage:.1%}, Prefix cache hit rate: {prefix_cache_hit_rate:.1%}, "
         "Preemptions: {preemptions}"
     )
-    for group in scheduler.kv.groups:
-        facts["state_usage"] = group.usage
+    if (states := scheduler.kv.states) is not None:
+        facts["state_usage"] = states.usage
         line += ", State slot usage: {state_usage:.1%}"
+    if (encoder := scheduler.kv.encoder) is not None:
+        facts["encoder_usage"] = encoder.usage
+        line += ", Encoder cache usage: {encoder_usage:.1%}"
     if core.config.speculation is not None and rates.gain:
         facts |= {"speculation_tokens_per_step": rates.tokens_per_step, "speculation_gain": rates.gain}
         line += ", speculation: {speculation_tokens_per_step:.1f} tokens a step, {speculation_gain:.1f} x"
@@ -455,8 +458,9 @@ def internals(core: MeasuredEngine) -> Iterator[Row]:
         for task in core.info.pooling.tasks:
             yield counter("pagewire:pooling_requests_total", text, metrics.num_pooling[task], {"task": task})
     yield from adapters(core)
-    for group in core.scheduler.kv.groups:
-        yield from state_slots(group, core.scheduler.stats)
+    if (states := core.scheduler.kv.states) is not None:
+        yield from state_slots(states, core.scheduler.stats)
+    yield from media(core)
     grammars = core.grammars
     yield gauge("pagewire:grammars_cached", "Compiled grammars in the cache.", len(grammars))
     text = "Grammars looked up in the cache, one for each request with structured output."
@@ -492,6 +496,25 @@ def state_slots(slots: StateSlots, stats: SchedulerStats) -> Iterator[Row]:
     events = {"made": slots.num_made, "hit": stats.num_resumed, "evicted": pool.num_evictions}
     for event, number in events.items():
         yield counter("pagewire:state_checkpoints_total", text, number, {"event": event})
+
+
+def media(core: MeasuredEngine) -> Iterator[Row]:
+    """What is kept of pictures and sound; nothing if none are taken."""
+    encoder, store = core.scheduler.kv.encoder, core.media
+    if encoder is None or store is None:
+        return
+    text = "Fraction of the encoder's cache that embeddings of pictures and sounds take, 0 to 1."
+    yield gauge("pagewire:encoder_cache_usage", text, encoder.usage)
+    text = "Pictures and sounds that prompts reached, each time that their embeddings were needed."
+    yield counter("pagewire:encoder_cache_queries_total", text, encoder.num_queries)
+    text = "Pictures and sounds whose embeddings were there, so that they were not encoded."
+    yield counter("pagewire:encoder_cache_hits_total", text, encoder.num_hits)
+    text = "Memory of the features that the model's processor has made of pictures and sounds, in bytes."
+    yield gauge("pagewire:media_features_bytes", text, store.num_bytes)
+    text = "Pictures and sounds of requests."
+    yield counter("pagewire:media_queries_total", text, store.num_queries)
+    text = "Pictures and sounds whose features were there, so that they were not processed."
+    yield counter("pagewire:media_hits_total", text, store.num_hits)
 
 
 def adapters(core: MeasuredEngine) -> Iterator[Row]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from pagewire.engine_core.adapters.table import AdapterTable
 from pagewire.engine_core.admission.lobby import Lobby
 from pagewire.engine_core.clients.clients import AttachedClient, Clients
+from pagewire.engine_core.media.store import MediaStore
 from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.workers.group import WorkerGroup
@@ -40,6 +41,7 @@ class ReportedEngine(Protocol):
     clients: Clients
     started_at: float
     adapters: AdapterTable | None
+    media: MediaStore | None
 
     @property
     def steps(self) -> StepTimes:
@@ -61,7 +63,7 @@ class ReportedEngine(Protocol):
 def status(core: ReportedEngine) -> dict[str, Any]:
     """The state of scheduler, caches and worker, and each frontend. Counts are since the core started."""
     scheduler, stats, pool = core.scheduler, core.scheduler.stats, core.scheduler.kv.pool
-    groups, by_phase = scheduler.kv.groups, phases(core)
+    states, by_phase = scheduler.kv.states, phases(core)
     return {
         "model": core.info.served_model_names[0],
         "uptime_s": time.monotonic() - core.started_at,
@@ -70,8 +72,8 @@ def status(core: ReportedEngine) -> dict[str, Any]:
         "in_flight": len(scheduler.in_flight),
         "num_blocks": len(pool),
         "num_free_blocks": pool.num_free,
-        "num_states": sum(len(group.pool) for group in groups),
-        "num_free_states": sum(group.pool.num_free for group in groups),
+        "num_states": 0 if states is None else len(states.pool),
+        "num_free_states": 0 if states is None else states.pool.num_free,
         "num_steps": stats.num_steps,
         "num_preemptions": stats.num_preemptions,
         "num_prompt_tokens": stats.num_prompt_tokens,

@@ -11,10 +11,12 @@ from typing import Any
 from pagewire.engine_core.config.rotary import rotary_overrides
 from pagewire.engine_core.config.scaling_factors import read_scaling_factors
 from pagewire.engine_core.config.speculative_model import resolve_speculation
+from pagewire.engine_core.media.start import has_processor
 from pagewire.engine_core.schedule.adapter import AdapterLimits
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.engine_core.schedule.state_slots import CHECKPOINT_TOKENS
 from pagewire.ipc.counts import check_counts
+from pagewire.ipc.families.media import MediaFamily, media_family
 from pagewire.ipc.files.adapter_files import adapter_folder, adapter_version
 from pagewire.ipc.files.hub import model_folder, read_configs
 from pagewire.ipc.models.plugins import load_allowed_plugins
@@ -24,6 +26,7 @@ from pagewire.ipc.quantization import resolve_quantization, settings_of
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.embeddings import EmbeddingsInfo
 from pagewire.ipc.wire.lora import MAX_ADAPTER_ID, AdapterSource
+from pagewire.ipc.wire.media import KEPT_EMBEDDINGS, MediaInfo
 from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.params import max_n
 from pagewire.ipc.wire.pooling import PoolerConfig
@@ -42,7 +45,7 @@ class EngineConfig:
     merged_adapter: folder of the adapter that is added to the weights; None for none.
     first_adapter: the adapter that is loaded at the start; None for none.
     overrides: what is merged into config.json: `hf_overrides`, and those of the rotary embedding.
-    plugins: names of those that are loaded.
+    plugins: names of those that are loaded. media: how the model takes pictures and sound; None: it takes none.
     """
 
     args: EngineArgs
@@ -55,6 +58,7 @@ class EngineConfig:
     first_adapter: AdapterSource | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     plugins: tuple[str, ...] = ()
+    media: MediaFamily | None = None
 
     @classmethod
     def resolve(cls, args: EngineArgs) -> EngineConfig:
@@ -98,6 +102,7 @@ class EngineConfig:
             first_adapter=first_adapter(args),
             overrides=overrides,
             plugins=plugins,
+            media=taken_media(args, path, model),
         )
 
     @property
@@ -166,6 +171,7 @@ class EngineConfig:
             registrations=registered(self.plugins),
             logits_processors=args.resolved_processors(),
             worker_extension=args.worker_extension or "",
+            media=self.media is not None,
         )
 
     def adapter_limits(self, ready: Ready) -> AdapterLimits | None:
@@ -210,10 +216,11 @@ class EngineConfig:
             stages=stages,
             num_states=ready.num_states,
             checkpoint_tokens=checkpoint_tokens(ready, args.block_size),
+            encoder_capacity=KEPT_EMBEDDINGS if ready.media else 0,
         )
 
-    def engine_info(self, ready: Ready) -> EngineInfo:
-        """The description of the engine that every frontend gets when it attaches."""
+    def engine_info(self, ready: Ready, media: MediaInfo | None = None) -> EngineInfo:
+        """The description of the engine that every frontend gets when it attaches. media: that it takes."""
         args = self.args
         return EngineInfo(
             model=args.model,
@@ -249,6 +256,8 @@ class EngineConfig:
             embeddings=self.embeddings_info(ready),
             short_length=ready.short_length,
             logits_processors=[source.name for source in args.resolved_processors() if source.name],
+            source=ready.source,
+            media=media if ready.source is None else ready.source.media,
         )
 
     def embeddings_info(self, ready: Ready) -> EmbeddingsInfo:
@@ -276,6 +285,14 @@ class EngineConfig:
             max_adapters=args.max_prompt_adapters,
             max_adapter_tokens=args.max_prompt_adapter_token,
         )
+
+
+def taken_media(args: EngineArgs, path: Path, model: dict[str, Any]) -> MediaFamily | None:
+    """How a model takes pictures and sound; None if it takes none, has no processor, or is to take none."""
+    family, limits = media_family(model), args.media_limits()
+    if family is None or all(limits.get(kind) == 0 for kind in family.kinds):
+        return None
+    return family if has_processor(path) else None
 
 
 def layer_partition(num_stages: int) -> tuple[int, ...]:

@@ -8,20 +8,25 @@ them, too; they take no memory there. The other groups keep something else of a 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Sequence_
 from itertools import takewhile
+from typing import TypeAlias
 
 from pagewire.engine_core.schedule.block_changes import Stored
 from pagewire.engine_core.schedule.blocks import Block, BlockPool
+from pagewire.engine_core.schedule.encoder_cache import EncoderCache
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.state_slots import StateSlots
 from pagewire.ipc.wire.block_names import ROOT
 from pagewire.ipc.wire.worker_messages import Row
 
+CacheGroup: TypeAlias = StateSlots | EncoderCache
+
 
 class KVCache:
     """The block pool, and the groups beside it, in terms of sequences and tokens."""
 
-    def __init__(self, num_blocks: int, block_size: int, groups: Iterable[StateSlots] = ()) -> None:
+    def __init__(self, num_blocks: int, block_size: int, groups: Iterable[CacheGroup] = ()) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.groups = tuple(groups)
@@ -30,6 +35,17 @@ class KVCache:
     def usage(self) -> float:
         """Fraction of the blocks in use, 0 to 1."""
         return self.pool.num_used / len(self.pool)
+
+    def begin(self, running: Sequence_[Sequence]) -> None:
+        """Begin a plan, with these sequences running."""
+        for group in self.groups:
+            group.begin(running)
+
+    def chunk(self, sequence: Sequence, count: int) -> int:
+        """How many of the next `count` tokens a row may run in this plan."""
+        for group in self.groups:
+            count = group.chunk(sequence, count)
+        return count
 
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold `num_tokens` tokens, the last one perhaps in part."""
@@ -170,8 +186,25 @@ class KVCache:
 
     def forget(self) -> None:
         """Drop all cached prefixes."""
-        for pool in (self.pool, *(group.pool for group in self.groups)):
-            pool.forget()
+        self.pool.forget()
+        for group in self.groups:
+            group.forget()
+
+    def lose(self) -> None:
+        """Drop all that the caches hold, because the workers are lost; no sequence runs."""
+        self.pool.forget()
+        for group in self.groups:
+            group.lose()
+
+    @property
+    def encoder(self) -> EncoderCache | None:
+        """The entries of media; None if the model takes none."""
+        return next((group for group in self.groups if isinstance(group, EncoderCache)), None)
+
+    @property
+    def states(self) -> StateSlots | None:
+        """The state slots; None if the model keeps no states."""
+        return next((group for group in self.groups if isinstance(group, StateSlots)), None)
 
     def _stored(self, sequence: Sequence, index: int) -> Stored:
         names, begin = sequence.block_names, index * self.block_size

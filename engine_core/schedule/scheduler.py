@@ -33,8 +33,9 @@ from typing import Literal, TypeAlias
 
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.schedule.deltas import error_delta, pooled_delta
+from pagewire.engine_core.schedule.encoder_cache import EncoderCache
 from pagewire.engine_core.schedule.fairness import HANDOVER_SECONDS
-from pagewire.engine_core.schedule.kv_cache import KVCache
+from pagewire.engine_core.schedule.kv_cache import CacheGroup, KVCache
 from pagewire.engine_core.schedule.micro_batches import micro_batch
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.sequence_table import SequenceTable, by_arrival, by_priority
@@ -56,6 +57,7 @@ class SchedulerConfig:
     watermark: fraction of the blocks that must stay free when a sequence is admitted, for running ones to grow.
     num_states: state slots; 0: the model keeps no states. checkpoint_tokens: of a long prompt between two
         checkpoints of its states; rounded up to whole blocks.
+    encoder_capacity: embeddings that are kept of media; 0: the model takes none.
     """
 
     num_blocks: int
@@ -69,6 +71,7 @@ class SchedulerConfig:
     stages: int = 1
     num_states: int = 0
     checkpoint_tokens: int = CHECKPOINT_TOKENS
+    encoder_capacity: int = 0
 
     def __post_init__(self) -> None:
         if self.num_blocks * self.block_size < self.max_model_len:
@@ -80,12 +83,15 @@ class SchedulerConfig:
         if self.num_states == 1:  # a sequence that goes on from a checkpoint writes another slot
             raise ValueError("1 state slot does not hold one request, which needs 2; give more memory")
 
-    def groups(self) -> list[StateSlots]:
+    def groups(self) -> list[CacheGroup]:
         """The cache groups beside the token blocks."""
-        if not self.num_states:
-            return []
-        spacing = -(-self.checkpoint_tokens // self.block_size) * self.block_size
-        return [StateSlots(self.num_states, self.block_size, spacing)]
+        groups: list[CacheGroup] = []
+        if self.num_states:
+            spacing = -(-self.checkpoint_tokens // self.block_size) * self.block_size
+            groups.append(StateSlots(self.num_states, self.block_size, spacing))
+        if self.encoder_capacity:
+            groups.append(EncoderCache(self.encoder_capacity, self.max_num_batched_tokens))
+        return groups
 
 
 class Scheduler:
@@ -145,6 +151,7 @@ class Scheduler:
             return None
         step = PlannedStep(self._next_step_id, self.config.max_num_batched_tokens)
         step.late = not self.in_flight and self.config.depth > 1
+        self.kv.begin(self.running)
         newcomer, leaving = self.sequences.hand_over(now)
         # Until `leaving` is preempted none is admitted: it would take blocks that are about to change hands.
         if self._plan_running(step, leaving) and leaving is None:
@@ -155,8 +162,11 @@ class Scheduler:
         self.stats.num_steps += 1
         self.stats.num_prompt_tokens += step.num_prompt_tokens
         self.in_flight.append(step)
+        plan = StepPlan(step.step_id, step.rows, step.inits, self.sequences.take_freed_slots(), step.masked)
+        if (encoder := self.kv.encoder) is not None:
+            plan.encodes, plan.freed_entries = encoder.take()
         self.kv.settle()
-        return StepPlan(step.step_id, step.rows, step.inits, self.sequences.take_freed_slots(), step.masked)
+        return plan
 
     def masks(self, now: float) -> tuple[Masks | None, list[Outcome]]:
         """Grammar masks for the oldest step in flight; None if no row of it has a grammar. Call once per step.
@@ -208,7 +218,7 @@ class Scheduler:
                 outcomes.append(self._end_with_error(sequence, text, now))
             else:
                 self.sequences.requeue(sequence)
-        self.kv.forget()
+        self.kv.lose()
         self.sequences.take_freed_slots()  # new workers have no slots to free
         return outcomes
 
@@ -244,6 +254,9 @@ class Scheduler:
             count = sequence.chunk(min(num_left, step.budget))
             if count == 0:  # a medium is larger than what is left of the budget, and nothing may pass it
                 return False
+            count = self.kv.chunk(sequence, count)
+            if count == 0:  # a medium is encoded in a later step
+                continue
             missing = self.kv.missing(sequence, sequence.computed + count)
             if missing and not self.sequences.make_room(sequence, missing):
                 if sequence.slot >= 0:
@@ -281,8 +294,8 @@ class Scheduler:
         """Give a waiting sequence blocks and a slot, and plan its first chunk; False if it does not fit."""
         if not self.kv.admit(sequence, watermark):
             return False
-        count = sequence.chunk(min(sequence.num_to_compute, step.budget))
-        if count == 0:  # it goes on with a medium that is larger than what is left of the budget
+        count = self.kv.chunk(sequence, sequence.chunk(min(sequence.num_to_compute, step.budget)))
+        if count == 0:  # it goes on with a medium that this step can neither run nor encode
             self.kv.free(sequence)
             return False
         self.sequences.start(sequence, now)

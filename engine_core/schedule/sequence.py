@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -10,6 +11,7 @@ from pagewire.engine_core.drafting.state import SequenceDrafts
 from pagewire.engine_core.grammar.matcher import Matcher
 from pagewire.engine_core.schedule.adapter import Adapter
 from pagewire.engine_core.schedule.blocks import Block
+from pagewire.engine_core.schedule.features import Features
 from pagewire.engine_core.schedule.held_states import HeldStates
 from pagewire.engine_core.schedule.tenants import TenantAccount
 from pagewire.ipc.wire.block_names import LONG, encoded_keys, name_blocks
@@ -63,6 +65,7 @@ class Sequence:
     adapter: that it runs with; None: the model alone.
     angles_end: the most tokens that its rotary angles are for; with more it begins anew, as a long sequence.
     is_long: it has the rotary angles of long sequences.
+    features: of the pictures and sounds of its prompt, in order. cuts_media: a step may compute a part of one.
 
     Times are in seconds on the monotonic clock, 0 until they are known.
     """
@@ -83,6 +86,8 @@ class Sequence:
     angles_end: int = sys.maxsize
     is_long: bool = False
     matcher: Matcher | None = None
+    features: Sequence_[Features] = ()
+    cuts_media: bool = False
 
     state: State = State.WAITING
     computed: int = 0
@@ -219,11 +224,13 @@ class Sequence:
     def boundary(self, end: int) -> int:
         """The last position up to `end` at which a step may end: `end`, or the start of a medium around it.
 
-        Embeddings may be cut anywhere. Of a sequence that runs as a whole it is the end of the prompt, or else
-        where the sequence is.
+        Embeddings may be cut anywhere, and so may media unless their tokens attend to each other. Of a sequence
+        that runs as a whole it is the end of the prompt, or else where the sequence is.
         """
         if self.whole and end < self.num_prompt_tokens:
             return self.computed
+        if self.cuts_media:
+            return end
         for medium in self.request.prompt.media:
             if not medium.embeddings and medium.start < end < medium.end:
                 return medium.start
@@ -289,12 +296,14 @@ def sequences(
     share_prefixes: bool,
     tenant: TenantAccount | None = None,
     whole: bool = False,
+    cuts_media: bool = False,
     short_length: int = 0,
 ) -> list[Sequence]:
     """The n sequences of a submitted request, with `arrival`, `arrival` + 1, ... as their order of arrival.
 
     Without `share_prefixes` each request gets a namespace of its own, so that only its own n sequences share the
     prompt. tenant: whose request it is; None: one without any other request. whole: prompts run in one step.
+    cuts_media: a step may compute a part of a medium.
     short_length: of the engine, see `Ready`.
     """
     tenant = tenant or TenantAccount(client)
@@ -321,6 +330,7 @@ def sequences(
             turn=tenant.turn(request.rank),
             namespace=namespace,
             whole=whole,
+            cuts_media=cuts_media,
             angles_end=short_length or sys.maxsize,
             num_prompt_logprobs=request.num_prompt_logprobs if index == 0 else 0,
         )

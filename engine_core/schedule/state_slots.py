@@ -25,6 +25,7 @@ are free ones: without, a prefix is cached less far, or a row has no drafts.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Sequence_
 
 from pagewire.engine_core.schedule.blocks import Block, BlockPool
 from pagewire.engine_core.schedule.held_states import HeldStates, StateCheckpoint
@@ -58,6 +59,21 @@ class StateSlots:
     def usage(self) -> float:
         """Fraction of the slots that running sequences use, 0 to 1."""
         return self.pool.num_used / len(self.pool)
+
+    def begin(self, running: Sequence_[Sequence]) -> None:
+        """Begin a plan."""
+
+    def chunk(self, sequence: Sequence, count: int) -> int:
+        """A row may run all of its tokens."""
+        return count
+
+    def forget(self) -> None:
+        """Drop the checkpoints that are not in use."""
+        self.pool.forget()
+
+    def lose(self) -> None:
+        """Drop all checkpoints, because the workers are lost; no sequence runs."""
+        self.pool.forget()
 
     # ------------------------------------------------------------ admission
 

@@ -128,6 +128,6 @@ def slot_init(sequence: Sequence) -> SlotInit:
         task=sequence.request.task,
         seed=sequence.seed,
         stop_ids=[] if sequence.pools else stop_ids(sequence),
-        media=sequence.request.prompt.places(),
+        media=sequence.request.prompt.places(features.grid for features in sequence.features),
         adapter=0 if sequence.adapter is None else sequence.adapter.index,
     )

@@ -42,9 +42,6 @@ class AsyncEngine(AsyncEngineCalls):
     session: Session
     attach = AttachMethod(Session.attach)
 
-    async def reset_mm_cache(self) -> None:
-        """Does nothing: there is no multi-modal cache yet."""
-
     async def get_metrics(self) -> list[Metric]:
         """A snapshot of the core's metrics, over all its frontends."""
         return read_metrics(await asyncio.wrap_future(self.session.call("metrics")))

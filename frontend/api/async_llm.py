@@ -21,14 +21,16 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any, Self, TypeAlias, TypeVar
 
 from pagewire.frontend.api.async_engine import AsyncEngine
 from pagewire.frontend.api.beam_requests import BeamRequest, search
 from pagewire.frontend.api.loop_mailbox import LoopMailbox, OutputListener
-from pagewire.frontend.api.off_loop import OFF_LOOP_CHARS, num_chars, tokenizing
+from pagewire.frontend.api.off_loop import OFF_LOOP_CHARS, media_work, num_chars, tokenizing
 from pagewire.frontend.core.session import Session, ignore_usage_context
 from pagewire.frontend.core.stat_loggers import StatLoggerBase, checked
+from pagewire.frontend.media.intake import has_media
 from pagewire.frontend.requests.answer_budget import LogprobBudget
 from pagewire.frontend.requests.inputs import CheckedParams, Prepared, is_embeds_prompt
 from pagewire.frontend.requests.lora import LoRARequest
@@ -239,12 +241,7 @@ class AsyncLLM(AsyncEngine):
         lora_request: LoRARequest | None,
         prompt_adapter_request: PromptAdapterRequest | None,
     ) -> Prepared:
-        size = num_chars(prompt)
-        reads_files = prompt_adapter_request is not None or not self.session.adapters.knows(lora_request)
-        if reads_files or is_embeds_prompt(prompt):  # embeddings are hashed
-            size = max(size, OFF_LOOP_CHARS)
-        return await tokenizing(
-            size,
+        prepare = partial(
             self.session.prepare,
             prompt,
             params,
@@ -254,6 +251,13 @@ class AsyncLLM(AsyncEngine):
             lora_request,
             prompt_adapter_request,
         )
+        if has_media(prompt):
+            return await media_work.run(prepare)
+        size = num_chars(prompt)
+        reads_files = prompt_adapter_request is not None or not self.session.adapters.knows(lora_request)
+        if reads_files or is_embeds_prompt(prompt):  # embeddings are hashed
+            size = max(size, OFF_LOOP_CHARS)
+        return await tokenizing(size, prepare)
 
     def _mailbox(self) -> LoopMailbox:
         loop = asyncio.get_running_loop()

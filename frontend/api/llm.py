@@ -18,7 +18,7 @@ from pagewire.frontend.requests.lora import LoRARequest, for_each
 from pagewire.frontend.requests.outputs import RequestOutput
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.text.prompts import PromptType, TextPrompt, TokensPrompt
-from pagewire.ipc.compatibility import NAMES, OPTIONS, settle
+from pagewire.ipc.compatibility import NAMES
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.params import BeamSearchParams, SamplingParams
 
@@ -197,7 +197,6 @@ class LLM(OfflinePooling):
             conversations_of,
         )
 
-        settle("mm_processor_kwargs", mm_processor_kwargs, OPTIONS["mm_processor_kwargs"])
         conversations = conversations_of(messages)
         tokenizers = [self.session.tokenizer_for(r) for r in for_each(lora_request, len(conversations))]
         return chat_prompts(
@@ -209,6 +208,8 @@ class LLM(OfflinePooling):
             continue_final_message=continue_final_message,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
+            media=self.session.info.media,
+            mm_processor_kwargs=mm_processor_kwargs,
         )
 
     def beam_search(
@@ -257,9 +258,6 @@ class LLM(OfflinePooling):
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters that the model's generation config recommends."""
         return default_sampling_params(self.info)
-
-    def reset_mm_cache(self) -> None:
-        """Does nothing: there is no multi-modal cache yet."""
 
     def shutdown(self) -> None:
         """Detach; a core that was spawned here is stopped. May be called twice."""

@@ -14,9 +14,18 @@ T = TypeVar("T")
 
 OFF_LOOP_CHARS = 8192  # take a few milliseconds to tokenize, or to put into a chat template
 MAX_WAITING_TEXTS = 256
+# Prompts whose pictures and sounds are fetched and decoded at the same time: each holds up to 300 MB meanwhile. A
+# tenant's downloads from a slow host leave threads for others.
+MEDIA_THREADS = 8
+MEDIA_THREADS_OF_TENANT = 6
+MAX_WAITING_MEDIA = 256
 
 # A tokenizer takes hundreds of bytes for a character. Smaller texts do not wait behind these.
 _large_texts = SlowWork("large texts", 1, MAX_WAITING_TEXTS)
+media_work = SlowWork(
+    "prompts with pictures or sounds", MEDIA_THREADS, MAX_WAITING_MEDIA, MEDIA_THREADS_OF_TENANT
+)
+"""Does what blocks while the media of a prompt are fetched and decoded."""
 
 
 def num_chars(prompt: Any) -> int:

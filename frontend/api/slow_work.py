@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -44,11 +45,14 @@ class SlowWork:
     """A few threads with a bounded queue, for any number of event loops. Tenants take turns (`FairQueue`).
 
     kind: what the work is, in the plural, for errors. max_waiting: pieces of work that may wait for a thread.
+    num_per_tenant: threads that one tenant may have at a time.
     """
 
-    def __init__(self, kind: str, num_threads: int, max_waiting: int) -> None:
+    def __init__(
+        self, kind: str, num_threads: int, max_waiting: int, num_per_tenant: float = math.inf
+    ) -> None:
         self._kind, self._num_threads, self._max_waiting = kind, num_threads, max_waiting
-        self._queue: FairQueue[SlowCall] = FairQueue()
+        self._queue: FairQueue[SlowCall] = FairQueue(num_per_tenant=num_per_tenant)
         self._threads: list[threading.Thread] = []
 
     async def run(self, work: Callable[[], T]) -> T:

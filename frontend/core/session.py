@@ -28,6 +28,8 @@ from pagewire.frontend.core.open_requests import OpenRequests
 from pagewire.frontend.core.spawn import SpawnedCore
 from pagewire.frontend.core.stat_loggers import StatLoggerBase, StatLoggers
 from pagewire.frontend.core.tracing import Tracer
+from pagewire.frontend.media.access import MediaAccess
+from pagewire.frontend.media.intake import media_intake
 from pagewire.frontend.requests.answer_budget import LogprobBudget
 from pagewire.frontend.requests.inputs import CheckedParams, Intake, Prepared
 from pagewire.frontend.requests.lora import AdapterBook, LoRARequest, UsedAdapter
@@ -61,7 +63,7 @@ class Session:
     Attributes:
         info: model and options of the core. tokenizer: of the frontend; None with `skip_tokenizer_init`.
         stat_loggers: the program's own loggers of statistics. adapters: where the files of adapters are found.
-        prompt_adapters: those that were read.
+        prompt_adapters: those that were read. media: puts pictures and sounds into prompts; None: none are taken.
 
     Raises:
         as `spawn` or `attach`, whichever made `connect`. ValueError: as `check_environment`.
@@ -99,14 +101,11 @@ class Session:
             EngineDeadError: the core failed while it started; the text is the cause.
         """
         args.check()
+        access = MediaAccess.read(args.allowed_local_media_path, args.allowed_media_domains)
         connect = partial(CoreConnection, SpawnedCores(args, restarts))
-        source = {
-            "token": args.hf_token,
-            "cache_dir": args.download_dir,
-            "trust_remote_code": args.trust_remote_code,
-        }
+        source = tokenizer_source(args)
         ahead = tokenizer_ahead(args, source)
-        session = cls(connect, args.otlp_traces_endpoint).with_tokenizer(None, salt=0, ahead=ahead, **source)
+        session = cls(connect, args.otlp_traces_endpoint).with_tokenizer(None, 0, access, ahead, **source)
         session.stat_loggers = StatLoggers(stat_loggers or {}, session.get_metrics)
         return session
 
@@ -123,6 +122,8 @@ class Session:
         *,
         name: str = "attached",
         otlp_traces_endpoint: str | None = None,
+        allowed_local_media_path: str = "",
+        allowed_media_domains: Sequence[str] | None = None,
     ) -> Session:
         """Attach to a core that runs already.
 
@@ -134,6 +135,7 @@ class Session:
         trust_remote_code: run the Python code of the core's tokenizer, if it has any.
         name: name of this frontend in the core's log and metrics.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span per request.
+        allowed_local_media_path, allowed_media_domains: those of `EngineArgs`, for this frontend.
 
         Raises:
             PermissionError: the core runs as another user, or does not admit this user or key.
@@ -142,21 +144,27 @@ class Session:
         """
         # Frontends on one core must not draw the same seeds.
         salt = int.from_bytes(os.urandom(7), "little")
+        access = MediaAccess.read(allowed_local_media_path, allowed_media_domains)
         source = RunningCores(address, curve, peer_uid, name, timeout, reattach_timeout)
-        return cls(partial(CoreConnection, source), otlp_traces_endpoint).with_tokenizer(
-            tokenizer, salt, trust_remote_code=trust_remote_code
-        )
+        session = cls(partial(CoreConnection, source), otlp_traces_endpoint)
+        return session.with_tokenizer(tokenizer, salt, access, trust_remote_code=trust_remote_code)
 
     def with_tokenizer(
-        self, name: str | None, salt: int, ahead: Future[Tokenizer] | None = None, **source: Any
+        self,
+        name: str | None,
+        salt: int,
+        media: MediaAccess,
+        ahead: Future[Tokenizer] | None = None,
+        **source: Any,
     ) -> Session:
         """Load the tokenizer, unless `skip_tokenizer_init` is set and no `name` is given. Returns this session.
 
-        ahead: loads it already (see `tokenizer_ahead`).
+        media: what may be fetched for prompts. ahead: loads the tokenizer already (see `tokenizer_ahead`).
         """
         try:
             tokenizer = tokenizer_of(self.info, name, source) if ahead is None else ahead.result()
-            self._intake = Intake(self.info, tokenizer, salt)
+            self.media = media_intake(self.info.media, media, self.call)
+            self._intake = Intake(self.info, tokenizer, salt, self.media)
             self.adapters = AdapterBook(self.info, source.get("token"), source.get("cache_dir"))
             self.tokenizer = tokenizer
         except BaseException:
@@ -284,6 +292,7 @@ class Session:
                 logprob_budget,
                 item.adapter,
                 item.num_virtual_tokens,
+                item.source,
             )
             for item in prepared
         ]
@@ -315,6 +324,8 @@ class Session:
             EngineDeadError: the core is lost. TypeError: wrong arguments, or a value that msgpack cannot represent.
             ValueError: an argument is out of bounds.
         """
+        if name == "reset_mm_cache" and self.media is not None:
+            self.media.clear()
         if (call := CALLS.get(name)) is None:
             return self._requests.connection.client.call(name, *args, **kwargs)
         return self._requests.connection.client.call(name, *call.pack(args, kwargs))
@@ -387,6 +398,15 @@ def tokenizer_of(info: EngineInfo, name: str | None, source: dict[str, Any]) -> 
         return None
     revision = None if name else info.tokenizer_revision
     return load_tokenizer(name or info.tokenizer, info.tokenizer_mode, revision=revision, **source)
+
+
+def tokenizer_source(args: EngineArgs) -> dict[str, Any]:
+    """The options of `load_tokenizer` that an engine's options have."""
+    return {
+        "token": args.hf_token,
+        "cache_dir": args.download_dir,
+        "trust_remote_code": args.trust_remote_code,
+    }
 
 
 def tokenizer_ahead(args: EngineArgs, source: dict[str, Any]) -> Future[Tokenizer] | None:

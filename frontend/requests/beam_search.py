@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pagewire.frontend.media.intake import has_media
 from pagewire.frontend.requests.inputs import GENERATED, salt_of
 from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.text.logprobs import token_text
@@ -224,8 +225,10 @@ def tokens_prompt(prompt: PromptType, token_ids: list[int]) -> TokensPrompt:
     """Return a prompt as token ids, with its cache salt.
 
     Raises:
-        TypeError, ValueError: the salt is not a string, or empty.
+        TypeError, ValueError: the salt is not a string, or empty; or the prompt has pictures or sounds.
     """
+    if has_media(prompt):
+        raise ValueError("beam search takes no pictures or sounds: sample with n or best_of instead")
     salt = salt_of(prompt)
     if salt is None:
         return TokensPrompt(prompt_token_ids=token_ids)

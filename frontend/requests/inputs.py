@@ -12,14 +12,18 @@ import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from pagewire.frontend.media.intake import KEYS as MEDIA_KEYS
+from pagewire.frontend.media.intake import NOT_TAKEN, MediaIntake, has_media
 from pagewire.frontend.requests.embeds import KEY as EMBEDS_KEY
 from pagewire.frontend.requests.embeds import NO_TOKENS, check_embeds_params, embeddings_of
 from pagewire.frontend.requests.lora import UsedAdapter
 from pagewire.frontend.requests.prompt_adapters import PromptAdapter
+from pagewire.frontend.requests.sources import SourcedPrompt, SourceText, is_explicit, sourced
 from pagewire.frontend.text.length import ContextLengthError, encode_within
 from pagewire.frontend.text.prompts import PromptType
 from pagewire.frontend.text.stop import StopStrings, shared_stops
@@ -29,10 +33,13 @@ from pagewire.ipc.models.own_code import check_processors
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.beams import MAX_CANDIDATES
 from pagewire.ipc.wire.budget import MAX_TOKENS
-from pagewire.ipc.wire.embeddings import PLACEHOLDER, media_of
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.embeddings import PLACEHOLDER, check_media, media_of
 from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.media_checks import check_encoded
 from pagewire.ipc.wire.messages import EngineInfo, Request
 from pagewire.ipc.wire.params import Name, RequestOutputKind, SamplingParams, check_logit_edits, check_turn
+from pagewire.ipc.wire.sources import NO_PROMPT_LOGPROBS, SourceInfo
 from pagewire.ipc.wire.thinking import ThinkingMarks
 
 MASK = 2**64 - 1  # for the 64-bit arithmetic of seeds
@@ -41,15 +48,11 @@ NAME = meta_of(Name)
 
 GENERATED = "generated_token_ids"  # tokens of the output so far, which a step of beam search goes on with
 KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", GENERATED)
-NO_MEDIA = "multi-modal data is not supported yet"
 NOT_SUPPORTED = {
     "data": "data prompts are not supported yet",
     "data_format": "data prompts are not supported yet",
-    "encoder_prompt": "encoder-decoder models are not supported",
-    "decoder_prompt": "encoder-decoder models are not supported",
-    "multi_modal_data": NO_MEDIA,
-    "multi_modal_uuids": NO_MEDIA,
-    "mm_processor_kwargs": NO_MEDIA,
+    "encoder_prompt": "this model is no encoder-decoder: give the prompt alone",
+    "decoder_prompt": "this model is no encoder-decoder: give the prompt alone",
     "token_type_ids": "models that generate have no token types; models that pool take them with token ids",
 }
 
@@ -68,13 +71,15 @@ def is_embeds_prompt(prompt: Any) -> bool:
 class Prepared:
     """A request to be sent to the core, the text of its prompt, if known, and its adapter, if it has one.
 
-    num_virtual_tokens: tokens of a prompt adapter before the prompt, which outputs do not show.
+    num_virtual_tokens: tokens of a prompt adapter or a source before the prompt, which outputs do not show.
+    source: what the encoder of an encoder-decoder reads.
     """
 
     request: Request
     prompt_text: str | None
     adapter: UsedAdapter | None = None
     num_virtual_tokens: int = 0
+    source: SourceText | None = None
 
 
 @dataclass(frozen=True)
@@ -120,10 +125,17 @@ class Intake:
         tokenizer: may be replaced later; None: prompts must be token ids.
         salt: makes this frontend's default seeds differ from those of others on the same engine. With the same
             engine seed and salt, the same requests in the same order get the same seeds.
+        media: puts pictures and sounds into prompts; None: the engine takes none.
     """
 
-    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None, salt: int = 0) -> None:
-        self.info, self.tokenizer = info, tokenizer
+    def __init__(
+        self,
+        info: EngineInfo,
+        tokenizer: Tokenizer | None,
+        salt: int = 0,
+        media: MediaIntake | None = None,
+    ) -> None:
+        self.info, self.tokenizer, self.media = info, tokenizer, media
         self._salt = salt
         self._count = itertools.count()
 
@@ -152,11 +164,21 @@ class Intake:
         check_place(self.info, request_id, priority, age)
         checked = params if isinstance(params, CheckedParams) else self.check(params)
         params = checked.params
-        content, text = self._content(prompt, params, adapter)
+        source: SourceText | None = None
         num_virtual_tokens = 0 if prompt_adapter is None else prompt_adapter.num_virtual_tokens
+        if self.info.source is not None:
+            own = self._sourced(prompt, params, self.info.source)
+            content, text, source, num_virtual_tokens = (
+                own.prompt,
+                own.text,
+                own.source,
+                own.num_source_tokens,
+            )
+        else:
+            content, text = self._content(prompt, params, adapter)
         if prompt_adapter is not None:
             content = prompt_adapter.before(content)
-        params = self._fit(params, len(content.token_ids))
+        params = self._fit(params, content)
         return Prepared(
             Request(
                 key=key,
@@ -173,7 +195,25 @@ class Intake:
             text,
             adapter,
             num_virtual_tokens,
+            source,
         )
+
+    def _sourced(self, prompt: PromptType, params: SamplingParams, info: SourceInfo) -> SourcedPrompt:
+        """A prompt of an encoder-decoder."""
+        if params.truncate_prompt_tokens is not None:
+            raise ValueError("truncate_prompt_tokens: cut the encoder's prompt and the decoder's yourself")
+        if params.prompt_logprobs is not None:
+            raise ValueError(NO_PROMPT_LOGPROBS)
+        salt = None if is_explicit(prompt) else salt_of(prompt)
+        return sourced(prompt, info, self.info.block_size, self._part, partial(self._hear, salt), salt)
+
+    def _hear(self, salt: str | None, prompt: Mapping[str, Any]) -> list[Tensor]:
+        assert self.media is not None  # an engine that hears takes sounds
+        return [medium.data for medium in self.media.contents(prompt, salt)]
+
+    def _part(self, prompt: PromptType, special: bool) -> tuple[list[int], str | None]:
+        """Token ids and text of a part of such a prompt; special: with the tokens that stand around a text."""
+        return self.tokenize(prompt, special=special)
 
     def _content(
         self, prompt: PromptType, params: SamplingParams, adapter: UsedAdapter | None
@@ -183,8 +223,36 @@ class Intake:
             check_embeds_params(params.prompt_logprobs, params.truncate_prompt_tokens)
             return embeds, None
         token_ids, text = self.tokenize(prompt, params.truncate_prompt_tokens is not None, adapter)
+        if has_media(prompt):
+            if params.truncate_prompt_tokens is not None:
+                raise ValueError(
+                    "truncate_prompt_tokens does not go with pictures and sounds, which are whole"
+                )
+            return self.with_media(token_ids, prompt), text
         token_ids = truncated(token_ids, params, self.info.max_model_len)
-        return Prompt(token_ids, cache_salt=salt_of(prompt)), text
+        content = Prompt(token_ids, cache_salt=salt_of(prompt))
+        if self.media is not None:
+            check_encoded(content, self.media.info)  # no place of a picture without one
+        return content, text
+
+    def with_media(self, token_ids: list[int], prompt: Any) -> Prompt:
+        """A prompt with its pictures and sounds as the core gets it. Blocks while they are fetched and decoded.
+
+        token_ids: those of the prompt's text.
+
+        Raises:
+            ContextLengthError: it has more tokens than the model takes. And as `MediaIntake.place`.
+        """
+        assert self.media is not None  # `check_keys` has refused media else
+        salt = salt_of(prompt)
+        token_ids, media = self.media.place(token_ids, prompt, salt)
+        if (number := len(token_ids)) > self.info.max_model_len:
+            raise ContextLengthError(
+                self.info.max_model_len, f"the prompt with its pictures and sounds has {number} tokens"
+            )
+        content = Prompt(token_ids, media, cache_salt=salt)
+        check_media(content, self.info.embeddings, self.info.media)
+        return content
 
     def embeds(self, prompt: Any) -> Prompt | None:
         """A prompt of embeddings as the core gets it; None if it is another one. Raises as `embeddings_of`."""
@@ -195,11 +263,16 @@ class Intake:
         return Prompt(token_ids, media_of(embeddings), cache_salt=salt_of(prompt))
 
     def tokenize(
-        self, prompt: PromptType, truncates: bool = False, adapter: UsedAdapter | None = None
+        self,
+        prompt: PromptType,
+        truncates: bool = False,
+        adapter: UsedAdapter | None = None,
+        special: bool = True,
     ) -> tuple[list[int], str | None]:
         """Return the token ids of one prompt, checked but not truncated, and its text, if known.
 
         truncates: they will be, so there may be more than the model takes. adapter: whose tokenizer counts.
+        special: with the tokens that it puts around a text.
 
         Raises:
             ContextLengthError: the prompt is longer than the model's context length.
@@ -208,7 +281,7 @@ class Intake:
         text: Any = None
         token_ids: Any = None
         if isinstance(prompt, Mapping):
-            check_keys(prompt)
+            check_keys(prompt, takes_media=self.media is not None)
             if prompt.get(EMBEDS_KEY) is not None:
                 raise ValueError(
                     f"{EMBEDS_KEY}: {NO_TOKENS}, which are needed here: give it as text or token ids"
@@ -223,15 +296,15 @@ class Intake:
         if text is not None and not isinstance(text, str):
             raise TypeError(f"the text of a prompt must be a string, got {type(text).__name__}")
         if token_ids is None and text is not None:
-            token_ids = self._encode(text, truncates, adapter)
+            token_ids = self._encode(text, truncates, adapter, special)
         return self._checked(token_ids, truncates, adapter), text
 
-    def _encode(self, text: str, truncates: bool, adapter: UsedAdapter | None) -> list[int]:
+    def _encode(self, text: str, truncates: bool, adapter: UsedAdapter | None, special: bool) -> list[int]:
         tokenizer = self.tokenizer if adapter is None else adapter.tokenizer or self.tokenizer
         if tokenizer is None:
             raise ValueError("there is no tokenizer (skip_tokenizer_init): give the prompt as token ids")
         try:
-            return encode_within(tokenizer, text, self.info.max_model_len, truncates=truncates)
+            return encode_within(tokenizer, text, self.info.max_model_len, special, truncates)
         except (TypeError, UnicodeError) as error:  # such as an unpaired surrogate
             raise ValueError(f"the prompt is not valid Unicode text: {error}") from error
 
@@ -293,18 +366,19 @@ class Intake:
         if number is not None and limit != -1 and (number == -1 or number > limit):
             raise ValueError(f"{name}={number} is over this engine's max_logprobs={limit}")
 
-    def _fit(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+    def _fit(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
         """Return the parameters with a `max_tokens` that has room; raise ValueError if there is too little."""
-        room = self.info.max_model_len - num_prompt_tokens
+        num_prompt_tokens, limit = len(prompt.token_ids), self.info.max_len_of(prompt)
+        room = limit - num_prompt_tokens
         if room < 1:
             raise ContextLengthError(
-                self.info.max_model_len,
+                limit,
                 f"the prompt has {num_prompt_tokens} tokens, which leaves no room for a new one",
             )
         if params.min_tokens > room:
             raise ValueError(
                 f"min_tokens={params.min_tokens}, but the prompt of {num_prompt_tokens} tokens leaves room for "
-                f"{room}: max_model_len is {self.info.max_model_len}"
+                f"{room}: max_model_len is {limit}"
             )
         if params.max_tokens is None or params.max_tokens > room:
             params = copy.copy(params)
@@ -391,19 +465,22 @@ def truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) 
     return token_ids[-keep:]
 
 
-def check_keys(prompt: Mapping[str, Any]) -> None:
+def check_keys(prompt: Mapping[str, Any], takes_media: bool = False) -> None:
     """Check the keys of a prompt; those of features that are not supported may hold None or an empty value.
+
+    takes_media: the prompt may have pictures and sounds.
 
     Raises:
         ValueError: a key is unknown (the text suggests a similar one), or its feature is not supported.
     """
     for name, value in prompt.items():
-        if name in KEYS:
+        if name in KEYS or (takes_media and name in MEDIA_KEYS):
             continue
-        if name not in NOT_SUPPORTED:
-            raise ValueError(unknown_name("key of a prompt", name, (*KEYS, *NOT_SUPPORTED)))
+        reason = NOT_TAKEN if name in MEDIA_KEYS else NOT_SUPPORTED.get(name)
+        if reason is None:
+            raise ValueError(unknown_name("key of a prompt", name, (*KEYS, *MEDIA_KEYS, *NOT_SUPPORTED)))
         if value is not None and not (isinstance(value, (Mapping, list)) and not value):
-            raise ValueError(f"{name}: {NOT_SUPPORTED[name]}")
+            raise ValueError(f"{name}: {reason}")
 
 
 def generated(prompt: Any) -> list[list[int]] | None:

@@ -19,6 +19,7 @@ import msgspec
 
 from pagewire.frontend.requests.answer_budget import AnswerTooLargeError, LogprobBudget, num_logprobs
 from pagewire.frontend.requests.lora import LoRARequest, UsedAdapter
+from pagewire.frontend.requests.sources import SourceText
 from pagewire.frontend.text.logprobs import (
     FlatLogprobs,
     PromptLogprobs,
@@ -128,7 +129,9 @@ class RequestOutput:
         metrics: times of the request.
         num_cached_tokens: prompt tokens whose KV was in the prefix cache.
         lora_request: the adapter used.
-        encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: not used yet.
+        encoder_prompt, encoder_prompt_token_ids: what the encoder of an encoder-decoder reads; None of other
+            models. prompt and prompt_token_ids are then the decoder's.
+        kv_transfer_params: not used yet.
     """
 
     request_id: str
@@ -272,7 +275,8 @@ class RequestState:
         num_prompt_logprobs: prompt positions, from position 1 on, whose log probabilities have arrived.
         adapter_content: sha256 of its adapter's content; empty until it is known.
 
-    num_virtual_tokens: tokens of a prompt adapter before the prompt. Outputs show the prompt without them.
+    num_virtual_tokens: tokens of a prompt adapter or a source before the prompt. Outputs show the prompt without
+        them. source: what the encoder of an encoder-decoder reads.
     """
 
     def __init__(
@@ -283,11 +287,12 @@ class RequestState:
         logprob_budget: LogprobBudget | None = None,
         adapter: UsedAdapter | None = None,
         num_virtual_tokens: int = 0,
+        source: SourceText | None = None,
     ) -> None:
         params = request.params
         self._start(request)
         self._lora_request = None if adapter is None else adapter.lora_request
-        self._num_virtual_tokens = num_virtual_tokens
+        self._num_virtual_tokens, self._source = num_virtual_tokens, source
         token_ids = request.prompt.token_ids
         self._prompt_token_ids = token_ids[num_virtual_tokens:] if num_virtual_tokens else token_ids
         self._prompt_text = prompt_text
@@ -432,6 +437,8 @@ class RequestState:
             msgspec.structs.replace(self._metrics),
             lora_request=self._lora_request,
             num_cached_tokens=self._num_cached_tokens,
+            encoder_prompt=None if self._source is None else self._source.text,
+            encoder_prompt_token_ids=None if self._source is None else self._source.token_ids,
         )
 
     def _take_prompt_logprobs(self, delta: bool) -> PromptLogprobs | None:

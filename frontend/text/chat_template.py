@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from pagewire.frontend.media.intake import NOT_TAKEN
+from pagewire.frontend.media.parts import take_media
 from pagewire.frontend.text.conversation import Conversation, compile_template, render_source
 from pagewire.frontend.text.length import encode_within
 from pagewire.frontend.text.prompts import TokensPrompt
@@ -16,6 +18,7 @@ from pagewire.frontend.text.render_process import render_confined
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.compatibility import warn_once
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire.media import MediaInfo
 
 Message: TypeAlias = Mapping[str, Any]
 ContentFormat: TypeAlias = Literal["auto", "string", "openai"]
@@ -43,6 +46,8 @@ def chat_prompt(
     add_special_tokens: bool = False,
     max_model_len: int | None = None,
     truncates: bool = False,
+    media: MediaInfo | None = None,
+    mm_processor_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> TokensPrompt:
     """Convert a conversation to a prompt with token ids and text. options: see `render_chat`.
@@ -50,16 +55,29 @@ def chat_prompt(
     add_special_tokens: add the tokenizer's special tokens; most templates write them themselves.
     max_model_len: the model's context length, over which the text is not tokenized to its end; None: whatever its
         length. truncates: it may have more tokens, since they will be truncated.
+    media: what the model takes; the prompt then has the media of the messages, which are not fetched yet.
+    mm_processor_kwargs: arguments of the model's processor of media.
 
     Raises:
-        ContextLengthError: the text is too long. And as `render_chat`.
+        ContextLengthError: the text is too long. MediaError: the model takes no such media, or not so many.
+        And as `render_chat`.
     """
-    text = render_chat(tokenizer, messages, **options)
+    messages, items = take_media(messages, media)
+    if mm_processor_kwargs and media is None:
+        raise ValueError(f"mm_processor_kwargs: {NOT_TAKEN}")
+    placeholders = {} if media is None else {kind: medium.text for kind, medium in media.kinds.items()}
+    text = render_chat(tokenizer, messages, placeholders=placeholders, **options)
     if max_model_len is None:
         ids = tokenizer.encode(text, add_special_tokens)
     else:
         ids = encode_within(tokenizer, text, max_model_len, add_special_tokens, truncates)
-    return TokensPrompt(prompt_token_ids=ids, prompt=text)
+    prompt = TokensPrompt(prompt_token_ids=ids, prompt=text)
+    if items:
+        data: dict[str, list[Any]] = {}
+        for item in items:
+            data.setdefault(item.kind, []).append(item)
+        prompt |= {"multi_modal_data": data, "mm_processor_kwargs": dict(mm_processor_kwargs or {})}
+    return prompt
 
 
 def chat_prompts(
@@ -89,6 +107,7 @@ def render_chat(
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    placeholders: Mapping[str, str] | None = None,
     on_unread: Callable[[list[str]], None] | None = None,
 ) -> str:
     """Return the text of one conversation.
@@ -102,6 +121,7 @@ def render_chat(
         continue_final_message: end within the final message, so that the model continues it.
         tools: JSON schemas of functions.
         chat_template_kwargs: additional variables of the template.
+        placeholders: the text that stands for a medium of each kind, where messages have marks of media.
         on_unread: called with the names of those that it does not read; None: a warning names them, once.
 
     Raises:
@@ -126,6 +146,7 @@ def render_chat(
         chat_template_content_format,
         add_generation_prompt,
         continue_final_message,
+        dict(placeholders or {}),
     )
     trusted = (
         template_files or chat_template is None or source != chat_template

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,8 @@ import jinja2
 import msgspec
 from jinja2 import meta, nodes
 
+from pagewire.frontend.media.parts import MARKS, TYPES
+from pagewire.frontend.media.parts import refusal as media_refusal
 from pagewire.frontend.text.sandbox import compile_source, environment, render
 from pagewire.ipc.quoting import quoted
 
@@ -36,13 +38,18 @@ RESERVED = (  # variables set by other options, here or in transformers
     "max_length",
 )
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning in various APIs
+NO_PLACEHOLDERS: Mapping[str, str] = {}
 # Appended to the final message to find its end. The last space shows whether the template trims messages.
 END_MARK = "PAGEWIRE_FINAL_MESSAGE_ENDS_HERE "
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a template is rendered with; see `render_chat`."""
+    """What a template is rendered with; see `render_chat`.
+
+    placeholders: the text that stands for a medium of each kind; messages may have `frontend.media.parts.MARKS` of
+        these kinds.
+    """
 
     messages: list[Any]
     tools: list[Any] | None
@@ -50,6 +57,7 @@ class Conversation:
     content_format: str
     add_generation_prompt: bool
     continue_final_message: bool
+    placeholders: dict[str, str] = field(default_factory=dict)
 
 
 class Rendered(msgspec.Struct):
@@ -66,7 +74,7 @@ def render_source(source: str, special_tokens: Mapping[str, Any], conversation: 
         ValueError, TypeError: as `render_chat`.
     """
     template = compile_template(source)
-    convert_content = content_reader(conversation.content_format, source)
+    convert_content = content_reader(conversation.content_format, source, conversation.placeholders)
     messages, tools = conversation.messages, conversation.tools
     read = template_variables(source, conversation.variables)
     try:
@@ -183,38 +191,53 @@ def read_tool(tool: Any) -> dict[str, Any]:
     return schema
 
 
-def content_reader(content_format: str, source: str) -> Callable[[Any], Any]:
-    """Return a function that converts content to the form that the template expects, if it expects one."""
+def content_reader(content_format: str, source: str, placeholders: Mapping[str, str]) -> Callable[[Any], Any]:
+    """Return a function that converts content to the form that the template expects, if it expects one.
+
+    placeholders: see `Conversation`.
+    """
     if content_format == "auto":
         loops, tests = content_use(source)
         if loops and tests:
-            return lambda content: content if isinstance(content, str) else as_parts(content)
+            return lambda content: content if isinstance(content, str) else as_parts(content, placeholders)
         content_format = "openai" if loops else "string"
-    return as_parts if content_format == "openai" else as_text
+    if content_format == "openai":
+        return lambda content: as_parts(content, placeholders)
+    return lambda content: as_text(content, placeholders)
 
 
-def as_text(content: Any) -> str:
+def as_text(content: Any, placeholders: Mapping[str, str] = NO_PLACEHOLDERS) -> str:
     """Return content as a string, with its parts joined by newlines.
+
+    Placeholders of media come first, but for those that the text has already: their writer has placed them.
 
     Raises:
         ValueError: see `as_parts`.
     """
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] for part in as_parts(content))
+    parts = as_parts(content, placeholders)
+    text = "\n".join(part["text"] for part in parts if part not in MARKS)
+    marks = []
+    for kind, placeholder in placeholders.items():
+        marks += [placeholder] * (parts.count({"type": kind}) - text.count(placeholder))
+    return "\n".join([*marks, text] if text else marks)
 
 
-def as_parts(content: Any) -> list[dict[str, Any]]:
-    """Return content as a list of text parts.
+def as_parts(content: Any, placeholders: Mapping[str, str] = NO_PLACEHOLDERS) -> list[dict[str, Any]]:
+    """Return content as a list of text parts, and of marks of media whose kinds have placeholders.
 
     Raises:
-        ValueError: a part is not text, or the content is neither text nor a list.
+        ValueError: a part is something else, or the content is neither text nor a list.
     """
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise ValueError(f"it must be text or a list of parts, got {type(content).__name__}")
-    return [text_part(part, index) for index, part in enumerate(content)]
+    return [
+        part if part in MARKS and part["type"] in placeholders else text_part(part, index)
+        for index, part in enumerate(content)
+    ]
 
 
 def text_part(part: Any, index: int) -> dict[str, Any]:
@@ -227,6 +250,8 @@ def text_part(part: Any, index: int) -> dict[str, Any]:
         return {"type": "text", "text": part}
     kind = part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__
     text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in TYPES:
+        raise ValueError(f"part {index}: {media_refusal(kind)}; got a part of type {quoted(kind)}")
     if not isinstance(text, str):
         wrong = (
             "its text is missing"

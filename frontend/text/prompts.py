@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias, TypedDict
 
 
@@ -46,11 +47,33 @@ class DataPrompt(TypedDict):
 
 
 class ExplicitEncoderDecoderPrompt(TypedDict, total=False):
-    """Prompts of an encoder-decoder model. Not supported."""
+    """The prompts of an encoder-decoder model.
+
+    encoder_prompt: a text, a `TextPrompt` or a `TokensPrompt`; of a model that hears, with `multi_modal_data`.
+    decoder_prompt: how the answer begins, likewise; None: with the model's start token alone.
+    """
 
     encoder_prompt: Any
     decoder_prompt: Any
     mm_processor_kwargs: dict[str, Any]
+
+
+def zip_enc_dec_prompts(
+    encoder_prompts: Iterable[Any],
+    decoder_prompts: Iterable[Any],
+    mm_processor_kwargs: Iterable[dict[str, Any]] | None = None,
+) -> list[ExplicitEncoderDecoderPrompt]:
+    """The prompts of an encoder-decoder model, given the parts of each.
+
+    Raises:
+        ValueError: the parts are not as many.
+    """
+    pairs = zip(encoder_prompts, decoder_prompts, strict=True)
+    prompts = [ExplicitEncoderDecoderPrompt(encoder_prompt=e, decoder_prompt=d) for e, d in pairs]
+    if mm_processor_kwargs is not None:
+        for prompt, arguments in zip(prompts, mm_processor_kwargs, strict=True):
+            prompt["mm_processor_kwargs"] = arguments
+    return prompts
 
 
 SingletonPrompt: TypeAlias = str | TextPrompt | TokensPrompt | EmbedsPrompt

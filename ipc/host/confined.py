@@ -26,7 +26,7 @@ import msgspec
 from pagewire.ipc.errors import EngineBusyError, received_error
 from pagewire.ipc.host.lifeline import Child, exit_cause
 
-START_SECONDS = 60.0  # time that a job server gets to import and load what jobs need
+START_SECONDS = 300.0  # time that a job server gets to import what jobs need: some need transformers
 GRACE_SECONDS = 2.0  # time over a job's own limit after which the job server counts as hung
 NUM_ATTEMPTS = 3  # job servers that may be lost under one job before it is given up
 REMEMBER_SECONDS = 600.0  # how long a job that was killed is refused at once
@@ -62,6 +62,14 @@ class Answer(msgspec.Struct, array_like=True):
     error_type: str | None = None
 
 
+class ReceivedAnswer(msgspec.Struct, array_like=True):
+    """An `Answer` as it is received: its result, which may be large, is not copied."""
+
+    result: memoryview = memoryview(b"")
+    error: str | None = None
+    error_type: str | None = None
+
+
 class JobKilledError(RuntimeError):
     """A job exceeded its limits or crashed, and its process was ended; the text says which."""
 
@@ -79,9 +87,18 @@ class Confined:
 
     module: is run as a program (`python -m`) and calls `serve`. arguments: of the program.
     num_parallel: jobs that run at the same time; others wait for as long as their time limit.
+    start_seconds: that the job server gets to import and load what jobs need.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str] = (), *, num_parallel: int = 2) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str] = (),
+        *,
+        num_parallel: int = 2,
+        start_seconds: float = START_SECONDS,
+    ) -> None:
+        self._start_seconds = start_seconds
         self._command = (sys.executable, "-m", module, *arguments)
         self._server: JobServer | None = None
         self._starting = threading.Lock()
@@ -94,7 +111,7 @@ class Confined:
         """Process id of the job server; None before the first job."""
         return None if self._server is None else self._server.pid
 
-    def run(self, data: bytes, limits: Limits) -> bytes:
+    def run(self, data: bytes, limits: Limits) -> memoryview:
         """Run a job and return its result. Blocks; may be called in any thread.
 
         Raises:
@@ -126,7 +143,7 @@ class Confined:
                 self._server.kill()
                 self._server = None
 
-    def _result(self, job: bytes, limits: Limits) -> bytes:
+    def _result(self, job: bytes, limits: Limits) -> memoryview:
         for _ in range(NUM_ATTEMPTS):
             server = self._running_server()
             try:
@@ -149,7 +166,7 @@ class Confined:
             if self._closed:
                 raise EngineBusyError("the process for such jobs has been closed")
             if self._server is None or not self._server.alive:
-                self._server = JobServer(self._command)
+                self._server = JobServer(self._command, self._start_seconds)
             return self._server
 
 
@@ -158,16 +175,16 @@ class JobServer:
 
     Raises:
         Exception: what the program raised before it was ready.
-        EngineBusyError: it has ended, or was not ready within `START_SECONDS`.
+        EngineBusyError: it has ended, or was not ready within `start_seconds`.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], start_seconds: float = START_SECONDS) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             fd = theirs.fileno()
             self._child = Child([*command, "--control", str(fd)], pass_fds=[fd], own_session=True)
         self._killed = False
-        self._control.settimeout(START_SECONDS)
+        self._control.settimeout(start_seconds)
         try:
             greeting = self._control.recv(1 << 16)
         except OSError:
@@ -189,7 +206,7 @@ class JobServer:
         """False once the process has ended."""
         return not self._killed and self._child.poll() is None
 
-    def run(self, job: bytes, limits: Limits) -> Answer:
+    def run(self, job: bytes, limits: Limits) -> ReceivedAnswer:
         """Run a job in a process of its own.
 
         Raises:
@@ -219,7 +236,7 @@ class JobServer:
         status = int.from_bytes(data[-STATUS_BYTES:], "little", signed=True)
         if status != 0:
             raise killed_error(status, limits)
-        return msgspec.msgpack.decode(memoryview(data)[:-STATUS_BYTES], type=Answer)
+        return msgspec.msgpack.decode(memoryview(data)[:-STATUS_BYTES], type=ReceivedAnswer)
 
     def kill(self) -> None:
         """End the process and all its jobs."""

@@ -25,6 +25,7 @@ from pagewire.ipc.options.groups import (
     DeviceOptions,
     ExtensionOptions,
     LoggingOptions,
+    MediaOptions,
     ModelOptions,
     SchedulerOptions,
     SpeculationOptions,
@@ -85,6 +86,7 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
     SchedulerOptions,
     CacheOptions,
     DeviceOptions,
+    MediaOptions,
     ModelOptions,
     metaclass=EngineArgsType,
 ):
@@ -166,6 +168,7 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
         check_number("log_stats_interval", self.log_stats_interval, 0.1, math.inf)
         if self.quantization is not None:
             quantization_name(self.quantization)
+        self.media_limits()
         self._check_scaling_factors()
         if self.resolved_kv_events() is not None and not self.enable_prefix_caching:
             raise ValueError("kv_events needs enable_prefix_caching: without it no block is found by others")

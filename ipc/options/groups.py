@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
+from pagewire.ipc.bounds import check_int
 from pagewire.ipc.files.hub import IGNORED_FILES
 from pagewire.ipc.models.own_code import ProcessorSource, processor_sources
 from pagewire.ipc.options.option import option
 from pagewire.ipc.quantization import FAMILIES, ONLINE
+from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire.budget import MAX_MEDIA
 from pagewire.ipc.wire.kv_events import KVEventsConfig, kv_events_config
 from pagewire.ipc.wire.lora import LoRAConfig
 
@@ -125,6 +130,52 @@ class ModelOptions:
     def resolved_dtype(self) -> str:
         """`dtype` with aliases resolved: "half" is "float16"."""
         return DTYPE_ALIASES.get(self.dtype, self.dtype)
+
+
+@dataclass(init=False, repr=False, eq=False)
+class MediaOptions:
+    """What may be fetched for prompts with pictures and sounds."""
+
+    allowed_local_media_path: str = option(
+        "",
+        "Media",
+        "folder below which file: URLs of pictures and sounds may be read, by any client; default: nowhere",
+    )
+    allowed_media_domains: list[str] | None = option(
+        None,
+        "Media",
+        "hosts (example.org, *.example.org) from which alone pictures and sounds are fetched, and networks "
+        "(10.0.0.0/8) of which addresses may be used though they are not public; default: any host with a public "
+        "address",
+    )
+    limit_mm_per_prompt: dict[str, int] | str | None = option(
+        None,
+        "Media",
+        'pictures and sounds in a prompt at most: image=16,audio=2, or JSON {"image": 16}; 0: none are taken, and '
+        "nothing is loaded for them (default: 1 of each kind)",
+    )
+
+    def media_limits(self) -> dict[str, int]:
+        """The most media of each kind in a prompt, as far as they are given.
+
+        Raises:
+            ValueError: it is neither JSON nor a list of kind=number, or a number is not from 0 to `MAX_MEDIA`.
+        """
+        given = self.limit_mm_per_prompt or {}
+        if isinstance(given, str):
+            try:
+                if given.lstrip().startswith("{"):
+                    given = msgspec.json.decode(given, type=dict[str, int])
+                else:
+                    pairs = (pair.split("=") for pair in given.split(","))
+                    given = {name.strip(): int(number) for name, number in pairs}
+            except ValueError:
+                raise ValueError(
+                    f'limit_mm_per_prompt: image=16,audio=2 or {{"image": 16}} expected, got {quoted(given)}'
+                ) from None
+        for name, number in given.items():
+            check_int(f"limit_mm_per_prompt: {quoted(name)}", number, 0, MAX_MEDIA)
+        return given
 
 
 @dataclass(init=False, repr=False, eq=False)

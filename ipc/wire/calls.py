@@ -27,6 +27,7 @@ from pagewire.ipc.bounds import converted
 from pagewire.ipc.compatibility import KnowsAttributes
 from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.wire.lora import AdapterId, AdapterName, AdapterPath, AdapterVersion
+from pagewire.ipc.wire.media import MAX_OPTIONS_CHARS, MediaLayout
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -257,6 +258,13 @@ class EngineCalls(Caller):
         reset_running_requests: preempt those requests, and compute them anew; then no prefix is in use.
         """
 
+    @remote(RunsIn.CORE)
+    def reset_mm_cache(self) -> None:
+        """Forget what is kept of pictures and sound: their features, and what the model's encoder has made of them.
+
+        Running requests keep theirs. Cached prefixes stay: `reset_prefix_cache` forgets those.
+        """
+
     @remote(
         RunsIn.BOTH,
         level=Meta(ge=1, le=2, description="1: give the KV cache back; 2: the weights as well"),
@@ -454,6 +462,25 @@ class FlowCalls(Caller):
     @remote(RunsIn.CORE, right=Right.GENERATE, seconds=PROMPT_SECONDS)
     def fence(self) -> None:
         """Answered when the core has taken the requests that the same frontend sent earlier (`ipc.window`)."""
+
+    @remote(
+        RunsIn.CORE,
+        right=Right.GENERATE,
+        seconds=120.0,  # the first one waits for the start of the model's processor
+        overtakes=True,
+        kind=Meta(description="image or audio"),
+        shape=Meta(min_length=1, max_length=4, description="of the decoded content"),
+        options=Meta(
+            max_length=MAX_OPTIONS_CHARS, description="the processor's arguments, as canonical JSON"
+        ),
+    )
+    def media_layout(self, kind: str, shape: list[int], options: str = "") -> MediaLayout:
+        """The tokens that stand in a prompt in place of one placeholder, for a medium of this kind and shape.
+
+        Raises:
+            ValueError: the engine takes no media of this kind, or its processor none of this shape or with these
+                options.
+        """
 
 
 class WorkerCalls(Caller):

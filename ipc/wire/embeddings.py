@@ -14,6 +14,8 @@ from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_EMBEDDINGS_BYTES
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import Media, Prompt
+from pagewire.ipc.wire.media import MediaInfo
+from pagewire.ipc.wire.media_checks import check_encoded
 
 PLACEHOLDER = 0  # the token id at the place of an embedding
 PIECE = 256  # tokens of a medium
@@ -85,28 +87,30 @@ def check_embeddings(name: str, embeddings: Tensor, size: int) -> None:
         raise ValueError(f"{name} have a number that is NaN, infinite or not between -{LIMIT} and {LIMIT}")
 
 
-def check_media(prompt: Prompt, info: EmbeddingsInfo) -> None:
-    """Check the media of a prompt, and that their names are those of their contents.
+def check_media(prompt: Prompt, info: EmbeddingsInfo, media: MediaInfo | None = None) -> None:
+    """Check the media of a prompt, and that names of embeddings are those of their contents.
+
+    media: the pictures and sounds that the engine takes; None: none. Their names are checked elsewhere.
 
     Raises:
-        ValueError: they are no embeddings that this engine takes.
+        ValueError: they are none that this engine takes.
     """
     end = num_bytes = num_leading = 0
+    has_embeddings = any(medium.embeddings for medium in prompt.media)
     for medium in prompt.media:
-        if not medium.embeddings:
-            raise ValueError("this engine takes no media but embeddings: submit a prompt of tokens alone")
         if medium.start < end or medium.num_tokens < 1 or medium.end > len(prompt.token_ids):
-            raise ValueError("embeddings overlap, or lie outside of their prompt")
+            raise ValueError("embeddings or media overlap, or lie outside of their prompt")
         num_leading = medium.end if medium.start == num_leading else num_leading
         end = medium.end
-        num_bytes += len(medium.data.data)
-    if prompt.media:
+        num_bytes += len(medium.data.data) if medium.embeddings else 0
+    check_encoded(prompt, media)
+    if has_embeddings:
         check_permitted(prompt, info, num_leading == end)
     if num_bytes > MAX_EMBEDDINGS_BYTES:
         raise ValueError(
             f"embeddings of {num_bytes} bytes are over a prompt's limit of {MAX_EMBEDDINGS_BYTES}"
         )
-    for medium in prompt.media:
+    for medium in filter(lambda each: each.embeddings, prompt.media):
         if info.size and medium.data.shape[:1] != (medium.num_tokens,):
             raise ValueError(
                 f"embeddings of shape {medium.data.shape} for {medium.num_tokens} tokens do not fit"

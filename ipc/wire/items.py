@@ -7,13 +7,14 @@ is detected and a dump is readable.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, TypeAlias
 
 import msgspec
 
 from pagewire.ipc.wire.budget import MAX_MEDIA, MAX_NAME_CHARS, MAX_TOKENS
 from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.media import MAX_OPTIONS_CHARS
 from pagewire.ipc.wire.params import Name, SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
 
@@ -83,11 +84,15 @@ def _joined(parts: list[Tensor]) -> Tensor:
 class Media(Item):
     """A picture, a sound or the like, or embeddings, which take the place of some tokens of a prompt.
 
-    start, num_tokens: the tokens that it takes the place of; no step computes only a part of a picture or sound.
-    name: sha256 of its content, by which its keys and values are shared.
-    data: the content, which the core hands on unopened.
+    start, num_tokens: the tokens that stand for it: its layout (`ipc.wire.media`), or what embeddings replace.
+    name: by which its keys and values are shared: `media_name` of its content, `uuid_name` if the caller has named
+        it, or the `name_of` embeddings.
+    data: the decoded content: of a picture uint8 [height, width, 3], of a sound float32 [samples] at the engine's
+        sampling rate. Empty: the engine may still have what it has made of it, under the caller's name.
     embeddings: data are the embeddings of these tokens [num_tokens, E] (`ipc.embeddings`), of which a step may
         compute a part.
+    kind: "image" or "audio". options: arguments of the model's processor, as canonical JSON; empty for none.
+    uuid: the caller's name; it holds beside the prompt's cache salt only, which must then be set.
     """
 
     start: int
@@ -95,6 +100,9 @@ class Media(Item):
     name: bytes
     data: Tensor
     embeddings: bool = False
+    kind: Name = "image"
+    options: Annotated[str, msgspec.Meta(max_length=MAX_OPTIONS_CHARS)] = ""
+    uuid: Name = ""
 
     @property
     def end(self) -> int:
@@ -126,11 +134,22 @@ class Prompt(Item):
         """The embeddings that take the place of tokens from position `start` to `end`, cut to these."""
         return [medium.rows(start, end) for medium in self._media_in(start, end) if medium.embeddings]
 
-    def places(self) -> list[Media]:
-        """The media as a worker gets them at once: embeddings without their content, which rows bring."""
+    @property
+    def encoded(self) -> list[Media]:
+        """The pictures and sounds, which the model's encoder takes."""
+        return [medium for medium in self.media if not medium.embeddings]
+
+    def places(self, grids: Iterable[Tensor] = ()) -> list[Media]:
+        """The media as a worker gets them at once, without contents: rows bring embeddings, and entries the rest.
+
+        grids: of the pictures and sounds, in order (`SlotInit`); none of a source, which comes whole.
+        """
+        grid = iter(grids)
         return [
             Media(medium.start, medium.num_tokens, medium.name, NOTHING, True)
             if medium.embeddings
+            else Media(medium.start, medium.num_tokens, medium.name, own, False, medium.kind)
+            if (own := next(grid, None)) is not None
             else medium
             for medium in self.media
         ]

@@ -27,11 +27,13 @@ from pagewire.ipc.wire.codec import Buffer, Tensor
 from pagewire.ipc.wire.embeddings import EmbeddingsInfo
 from pagewire.ipc.wire.items import Item, LogprobRows, Message, Prompt, Task, TokenIds
 from pagewire.ipc.wire.lora import AdapterSource, LoRAConfig
+from pagewire.ipc.wire.media import MediaInfo
 from pagewire.ipc.wire.model_figures import ModelFigures
 from pagewire.ipc.wire.params import Name, SamplingParams
 from pagewire.ipc.wire.pooling import PoolingInfo
+from pagewire.ipc.wire.sources import SourceInfo
 
-PROTOCOL = 9
+PROTOCOL = 10
 
 
 class EngineInfo(Message):
@@ -44,6 +46,8 @@ class EngineInfo(Message):
     lora: limits of adapters; None: none are served.
     logits_processors: names of those that requests may ask for.
     embeddings: which ones prompts may bring. short_length, num_states: see `Ready`.
+    media: the pictures and sound that prompts may have; None: only text is taken.
+    source: what the encoder of an encoder-decoder reads, with which every prompt begins; None: it is another model.
     """
 
     model: str
@@ -79,6 +83,20 @@ class EngineInfo(Message):
     short_length: int = 0
     num_states: int = 0
     logits_processors: list[str] = []
+    media: MediaInfo | None = None
+    source: SourceInfo | None = None
+
+    @property
+    def takes_tensors(self) -> bool:
+        """True if prompts may have more than tokens."""
+        own = self.embeddings
+        return own.prompts or own.adapters or self.media is not None or self.source is not None
+
+    def max_len_of(self, prompt: Prompt) -> int:
+        """The most tokens that a sequence with this prompt may have, those of the prompt included."""
+        if self.source is None or not prompt.media:
+            return self.max_model_len
+        return prompt.media[0].end + self.source.max_target_tokens
 
     @property
     def by_priority(self) -> bool:

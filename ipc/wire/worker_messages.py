@@ -14,6 +14,7 @@ from pagewire.ipc.wire.items import Item, LogprobRows, Media, Message, Task
 from pagewire.ipc.wire.lora import AdapterLoaded, DropAdapter, LoadAdapter, LoRAConfig
 from pagewire.ipc.wire.model_figures import ModelFigures
 from pagewire.ipc.wire.pooling import PoolerConfig, PoolingInfo
+from pagewire.ipc.wire.sources import SourceInfo
 
 # ---------------------------------------------------------------- core -> worker
 
@@ -70,6 +71,7 @@ class WorkerConfig(Message, tag="load"):
         are read; empty: none.
     registrations: models of one's own, and the plugins that the worker loads.
     logits_processors, worker_extension: code of one's own; see `ipc.models.own_code`.
+    media: load what encodes pictures or sound.
     """
 
     model_path: str
@@ -102,6 +104,18 @@ class WorkerConfig(Message, tag="load"):
     registrations: Registrations = Registrations()
     logits_processors: tuple[ProcessorSource, ...] = ()
     worker_extension: str = ""
+    media: bool = False
+
+
+class Encode(Item):
+    """Run the model's encoder on a medium, and keep what it makes under a number.
+
+    entry: the number; what it had before is dropped. kind: "image" or "audio". features: of the model's processor.
+    """
+
+    entry: int
+    kind: str
+    features: dict[str, Tensor]
 
 
 class SlotInit(Item):
@@ -112,7 +126,8 @@ class SlotInit(Item):
     num_prompt_tokens: length of the prompt.
     block_ids: its KV blocks, in order. The first row starts after the prefix that is cached in them.
     task: or the index of the init of the same plan that has it (`ipc.tasks`).
-    media: those of the prompt, embeddings without their content. seed: of this sequence.
+    media: those of the prompt, embeddings without their content; of pictures, `data` is their grid int64 [n, 3] of
+        time, height and width, or empty. seed: of this sequence.
     stop_ids: EOS and stop tokens, excluded until `min_tokens` are generated.
     adapter: index of the adapter that it runs with, which is loaded; 0: none.
     """
@@ -143,6 +158,8 @@ class Row(Item):
     media: the embeddings that take the place of some of its tokens.
     state: of a model whose layers keep states: the state slot with those after the token before `start`; -1: there
         is no token before.
+    entries: of each medium, apart from embeddings, in whose place some of its tokens lie: where its tokens begin
+        and end in the sequence, and the entry with what the encoder has made of it.
     states: where the states go: ends of parts of the row, ascending, each with the state slot for the states after
         the token before that end. The last end is the row's. Nothing else of the plan reads these slots.
     """
@@ -160,10 +177,11 @@ class Row(Item):
     media: list[Media] = []
     state: int = -1
     states: list[tuple[int, int]] = []
+    entries: list[tuple[int, int, int]] = []
 
 
 class StepPlan(Message, tag="plan"):
-    """One step: free slots, then assign slots, then run the rows as one batch.
+    """One step: free slots and entries, assign slots, encode media, then run the rows as one batch.
 
     In each layer all KV writes of the batch must come before all reads, since rows may share blocks that this same
     step fills.
@@ -177,6 +195,8 @@ class StepPlan(Message, tag="plan"):
     inits: list[SlotInit] = []
     freed_slots: list[int] = []
     masked: bool = False
+    encodes: list[Encode] = []
+    freed_entries: list[int] = []
 
 
 class Masks(Message, tag="masks"):
@@ -243,6 +263,8 @@ class Ready(Message, tag="ready"):
     short_length: the most tokens of a sequence whose rotary angles are those of short ones; 0: all are alike.
     num_states: state slots; 0: its layers keep no states. Running sequences own at most half of them, so
         there are at least 2. bytes_per_state: of one, over all layers.
+    source: what the encoder of an encoder-decoder reads; None: it is another model.
+    media: it encodes pictures or sound.
     """
 
     architecture: str
@@ -262,6 +284,8 @@ class Ready(Message, tag="ready"):
     short_length: int = 0
     num_states: int = 0
     bytes_per_state: int = 0
+    source: SourceInfo | None = None
+    media: bool = False
 
 
 class RowResult(Item):

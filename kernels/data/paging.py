@@ -19,7 +19,7 @@ own (`cpu/layout.h`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -52,6 +52,16 @@ class AttentionBatch:
     """The maximum number of tokens of a request in this step."""
     max_seq_len: int
     """The maximum number of tokens of a request in the cache."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Its tensors, in the order that `with_tensors` takes."""
+        return self.query_start_loc, self.seq_lens, self.block_table, self.slot_mapping
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> AttentionBatch:
+        """The batch with other tensors, such as their copies on a device."""
+        starts, lens, table, slots = tensors
+        return replace(self, query_start_loc=starts, seq_lens=lens, block_table=table, slot_mapping=slots)
 
 
 class KVScales(NamedTuple):

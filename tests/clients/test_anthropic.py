@@ -140,7 +140,7 @@ def test_a_tool_runner_has_two_rounds(scripted: str, streams: bool) -> None:
 
 def test_errors_are_the_client_s_own(client: anthropic.Anthropic) -> None:
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-    with pytest.raises(anthropic.BadRequestError, match="no images"):
+    with pytest.raises(anthropic.BadRequestError, match="no pictures"):
         ask(client, messages=[{"role": "user", "content": [image]}])
     with pytest.raises(anthropic.NotFoundError, match="there is no model"):
         ask(client, model="claude")

@@ -103,5 +103,5 @@ def test_errors_are_the_client_s_own(client: ollama.Client) -> None:
         client.pull("llama")
     with pytest.raises(ollama.ResponseError, match="generates"):
         client.embed("demo", "a")
-    with pytest.raises(ollama.ResponseError, match="no images"):
+    with pytest.raises(ollama.ResponseError, match="no pictures"):
         client.chat("demo", [{"role": "user", "content": "a", "images": [b"x"]}])

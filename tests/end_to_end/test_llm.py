@@ -115,7 +115,7 @@ def test_beam_search_finds_better_than_greedy(llm: LLM) -> None:
         ([4096], ValueError, "vocabulary"),
         ([1] * 1024, ValueError, "max_model_len|long"),
         (3.5, TypeError, "prompt"),
-        ({"prompt": "x", "multi_modal_data": {"image": 1}}, ValueError, "not supported"),
+        ({"prompt": "x", "multi_modal_data": {"image": 1}}, ValueError, "takes no pictures"),
     ],
 )
 def test_bad_prompts_are_refused_at_the_door(llm: LLM, prompt: Any, error: type, text: str) -> None:

@@ -113,7 +113,16 @@ class Driver:
             for i, p in enumerate(contents)
         ]
         inits = [
-            SlotInit(s.slot, s.prompt, len(s.prompt), [], s.params, s.seed, [], s.content.places())
+            SlotInit(
+                s.slot,
+                s.prompt,
+                len(s.prompt),
+                [],
+                s.params,
+                s.seed,
+                [],
+                s.content.places(m.data for m in s.content.encoded),
+            )
             for s in sequences
         ]
         for init, adapter in zip(inits, adapters or (), strict=False):

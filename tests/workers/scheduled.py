@@ -40,13 +40,16 @@ SETTINGS = (
 
 
 def run(
-    runner: Runner, setting: Setting, prompts: Sequence[list[int] | Prompt]
+    runner: Runner,
+    setting: Setting,
+    prompts: Sequence[list[int] | Prompt],
+    max_model_len: int = MAX_MODEL_LEN,
 ) -> tuple[list[list[int]], Scheduler]:
     """All prompts at once, twice over, so that the second round may find cached prefixes."""
     config = SchedulerConfig(
         num_blocks=setting.num_blocks,
         block_size=BLOCK_SIZE,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         max_num_seqs=8,
         max_num_batched_tokens=setting.budget,
         depth=setting.depth,
@@ -64,7 +67,7 @@ def run(
             b"test",
             key,
             0.0,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             share_prefixes=setting.share_prefixes,
             short_length=runner.model.short_length,
         )

@@ -33,6 +33,7 @@ from pagewire.workers.module.latent import LatentHeads
 from pagewire.workers.module.parallel_layers import DividedEmbedding, GatheredLinear
 from pagewire.workers.module.shards import Cut
 from pagewire.workers.module.transforms import LinearModule, QuantisedEmbedding
+from pagewire.workers.network.encoder_decoder import EncoderDecoder
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.module_base import ModuleBase, ModuleHead, ModuleScores
 from pagewire.workers.network.network import Network
@@ -81,6 +82,7 @@ class Targets:
                 "enable_lora: this encoder runs prompt by prompt, for which adapters are not served"
             )
         targets = cls(loaded.dtype, device, f"{model.path}." if model.path else "", cuts=loaded.cuts)
+        assert not isinstance(model.base, EncoderDecoder), "no adapters are served with one"
         if isinstance(model.base, Network):
             targets._add_network(model.base)
         else:

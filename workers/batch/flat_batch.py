@@ -15,6 +15,7 @@ from pagewire.ipc.wire.worker_messages import Row
 from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.kernels.data.states import StateBatch
 from pagewire.workers.batch.slots import Slots
+from pagewire.workers.caches.sources import SourceBatch
 from pagewire.workers.module.overlay import Overlay, overlay_of
 
 
@@ -73,17 +74,18 @@ class Batch:
     """Embeddings that rows bring; None if none does."""
     states: StateBatch | None = None
     """The state slots that rows read and write; None if the model's layers keep no states."""
+    sources: SourceBatch | None = None
+    """Of an encoder-decoder; None: of another model."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that the device reads, in the order that `with_tensors` takes."""
-        a = self.attention
-        about_attention = (a.query_start_loc, a.seq_lens, a.block_table, a.slot_mapping)
         about_tokens = (self.input_ids, self.positions, self.sample_indices, self.sample_slots)
         token_types = () if self.token_types is None else (self.token_types,)
         embeddings = () if self.overlay is None else (self.overlay.places, self.overlay.rows)
         states = () if self.states is None else (self.states.row_starts, self.states.spans)
-        return (*about_tokens, *about_attention, *token_types, *states, *embeddings)
+        sources = () if self.sources is None else self.sources.tensors
+        return (*about_tokens, *self.attention.tensors, *token_types, *states, *sources, *embeddings)
 
     def with_attention(self, attention: AttentionBatch) -> Batch:
         """The batch with another layout of its attention; itself if it has this one."""
@@ -91,12 +93,13 @@ class Batch:
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
         """A copy with other `tensors`, such as their copies on the device."""
-        input_ids, positions, sample_indices, sample_slots, starts, lens, table, kv_slots, *others = tensors
+        input_ids, positions, sample_indices, sample_slots, *others = tensors
+        attention, others = self.attention.with_tensors(others[:4]), others[4:]
         token_types = None if self.token_types is None else others.pop(0)
         states = None if self.states is None else StateBatch(others.pop(0), others.pop(0))
-        attention = replace(
-            self.attention, query_start_loc=starts, seq_lens=lens, block_table=table, slot_mapping=kv_slots
-        )
+        sources = self.sources
+        if sources is not None:
+            sources, others = sources.with_tensors(others[:10]), others[10:]
         return replace(
             self,
             input_ids=input_ids,
@@ -106,7 +109,8 @@ class Batch:
             attention=attention,
             token_types=token_types,
             states=states,
-            overlay=Overlay(*others) if others else None,
+            sources=sources,
+            overlay=Overlay(others[0], others[1]) if others else None,
         )
 
 
@@ -147,17 +151,18 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
     more = max(0, num_padded - len(rows))
     adapters = slots.adapters[slot_ids]
     places = query_start_loc[:-1].tolist()
+    attention = AttentionBatch(
+        query_start_loc=_padded(query_start_loc, more, num_tokens),
+        seq_lens=_padded(seq_lens.astype(np.int32), more),
+        block_table=_padded(block_table, more),
+        slot_mapping=_padded(kv_slot_mapping, more, -1),
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+    )
     return Batch(
         input_ids=_padded(input_ids, more),
         positions=_padded(positions + slots.long_from[token_slots], more),
-        attention=AttentionBatch(
-            query_start_loc=_padded(query_start_loc, more, num_tokens),
-            seq_lens=_padded(seq_lens.astype(np.int32), more),
-            block_table=_padded(block_table, more),
-            slot_mapping=_padded(kv_slot_mapping, more, -1),
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-        ),
+        attention=attention,
         sample_rows=sample_rows,
         sample_indices=torch.from_numpy(sample_indices),
         sample_slots=torch.from_numpy(slot_ids[sample_rows]),
@@ -169,6 +174,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
         sample_adapters=AdapterOrder.of(adapters[sample_rows]) if adapters.any() else None,
         overlay=overlay_of(rows, places),
         states=_states(rows, places) if rows[0].states else None,
+        sources=slots.source_batch(attention, rows),
     )
 
 

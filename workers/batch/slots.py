@@ -12,8 +12,11 @@ from torch import Tensor
 from pagewire.ipc.wire.items import Media
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.sources import SourceInfo
 from pagewire.ipc.wire.tasks import restore_tasks
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
+from pagewire.kernels.data.paging import AttentionBatch
+from pagewire.workers.caches.sources import SlotSource, SourceBatch
 from pagewire.workers.network.pooler import PoolingSlot
 from pagewire.workers.sample.logit_edits import NO_TOKEN
 from pagewire.workers.sample.sampler import SamplingSlot
@@ -29,6 +32,7 @@ class Slots:
         angles (`RotaryTable`); 0 for short ones. A sequence is long if its slot was filled with more tokens than
         `short_length`, unless that is 0.
     sampling: the sampler's state of each slot in use. pooling: likewise, of prompts that are pooled.
+    sources: likewise, of an encoder-decoder.
 
     with_histories: logits processors need the tokens of every sequence, not only of those that name one.
     num_extra_tokens: those that an adapter, by its index, brings behind the vocabulary; None: none do.
@@ -45,6 +49,7 @@ class Slots:
         num_extra_tokens: Callable[[int], int] | None = None,
         short_length: int = 0,
         with_histories: bool = False,
+        source_info: SourceInfo | None = None,
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size, self.vocab_size = block_size, vocab_size
@@ -58,6 +63,8 @@ class Slots:
         self.long_from: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.sampling: dict[int, SamplingSlot] = {}
         self.pooling: dict[int, PoolingSlot] = {}
+        self.sources: dict[int, SlotSource] = {}
+        self._source_info = source_info
 
     def in_vocabulary(self, token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Token ids for what knows no tokens of adapters: the last id of the vocabulary stands for these."""
@@ -71,6 +78,7 @@ class Slots:
         for slot in plan.freed_slots:
             self.sampling.pop(slot, None)
             self.pooling.pop(slot, None)
+            self.sources.pop(slot, None)
         restore_tasks(plan.inits)
         for init in plan.inits:
             self._fill(init)
@@ -91,10 +99,20 @@ class Slots:
         """Drop the state of all sequences."""
         self.sampling.clear()
         self.pooling.clear()
+        self.sources.clear()
+
+    def source_batch(self, batch: AttentionBatch, rows: Sequence[Row]) -> SourceBatch | None:
+        """The sources of a step's rows; None if the model is no encoder-decoder.
+
+        batch: its attention, on the host.
+        """
+        if self._source_info is None:
+            return None
+        return SourceBatch.of(batch, [self.sources.get(row.slot) for row in rows], self.block_size)
 
     def _fill(self, init: SlotInit) -> None:
-        if not all(medium.embeddings for medium in init.media):
-            raise ValueError("this worker takes no media but embeddings")
+        if self._source_info is not None and init.media:
+            self.sources[init.slot] = SlotSource.of(init.media[0], self._source_info)
         slot, num_tokens = init.slot, len(init.token_ids)
         self.tokens[slot, :num_tokens] = init.token_ids
         self.num_tokens[slot] = num_tokens
@@ -125,11 +143,15 @@ class Slots:
 
 
 def history(tokens: NDArray[np.int64], media: Sequence[Media]) -> NDArray[np.int64]:
-    """The tokens of a sequence as the sampler takes them: `NO_TOKEN` where media take the place of tokens."""
-    if not media:
+    """The tokens of a sequence as the sampler takes them: `NO_TOKEN` where embeddings take the place of tokens.
+
+    The tokens that stand for a picture count, as they do in transformers.
+    """
+    brought = [medium for medium in media if medium.embeddings]
+    if not brought:
         return tokens
     tokens = tokens.copy()
-    for medium in media:
+    for medium in brought:
         tokens[medium.start : medium.end] = NO_TOKEN
     return tokens
 

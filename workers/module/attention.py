@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -20,6 +21,7 @@ from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.states import StateBatch
 from pagewire.kernels.ops import paged_attention, store_kv
 from pagewire.workers.caches.kv import PAGE, KVShape, Pages
+from pagewire.workers.caches.sources import SourceBatch
 from pagewire.workers.caches.states import RecordedStates, StateShape, StepStates
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
@@ -27,6 +29,22 @@ from pagewire.workers.module.indexed import IndexedTokens
 from pagewire.workers.module.overlay import Overlay
 
 NAME = "pagewire"
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The three positions of a step's tokens, of time, height and width (M-RoPE).
+
+    positions: int64 [3, T]. of_element: int64 [rot_dim]: which of them turns each element of a head.
+    """
+
+    positions: Tensor
+    of_element: Tensor
+
+    def rows(self, table: Tensor) -> Tensor:
+        """The rows [T, rot_dim] of a table [P, rot_dim] of angles, each element at its own position."""
+        elements = torch.arange(table.shape[1], device=table.device)
+        return table[self.positions.index_select(0, self.of_element).T, elements]
 
 
 class RowsContext:
@@ -65,10 +83,13 @@ class StepContext(RowsContext):
         starts: the index in the batch of each request's first token, for a model that runs prompt by prompt.
         received: hidden states [T, H] of the stage before, which are overwritten; None where the model begins.
         states: of a model whose layers keep some; None: of another.
+        sources: of an encoder-decoder; None: of another.
+        axes: the three positions of each token, where they differ; None: `positions` are all there is.
     """
 
     __slots__ = (
         "_num_pages",
+        "axes",
         "batch",
         "caches",
         "first_layer",
@@ -76,6 +97,7 @@ class StepContext(RowsContext):
         "pages",
         "positions",
         "received",
+        "sources",
         "starts",
         "states",
         "token_types",
@@ -94,17 +116,25 @@ class StepContext(RowsContext):
         starts: Sequence[int] = (),
         received: Tensor | None = None,
         states: StepStates | None = None,
+        sources: SourceBatch | None = None,
+        axes: Axes | None = None,
     ) -> None:
         super().__init__(adapters)
         self.batch, self.positions, self.caches, self.first_layer = batch, positions, caches, first_layer
         self.overlay, self.token_types, self.starts, self.received = overlay, token_types, starts, received
-        self.states = states
+        self.states, self.sources, self.axes = states, sources, axes
         self.pages: Pages | None = None
         self._num_pages = 0
 
     def use(self, pages: Pages) -> None:
         """Take these for keys and values: the model encodes, and the batch is `in_pages`."""
         self.pages, self._num_pages = pages, sum(-(-length // PAGE) for length in self.lengths)
+
+    def within(self, batch: AttentionBatch, positions: Tensor) -> StepContext:
+        """The context of a part of the step's tokens, with the same caches."""
+        part = copy(self)
+        part.batch, part.positions = batch, positions
+        return part
 
     @property
     def lengths(self) -> list[int]:
@@ -129,6 +159,10 @@ class StepContext(RowsContext):
         if self.pages is not None:
             return self.pages.of(shape, self._num_pages, self.positions.device)
         return self.caches[layer - self.first_layer]
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, kv_slots: Tensor) -> None:
+        """Store keys [n, Hkv, D] and values [n, Hkv, Dv] of a layer to which only later calls attend."""
+        store_kv(keys, values, self.caches[layer - self.first_layer], kv_slots)
 
     def future(self, window: int | None) -> int:
         """How many keys after its own a query sees, given the layer's window.
@@ -160,6 +194,7 @@ class StepContext(RowsContext):
         alibi: Tensor | None = None,
         index: IndexedTokens | None = None,
         chunk: int | None = None,
+        relative_bias: Tensor | None = None,
     ) -> Tensor:
         """Store k [T, Hkv, D] and v [T, Hkv, Dv] of a layer, then attend with q [T, Hq, D]. Returns [T, Hq, Dv].
 
@@ -171,7 +206,8 @@ class StepContext(RowsContext):
         cache = self.cache(layer, shape, window or chunk)
         store_kv(k, v, cache, self.batch.slot_mapping)
         chosen = None if index is None else index.choose(layer, cache, self.batch)
-        terms = LogitTerms(window, self.future(window), softcap, sinks, alibi, chosen=chosen, chunk=chunk)
+        future = self.future(window)
+        terms = LogitTerms(window, future, softcap, sinks, alibi, relative_bias, chosen=chosen, chunk=chunk)
         return paged_attention(q, cache, self.batch, scale, terms)
 
 
@@ -196,6 +232,11 @@ def current_step() -> StepContext:
 def is_in_step() -> bool:
     """True while layers run in a step, so that attention is ours; False while the original module runs."""
     return isinstance(_running.rows, StepContext)
+
+
+def step_axes() -> Axes | None:
+    """The three positions of the running step's tokens, where they differ; None outside of a step."""
+    return step.axes if isinstance(step := _running.rows, StepContext) else None
 
 
 def current_adapters() -> AdapterRows | None:
@@ -244,13 +285,21 @@ class DryRunRecorder:
         positions: Tensor,
         starts: Sequence[int] = (),
         states: StateBatch | None = None,
+        sources: SourceBatch | None = None,
     ) -> StepContext:
-        """The context of a step that is recorded here; positions, starts: see `StepContext`.
+        """The context of a step that is recorded here; positions, starts, sources: see `StepContext`.
 
         states: the slots that its rows read and write; None: its layers may keep no states.
         """
-        self.calls.num_steps += 1
-        return _RecordingContext(batch, positions, starts, self, states)
+        self.calls.num_steps += sources is None or len(sources.targets) > 0
+        return _RecordingContext(batch, positions, starts, self, states, sources)
+
+    def cache(self, layer: int, shape: KVShape) -> Cache:
+        """The cache of a layer, which is made when it is first used."""
+        if layer not in self.caches:
+            shared = self.caches.get(self.sources.get(layer, layer))
+            self.caches[layer] = shared or shape.allocate(self.num_blocks, self.block_size, self.device)
+        return self.caches[layer]
 
     def kv_shapes(self, first_layer: int) -> list[KVShape]:
         """The shape of each layer's cache, from this layer on; empty if none attends.
@@ -276,9 +325,11 @@ class _RecordingContext(StepContext):
         starts: Sequence[int],
         recorder: DryRunRecorder,
         states: StateBatch | None,
+        sources: SourceBatch | None,
     ) -> None:
         own = None if states is None else recorder.states.step(states)
-        super().__init__(batch, positions, recorder.caches, starts=starts, states=own)  # type: ignore[arg-type]
+        super().__init__(batch, positions, starts=starts, states=own, sources=sources)
+        self.caches = recorder.caches  # type: ignore[assignment]
         self.recorder = recorder
         self._keys: dict[tuple[object, ...], tuple[int, Tensor, Tensor]] = {}
 
@@ -295,14 +346,12 @@ class _RecordingContext(StepContext):
     def cache(self, layer: int, shape: KVShape, window: int | None) -> Cache:
         if self.pages is not None:
             return super().cache(layer, shape, window)
-        recorder = self.recorder
-        recorder.calls.add(layer, shape, window)
-        if layer not in recorder.caches:
-            shared = recorder.caches.get(recorder.sources.get(layer, layer))
-            recorder.caches[layer] = shared or shape.allocate(
-                recorder.num_blocks, recorder.block_size, recorder.device
-            )
-        return super().cache(layer, shape, window)
+        self.recorder.calls.add(layer, shape, window)
+        return self.recorder.cache(layer, shape)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, kv_slots: Tensor) -> None:
+        self.recorder.cache(layer, KVShape.of(keys, values))
+        super().store(layer, keys, values, kv_slots)
 
 
 def attend(
@@ -317,12 +366,13 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: IndexedTokens | None = None,
+    position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls.
 
     query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv]; returns [1, T, Hq, Dv]. Keys and values may be
-    latents, see `latent.py`.
+    latents, see `latent.py`. position_bias: by distance float32 [Hq, 2 R], see `LogitTerms.relative_bias`.
 
     Raises:
         LoadError: the model builds a mask of its own, or runs several batches at once.
@@ -339,7 +389,16 @@ def attend(
     heads: Any = getattr(module, "latent_heads", None)
     q = q if heads is None else heads.queries(q)
     out = current_step().attend(
-        layer, q, k, v, scale, window=sliding_window, softcap=softcap, sinks=s_aux, index=indices
+        layer,
+        q,
+        k,
+        v,
+        scale,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        index=indices,
+        relative_bias=position_bias,
     )
     return (out if heads is None else heads.outputs(out))[None], None
 

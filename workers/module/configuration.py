@@ -209,7 +209,16 @@ def layer_configs(config: Any) -> Sequence[Any]:
     text = config.get_text_config()
     if getattr(text, "is_heterogeneous", False):
         return text.per_layer_config  # type: ignore[no-any-return]
-    return [text] * text.num_hidden_layers
+    return [text] * num_decoder_layers(config)
+
+
+def num_decoder_layers(config: Any) -> int:
+    """The number of layers that generate."""
+    if getattr(config, "is_encoder_decoder", False):  # `num_hidden_layers` is the encoder's
+        own = (getattr(config, name, None) for name in ("decoder_layers", "num_decoder_layers"))
+        return next(number for number in own if isinstance(number, int))
+    number: int = config.get_text_config().num_hidden_layers
+    return number
 
 
 def layer_windows(config: Any) -> list[tuple[str, int] | None]:

@@ -15,10 +15,14 @@ from pagewire.ipc.wire.worker_messages import Row
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """Embeddings float32 [n, E], and the places int64 [n] of their tokens in the batch."""
+    """Embeddings float32 [n, E], and the places int64 [n] of their tokens in the batch.
+
+    deep: [n, E] for each of a model's first layers, which is added to its result at these places.
+    """
 
     places: Tensor
     rows: Tensor
+    deep: Sequence[Tensor] = ()
 
     def over(self, embedded: Tensor) -> Tensor:
         """A copy of the embeddings [..., T, E] of a batch with these in their places, rounded to the same dtype."""
@@ -26,6 +30,16 @@ class Overlay:
             0, self.places, self.rows.to(embedded.dtype)
         )
         return laid.view(embedded.shape)
+
+
+def both(brought: Overlay | None, encoded: Overlay | None) -> Overlay | None:
+    """The embeddings that rows bring, and those that the encoder has made, on one device."""
+    if brought is None or encoded is None:
+        return encoded if brought is None else brought
+    rows = torch.cat([brought.rows, encoded.rows.float()])
+    nothing = torch.zeros_like(brought.rows)
+    deep = [torch.cat([nothing, layer.float()]) for layer in encoded.deep]
+    return Overlay(torch.cat([brought.places, encoded.places]), rows, deep)
 
 
 def overlay_of(rows: Sequence[Row], starts: Sequence[int]) -> Overlay | None:

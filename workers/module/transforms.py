@@ -16,6 +16,7 @@ from pagewire.kernels.dispatch import as_they_are
 from pagewire.kernels.linear import Linear, Weight, dense
 from pagewire.kernels.ops import rms_norm
 from pagewire.workers.errors import LoadError
+from pagewire.workers.module.attention import step_axes
 from pagewire.workers.module.matrices import is_linear, is_plain_embedding
 from pagewire.workers.module.parallel_layers import (
     DividedEmbedding,
@@ -203,8 +204,10 @@ class RotaryTable(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The rotary module's output for position_ids [1, T], which are rows of the table: tensors [1, T, ...].
 
-        Position_ids may be [n, 1, T], of height, width and so on, which for text are all the same.
+        Position_ids may be [3, 1, T], of time, height and width, which for text are all the same.
         """
+        if (axes := step_axes()) is not None:
+            return tuple(axes.rows(part[0])[None] for part in self.table(x, *args, **kwargs))
         table = self.table(x, *args, **kwargs)
         index = position_ids.flatten()[: position_ids.shape[-1]]
         if isinstance(table, Tensor):

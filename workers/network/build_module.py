@@ -33,6 +33,7 @@ from pagewire.workers.module.replaced_methods import replace_methods
 from pagewire.workers.module.text_base import takes_more_than_text
 from pagewire.workers.module.weights import CheckpointWeights, Quantise, Weights, keep
 from pagewire.workers.network.rehearsal import rehearse
+from pagewire.workers.seq2seq.methods import replace_coders
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -104,6 +105,8 @@ class OwnClass:
 
 
 CAUSAL = ModelClass("AutoModelForCausalLM")
+SEQ2SEQ = ModelClass("AutoModelForSeq2SeqLM")
+SPEECH = ModelClass("AutoModelForSpeechSeq2Seq")
 BASE = ModelClass("AutoModel", has_head=False)
 CLASSIFIER = ModelClass("AutoModelForSequenceClassification")
 TOKEN_CLASSIFIER = ModelClass("AutoModelForTokenClassification")
@@ -232,6 +235,7 @@ def _changed(module: Any, kind: ModelClass) -> Any:
             "model"  # Llama 4's class names the part of a checkpoint that has all of it
         )
     replace_methods(module)
+    replace_coders(module)
     return module
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pagewire.ipc.wire.sources import SourceInfo
 from pagewire.kernels.data.paging import Cache, KVScales
 from pagewire.workers.caches.kv import KVShape, allocate_caches
 from pagewire.workers.caches.states import StateShape
@@ -42,6 +43,7 @@ class LoadedModel:
         empty for 1.
     state_shapes: of the states of all layers, in the order in which layers ask for them.
     short_length: see `transforms.short_length`. pooler: of a model that pools; None: it generates.
+    source: what the encoder of an encoder-decoder reads; None: it is another model.
     cuts: how parameters are divided over the ranks, by name; what is not there, every rank has as a whole.
     """
 
@@ -57,6 +59,7 @@ class LoadedModel:
     state_shapes: list[StateShape] = field(default_factory=list)
     short_length: int = 0
     pooler: Pooler | None = None
+    source: SourceInfo | None = None
     cuts: dict[str, Cut] = field(default_factory=dict)
 
     def allocate(self, num_blocks: int, block_size: int, device: Device) -> list[Cache]:

@@ -20,10 +20,12 @@ import torch
 from torch import nn
 
 from pagewire.ipc.host.heap import release_spare_memory
+from pagewire.ipc.wire.sources import SOUND, SourceInfo, filled
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.kernels.data.paging import KVScales
 from pagewire.kernels.experts import GroupedExperts
+from pagewire.workers.caches.sources import Features
 from pagewire.workers.checkpoint.kv_scales import kv_scales
 from pagewire.workers.device.interface import Device, KernelNeeds
 from pagewire.workers.errors import DisprovenError, LoadError
@@ -33,6 +35,7 @@ from pagewire.workers.module.configuration import (
     head_dims,
     load_config,
     log_dtype,
+    num_decoder_layers,
     resolve_dtype,
     resolve_kv_dtype,
     state_layers,
@@ -59,6 +62,7 @@ from pagewire.workers.module.transforms import (
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.build import build_network
 from pagewire.workers.network.build_module import build_module
+from pagewire.workers.network.encoder_decoder import EncoderDecoder
 from pagewire.workers.network.loaded import LoadedModel, Phases
 from pagewire.workers.network.model import Head, Model
 from pagewire.workers.network.module_base import (
@@ -87,6 +91,8 @@ from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.shares import stage_layers
 from pagewire.workers.ranks.single import shards_of
 from pagewire.workers.ranks.stages import Stage
+from pagewire.workers.seq2seq.lengths import check_served as check_seq2seq
+from pagewire.workers.seq2seq.lengths import sound_features, source_info
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -96,7 +102,7 @@ class ModelSettings:
     """What a model is to be, as far as its configuration says.
 
     spec: how it pools; None: it generates. scales: see `kv_scales`. max_len: tokens of a request; 0 for an encoder,
-    whose module has its positions.
+    whose module has its positions. source: of an encoder-decoder; None: it is another model.
     """
 
     config: Any
@@ -105,6 +111,7 @@ class ModelSettings:
     kv_dtype: torch.dtype
     scales: list[KVScales]
     max_len: int
+    source: SourceInfo | None = None
 
     @classmethod
     def of(cls, worker_config: WorkerConfig, device: Device) -> ModelSettings:
@@ -121,11 +128,16 @@ class ModelSettings:
         kv_dtype = resolve_kv_dtype(worker_config.kv_cache_dtype, dtype, device)
         if spec is not None and spec.encoder:
             return cls(config, spec, dtype, kv_dtype, [], 0)
-        if spec is None and takes_more_than_text(config):
+        if spec is None and takes_more_than_text(config) and not worker_config.media:
             logger.info(
                 "%s is served for text only: pictures, videos and sound are not taken", config.model_type
             )
-        scales = kv_scales(worker_config, kv_dtype, config.get_text_config().num_hidden_layers)
+        scales = kv_scales(worker_config, kv_dtype, num_decoder_layers(config))
+        if getattr(config, "is_encoder_decoder", False):
+            check_seq2seq(worker_config, config)
+            source = source_info(worker_config, config)
+            max_len = filled(source.max_tokens, worker_config.block_size) + source.max_target_tokens
+            return cls(config, spec, dtype, kv_dtype, scales, max_len, source)
         max_len = max_length(worker_config, config, spec)
         without_long_chunks(config, max_len)
         return cls(config, spec, dtype, kv_dtype, scales, max_len)
@@ -174,7 +186,7 @@ def load_model(
         saved = ShardedState(worker_config, config, collective, stage)
         weights = saved.weights(dtype)
     else:
-        weights = build_module(worker_config, config, dtype, device, module_class(spec))
+        weights = build_module(worker_config, config, dtype, device, module_class(spec, settings.source))
     device.prepare(settings.kernel_needs)
     module = weights.causal
     base = module.get_submodule(base_path(module))
@@ -183,7 +195,9 @@ def load_model(
     if settings.encodes:
         assert spec is not None
         settings = replace(settings, max_len=max_prompt(worker_config, config, spec, base))
-    run, expected = reference(settings, weights, base, device, collective, saved)
+    hears = settings.source is not None and settings.source.kind == SOUND
+    features = sound_features(worker_config, config)[0] if hears else None
+    run, expected = reference(settings, weights, base, device, collective, saved, features)
     vocab_size = vocabulary_size(module, expected, spec)
     forget_mapped_files(worker_config.model_path)  # packing reads them again
     phases.end("reference")
@@ -192,7 +206,7 @@ def load_model(
     turn = partial(own_turn, collective, parallel)
     apart = worker_config.lora is not None and settings.encodes
     parts = Transformation(
-        weights, spec, run, expected, settings.max_len, device, collective, stage, turn, apart
+        weights, spec, run, expected, settings.max_len, device, collective, stage, turn, apart, features
     )
     model, shapes = parts.proven_model()
     num_bytes = weight_bytes(model, parts.scores)
@@ -216,6 +230,7 @@ def load_model(
         pooler=None
         if spec is None
         else make_pooler(worker_config, settings, spec, base, parts.scores, device),
+        source=settings.source,
         cuts={} if shards is None else shards.cuts,
     )
 
@@ -254,6 +269,7 @@ def reference(
     device: Device,
     collective: Collective,
     saved: ShardedState | None,
+    features: Features | None,
 ) -> tuple[DryRun, Expected]:
     """The requests by which a model is proven, and what its module makes of them before anything is replaced.
 
@@ -272,13 +288,16 @@ def reference(
     if not settings.encodes:
         run = replace(run, short_length=short_length(module, num_positions))
     if saved is None:
-        expected = Expected.of(weights, run, device, collective, pools=settings.spec is not None)
+        pools = settings.spec is not None
+        expected = Expected.of(weights, run, device, collective, pools=pools, features=features)
     tabulate_rotary(module, num_positions, run.short_length)
     return run, expected
 
 
 def dry_run(config: Any, base: Any, settings: ModelSettings) -> DryRun:
     """The requests by which a model is proven."""
+    if settings.source is not None:
+        return DryRun.with_sources(config.vocab_size, settings.source, settings.max_len)
     if settings.encodes:
         return DryRun.whole(config.vocab_size, settings.max_len, position_offset(base))
     return DryRun.make(config.get_text_config().vocab_size, settings.max_len)
@@ -334,7 +353,8 @@ class Transformation:
     """Makes a model of a module, which it takes apart, and proves it.
 
     weights, run, expected: the module's, and what it computes. stage: of a pipeline. turn: a context for packing,
-    which takes memory. apart: linear layers must stay modules, so it may not become a network.
+    which takes memory. apart: linear layers must stay modules, so it may not become a network. features: of an
+    encoder-decoder that hears.
 
     scores: the classifier behind the base, which is proven with the model; None: there is none.
     """
@@ -349,8 +369,10 @@ class Transformation:
     stage: Stage | None
     turn: Callable[[], AbstractContextManager[None]]
     apart: bool = False
+    features: Features | None = None
     scores: ModuleScores | None = None
     _head: ModuleHead | None = None
+    _coders: tuple[Any, Any] | None = None
     _path: str = field(init=False)
     _base: Any = field(init=False)
     _dtype: torch.dtype = field(init=False)
@@ -365,6 +387,8 @@ class Transformation:
         self._packed = not self._encodes or replaces_attention(self._base)
         if self._packed:
             module.set_attn_implementation(attention.NAME)
+        if getattr(self.weights.causal.config, "is_encoder_decoder", False):
+            self._coders = self._base.encoder, self._base.decoder
         if self.spec is None:
             self._head = ModuleHead(module, self._arithmetic)
         elif self._base is not module and hasattr(module, module.base_model_prefix):
@@ -410,16 +434,20 @@ class Transformation:
     def _network(self) -> Network | None:
         """The network, with what is behind it transformed; None if the module has another structure."""
         device = self.device.torch_device
-        if self.apart:
+        if self.apart or self._coders is not None:
             return None
         network = build_network(self._base, self.weights, device, self.stage, encodes=self._encodes)
         if network is not None:
             self._transform_behind()
         return network
 
-    def _module_base(self) -> ModuleBase:
+    def _module_base(self) -> ModuleBase | EncoderDecoder:
         """The base, or this rank's part, transformed module by module."""
         cut = None
+        if self._coders is not None:
+            for module in self._coders:
+                transform_parts(module, self.weights, self.device.torch_device)
+            return EncoderDecoder(*self._coders, self._arithmetic, self.features)
         if self.weights.shards is not None:
             fit_modules(self._base, self._path, self.weights.shards)
         if self.stage is not None:
@@ -437,7 +465,7 @@ class Transformation:
         for name, _ in list(behind.named_children()):
             setattr(behind, name, nn.Identity())
 
-    def _proven(self, base: Network | ModuleBase) -> tuple[Model, MemoryShapes]:
+    def _proven(self, base: Network | ModuleBase | EncoderDecoder) -> tuple[Model, MemoryShapes]:
         """A model with this base, and the shapes of what its layers keep.
 
         Raises:
@@ -492,6 +520,8 @@ def weight_bytes(model: Model, scores: ModuleScores | None) -> int:
     total = 0
     if isinstance(base, ModuleBase):
         modules.append(base.module)
+    elif isinstance(base, EncoderDecoder):
+        modules += base.modules
     else:
         total += base.num_bytes
         tables = base.embedding

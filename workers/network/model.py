@@ -13,6 +13,7 @@ from pagewire.kernels.linear import Linear
 from pagewire.workers.caches.kv import Pages, in_pages
 from pagewire.workers.module.attention import RowsContext, StepContext
 from pagewire.workers.module.overlay import embedding_size, laid_over
+from pagewire.workers.network.encoder_decoder import EncoderDecoder
 from pagewire.workers.network.module_base import ModuleBase, ModuleHead
 from pagewire.workers.network.network import Network
 from pagewire.workers.ranks.stages import Stage
@@ -27,7 +28,7 @@ class Model:
     A rank of a group has its part of both.
     """
 
-    base: Network | ModuleBase
+    base: Network | ModuleBase | EncoderDecoder
     head: Head | None
     """Hidden states [n, H] to logits [n, V]; None where a later stage has it, or the states are pooled."""
     path: str = ""
@@ -79,6 +80,8 @@ class Model:
     @property
     def embedding_size(self) -> int:
         """Numbers of an embedding that may take the place of a token's; 0: none may."""
+        if isinstance(self.base, EncoderDecoder):
+            return 0
         if isinstance(self.base, ModuleBase):
             # Where each prompt looks up its own tokens, none may.
             return embedding_size(self.base.module) if self.base.packed else 0

@@ -94,10 +94,26 @@ class ModuleBase:
             if self.encodes:
                 return self._encoded(input_ids, positions, step)
 
+            at = positions[None] if step.axes is None else step.axes.positions[:, None]
+            deep = self._deep(step, input_ids)
+
             def forward() -> Any:
-                return self.module(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+                return self.module(input_ids=input_ids[None], position_ids=at, use_cache=False, **deep)
 
             return forward()[0][0] if self.cut is None else self.cut.run(forward, step.received)
+
+    def _deep(self, step: StepContext, input_ids: Tensor) -> dict[str, Any]:
+        """Arguments with what is added to the results of the first layers, where an encoder has made such."""
+        overlay = step.overlay
+        if overlay is None or not overlay.deep:
+            return {}
+        mask = torch.zeros_like(input_ids, dtype=torch.bool)
+        mask[overlay.places] = True
+        order = overlay.places.argsort()
+        return {
+            "visual_pos_masks": mask[None],
+            "deepstack_visual_embeds": [layer[order].to(self.module.dtype) for layer in overlay.deep],
+        }
 
     def _encoded(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         inputs = {"input_ids": input_ids, "position_ids": positions}
@@ -121,12 +137,17 @@ class ModuleHead:
     def __init__(self, causal: Any, arithmetic: Arithmetic) -> None:
         self.module, self._arithmetic = causal, arithmetic
         prefix = causal.base_model_prefix
-        setattr(causal, prefix, BaseStub(getattr(causal, prefix)))
+        # T5's encoder and decoder stand in the causal module itself.
+        for name in (prefix,) if hasattr(causal, prefix) else ("encoder", "decoder"):
+            setattr(causal, name, BaseStub(getattr(causal, name)))
+        accepts = inspect.signature(causal.forward).parameters
+        self._inputs = [n for n in ("inputs_embeds", "decoder_inputs_embeds") if n in accepts]
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, H]."""
         with self._arithmetic():
-            return self.module(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+            inputs = dict.fromkeys(self._inputs, hidden[None])
+            return self.module(**inputs, use_cache=False).logits[0]  # type: ignore[no-any-return]
 
     def shortened(self, device: torch.device, dtype: torch.dtype) -> tuple[ModuleHead | Linear, str]:
         """The output layer alone where its product is all that the causal module does, to the bit; and its name.
@@ -199,9 +220,17 @@ class BaseStub(nn.Module):
         self.vocabulary_mapping = getattr(base, "vocabulary_mapping", None)
         """Which tokens are parts of pictures: Chameleon's head gives them no chance."""
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseStubOutput:
-        """`inputs_embeds` in the form of a base model's output."""
-        return BaseStubOutput((inputs_embeds,))
+    def forward(
+        self,
+        *_: Any,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        **__: Any,
+    ) -> BaseStubOutput:
+        """The embeddings that it is given, in the form of a base model's output."""
+        states = decoder_inputs_embeds if inputs_embeds is None else inputs_embeds
+        assert states is not None, "a head runs on states"
+        return BaseStubOutput((states,))
 
     @property
     def decoder(self) -> BaseStub:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pagewire.kernels.data.layer import Angles, LayerNorm
 from pagewire.kernels.ops import layer_norm
-from pagewire.kernels.stack import Stack
+from pagewire.kernels.stack import Additions, Stack
 from pagewire.workers.caches.kv import KVShape
-from pagewire.workers.module.attention import StepContext
+from pagewire.workers.module.attention import Axes, StepContext
 
 
 @dataclass
@@ -90,8 +90,10 @@ class Network:
         """The module that looks tokens up; None where there is none."""
         return None if self.embedding is None else self.embedding.words
 
-    def angles_at(self, positions: Tensor) -> list[Angles]:
-        """Cosines and sines [T, rot_dim] at positions int64 [T], of each kind."""
+    def angles_at(self, positions: Tensor, axes: Axes | None = None) -> list[Angles]:
+        """Cosines and sines [T, rot_dim] at positions int64 [T], of each kind. axes: where tokens have three."""
+        if axes is not None:
+            return [(axes.rows(cos), axes.rows(sin)) for cos, sin in self.angles]
         return [(cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in self.angles]
 
     def __call__(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
@@ -100,8 +102,13 @@ class Network:
         if states is None:
             assert self.embedding is not None, "a stage that has no embedding is behind another one"
             states = self.embedding(input_ids, positions, step)
-        angles = self.angles_at(positions)
+        angles = self.angles_at(positions, step.axes)
         caches = [step.cache(place.layer, place.shape, place.window) for place in self.places]
         self.tapped = {number: torch.empty_like(states) for number in self.taps}
-        normed = self.stack(states, step.batch, caches, angles, taps=self.tapped)
+        overlay = step.overlay
+        if overlay is None or not overlay.deep or step.received is not None:
+            normed = self.stack(states, step.batch, caches, angles, taps=self.tapped)
+        else:
+            deep = Additions(overlay.places, [layer.to(states.dtype) for layer in overlay.deep])
+            normed = self.stack.with_additions(states, step.batch, caches, angles, self.tapped, deep)
         return normed if self.is_last else states

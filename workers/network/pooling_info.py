@@ -7,10 +7,19 @@ from typing import Any
 
 from pagewire.ipc.files.hub import read_configs
 from pagewire.ipc.wire.pooling import PoolerConfig, PoolingInfo
+from pagewire.ipc.wire.sources import SOUND, SourceInfo
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.configuration import resolve_max_model_len
-from pagewire.workers.network.build_module import BASE, CAUSAL, CLASSIFIER, TOKEN_CLASSIFIER, ModelClass
+from pagewire.workers.network.build_module import (
+    BASE,
+    CAUSAL,
+    CLASSIFIER,
+    SEQ2SEQ,
+    SPEECH,
+    TOKEN_CLASSIFIER,
+    ModelClass,
+)
 from pagewire.workers.network.module_base import position_offset, takes_token_types
 from pagewire.workers.network.pooling_spec import PoolingSpec, pools, read_spec
 
@@ -41,8 +50,13 @@ def spec_of(worker_config: WorkerConfig) -> PoolingSpec | None:
     return spec
 
 
-def module_class(spec: PoolingSpec | None) -> ModelClass:
-    """The class of transformers whose modules pool so; None: that of models which generate."""
+def module_class(spec: PoolingSpec | None, source: SourceInfo | None = None) -> ModelClass:
+    """The class of transformers whose modules pool so; None: that of models which generate.
+
+    source: of an encoder-decoder.
+    """
+    if source is not None:
+        return SPEECH if source.kind == SOUND else SEQ2SEQ
     if spec is None:
         return CAUSAL
     return BASE if spec.head or spec.token_head else CLASSES[spec.kind]

@@ -21,6 +21,7 @@ from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.kernels.data.states import StateBatch
 from pagewire.kernels.data.weight import Scheme
 from pagewire.workers.caches.kv import KVShape
+from pagewire.workers.caches.sources import SourceBatch
 from pagewire.workers.caches.states import StateShape
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
@@ -30,6 +31,7 @@ from pagewire.workers.module.configuration import (
     FEED_FORWARD_LAYERS,
     STATE_LAYERS,
     layer_windows,
+    num_decoder_layers,
 )
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.text_base import picture_layers
@@ -37,12 +39,11 @@ from pagewire.workers.module.transforms import tolerance
 from pagewire.workers.network.model import Model
 from pagewire.workers.network.module_base import ModuleScores
 from pagewire.workers.network.pooling_spec import PoolingSpec
-from pagewire.workers.network.reference import LENGTHS, DryRun, Expected
+from pagewire.workers.network.reference import BLOCK, LENGTHS, DryRun, Expected
 from pagewire.workers.ranks.interface import Collective
 
 logger = logging.getLogger("pagewire.worker")
 
-BLOCK = 16
 REQUEST_FACTOR = 3  # in a request of a few tokens, one that goes to other experts weighs as much more
 ROUNDED = 0.15  # permitted difference of logits where activations are rounded
 INDEXED = {"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text"}
@@ -77,7 +78,7 @@ def check_config(config: Any) -> None:
     if not hasattr(text, "num_hidden_layers"):
         raise refuse(config, "its configuration describes no layers of a language model")
     if getattr(config, "is_encoder_decoder", False):
-        raise refuse(config, "it is an encoder-decoder model")
+        return  # `seq2seq.lengths` says which are served
     if getattr(type(config), "is_encoder_decoder", False) and config.model_type not in PLACED_DECODERS:
         raise refuse(
             config, "it is the decoder of an encoder-decoder model, which counts positions by its own cache"
@@ -117,16 +118,17 @@ def results(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]
         ids = torch.cat([t[p] for t, p in zip(run.token_ids, places, strict=True)])
         # A model that encodes counts from its own first position.
         positions = torch.cat([p if model.encodes else run.rows(i, p) for i, p in enumerate(places)])
-        batch = model.laid_out(dry_batch(places, done), positions)
+        batch = model.laid_out(dry_batch(places, done, run.num_blocks), positions)
         starts = batch.query_start_loc[:-1].tolist()
-        about_attention = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
         states = dry_states(lengths, slots)
         of_states = (states.row_starts, states.spans)
-        uploaded = recorder.device.upload([ids, positions, *about_attention, *of_states])
-        ids, positions, query_start_loc, lens, table, kv_slots, row_starts, spans = uploaded
-        longest = batch.max_query_len, batch.max_seq_len
-        batch = AttentionBatch(query_start_loc, lens, table, kv_slots, *longest)
-        step = recorder.step(batch, positions, starts, StateBatch(row_starts, spans))
+        sources = SourceBatch.of(batch, run.sources, BLOCK) if run.sources else None
+        of_sources = [] if sources is None else sources.tensors
+        uploaded = recorder.device.upload([ids, positions, *batch.tensors, *of_states, *of_sources])
+        ids, positions, *of_batch = uploaded
+        batch = batch.with_tensors(of_batch[:4])
+        sources = None if sources is None else sources.with_tensors(of_batch[6:])
+        step = recorder.step(batch, positions, starts, StateBatch(*of_batch[4:6]), sources)
         step.received = model.received(len(ids))
         hidden = model.hidden_states(ids, step)
         if not model.is_last:
@@ -134,14 +136,16 @@ def results(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]
         rows = (hidden if model.head is None else model.logits(hidden)).cpu()
         for part, own in zip(parts, torch.split(rows, list(lengths)), strict=True):
             part.append(own)
-    return [torch.cat(part) for part in parts if part]
+    whole = [torch.cat(part) for part in parts if part]
+    return [rows[run.first_target :] for rows in whole] if run.sources else whole
 
 
-def dry_batch(places: list[Tensor], seq_lens: list[int]) -> AttentionBatch:
-    """A batch of requests with 3 interleaved KV blocks each. places: each request's tokens, as indices into it."""
+def dry_batch(places: list[Tensor], seq_lens: list[int], num_blocks: int = 3) -> AttentionBatch:
+    """A batch of requests with interleaved KV blocks. places: each request's tokens, as indices into it."""
     num_requests = len(places)
     lengths = torch.tensor([len(p) for p in places])
-    table = torch.arange(3 * num_requests, dtype=torch.int32).view(3, num_requests).T.contiguous()
+    table = torch.arange(num_blocks * num_requests, dtype=torch.int32).view(num_blocks, num_requests)
+    table = table.T.contiguous()
     kv_slots = [table[r][p // BLOCK].long() * BLOCK + p % BLOCK for r, p in enumerate(places)]
     return AttentionBatch(
         query_start_loc=torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(),
@@ -191,7 +195,7 @@ def prove(
         LoadError: the architecture is not supported; the text says why. If all ranks of the group raise it, it is a
             `DisprovenError`.
     """
-    recorder = DryRunRecorder(3 * len(LENGTHS), BLOCK, device, NUM_STATES)
+    recorder = DryRunRecorder(run.num_blocks * len(LENGTHS), BLOCK, device, NUM_STATES)
     attends = "packed prompts do" if model.encodes else "paged attention does"
     try:
         actual = results(model, run, recorder)
@@ -254,7 +258,7 @@ def permitted_difference(dtype: torch.dtype, schemes: Iterable[Scheme]) -> float
 def attending_layers(config: Any) -> set[int]:
     """The numbers of the decoder layers that attend to text."""
     text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None) or ["attention"] * text.num_hidden_layers
+    kinds = getattr(text, "layer_types", None) or ["attention"] * num_decoder_layers(config)
     return {layer for layer, kind in enumerate(kinds) if kind in ATTENTION_LAYERS} - picture_layers(config)
 
 

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagewire.ipc.wire.codec import Tensor as PlainTensor
+from pagewire.ipc.wire.sources import SOUND, SourceInfo, filled
+from pagewire.workers.caches.sources import Features, SlotSource
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import first_line
 from pagewire.workers.module.lockstep import Lockstep
@@ -21,6 +24,11 @@ from pagewire.workers.ranks.interface import Collective
 
 logger = logging.getLogger("pagewire.worker")
 
+BLOCK = 16
+"""Tokens of a KV block in a dry run."""
+SOURCES = (13, 7)
+"""Tokens of the texts that are sources."""
+SOUND_SECONDS = 2
 LENGTHS = (20, 9)
 """Tokens of each request. The first starts at position 0, the second ends at the last possible position."""
 CHUNKS = ((12, 0), (5, 9), (3, 0))
@@ -33,12 +41,17 @@ class DryRun:
     """The requests of a dry run: token ids int64 [n] of each, and the position of its first token.
 
     chunks: tokens of each request in each of the steps. short_length: see `transforms.short_length`.
+    num_blocks: KV blocks of a request. sources: of an encoder-decoder, with which requests begin, up to the token
+    `first_target`.
     """
 
     token_ids: list[Tensor]
     offsets: list[int]
     chunks: tuple[tuple[int, ...], ...] = CHUNKS
     short_length: int = 0
+    num_blocks: int = 3
+    sources: tuple[SlotSource, ...] = ()
+    first_target: int = 0
 
     @property
     def end(self) -> int:
@@ -59,6 +72,25 @@ class DryRun:
         generator = torch.Generator().manual_seed(0)
         token_ids = [torch.randint(0, vocab_size, (n,), generator=generator) for n in LENGTHS]
         return cls(token_ids, [0, max(0, max_model_len - LENGTHS[1])])
+
+    @classmethod
+    def with_sources(cls, vocab_size: int, info: SourceInfo, max_len: int) -> DryRun:
+        """Random sources, and random targets behind them, of which one is as long as the other is short."""
+        generator = torch.Generator().manual_seed(0)
+        hears = info.kind == SOUND
+        lengths = [info.max_tokens] * len(LENGTHS) if hears else [min(n, BLOCK) for n in SOURCES]
+        first = filled(max(lengths), BLOCK)
+        targets = [min(n, info.max_target_tokens) for n in LENGTHS]
+        ids = [torch.randint(5, vocab_size, (first + n,), generator=generator) for n in targets]
+        sounds = [sound_of(info, generator) if hears else None for _ in lengths]
+        return cls(
+            ids,
+            [0] * len(ids),
+            ((first,) * len(ids), *CHUNKS),
+            num_blocks=first // BLOCK + 2,
+            sources=tuple(map(SlotSource, lengths, sounds)),
+            first_target=first,
+        )
 
     @classmethod
     def whole(cls, vocab_size: int, max_model_len: int, first_position: int) -> DryRun:
@@ -82,9 +114,16 @@ class Expected:
 
     @classmethod
     def of(
-        cls, weights: Weights, run: DryRun, device: Device, collective: Collective, *, pools: bool
+        cls,
+        weights: Weights,
+        run: DryRun,
+        device: Device,
+        collective: Collective,
+        *,
+        pools: bool,
+        features: Features | None = None,
     ) -> Expected:
-        """Computed by rank 0, for all ranks.
+        """Computed by rank 0, for all ranks. features: of an encoder-decoder that hears.
 
         Raises:
             LoadError: on rank 0, the module's forward pass fails.
@@ -92,9 +131,12 @@ class Expected:
         results: list[Tensor] = []
         scores: list[Tensor] = []
         if collective.rank == 0:
-            results, scores = (
-                reference_states(weights, run) if pools else (reference_logits(weights, run), [])
-            )
+            if pools:
+                results, scores = reference_states(weights, run)
+            elif run.sources:
+                results = target_logits(weights, run, features)
+            else:
+                results = reference_logits(weights, run)
         return cls(*(from_first(tensors, collective, device) for tensors in (results, scores)))
 
 
@@ -105,30 +147,61 @@ def reference_logits(weights: Weights, run: DryRun) -> list[Tensor]:
         output = weights.causal(input_ids=ids, position_ids=positions, use_cache=False)
         return output.logits[0]  # type: ignore[no-any-return]
 
-    return reference(weights, run, forward)
+    return reference(weights, passes_of(weights, run, forward))
 
 
-def reference(weights: Weights, run: DryRun, forward: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+def target_logits(weights: Weights, run: DryRun, features: Features | None) -> list[Tensor]:
+    """Logits [n, V] of the target of each request by the original module of an encoder-decoder; see `reference`.
+
+    features: of a model that hears.
+    """
+    causal = weights.causal
+
+    @torch.inference_mode()
+    def logits(token_ids: Tensor, source: SlotSource) -> Tensor:
+        device = causal.get_output_embeddings().weight.device
+        inputs = (
+            {"input_ids": token_ids[None, : source.length].to(device)}
+            if features is None
+            else {"input_features": features(source).to(device, causal.dtype)}
+        )
+        target = token_ids[None, run.first_target :].to(device)
+        return causal(**inputs, decoder_input_ids=target, use_cache=False).logits[0].cpu()  # type: ignore[no-any-return]
+
+    requests = zip(run.token_ids, run.sources, strict=True)
+    return reference(weights, [partial(logits, *request) for request in requests])
+
+
+def passes_of(
+    weights: Weights, run: DryRun, forward: Callable[[Tensor, Tensor], Tensor]
+) -> list[Callable[[], Tensor]]:
+    """A pass of a module for each request.
+
+    forward: of the module, with token ids and positions int64 [1, n]; gives a tensor [n, ...].
+    """
+    causal = weights.causal
+
+    @torch.inference_mode()
+    def one_pass(ids: Tensor, offset: int) -> Tensor:
+        device = causal.get_input_embeddings().weight.device
+        positions = torch.arange(offset, offset + len(ids), device=device)[None]
+        return forward(ids[None].to(device), positions).cpu()
+
+    return [partial(one_pass, *request) for request in zip(run.token_ids, run.offsets, strict=True)]
+
+
+def reference(weights: Weights, passes: list[Callable[[], Tensor]]) -> list[Tensor]:
     """What the original module makes of each request.
 
     The module's weights are read layer by layer, so it never needs to be in memory as a whole; both requests run a
     layer before the next one is read.
 
-    forward: of the module, with token ids and positions int64 [1, n]; gives a tensor [n, ...]. It is called in
-    several threads; one runs at a time.
+    passes: of the module, one for each request. They are called in several threads; one runs at a time.
 
     Raises:
         LoadError: the module's forward pass fails.
     """
     causal = weights.causal
-
-    @torch.inference_mode()
-    def logits(ids: Tensor, offset: int) -> Tensor:
-        device = causal.get_input_embeddings().weight.device
-        positions = torch.arange(offset, offset + len(ids), device=device)[None]
-        return forward(ids[None].to(device), positions).cpu()
-
-    passes = [partial(logits, *request) for request in zip(run.token_ids, run.offsets, strict=True)]
     lockstep = Lockstep()
     try:
         with weights.streamed(lockstep):
@@ -141,6 +214,12 @@ def reference(weights: Weights, run: DryRun, forward: Callable[[Tensor, Tensor],
         return [one_pass() for one_pass in passes]
     except Exception as error:
         raise refuse(causal.config, f"its forward pass fails: {first_line(error)}") from error
+
+
+def sound_of(info: SourceInfo, generator: torch.Generator) -> PlainTensor:
+    """A random sound."""
+    samples = torch.randn(SOUND_SECONDS * info.sampling_rate, generator=generator)
+    return PlainTensor("float32", tuple(samples.shape), samples.numpy().tobytes())
 
 
 def reference_states(weights: Weights, run: DryRun) -> tuple[list[Tensor], list[Tensor]]:
@@ -164,7 +243,7 @@ def reference_states(weights: Weights, run: DryRun) -> tuple[list[Tensor], list[
 
     hook = base.register_forward_hook(keep)
     try:
-        hidden = reference(weights, run, forward)
+        hidden = reference(weights, passes_of(weights, run, forward))
     finally:
         hook.remove()
     return hidden, scores[-len(hidden) :]

@@ -24,6 +24,7 @@ from pagewire.workers.device.kv_size import CacheSize, cache_size, ledger
 from pagewire.workers.device.open import open_device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.attention import StepContext
+from pagewire.workers.module.overlay import both
 from pagewire.workers.network.loaded import LoadedModel, Phases
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.single import SingleRank
@@ -39,6 +40,7 @@ from pagewire.workers.weight_cache.cached_loading import load
 
 if TYPE_CHECKING:
     from pagewire.workers.adapters.loader import Adapters
+    from pagewire.workers.media.entries import Laid, MediaEntries
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -95,8 +97,10 @@ class Runner:
             num_extra_tokens=None if self.adapters is None else self.adapters.num_extra_tokens,
             short_length=self.loaded.short_length,
             with_histories=self.processors.for_all,
+            source_info=self.loaded.source,
         )
         self.sampler = self.device.sampler(max_samples(config), self.loaded.vocab_size, MOST_LIKELY)
+        self.media = self._open_media()
         self.drafter = self._open_drafter(self.loaded)
         own = (shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
         self.block_bytes = sum(own) + self.drafter.block_bytes
@@ -111,6 +115,17 @@ class Runner:
         self.num_blocks, self.num_states = self._size_kv(self.loaded)
         self.allocate_kv()
         self.extension = WorkerExtension(config.worker_extension, self)
+
+    def _open_media(self) -> MediaEntries | None:
+        """What encodes pictures and sound; None where none are taken."""
+        if not self.config.media:
+            return None
+        from pagewire.workers.media.entries import MediaEntries  # as with adapters
+        from pagewire.workers.media.tower import load_tower
+
+        entries = MediaEntries(load_tower(self.config, self.device), self.slots)
+        self.phases.end("encoder")
+        return entries
 
     def _open_drafter(self, target: LoadedModel) -> Drafter:
         if self.config.speculative is None or self.config.speculative.in_core:
@@ -166,6 +181,8 @@ class Runner:
             pooling=None if loaded.pooler is None else loaded.pooler.info,
             embedding_size=self.embedding_size,
             short_length=loaded.short_length,
+            source=loaded.source,
+            media=self.media is not None,
         )
 
     @property
@@ -223,34 +240,50 @@ class Runner:
         model = self.model.model
         self.slots.apply(plan, with_tokens=not model.is_last)
         self.drafter.apply(plan)
+        if self.media is not None:
+            self.media.apply(plan)
         received = model.received(sum(row.num_tokens for row in plan.rows)) if plan.rows else None
         step = RunningStep(self, plan, self.device.record_event())
         if plan.rows:
-            batch, hidden = self._run(plan, received)
+            batch, hidden = self._run(plan, received, step)
             if model.is_last:
                 step.run(batch, hidden)
             else:
                 step.pass_on()
         return step
 
-    def _run(self, plan: StepPlan, received: Tensor | None) -> tuple[Batch, Tensor]:
+    def _run(self, plan: StepPlan, received: Tensor | None, step: RunningStep) -> tuple[Batch, Tensor]:
         """Launch the model; returns the batch on the device and its hidden states.
 
-        received: see `Model.received`.
+        received: see `Model.received`. step: gets the errors of rows.
         """
         size = None if self.graphs is None else self.graphs.size_for(plan, self.slots, self.adapters)
         batch = build_batch(plan.rows, self.slots, size or 0)
         batch = batch.with_attention(self.model.model.laid_out(batch.attention, batch.positions))
+        laid = None if self.media is None else self.media.lay(plan.rows, batch.starts, batch.positions)
+        if laid is not None:
+            step.errors = laid.errors
+            batch = laid.on(batch)
         if self.device.asynchronous:
             batch = batch.with_tensors(self.device.upload(batch.tensors))
         adapters = self.adapter_rows(batch.adapters)
         with self.span("model"):
-            if size is not None and self.graphs is not None:
+            if size is not None and self.graphs is not None and (laid is None or laid.axes is None):
                 return batch, self.graphs.replay(batch, adapters)
-            return batch, self._forward(batch, adapters, received)
+            return batch, self._forward(batch, adapters, received, laid)
 
-    def _forward(self, batch: Batch, adapters: AdapterRows | None, received: Tensor | None = None) -> Tensor:
+    def _forward(
+        self,
+        batch: Batch,
+        adapters: AdapterRows | None,
+        received: Tensor | None = None,
+        laid: Laid | None = None,
+    ) -> Tensor:
         input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
+        overlay, axes = batch.overlay, None
+        if laid is not None:
+            overlay, axes = both(overlay, laid.overlay), laid.axes
+            input_ids = laid.ids(input_ids)
         model = self.model.model
         context = StepContext(
             batch.attention,
@@ -258,11 +291,13 @@ class Runner:
             self.caches,
             model.first_layer,
             adapters=adapters,
-            overlay=batch.overlay,
+            overlay=overlay,
+            axes=axes,
             token_types=batch.token_types,
             starts=batch.starts,
             received=received,
             states=None if batch.states is None else StepStates(batch.states, self.states),
+            sources=batch.sources,
         )
         return model.hidden_states(input_ids, context)
 
@@ -299,6 +334,8 @@ class Runner:
     def free(self) -> None:
         """Give the memory for KV blocks and states back, and forget every request."""
         self.slots.clear()
+        if self.media is not None:
+            self.media.clear()
         self.graphs, self.caches, self.states = None, [], []
         self.drafter.free()
 

@@ -10,7 +10,7 @@ drafts is finished at once, behind its sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -78,11 +78,15 @@ class PromptLogprobsRequest:
 
 
 class RunningStep:
-    """A plan whose model work has been launched; made by `Runner.launch`."""
+    """A plan whose model work has been launched; made by `Runner.launch`.
+
+    errors: of rows whose media could not be encoded, by row.
+    """
 
     def __init__(self, runner: ModelOnDevice, plan: StepPlan, begin: Event) -> None:
         self._runner, self.plan, self._begin = runner, plan, begin
         self._end = begin
+        self.errors: Mapping[int, str] = {}
         self._sampled: PendingTokens | None = None
         self._passed_on = False
         self._batch: Batch | None = None
@@ -156,6 +160,9 @@ class RunningStep:
             self._pool(result)
         if self._sequences:
             self._draft(result)
+        if rows:
+            for i, error in self.errors.items():
+                result.rows[i] = RowResult(error=error)
         self._end.wait()
         result.busy_us = int(self._end.seconds_since(self._begin) * 1e6)
         if since is not None:

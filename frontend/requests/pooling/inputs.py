@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pagewire.frontend.media.intake import has_media
 from pagewire.frontend.requests.embeds import check_embeds_params
 from pagewire.frontend.requests.inputs import Intake, Prepared, check_keys, check_place, salt_of
 from pagewire.frontend.requests.lora import UsedAdapter
@@ -183,6 +184,8 @@ def _content(
     """A prompt as the core gets it, its text, if known, and the first token of its second text; 0: it has one."""
     info, pooling = intake.info, pooling_info(intake.info)
     keep = info.max_model_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+    if has_media(prompt):
+        raise ValueError("models that pool take no pictures or sounds: give text, token ids or embeddings")
     if (embeds := intake.embeds(prompt)) is not None:
         refuse_prompt_name(params, "embeddings")
         check_embeds_params(None, keep)

@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 
+from pagewire.frontend.media.items import MediaItem
 from pagewire.frontend.server.anthropic.protocol import (
     CountTokensRequest,
+    ImageBlock,
     InputBlock,
     MessagesRequest,
     MessageToolChoice,
@@ -18,6 +20,7 @@ from pagewire.frontend.server.anthropic.protocol import (
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
+    UrlSource,
 )
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.warnings import warn
@@ -28,7 +31,8 @@ from pagewire.ipc.wire.budget import MAX_PARTS
 
 SAME_NAME = ("temperature", "top_p", "top_k", "stream", "seed", "priority", "cache_salt")
 KINDS: dict[str, dict[str, type[InputBlock]]] = {  # of blocks, by role
-    "user": {"text": TextBlock, "tool_result": ToolResultBlock},
+    "user": {"text": TextBlock, "image": ImageBlock, "tool_result": ToolResultBlock},
+    "tool": {"text": TextBlock, "image": ImageBlock},
     "assistant": {
         "text": TextBlock,
         "thinking": ThinkingBlock,
@@ -37,6 +41,7 @@ KINDS: dict[str, dict[str, type[InputBlock]]] = {  # of blocks, by role
     },
     "system": {"text": TextBlock},
 }
+ROLES = ("user", "assistant", "system")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TOOL_FIELDS = ("name", "description", "strict")  # as they are in chat completions
 SILENT_TOOL_FIELDS = {"type", "input_schema", "cache_control", *TOOL_FIELDS}
@@ -108,20 +113,21 @@ def messages_of(request: CountTokensRequest) -> list[JSON]:
     check_number(request.messages)
     messages: list[JSON] = []
     if request.system:
-        add(messages, {"role": "system", "content": texts(read_blocks(request.system, "system", "system"))})
+        blocks = read_blocks(request.system, "system", "system")
+        add(messages, {"role": "system", "content": parts_of(blocks, "system")})
     for index, turn in enumerate(request.messages):
         place, role = f"messages[{index}]", turn.get("role")
-        if not isinstance(role, str) or role not in KINDS:
-            raise bad(f"{place}.role must be one of {', '.join(KINDS)}, got {quoted(role)}")
+        if not isinstance(role, str) or role not in ROLES:
+            raise bad(f"{place}.role must be one of {', '.join(ROLES)}, got {quoted(role)}")
         blocks = read_blocks(turn.get("content"), f"{place}.content", role)
         if role == "assistant":
             add(messages, assistant_message(blocks))
             continue
-        for block in blocks:
+        for number, block in enumerate(blocks):
             if isinstance(block, ToolResultBlock):
                 add(messages, result_message(block, f"{place}.content"))
             else:
-                add(messages, {"role": role, "content": texts([block])})
+                add(messages, {"role": role, "content": parts_of([block], f"{place}.content", number)})
     if not request.messages:
         raise bad("messages is empty")
     last = messages[-1]
@@ -162,7 +168,7 @@ def add(messages: list[JSON], message: JSON) -> None:
 
 def assistant_message(blocks: Sequence[InputBlock]) -> JSON:
     """Return a turn of the assistant as a message with its content, its reasoning and its calls."""
-    message: JSON = {"role": "assistant", "content": texts(blocks)}
+    message: JSON = {"role": "assistant", "content": parts_of(blocks, "")}
     calls = [
         {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
         for block in blocks
@@ -179,7 +185,8 @@ def assistant_message(blocks: Sequence[InputBlock]) -> JSON:
 
 def result_message(block: ToolResultBlock, place: str) -> JSON:
     """Return the message with the result of a call. Raises APIError."""
-    parts = texts(read_blocks(block.content or "", f"{place}: tool_result.content", "system"))
+    place = f"{place}: tool_result.content"
+    parts = parts_of(read_blocks(block.content or "", place, "tool"), place)
     message: JSON = {"role": "tool", "tool_call_id": block.tool_use_id, "content": parts}
     return message | {"is_error": True} if block.is_error else message
 
@@ -206,19 +213,30 @@ def read_block(block: Any, place: str, role: str) -> InputBlock:
             return msgspec.convert(block, kinds[kind])
         except msgspec.ValidationError as error:
             raise bad(f"{place}: {error}") from None
-    if kind in ("image", "document"):
-        raise bad(f"{place}: models get text, no {kind}s: give the text in a block of type text")
+    if kind == "document":
+        raise bad(f"{place}: models get no documents: give the text in a block of type text")
     raise bad(f"{place}.type must be one of {', '.join(kinds)} here, got {quoted(kind)}")
 
 
-def texts(blocks: Iterable[InputBlock]) -> list[JSON]:
-    """Return the blocks of text as parts of a chat message."""
-    return [{"type": "text", "text": block.text} for block in blocks if isinstance(block, TextBlock)]
+def parts_of(blocks: Iterable[InputBlock], place: str, first: int = 0) -> list[JSON]:
+    """Return the blocks of text and the pictures as parts of a chat message.
+
+    place: of the blocks, the first of which is number `first` there, for errors.
+    """
+    parts: list[JSON] = []
+    for number, block in enumerate(blocks, first):
+        if isinstance(block, TextBlock):
+            parts.append({"type": "text", "text": block.text})
+        elif isinstance(block, ImageBlock):
+            source = block.source
+            url = source.url if isinstance(source, UrlSource) else f"data:;base64,{source.data}"
+            parts.append({"type": "image", "image": MediaItem("image", url, place=f"{place}[{number}]")})
+    return parts
 
 
 def simplest(parts: list[JSON], empty: str | None) -> str | list[JSON] | None:
     """Return content as a string if it has one part. empty: what it is without any."""
-    if len(parts) > 1:
+    if len(parts) > 1 or (parts and "text" not in parts[0]):
         return parts
     return str(parts[0]["text"]) if parts else empty
 

@@ -20,6 +20,25 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+class Base64Source(msgspec.Struct, tag_field="type", tag="base64"):
+    """A picture in base64. Its format is seen from its bytes, whatever media_type says."""
+
+    data: str
+    media_type: str = ""
+
+
+class UrlSource(msgspec.Struct, tag_field="type", tag="url"):
+    """A picture at a URL."""
+
+    url: str
+
+
+class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
+    """A picture."""
+
+    source: Base64Source | UrlSource
+
+
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
     """The model's reasoning.
 
@@ -45,14 +64,19 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
 
 
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
-    """The result of a call. content: text, or blocks of text. is_error: the template finds it in the message."""
+    """The result of a call. content: text, or blocks of text and pictures.
+
+    is_error: the template finds it in the message.
+    """
 
     tool_use_id: str
     content: str | list[dict[str, Any]] | None = None
     is_error: bool | None = None
 
 
-InputBlock: TypeAlias = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+InputBlock: TypeAlias = (
+    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+)
 OutputBlock: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock
 
 # ---------------------------------------------------------------- requests

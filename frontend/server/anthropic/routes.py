@@ -25,7 +25,7 @@ from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError, api_error
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.openai.prepared_chat import PreparedChat, prepare, prompt_of, tools_of
+from pagewire.frontend.server.openai.prepared_chat import PreparedChat, counted, prepare, prompt_of, tools_of
 from pagewire.frontend.server.serving.exchange import Exchange, while_connected
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service
@@ -145,4 +145,4 @@ async def num_tokens(service: Service, request: CountTokensRequest) -> int:
     service.model(request.model)
     chat = chat_request(request, service.formats.reasoning is not None)
     prompt = await prompt_of(service, chat, tools_of(service, chat), counts=True)
-    return len(prompt["prompt_token_ids"])
+    return len(await counted(service, prompt))

@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
+from pagewire.frontend.media.items import MediaItem
 from pagewire.frontend.server.http.body import AbsentFields
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.warnings import warn
@@ -122,7 +123,8 @@ def messages_of(request: GenerationFields) -> list[JSON]:
     """Return the messages of a chat. Raises APIError."""
     if isinstance(request, OllamaGenerateRequest):
         system = [{"role": "system", "content": request.system}] if request.system else []
-        return [*system, {"role": "user", "content": request.prompt}]
+        message = {"role": "user", "content": request.prompt}
+        return [*system, with_images(message, request.images, "images")]
     assert isinstance(request, OllamaChatRequest)
     return with_call_ids(request.messages or ())
 
@@ -159,14 +161,13 @@ def with_call_ids(messages: Sequence[Any]) -> list[JSON]:
     """Return messages in the form of chat completions, where a call has an id, and its result names it.
 
     Raises:
-        APIError: there are too many calls, or a message has images, or is the result of no call.
+        APIError: there are too many calls, a message's images are none, or it is the result of no call.
     """
     calls, number = UnansweredCalls(), 0
     result = []
     for index, message in enumerate(messages):
-        if message.get("images"):
-            raise APIError(400, f"messages[{index}].images: models get text, no images")
         converted = {name: value for name, value in message.items() if name not in ("images", "tool_name")}
+        converted = with_images(converted, message.get("images"), f"messages[{index}].images")
         given = message.get("tool_calls")
         if isinstance(given, list):
             if (number := number + len(given)) > MAX_PARTS:
@@ -181,6 +182,27 @@ def with_call_ids(messages: Sequence[Any]) -> list[JSON]:
             converted["tool_call_id"] = call_id
         result.append(converted)
     return result
+
+
+def with_images(message: JSON, images: Any, place: str) -> JSON:
+    """Return a message with its images, which are base64, as parts of its content. place: of the images.
+
+    Raises:
+        APIError: they are no list of base64.
+    """
+    if not images:
+        return message
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise APIError(400, f"{place} must be a list of images in base64")
+    parts: list[JSON] = [
+        {
+            "type": "image",
+            "image": MediaItem("image", f"data:;base64,{image}", place=f"{place}[{index}]"),
+        }
+        for index, image in enumerate(images)
+    ]
+    text = message.get("content")
+    return {**message, "content": [*parts, *([{"type": "text", "text": text}] if text else [])]}
 
 
 def with_id(call: Any, calls: UnansweredCalls) -> Any:

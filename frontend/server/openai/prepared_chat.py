@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from pagewire.frontend.api.off_loop import off_loop, tokenizing
-from pagewire.frontend.requests.inputs import check_generates
+from pagewire.frontend.api.off_loop import media_work, off_loop, tokenizing
+from pagewire.frontend.media.intake import has_media
+from pagewire.frontend.requests.inputs import check_generates, salt_of
 from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.warnings import warn
@@ -244,6 +245,8 @@ async def prompt_of(
             on_unread=unread.extend,
             add_special_tokens=bool(request.add_special_tokens),
             max_model_len=service.info.max_model_len,
+            media=service.info.media,
+            mm_processor_kwargs=request.mm_processor_kwargs,
             truncates=counts or request.truncate_prompt_tokens is not None,
         )
 
@@ -254,6 +257,19 @@ async def prompt_of(
     if unread:
         warn(unread_text(unread))
     return prompt
+
+
+async def counted(service: Service, prompt: TokensPrompt) -> list[int]:
+    """The tokens of a prompt, with those that stand for its pictures and sounds.
+
+    Raises:
+        ValueError: a picture or sound cannot be had.
+    """
+    token_ids, media = prompt["prompt_token_ids"], service.engine.session.media
+    if media is None or not has_media(prompt):
+        return token_ids
+    placed, _ = await media_work.run(lambda: media.place(token_ids, prompt, salt_of(prompt)))
+    return placed
 
 
 def continued_text(request: ChatRequest) -> str | None:

@@ -123,7 +123,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     cache_salt: share prefix-cache entries only with requests that have the same salt.
     guided_*: older names of `structured_outputs`.
     logits_processors: names of those that the engine was started with.
-    kv_transfer_params, mm_processor_kwargs: not supported.
+    kv_transfer_params: not supported.
+    mm_processor_kwargs: arguments of the model's processor of pictures and sounds, in chat completions.
     return_token_ids: return token ids in addition to the text.
     return_tokens_as_token_ids: write tokens as "token_id:ID" in log probabilities.
     """

@@ -16,7 +16,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.query import Query
-from pagewire.frontend.server.openai.prepared_chat import prompt_of
+from pagewire.frontend.server.openai.prepared_chat import counted, prompt_of
 from pagewire.frontend.server.openai.protocol import (
     ChatRequest,
     DetokenizeRequest,
@@ -109,7 +109,8 @@ async def token_ids(service: Service, fields: TokenizeRequest) -> list[int]:
             name: getattr(fields, name) for name in TO_TOKENS.fields if name in ChatRequest.__struct_fields__
         }
         tools = ToolUse(prompted=fields.tools)
-        return (await prompt_of(service, ChatRequest(**chat_fields), tools, counts=True))["prompt_token_ids"]
+        prompt = await prompt_of(service, ChatRequest(**chat_fields), tools, counts=True)
+        return await counted(service, prompt)
     text, special = fields.prompt or "", fields.add_special_tokens is not False
     max_model_len = service.info.max_model_len
     tokenizer = service.tokenizer_of(fields.model)

@@ -21,7 +21,7 @@ from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.query import Query, flag, number
 from pagewire.frontend.server.http.tenants import tenant_of
-from pagewire.frontend.server.openai.prepared_chat import prepare, prompt_of, tools_of
+from pagewire.frontend.server.openai.prepared_chat import counted, prepare, prompt_of, tools_of
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.responses.errors import in_response_terms
@@ -223,7 +223,7 @@ async def num_input_tokens(
     service.model(request.model)
     chat = chat_request(request, items)
     prompt = await fitting_prompt(request, service, chat, tools_of(service, chat), counts=True)
-    return len(prompt["prompt_token_ids"])
+    return len(await counted(service, prompt))
 
 
 def new_response(
@@ -275,9 +275,9 @@ async def fitting_prompt(
     async def fitting(messages: list[Any]) -> TokensPrompt | None:
         try:
             prompt = await prompt_of(service, msgspec.structs.replace(chat, messages=messages), tools, counts)
+            return prompt if len(await counted(service, prompt)) <= room else None
         except ContextLengthError:
             return None
-        return prompt if len(prompt["prompt_token_ids"]) <= room else None
 
     if (prompt := await fitting(chat.messages)) is not None:
         return prompt

@@ -31,6 +31,7 @@ from pagewire.engine_core.grammar.compile import compile_grammar
 from pagewire.engine_core.grammar.matcher import Grammar, Matcher
 from pagewire.engine_core.schedule.blocks import Block, BlockPool
 from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS
+from pagewire.engine_core.schedule.features import Features
 from pagewire.engine_core.schedule.scheduler import (
     Outcome,
     Scheduler,
@@ -47,7 +48,7 @@ from pagewire.engine_core.schedule.speculation import Drafting, DraftLimits, NoS
 from pagewire.engine_core.schedule.tenants import TenantAccount
 from pagewire.engine_core.schedule.waiting import Order
 from pagewire.ipc.wire.codec import Tensor
-from pagewire.ipc.wire.items import LogprobRows, Media, Prompt, Task
+from pagewire.ipc.wire.items import NOTHING, LogprobRows, Media, Prompt, Task
 from pagewire.ipc.wire.messages import Request, TokenDelta
 from pagewire.ipc.wire.params import SamplingParams, StructuredOutputsParams
 from pagewire.ipc.wire.pooling import PoolingParams
@@ -180,8 +181,18 @@ class ModelWorker:
     stages: of a pipeline. Then the first stage knows of a slot's tokens only what plans say of them.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, stages: int = 1, num_states: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        stages: int = 1,
+        num_states: int = 0,
+        encoder_capacity: int = 0,
+        cuts_media: bool = False,
+    ) -> None:
         self.block_size, self.stages = block_size, stages
+        self.encoder_capacity, self.cuts_media = encoder_capacity, cuts_media
+        self.entries: dict[int, tuple[bytes, int]] = {}  # name and size of media, by entry
         self.states: list[int | None] = [None] * num_states
         self.random = Random(num_blocks)
         self.sent: dict[int, list[int]] = {}
@@ -197,6 +208,7 @@ class ModelWorker:
             assert init.slot not in self.slots, f"slot {init.slot} is taken"
             self.slots[init.slot] = Slot(init, block_ids=list(init.block_ids))
             self.sent[init.slot] = list(init.token_ids)
+        self._encode(plan)
         self._check_states_are_apart(plan)
         for row in plan.rows:
             self._check_first_stage(row)
@@ -209,6 +221,36 @@ class ModelWorker:
             num_samples += row.num_samples
             result.rows.append(self._read(row, here))
         return result
+
+    def _encode(self, plan: StepPlan) -> None:
+        """While others decode, a step encodes one medium; what is kept never takes more than its room."""
+        for entry in plan.freed_entries:
+            del self.entries[entry]
+        for encode in plan.encodes:
+            assert encode.entry not in self.entries
+            (tensor,) = encode.features.values()
+            self.entries[encode.entry] = bytes(tensor.data), tensor.shape[0]
+        assert sum(size for _, size in self.entries.values()) <= self.encoder_capacity
+        assert len({name for name, _ in self.entries.values()}) == len(self.entries), "a medium is kept twice"
+        new = {init.slot for init in plan.inits}
+        old = [row for row in plan.rows if row.slot not in new]
+        if any(
+            row.start >= self.slots[row.slot].init.num_prompt_tokens for row in old if row.num_tokens == 1
+        ):
+            assert len(plan.encodes) <= 1
+
+    def _check_entries(self, row: Row, media: Collection[Media]) -> None:
+        """A row names the entries of the media that it runs tokens of, and they are there."""
+        if not self.encoder_capacity:
+            return
+        here = [
+            m
+            for m in media
+            if not m.embeddings and m.start < row.start + row.num_tokens and m.end > row.start
+        ]
+        assert [(start, end) for start, end, _ in row.entries] == [(m.start, m.end) for m in here]
+        for medium, (_, _, entry) in zip(here, row.entries, strict=True):
+            assert self.entries[entry][0] == medium.name
 
     def _check_first_stage(self, row: Row) -> None:
         if self.stages == 1:
@@ -228,11 +270,12 @@ class ModelWorker:
         assert end <= len(slot.block_ids) * self.block_size, f"{row} runs past its blocks"
         assert end <= slot.end, f"{row} runs past the end of a short sequence"
         for m in slot.init.media:
-            if m.embeddings:
+            if m.embeddings or self.cuts_media:
                 continue
             assert not m.start < row.start < m.start + m.num_tokens, f"{row} begins within {m}"
             assert not m.start < end < m.start + m.num_tokens, f"{row} ends within {m}"
         check_embeddings(row, slot.init.media)
+        self._check_entries(row, slot.init.media)
         for position in range(row.start, end):
             self.kv[self._cell(slot, position)] = digests[position]
 
@@ -332,6 +375,18 @@ def check_embeddings(row: Row, media: Collection[Media]) -> None:
         rows = struct.unpack(f"{m.num_tokens}e", m.data.data)
         brought |= {m.start + i: (m.name, int(value)) for i, value in enumerate(rows)}
     assert brought == here, f"{row} brings {brought}, not {here}"
+
+
+def features_of(medium: Media) -> Features:
+    """Features from which the worker knows the medium."""
+    size = len(medium.name)
+    tensor = Tensor("uint8", (size,), medium.name)
+    return Features(medium.name, "image", [], size, {"name": tensor}, NOTHING)
+
+
+def begins_medium(sequence: Sequence) -> bool:
+    """True if a sequence goes on with a picture, which may have to wait to be encoded."""
+    return any(m.start <= sequence.computed < m.end for m in sequence.request.prompt.encoded)
 
 
 def masks_of(masks: Masks) -> list[bytes]:
@@ -507,10 +562,11 @@ class Simulation:
         share_prefixes: bool = True,
         drafter: Speculation | None = None,
         short_length: int = 0,
+        cuts_media: bool = False,
         **config: Any,
     ) -> None:
         self.config = SchedulerConfig(**{"max_model_len": 32, "num_blocks": 16, "block_size": 4, **config})
-        self.share_prefixes, self.short_length = share_prefixes, short_length
+        self.share_prefixes, self.short_length, self.cuts_media = share_prefixes, short_length, cuts_media
         self.scheduler = Scheduler(self.config, drafter)
         self.worker = self._new_worker()
         self.plans: deque[StepPlan] = deque()
@@ -563,12 +619,15 @@ class Simulation:
             max_model_len=self.config.max_model_len,
             share_prefixes=self.share_prefixes,
             short_length=self.short_length,
+            cuts_media=self.cuts_media,
             tenant=self.scheduler.tenants.get(tenant or b"client"),
         )
         self.num_added += len(group)
         for sequence in group:
             if not sequence.pools:
                 sequence.matcher = matcher_of(sequence.params, sequence.output_token_ids)
+            if self.config.encoder_capacity:
+                sequence.features = [features_of(medium) for medium in submitted.prompt.encoded]
             stream = self.streams[sequence] = Stream(sequence.token_ids[sequence.num_prompt_tokens :])
             if sequence.returns_prompt_logprobs:
                 stream.prompt_logprobs = list(prompt)[1 : 1 + num_prompt_logprobs]
@@ -661,6 +720,8 @@ class Simulation:
         else:
             raise AssertionError(f"{self.scheduler.num_unfinished} sequences do not end")
         assert all(pool.num_free == len(pool) for pool in self.pools())
+        if (encoder := self.scheduler.kv.encoder) is not None:
+            assert all(entry.num_refs == 0 for entry in encoder._entries.values()) and not encoder._held
         assert self.scheduler.num_waiting == 0 and not self.scheduler.running
         assert all(stream.ended for stream in self.streams.values())
 
@@ -672,7 +733,8 @@ class Simulation:
 
     def pools(self) -> list[BlockPool]:
         """Those of all cache groups."""
-        return [self.scheduler.kv.pool, *(group.pool for group in self.scheduler.kv.groups)]
+        states = self.scheduler.kv.states
+        return [self.scheduler.kv.pool, *([] if states is None else [states.pool])]
 
     def slots_of(self, plan: StepPlan | None) -> list[int]:
         return [] if plan is None else [row.slot for row in plan.rows]
@@ -692,8 +754,8 @@ class Simulation:
     def check(self) -> None:
         """Everything that must hold between events."""
         self._check_pool(self.scheduler.kv.pool, lambda sequence: sequence.blocks)
-        for group in self.scheduler.kv.groups:
-            self._check_pool(group.pool, state_slots)
+        if (states := self.scheduler.kv.states) is not None:
+            self._check_pool(states.pool, state_slots)
         self._check_requests()
 
     def _check_pool(self, pool: BlockPool, held: Callable[[Sequence], list[Block]]) -> None:
@@ -793,7 +855,14 @@ class Simulation:
 
     def _new_worker(self) -> ModelWorker:
         config = self.config
-        return ModelWorker(config.num_blocks, config.block_size, config.stages, config.num_states)
+        return ModelWorker(
+            config.num_blocks,
+            config.block_size,
+            config.stages,
+            config.num_states,
+            config.encoder_capacity,
+            self.cuts_media,
+        )
 
     def _tick(self) -> float:
         self.now += 1.0
@@ -972,6 +1041,8 @@ class Snapshot:
         run = set(planned)
         left = [s for s in self.running if s.state is State.RUNNING and s not in run and self.to_compute[s]]
         left = [sequence for sequence in left if sequence not in resting]
+        if scheduler.config.encoder_capacity:
+            left = [sequence for sequence in left if not begins_medium(sequence)]
         if giver := next((sequence for sequence in left if sequence in givers), None):
             left.remove(giver)
         for sequence in left:

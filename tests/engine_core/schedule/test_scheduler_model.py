@@ -43,7 +43,9 @@ def numbered(length: int) -> Tensor:
 
 
 media = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(1, 6), st.sampled_from([b"cat", b"dog"])), min_size=1, max_size=3
+    st.tuples(st.integers(0, 3), st.integers(1, 6), st.sampled_from([b"cat", b"dog", b"owl"])),
+    min_size=1,
+    max_size=3,
 )
 grammars = st.sampled_from([None, None, "([a-e][f-k]){1,4}", "[a-k]*", "c*(a|bd)?", "[ab]{3}"])
 configs = st.fixed_dictionaries(
@@ -74,6 +76,8 @@ class SchedulerLife(RuleBasedStateMachine):
         short_length=st.sampled_from([0, 0, 3, 9, 14]),
         num_states=st.sampled_from([0, 0, 2, 3, 5, 8, 20]),
         checkpoint_tokens=st.integers(1, 9),
+        encoder_capacity=st.sampled_from([0, 0, 3, 6, 12]),
+        cuts_media=st.booleans(),
         drafts=st.none()
         | st.tuples(
             st.sampled_from(["random", "ngram", "suffix", "worker"]), st.integers(0, 2**16), st.integers(1, 5)
@@ -87,6 +91,8 @@ class SchedulerLife(RuleBasedStateMachine):
         short_length: int,
         num_states: int,
         checkpoint_tokens: int,
+        encoder_capacity: int,
+        cuts_media: bool,
         drafts: tuple[str, int, int] | None,
     ) -> None:
         block_size = config["block_size"]
@@ -101,6 +107,8 @@ class SchedulerLife(RuleBasedStateMachine):
             short_length=short_length,
             num_states=num_states,
             checkpoint_tokens=checkpoint_tokens,
+            encoder_capacity=encoder_capacity,
+            cuts_media=cuts_media,
         )
 
     @rule(
@@ -204,6 +212,14 @@ class SchedulerLife(RuleBasedStateMachine):
     @rule()
     def preempt_all(self) -> None:
         self.simulation.preempt_all()
+
+    @precondition(lambda self: self.simulation.config.encoder_capacity)
+    @rule()
+    def reset_encoder_cache(self) -> None:
+        encoder = self.simulation.scheduler.kv.encoder
+        assert encoder is not None
+        encoder.reset()
+        assert all(entry.num_refs for entry in encoder._entries.values())
 
     @rule()
     def reset_prefix_cache(self) -> None:

@@ -136,7 +136,7 @@ def test_a_prompt_of_embeddings_becomes_placeholders_and_media(engine_info: Engi
         ({"prompt_embeds": ROWS, "prompt": "a"}, {}, "give prompt_embeds or prompt, not both"),
         ({"prompt_embeds": ROWS, "prompt_token_ids": [1]}, {}, "prompt_embeds or prompt_token_ids, not both"),
         ({"prompt_embeds": ROWS, "cache_sult": "a"}, {}, "cache_salt"),
-        ({"prompt_embeds": ROWS, "multi_modal_data": {"image": 1}}, {}, "not supported yet"),
+        ({"prompt_embeds": ROWS, "multi_modal_data": {"image": 1}}, {}, "takes no pictures"),
         ({"prompt_embeds": ROWS[:, :3]}, {}, "must have the shape .number of tokens, 4."),
         ({"prompt_embeds": ROWS[:0]}, {}, "shape"),
         ({"prompt_embeds": ROWS.double()}, {}, "must be float32, bfloat16 or float16, got float64"),

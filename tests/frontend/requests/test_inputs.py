@@ -121,14 +121,14 @@ def test_integers_of_other_libraries(prepare: Callable[..., Prepared]) -> None:
         (
             {"prompt": "a", "multi_modal_data": {"image": 1}},
             ValueError,
-            "multi-modal data is not supported yet",
+            "multi_modal_data: the model takes no pictures or sounds",
         ),
         (
             {"prompt": "a", "multi_modal_uuids": {"image": ["a"]}},
             ValueError,
-            "multi_modal_uuids: multi-modal",
+            "multi_modal_uuids: the model takes no",
         ),
-        ({"prompt": "a", "mm_processor_kwargs": {"size": 1}}, ValueError, "mm_processor_kwargs: multi-modal"),
+        ({"prompt": "a", "mm_processor_kwargs": {"size": 1}}, ValueError, "mm_processor_kwargs: the model"),
         ({"prompt": "a", "data_format": "x"}, ValueError, "data_format: data prompts are not supported yet"),
         (
             {"prompt_token_ids": [1], "token_type_ids": [0]},

@@ -9,6 +9,7 @@ import pytest
 
 from pagewire.engine_core.clients.adapter_control import AdapterControl
 from pagewire.engine_core.clients.control import Control
+from pagewire.engine_core.clients.media_control import MediaControl
 from pagewire.engine_core.clients.worker_sleep import WorkerSleep
 from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.api.calls import AsyncEngineCalls
@@ -39,7 +40,9 @@ def test_the_core_has_the_calls_it_runs_with_the_arguments_that_are_sent() -> No
     for call in CALLS.values():
         if call.runs_in is not RunsIn.WORKER:
             owner = next(
-                owner for owner in (Control, WorkerSleep, AdapterControl) if hasattr(owner, call.name)
+                owner
+                for owner in (Control, WorkerSleep, AdapterControl, MediaControl)
+                if hasattr(owner, call.name)
             )
             parameters = inspect.signature(getattr(owner, call.name)).parameters
             assert list(parameters)[2:] == list(call.sent.parameters), call.name

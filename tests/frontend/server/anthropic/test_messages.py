@@ -175,12 +175,12 @@ def test_fields_become_those_of_a_chat_completion() -> None:
     [
         (
             [{"role": "user", "content": [{"type": "image", "source": {}}]}],
-            "messages[0].content[0]: models get text, no images",
+            "messages[0].content[0]: Object missing required field `type` - at `$.source`",
         ),
         ([{"role": "user", "content": [{"type": "document"}]}], "no documents"),
         (
             [{"role": "user", "content": [{"type": "tool_use"}]}],
-            "one of text, tool_result here, got 'tool_use'",
+            "one of text, image, tool_result here, got 'tool_use'",
         ),
         (
             [{"role": "user", "content": [{"type": "text", "text": 1}]}],

@@ -191,7 +191,7 @@ def test_a_call_is_whole_when_the_next_begins() -> None:
         ("/api/generate", {"prompt": "w5", "suffix": "w6"}, 400, "suffix is not supported by this model"),
         ("/api/generate", {"prompt": "w5", "context": [1]}, 400, "send the conversation to /api/chat"),
         ("/api/generate", {"prompt": "w5", "template": "{{ .Prompt }}"}, 400, "--chat-template"),
-        ("/api/generate", {"prompt": "w5", "images": ["x"]}, 400, "no images"),
+        ("/api/generate", {"prompt": "w5", "images": ["x"]}, 400, "no pictures"),
         ("/api/generate", {"prompt": "w5", "raw": True, "system": "s"}, 400, "raw and suffix: "),
         ("/api/embed", {"input": "w5"}, 400, "generates"),
         ("/api/pull", {"model": "x"}, 400, "'/api/pull' is not served"),

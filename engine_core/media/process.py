@@ -1,0 +1,199 @@
+"""The program that runs a model's Hugging Face processor on media, in processes that may be lost.
+
+    decoded medium -> processor -> the tokens that stand for it, and the features that the model's encoder takes
+
+It imports torch and transformers, which the core never does. Each medium is processed alone, so what it becomes
+does not depend on others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pagewire.engine_core.media.jobs import Array, Describe, Described, Job, Lay, Process, Processed
+from pagewire.ipc.families.media import MediaFamily, media_family
+from pagewire.ipc.host.job_server import Handler, serve
+from pagewire.ipc.wire.codec import ITEM_SIZES
+
+JOBS_PER_PROCESS = 64  # media that one process takes, one after the other
+NOT_FEATURES = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"})
+RATE = 16_000  # samples a second of a processor that does not say
+
+
+class Processor:
+    """A model's processor. folder: of the model. Raises ValueError: it takes no media, or cannot be loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._folder = folder
+        self._config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        family = media_family(self._config)
+        if family is None:
+            raise ValueError(f"models of the type {self._config.get('model_type')!r} take no media")
+        self._family: MediaFamily = family
+        self._processor = load_processor(folder)
+        self._tokens = {kind: self._tokens_of(kind) for kind in family.kinds}
+
+    def describe(self) -> Described:
+        """What it takes."""
+        rate = self._rate if "audio" in self._family.kinds else 0
+        return Described(self._tokens, rate)
+
+    def lay(self, job: Lay) -> Processed:
+        """The layout of a medium of some shape: that of a blank one."""
+        import numpy as np
+
+        dtype = np.uint8 if job.kind == "image" else np.float32
+        return Processed(
+            self._token_ids(job.kind, self._run(job.kind, np.zeros(job.shape, dtype), job.options))
+        )
+
+    def process(self, job: Process) -> Processed:
+        """The features of a medium."""
+        import numpy as np
+
+        content = np.frombuffer(job.content.data, job.content.dtype).reshape(job.content.shape)
+        outputs = self._run(job.kind, content, job.options)
+        features = {name: array_of(value) for name, value in outputs.items() if name not in NOT_FEATURES}
+        return Processed(self._token_ids(job.kind, outputs), features)
+
+    @property
+    def _rate(self) -> int:
+        extractor = getattr(self._processor, "feature_extractor", None)
+        return int(getattr(extractor, "sampling_rate", RATE))
+
+    def _run(self, kind: str, content: Any, options: str) -> Mapping[str, Any]:
+        """The processor's outputs for a prompt that is one placeholder."""
+        given: dict[str, Any] = json.loads(options) if options else {}
+        if kind not in self._tokens:
+            raise ValueError(f"the model takes no {kind[:40]}")
+        if kind == "image":
+            if content.ndim != 3 or content.shape[2] != 3:
+                raise ValueError(f"a picture has the shape [height, width, 3], not {list(content.shape)}")
+            from PIL import Image
+
+            given["images"] = [Image.fromarray(content)]
+        else:
+            given["audio"] = [content]
+            given["sampling_rate"] = self._rate
+        text = self._tokens[kind][1]
+        outputs: Mapping[str, Any] = self._processor(
+            text=[text], return_tensors="pt", add_special_tokens=False, **given
+        )
+        return outputs
+
+    def _token_ids(self, kind: str, outputs: Mapping[str, Any]) -> list[int]:
+        token_ids: list[int] = outputs["input_ids"][0].tolist()
+        if not self._family.only_places:
+            return token_ids
+        return [token_id for token_id in token_ids if token_id == self._tokens[kind][2]]
+
+    def _tokens_of(self, kind: str) -> tuple[int, str, int]:
+        """The placeholder's token and text, and the token whose place takes an embedding."""
+        processor = self._processor
+        text = str(getattr(processor, f"{kind}_token", None) or f"<{kind}>")
+        token_id = processor.tokenizer.convert_tokens_to_ids(text)
+        if token_id is None:
+            raise ValueError(f"the tokenizer has no token {text!r}, which stands for media")
+        names = (f"{kind}_token_id", f"{kind}_token_index")
+        place = next((self._config[name] for name in names if self._config.get(name) is not None), token_id)
+        return token_id, text, place
+
+
+def load_processor(folder: Path) -> Any:
+    """The processor of a model's folder, without its part for videos.
+
+    Raises:
+        ValueError: the folder has none, or transformers cannot make it.
+    """
+    import transformers
+
+    without_videos()
+    try:
+        return transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        text = str(error).partition("\n")[0]
+        raise ValueError(f"the model's processor cannot be loaded from {folder}: {text}") from error
+
+
+def without_videos() -> None:
+    """Let processors be made without torchvision, which only their part for videos needs."""
+    from transformers import ImageProcessingMixin
+    from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+    from transformers.processing_utils import MODALITY_TO_BASE_CLASS_MAPPING
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():
+        return
+
+    class NoVideos(ImageProcessingMixin):  # type: ignore[misc]
+        """In the place of a processor of videos."""
+
+        def __init__(self) -> None:
+            self.model_input_names: list[str] = []
+            self.unused_input_names: list[str] = []
+
+    MODALITY_TO_BASE_CLASS_MAPPING["video_processor"] = "ImageProcessingMixin"
+    AutoVideoProcessor.from_pretrained = lambda *_, **__: NoVideos()
+
+
+def array_of(value: Any) -> Array:
+    """A feature as bytes: a tensor, or what numpy makes one of."""
+    import torch
+
+    tensor = torch.as_tensor(value).contiguous()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEM_SIZES:
+        raise ValueError(f"the processor makes a feature of {dtype}")
+    return Array(
+        dtype,
+        tuple(tensor.shape),
+        tensor.view(torch.uint8).numpy().tobytes()
+        if tensor.ndim
+        else tensor.reshape(1).view(torch.uint8).numpy().tobytes(),
+    )
+
+
+def handler(processor: Processor) -> Handler:
+    """The function that does one job."""
+    run: dict[type, Callable[[Any], Any]] = {
+        Describe: lambda _: processor.describe(),
+        Lay: processor.lay,
+        Process: processor.process,
+    }
+
+    def answer(data: bytes) -> bytes:
+        job = msgspec.msgpack.decode(data, type=Job)
+        return msgspec.msgpack.encode(run[type(job)](job))
+
+    return answer
+
+
+def main() -> None:
+    """Entry point of the process."""
+    parser = argparse.ArgumentParser(
+        description="pagewire process that processes media (started by the core)"
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--control", type=int, required=True)
+    parser.add_argument("--lifeline", type=int, required=True)
+    options = parser.parse_args()
+    serve(
+        options.control,
+        options.lifeline,
+        lambda: handler(Processor(options.folder)),
+        lambda answer: answer(msgspec.msgpack.encode(Describe())),
+        JOBS_PER_PROCESS,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""Makes features of media in threads, and keeps those used last.
+
+    Prompt --submit--> PendingMedia --a thread: name, features, layout--> poll() -> [Features]
+
+The threads check what a frontend says: that a medium has the name of its content, and that the tokens in its place
+are its layout. The model's processor runs in processes that may be lost (`processor.py`). Equal media are processed
+once, also when they come at the same time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+from weakref import WeakValueDictionary
+
+from pagewire.engine_core.media.jobs import Processed
+from pagewire.engine_core.media.processor import MediaProcessor
+from pagewire.engine_core.schedule.features import Features
+from pagewire.ipc.errors import EngineBusyError
+from pagewire.ipc.fair_queue import FairQueue
+from pagewire.ipc.shares import Name
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.items import NOTHING, Media, Prompt
+from pagewire.ipc.wire.media import MediaInfo, MediaLayout, check_kind, media_name, uuid_name
+
+logger = logging.getLogger("pagewire.core")
+
+MAX_BYTES = 512 << 20  # features that are kept for later requests
+MAX_LIVE_BYTES = 2 << 30  # all features; further requests wait until others have ended
+MAX_LAYOUTS = 4096  # that are kept
+MAX_PENDING = 1024  # requests that may wait for a thread; further ones are refused
+SECONDS = 120.0  # how long one waits at most
+NUM_THREADS = 2
+NICENESS = 5
+GRIDS = ("image_grid_thw",)
+
+LayoutKey: TypeAlias = tuple[str, tuple[int, ...], str]
+
+
+@dataclass(frozen=True)
+class MediaLimits:
+    """The largest media that the engine can run.
+
+    max_embeddings: of one medium, as its encoder's cache holds them. max_tokens: of one, where a step must run all
+    of it; 0: no limit.
+    """
+
+    max_embeddings: int
+    max_tokens: int = 0
+
+    def check(self, features: Features) -> None:
+        """Refuse a medium that could never run; raises ValueError."""
+        num_tokens = len(features.token_ids)
+        if features.size > self.max_embeddings:
+            raise ValueError(
+                f"{features.kind}: it takes {features.size} embeddings, and the engine holds "
+                f"{self.max_embeddings}: make it smaller"
+            )
+        if self.max_tokens and num_tokens > self.max_tokens:
+            raise ValueError(
+                f"{features.kind}: it takes {num_tokens} tokens, which must run in one step, and a step has "
+                f"{self.max_tokens}: make it smaller, or raise max_num_batched_tokens"
+            )
+
+
+class Work(Protocol):
+    """Work for a thread."""
+
+    def run(self) -> None:
+        """Do it. No input may end the thread."""
+
+
+class PendingMedia:
+    """The media of a prompt, which become features in a thread."""
+
+    def __init__(self, store: MediaStore, prompt: Prompt, deadline: float) -> None:
+        self._store, self._prompt, self._deadline = store, prompt, deadline
+        self._outcome: list[Features] | Exception | None = None
+        self.cancelled = False
+
+    def poll(self) -> list[Features] | None:
+        """The features of its pictures and sounds, in order; None while there are some to make.
+
+        Raises:
+            ValueError: a medium is refused. EngineBusyError: no process could be had.
+        """
+        if isinstance(self._outcome, Exception):
+            raise type(self._outcome)(*self._outcome.args)
+        return self._outcome
+
+    def run(self) -> None:
+        """Make them; see `Work`."""
+        try:
+            self._store.wait_for_room(self._deadline)
+            self._outcome = [self._store.features(self._prompt, medium) for medium in self._prompt.encoded]
+        except (
+            ValueError,
+            EngineBusyError,
+        ) as error:  # one of its own: that one holds content, by its frames
+            self._outcome = type(error)(*error.args)
+        except Exception as error:
+            logger.exception("media could not be processed")
+            self._outcome = ValueError(f"the media of the prompt cannot be processed: {error}")
+        self._store.wake()
+
+
+class PendingLayout:
+    """A layout that a frontend has called for.
+
+    done: called with it or an error, on the thread of the core's loop.
+    """
+
+    def __init__(
+        self, store: MediaStore, key: LayoutKey, done: Callable[[MediaLayout | Exception], None]
+    ) -> None:
+        self._store, self._key, self._done = store, key, done
+
+    def run(self) -> None:
+        """Make it; see `Work`."""
+        outcome: MediaLayout | Exception
+        try:
+            outcome = self._store.make_layout(self._key)
+        except Exception as error:
+            outcome = error if isinstance(error, ValueError | EngineBusyError) else ValueError(str(error))
+        self._store.answer(self._done, outcome)
+
+
+class MediaStore:
+    """The media of all requests.
+
+    processor: of the model. described: what it takes. info: the same for frontends. wake: wakes the core's loop.
+
+    Attributes:
+        num_queries, num_hits: media of requests, and those whose features were there.
+    """
+
+    def __init__(
+        self,
+        processor: MediaProcessor,
+        info: MediaInfo,
+        limits: MediaLimits,
+        wake: Callable[[], None],
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self.info, self.wake = info, wake
+        self.num_queries = self.num_hits = 0
+        self._processor, self._limits, self._max_bytes = processor, limits, max_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, Features] = OrderedDict()
+        self._live: WeakValueDictionary[bytes, Features] = WeakValueDictionary()
+        self._making: dict[bytes, threading.Event] = {}
+        self._layouts: OrderedDict[LayoutKey, MediaLayout] = OrderedDict()
+        self._answers: deque[Callable[[], None]] = deque()
+        self._queue: FairQueue[Any] = FairQueue()
+        self._threads: list[threading.Thread] = []
+
+    # ------------------------------------------------------------ on the thread of the core's loop
+
+    def submit(self, prompt: Prompt, tenant: Name, now: float) -> PendingMedia:
+        """Begin to make the features of a prompt's media.
+
+        Raises:
+            EngineBusyError: too many requests wait.
+        """
+        pending = PendingMedia(self, prompt, now + SECONDS)
+        self._put(pending, tenant)
+        return pending
+
+    def lay(self, key: LayoutKey, tenant: Name, done: Callable[[MediaLayout | Exception], None]) -> None:
+        """Call `done` with the layout of a medium of a kind and shape, now or in `deliver`.
+
+        Raises:
+            ValueError: the engine takes no such medium. EngineBusyError: too many requests wait.
+        """
+        check_kind(self.info, key[0], key[1])
+        with self._lock:
+            known = self._layouts.get(key)
+        if known is not None:
+            done(known)
+        else:
+            self._put(PendingLayout(self, key, done), tenant)
+
+    def deliver(self) -> None:
+        """Call those who wait for layouts that were made."""
+        while self._answers:
+            self._answers.popleft()()
+
+    def reset(self) -> None:
+        """Forget the features that no request has."""
+        with self._lock:
+            self._kept.clear()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._processor.close()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all features."""
+        return sum(features.num_bytes for features in list(self._live.values()))
+
+    def _put(self, work: Work, tenant: Name) -> None:
+        if self._queue.num_before(tenant) >= MAX_PENDING:
+            raise EngineBusyError(f"{MAX_PENDING} requests with media already wait to be processed")
+        self._queue.put(work, tenant)
+        if len(self._threads) < NUM_THREADS:
+            self._threads.append(threading.Thread(target=self._work, name="media", daemon=True))
+            self._threads[-1].start()
+
+    # ------------------------------------------------------------ on other threads
+
+    def _work(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while True:
+            with self._queue.turn(lambda _: True) as work:
+                work.run()
+            del work  # not held until the next one comes
+
+    def answer(
+        self, done: Callable[[MediaLayout | Exception], None], outcome: MediaLayout | Exception
+    ) -> None:
+        """Have `deliver` call `done`."""
+        self._answers.append(lambda: done(outcome))
+        self.wake()
+
+    def make_layout(self, key: LayoutKey) -> MediaLayout:
+        """The layout of a kind and shape; raises ValueError or EngineBusyError."""
+        layout = MediaLayout(self._processor.lay(*key).token_ids)
+        with self._lock:
+            self._layouts[key] = layout
+            if len(self._layouts) > MAX_LAYOUTS:
+                self._layouts.popitem(last=False)
+        return layout
+
+    def wait_for_room(self, deadline: float) -> None:
+        """Wait until requests have ended whose features take too much memory.
+
+        Raises:
+            EngineBusyError: they have not until the deadline.
+        """
+        while self.num_bytes > MAX_LIVE_BYTES:
+            self.reset()
+            if time.monotonic() > deadline:
+                raise EngineBusyError("the media of other requests take too much memory: try again later")
+            time.sleep(0.05)
+
+    def features(self, prompt: Prompt, medium: Media) -> Features:
+        """The features of a medium, checked against the prompt.
+
+        Raises:
+            ValueError: its name or its tokens are not its own, or the model's processor or the engine refuses it.
+            EngineBusyError: no process could be had.
+        """
+        self._check_name(prompt, medium)
+        with self._in_turn(medium.name):
+            found = self._find(medium.name)
+            if found is None:
+                if not medium.data.data:
+                    raise ValueError(f"{medium.kind}: the engine does not have it any more: send its content")
+                found = self._made(medium)
+        if list(found.token_ids) != prompt.token_ids[medium.start : medium.end]:
+            raise ValueError(f"{medium.kind}: the tokens in its place are not those that stand for it")
+        return found
+
+    def _check_name(self, prompt: Prompt, medium: Media) -> None:
+        if medium.uuid:
+            if not prompt.cache_salt:
+                raise ValueError("multi_modal_uuids: give a cache_salt as well, beside which they hold")
+            expected = uuid_name(medium.kind, prompt.cache_salt, medium.uuid, medium.options)
+        else:
+            expected = media_name(medium.kind, medium.data, medium.options)
+        if medium.name != expected:
+            raise ValueError(f"{medium.kind}: its name is not that of its content")
+
+    @contextmanager
+    def _in_turn(self, name: bytes):  # type: ignore[no-untyped-def]
+        """A context in which no other thread makes this medium."""
+        while True:
+            with self._lock:
+                other = self._making.get(name)
+                if other is None:
+                    self._making[name] = threading.Event()
+                    break
+            other.wait()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._making.pop(name).set()
+
+    def _find(self, name: bytes) -> Features | None:
+        with self._lock:
+            self.num_queries += 1
+            found = self._live.get(name)
+            if found is not None:
+                self.num_hits += 1
+                self._keep(found)
+            return found
+
+    def _made(self, medium: Media) -> Features:
+        processed = self._processor.process(medium.kind, medium.data, medium.options)
+        features = features_of(medium, processed, self.info.kinds[medium.kind].embedding_id)
+        self._limits.check(features)
+        with self._lock:
+            self._live[medium.name] = features
+            self._keep(features)
+        return features
+
+    def _keep(self, features: Features) -> None:
+        """Keep features for later requests, and let go of those used least recently. Needs the lock."""
+        self._kept[features.name] = features
+        self._kept.move_to_end(features.name)
+        num_bytes = sum(kept.num_bytes for kept in self._kept.values())
+        while num_bytes > self._max_bytes:
+            num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+
+
+def features_of(medium: Media, processed: Processed, place_id: int) -> Features:
+    """What the processor has made of a medium."""
+    tensors = {
+        name: Tensor(array.dtype, array.shape, array.data) for name, array in processed.features.items()
+    }
+    grid = next((tensors[name] for name in GRIDS if name in tensors), NOTHING)
+    size = processed.token_ids.count(place_id)
+    return Features(medium.name, medium.kind, processed.token_ids, size, tensors, grid)

@@ -1,0 +1,119 @@
+"""Prompts of encoder-decoders: what the encoder reads, and how the decoder begins.
+
+A prompt alone is the encoder's, and the decoder begins with its start token. Where the model hears, the sound is
+the encoder's and the prompt the decoder's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagewire.frontend.text.prompts import PromptType
+from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.sources import SOUND, SourceInfo, sound_source, text_source, with_source
+
+Tokenize = Callable[[PromptType, bool], tuple[list[int], str | None]]
+"""Token ids and text of a prompt; False: without the tokens that a tokenizer puts around texts."""
+Hear = Callable[[Mapping[str, Any]], list[Tensor]]
+"""The sounds of a prompt, fetched and decoded: float32 [samples] each."""
+HEARD = ("multi_modal_data", "multi_modal_uuids", "cache_salt")
+ENCODER, DECODER, MEDIA = "encoder_prompt", "decoder_prompt", "multi_modal_data"
+
+
+@dataclass(frozen=True)
+class SourceText:
+    """What an encoder reads, as outputs show it. text: None if it was given as token ids, or is a sound."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+@dataclass(frozen=True)
+class SourcedPrompt:
+    """A prompt with its source. text: of the decoder's part, if known."""
+
+    prompt: Prompt
+    source: SourceText
+    text: str | None
+
+    @property
+    def num_source_tokens(self) -> int:
+        """The tokens before the decoder's own."""
+        return self.prompt.media[0].num_tokens
+
+
+def is_explicit(prompt: Any) -> bool:
+    """True for a prompt with parts for the encoder and the decoder."""
+    return isinstance(prompt, Mapping) and (ENCODER in prompt or DECODER in prompt)
+
+
+def sourced(
+    prompt: Any, info: SourceInfo, block_size: int, tokenize: Tokenize, hear: Hear, salt: str | None
+) -> SourcedPrompt:
+    """A prompt of an encoder-decoder.
+
+    Raises:
+        ValueError, TypeError: a part is missing, too long or of another kind than the model takes.
+    """
+    encoder, decoder = parts_of(prompt, info)
+    ids, text = start_of(decoder, info, tokenize)
+    target = Prompt(ids, cache_salt=salt)
+    if info.kind == SOUND:
+        source = sound_source(sound_of(encoder, info, hear), info, block_size)
+        return SourcedPrompt(with_source(source, [], target), SourceText([], None), text)
+    if encoder is None:
+        raise ValueError(f"the prompt of an encoder-decoder needs an {ENCODER!r}")
+    source_ids, source_text = tokenize(encoder, True)
+    if len(source_ids) > info.max_tokens:
+        raise ValueError(
+            f"the encoder's prompt has {len(source_ids)} tokens, and this model's maximum context length for it is "
+            f"{info.max_tokens}"
+        )
+    source = text_source(source_ids, block_size)
+    return SourcedPrompt(with_source(source, source_ids, target), SourceText(source_ids, source_text), text)
+
+
+def parts_of(prompt: Any, info: SourceInfo) -> tuple[Any, Any]:
+    """What the encoder and the decoder get; None: nothing."""
+    if is_explicit(prompt):
+        unknown = set(prompt) - {ENCODER, DECODER, "mm_processor_kwargs"}
+        if unknown or prompt.get("mm_processor_kwargs"):
+            raise ValueError(f"a prompt of an encoder-decoder has {ENCODER!r} and {DECODER!r} alone")
+        return prompt.get(ENCODER), prompt.get(DECODER)
+    if info.kind != SOUND:
+        return prompt, None
+    if not isinstance(prompt, Mapping):
+        return None, prompt
+    heard = {name: value for name, value in prompt.items() if name in HEARD}
+    return heard, {name: value for name, value in prompt.items() if name not in HEARD}
+
+
+def start_of(prompt: Any, info: SourceInfo, tokenize: Tokenize) -> tuple[list[int], str | None]:
+    """The tokens with which the decoder begins, the first of which is its start token; and their text, if known."""
+    if prompt is None or prompt == "" or prompt == {} or prompt == {"prompt": ""}:
+        return list(info.start_ids), None
+    ids, text = tokenize(prompt, False)
+    return ids if ids[0] == info.start_ids[0] else [info.start_ids[0], *ids], text
+
+
+def sound_of(prompt: Any, info: SourceInfo, hear: Hear) -> Tensor:
+    """The sound of a prompt at the engine's sampling rate, float32 [samples].
+
+    Raises:
+        ValueError: it has none, or several, or it is too long. And as `MediaIntake.contents`.
+    """
+    if not isinstance(prompt, Mapping) or not prompt.get(MEDIA):
+        raise ValueError(f"this model hears: give one sound as {MEDIA}={{'audio': (array, sampling rate)}}")
+    if others := {name for name, value in prompt.items() if value and name not in HEARD}:
+        raise ValueError(f"the encoder hears, and takes no {', '.join(sorted(map(str, others)))}")
+    (sound,) = hear(prompt)
+    if (number := sound.shape[0]) > info.max_samples:
+        seconds = info.max_samples / info.sampling_rate
+        raise ValueError(
+            f"the sound has {number / info.sampling_rate:.1f} seconds, and this model takes {seconds:g}: cut it, "
+            "or use /v1/audio/transcriptions, which does"
+        )
+    return sound

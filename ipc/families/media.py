@@ -1,0 +1,63 @@
+"""The families whose models take pictures or sound, a row each: what their processor and their module do otherwise.
+
+Most do the same: the processor's `image_token` is the placeholder, every place of the configuration's
+`image_token_id` in a layout takes one row of the `pooler_output` of the module's `get_image_features`, and
+attention stays causal. What differs stands in the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MediaFamily:
+    """How models of one type take media.
+
+    kinds: "image", "audio". positions: tokens have three positions, of time, height and width (M-RoPE), which the
+    module's `get_rope_index` gives.
+    whole: the tokens of a medium attend to each other both ways. leads: media come before the text, and prompts
+    need no placeholder. only_places: a layout has only the places of embeddings, although the processor adds more.
+    refused: why the family is served with text alone; empty: it takes media.
+    """
+
+    kinds: tuple[str, ...] = ("image",)
+    positions: bool = False
+    whole: bool = False
+    leads: bool = False
+    only_places: bool = False
+    refused: str = ""
+
+
+PLAIN = MediaFamily()
+GRID = MediaFamily(positions=True)
+
+FAMILIES: Mapping[str, MediaFamily] = {
+    "qwen2_vl": GRID,
+    "qwen2_5_vl": GRID,
+    "qwen3_vl": GRID,
+    "qwen3_vl_moe": GRID,
+    "glm4v": GRID,
+    "glm4v_moe": GRID,
+    "llava": PLAIN,
+    "llava_next": PLAIN,
+    "mistral3": PLAIN,
+    "internvl": PLAIN,
+    "idefics3": PLAIN,
+    "smolvlm": PLAIN,
+    "aya_vision": PLAIN,
+    "cohere2_vision": PLAIN,
+    "got_ocr2": PLAIN,
+    "chameleon": PLAIN,
+    "gemma3": MediaFamily(whole=True),
+    "paligemma": MediaFamily(whole=True, leads=True, only_places=True),
+}
+"""By the `model_type` of config.json."""
+
+
+def media_family(config: Mapping[str, Any]) -> MediaFamily | None:
+    """The row of a model by its config.json; None where it takes text alone."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return None if family is None or family.refused else family

@@ -1,0 +1,29 @@
+"""The program that decodes, with a decoder that crashes, hangs or fills memory at a content's word."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from pagewire.frontend.media import decode_process
+
+decode = decode_process.decode_picture
+
+
+def faulty(data: bytes) -> tuple[tuple[int, ...], bytes]:
+    """Decode a picture, unless it says otherwise."""
+    if data == b"crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if data == b"exit":
+        os._exit(7)
+    if data == b"hang":
+        signal.pause()
+    if data == b"fill":
+        return (1,), bytes(2 << 30)
+    return decode(data)
+
+
+decode_process.decode_picture = faulty
+
+if __name__ == "__main__":
+    decode_process.main()

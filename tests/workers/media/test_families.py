@@ -1,0 +1,34 @@
+"""Models that take pictures: token for token as transformers, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.workers.driver import load_runner
+from tests.workers.media.checkpoints import MODELS, MediaModel
+from tests.workers.media.parity import MediaDriver, Question, Reader, picture, transformers_answers, words
+
+NUM_TOKENS = 8
+QUESTIONS = [
+    Question([words(5, 1), picture(80, 110, 1), words(7, 2)]),
+    Question([words(9, 3)]),
+    Question(
+        [picture(60, 40, 2), words(3, 4), picture(50, 50, 3), words(2, 5), picture(80, 110, 1), words(1, 8)]
+    ),
+    Question([words(2, 6), picture(120, 60, 4), words(1, 7)]),
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_answers_are_those_of_transformers(model: MediaModel, tmp_path: Path) -> None:
+    """Several pictures, mixed with text, batched and in chunks that cut pictures."""
+    folder = model.write(tmp_path)
+    reader = Reader(folder)
+    expected = transformers_answers(folder, reader, QUESTIONS, NUM_TOKENS)
+    runner, ready = load_runner(folder, media=True, max_model_len=512, num_blocks=600)
+    assert ready.media
+    prompts = [reader.prompt(question) for question in QUESTIONS]
+    assert MediaDriver(runner, reader, budget=13).generate(prompts, NUM_TOKENS) == expected
+    assert MediaDriver(runner, reader, budget=400).generate(prompts, NUM_TOKENS) == expected
