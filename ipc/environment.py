@@ -24,7 +24,6 @@ class Variable(NamedTuple):
 FLAGS = {
     "PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN": False,
     "PAGEWIRE_CONFIGURE_LOGGING": True,
-    "PAGEWIRE_IMAGE_FETCH_TIMEOUT": Variable("seconds in which a picture must be fetched from its URL", "5"),
     "PAGEWIRE_KEEP_ALIVE_ON_ENGINE_DEATH": False,
     "PAGEWIRE_USE_MODELSCOPE": False,
 }
@@ -67,6 +66,7 @@ READ: Mapping[str, Variable] = {
         "for each other",
         "loopback for the core; for a worker, the address on its way to the core",
     ),
+    "PAGEWIRE_IMAGE_FETCH_TIMEOUT": Variable("seconds in which a picture must be fetched from its URL", "5"),
     "PAGEWIRE_KEEP_ALIVE_ON_ENGINE_DEATH": Variable("`1`: as `--keep-alive-on-engine-death`", "0"),
     "PAGEWIRE_LOGGING_CONFIG_PATH": Variable("JSON file of a logging configuration", "none"),
     "PAGEWIRE_LOGGING_LEVEL": Variable("of all logs", "`INFO`"),

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from pagewire.cli.console.options import UsageError
+from pagewire.cli.console.parser import UsageError
 from pagewire.cli.load.prompts import read_text
 
 MIN_TOKENS = 4  # of a prompt, and of an answer

@@ -114,7 +114,7 @@ def load_tower(config: WorkerConfig, device: Device) -> Tower:
     family = FAMILIES.get(own.model_type)
     if family is None or family.refused:
         raise LoadError(f"{own.model_type} takes no media")
-    dtype = resolve_dtype(config.dtype, own)
+    dtype = resolve_dtype(config, own)
     weights = build_module(config, own, dtype, device)
     causal = weights.causal
     path = base_path(causal)

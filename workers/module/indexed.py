@@ -103,7 +103,7 @@ def index_tokens(
     rotate: the family's rotation of queries and keys [1, T, heads, rope] by its cosines and sines, `angles`; None:
     nothing is rotated. at_end: the last elements of a head are rotated, not the first.
     """
-    queries = queries.unflatten(-1, (module.n_heads, module.head_dim))
+    queries = queries.view(*queries.shape[:-1], module.n_heads, module.head_dim)
     norm = module.k_norm
     keys = norm(module.wk(hidden).to(norm.weight.dtype)).to(hidden.dtype).unsqueeze(2)
     if rotate is not None:

@@ -87,10 +87,8 @@ async def answer(service: Service, request: MessagesRequest, exchange: Exchange)
     """
     check_version(exchange.headers)
     if request.thread is not None:
-        message = (
-            "thread is not supported: the server keeps no conversations; send all messages, without thread"
-        )
-        raise APIError(400, message, param="thread", code=NO_THREADS)
+        why = "thread is not supported: the server keeps no conversations; send all messages, without thread"
+        raise APIError(400, why, param="thread", code=NO_THREADS)
     wanted = chat_request(request, service.formats.reasoning is not None)
     chat = await prepare(service, wanted, exchange)
     omits_thoughts = request.thinking is not None and request.thinking.display == "omitted"

@@ -10,13 +10,13 @@ from contextlib import aclosing
 
 import msgspec
 
-from pagewire.frontend.requests.outputs import RequestOutput
+from pagewire.frontend.requests.outputs import RequestOutput, best_outputs
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
 from pagewire.frontend.server.openai.completions import DEFAULT_MAX_TOKENS, batches_of
 from pagewire.frontend.server.openai.protocol import SamplingFields
-from pagewire.frontend.server.openai.sampling import best_outputs, sampling_params
+from pagewire.frontend.server.openai.sampling import sampling_params
 from pagewire.frontend.server.openai.size import check_amount
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
