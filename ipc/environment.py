@@ -34,9 +34,9 @@ READ: Mapping[str, Variable] = {
         "a key that clients of `pagewire serve` must show; set but empty is an error", "none"
     ),
     "PAGEWIRE_ASSETS_CACHE": Variable(
-        "folder of pictures and sounds that prompts name without a URL", "none"
+        "folder of the pictures and sounds of `pagewire.assets`", "`assets` below `PAGEWIRE_CACHE_ROOT`"
     ),
-    "PAGEWIRE_AUDIO_FETCH_TIMEOUT": Variable("seconds in which a sound must be fetched from its URL", "10"),
+    "PAGEWIRE_AUDIO_FETCH_TIMEOUT": Variable("seconds for the download of a sound (docs/media.md)", "5"),
     "PAGEWIRE_CACHE_ROOT": Variable("compiled kernels and packed weights", "`~/.cache/pagewire`"),
     "PAGEWIRE_CONFIGURE_LOGGING": Variable("`0`: leave logging as it is", "1"),
     "PAGEWIRE_CPU_ISA": Variable(
@@ -66,7 +66,7 @@ READ: Mapping[str, Variable] = {
         "for each other",
         "loopback for the core; for a worker, the address on its way to the core",
     ),
-    "PAGEWIRE_IMAGE_FETCH_TIMEOUT": Variable("seconds in which a picture must be fetched from its URL", "5"),
+    "PAGEWIRE_IMAGE_FETCH_TIMEOUT": Variable("seconds for the download of a picture (docs/media.md)", "5"),
     "PAGEWIRE_KEEP_ALIVE_ON_ENGINE_DEATH": Variable("`1`: as `--keep-alive-on-engine-death`", "0"),
     "PAGEWIRE_LOGGING_CONFIG_PATH": Variable("JSON file of a logging configuration", "none"),
     "PAGEWIRE_LOGGING_LEVEL": Variable("of all logs", "`INFO`"),

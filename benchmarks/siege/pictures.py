@@ -39,7 +39,7 @@ def made(name: str) -> tuple[str, bytes]:
 
 async def bomb(target: Target, rng: random.Random) -> list[Any]:
     """A file that is larger than it looks."""
-    return [part(*made(rng.choice(list(BOMBS))))]
+    return [part(*await asyncio.to_thread(made, rng.choice(list(BOMBS))))]
 
 
 async def damaged(target: Target, rng: random.Random) -> list[Any]:

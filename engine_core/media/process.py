@@ -84,6 +84,7 @@ class Processor:
         else:
             given["audio"] = [content]
             given["sampling_rate"] = self._rate
+        given |= self._family.arguments
         text = self._tokens[kind][1]
         outputs: Mapping[str, Any] = self._processor(
             text=[text], return_tensors="pt", add_special_tokens=False, **given
@@ -118,19 +119,23 @@ def load_processor(folder: Path) -> Any:
 
     without_videos()
     try:
-        return transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
+        own = read_json(folder / "processor_config.json").get("processor_class")
+        auto = pixtral() if own == "PixtralProcessor" else transformers.AutoProcessor
+        return auto.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         text = str(error).partition("\n")[0]
         raise ValueError(f"the model's processor cannot be loaded from {folder}: {text}") from error
 
 
 def without_videos() -> None:
-    """Let processors be made without torchvision, which only their part for videos needs."""
+    """Let processors be made without packages that only their part for videos needs."""
     from transformers import ImageProcessingMixin
     from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+    from transformers.models.smolvlm import processing_smolvlm
     from transformers.processing_utils import MODALITY_TO_BASE_CLASS_MAPPING
     from transformers.utils import is_torchvision_available
 
+    processing_smolvlm.num2words = processing_smolvlm.num2words or str  # it counts the frames of videos
     if is_torchvision_available():
         return
 
@@ -143,6 +148,26 @@ def without_videos() -> None:
 
     MODALITY_TO_BASE_CLASS_MAPPING["video_processor"] = "ImageProcessingMixin"
     AutoVideoProcessor.from_pretrained = lambda *_, **__: NoVideos()
+
+
+def pixtral() -> Any:
+    """The processor of Pixtral, which takes one function from a module that needs torchvision; Pillow's has it, too."""
+    import sys
+
+    from transformers.models.pixtral import image_processing_pil_pixtral
+
+    sys.modules.setdefault(
+        "transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral
+    )
+    from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+
+    return PixtralProcessor
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file; nothing where there is none."""
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return content if isinstance(content, dict) else {}
 
 
 def array_of(value: Any) -> Array:

@@ -282,20 +282,7 @@ class Session:
         Raises:
             ValueError: a request id is in use. EngineDeadError: the core is lost.
         """
-        states = [
-            PooledState(item.request)
-            if isinstance(item.request.task, PoolingParams)
-            else RequestState(
-                item.request,
-                item.prompt_text,
-                self._tokenizer_of(item.adapter),
-                logprob_budget,
-                item.adapter,
-                item.num_virtual_tokens,
-                item.source,
-            )
-            for item in prepared
-        ]
+        states = [state_of(item, self._tokenizer_of(item.adapter), logprob_budget) for item in prepared]
         self._requests.submit(states, mailbox, self.info.served_model_names[0], trace_headers)
         return states
 
@@ -387,6 +374,23 @@ class AttachMethod(Generic[P]):
             return face._over(self._attach(*args, **kwargs))
 
         return attach
+
+
+def state_of(
+    item: Prepared, tokenizer: Tokenizer | None, logprob_budget: LogprobBudget | None
+) -> RequestState:
+    """The state of a request that is to be sent. logprob_budget: see `Session.submit`."""
+    if isinstance(item.request.task, PoolingParams):
+        return PooledState(item.request)
+    return RequestState(
+        item.request,
+        item.prompt_text,
+        tokenizer,
+        logprob_budget,
+        item.adapter,
+        item.num_virtual_tokens,
+        item.source,
+    )
 
 
 def tokenizer_of(info: EngineInfo, name: str | None, source: dict[str, Any]) -> Tokenizer | None:

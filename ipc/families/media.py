@@ -8,7 +8,7 @@ attention stays causal. What differs stands in the row.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -20,6 +20,7 @@ class MediaFamily:
     module's `get_rope_index` gives.
     whole: the tokens of a medium attend to each other both ways. leads: media come before the text, and prompts
     need no placeholder. only_places: a layout has only the places of embeddings, although the processor adds more.
+    arguments: that the processor gets with every medium.
     refused: why the family is served with text alone; empty: it takes media.
     """
 
@@ -28,6 +29,7 @@ class MediaFamily:
     whole: bool = False
     leads: bool = False
     only_places: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     refused: str = ""
 
 
@@ -48,9 +50,8 @@ FAMILIES: Mapping[str, MediaFamily] = {
     "idefics3": PLAIN,
     "smolvlm": PLAIN,
     "aya_vision": PLAIN,
-    "cohere2_vision": PLAIN,
     "got_ocr2": PLAIN,
-    "chameleon": PLAIN,
+    "chameleon": MediaFamily(arguments={"return_for_text_completion": True}),
     "gemma3": MediaFamily(whole=True),
     "paligemma": MediaFamily(whole=True, leads=True, only_places=True),
 }

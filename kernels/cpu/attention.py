@@ -39,6 +39,7 @@ def paged_attention(
     _check(q, cache, batch, out)
     query_start_loc, seq_lens = batch.query_start_loc.contiguous(), batch.seq_lens.contiguous()
     block_table = last_contiguous(batch.block_table)
+    whole = None if batch.whole is None else batch.whole.contiguous()
     native, owners = logit_terms(terms, num_heads, num_tokens)
     call = AttentionCall(
         q=q.data_ptr(),
@@ -46,6 +47,7 @@ def paged_attention(
         query_start_loc=query_start_loc.data_ptr(),
         seq_lens=seq_lens.data_ptr(),
         block_table=block_table.data_ptr(),
+        whole=None if whole is None else whole.data_ptr(),
         q_token_stride=q.stride(0),
         q_head_stride=q.stride(1),
         **cache_fields(library, cache),

@@ -48,7 +48,9 @@ int64_t sight_begin(const AttentionCall& call, int64_t position) {
 
 // The end of the keys that a query at this position sees.
 int64_t sight_end(const AttentionCall& call, int64_t request, int64_t position) {
-  return std::min<int64_t>(position + 1 + call.terms.future, call.seq_lens[request]);
+  const int64_t length = call.seq_lens[request];
+  if (call.whole && call.whole[request]) return length;
+  return std::min<int64_t>(position + 1 + call.terms.future, length);
 }
 
 // The rows of a query tile: the query heads of its first token, then those of the next.

@@ -30,6 +30,7 @@ struct AttentionCall {
   const int32_t* query_start_loc;
   const int32_t* seq_lens;
   const int32_t* block_table;
+  const int32_t* whole;  // [requests] or null: not 0: queries see all keys of the request
   int64_t q_token_stride, q_head_stride;
   int64_t k_block_stride, k_head_stride;
   int64_t v_block_stride, v_head_stride;

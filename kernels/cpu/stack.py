@@ -68,6 +68,7 @@ def _set_batch(attention: ctypes.Structure, batch: AttentionBatch, num_tokens: i
         raise ValueError(f"the batch does not fit {num_tokens} tokens")
     attention.query_start_loc, attention.seq_lens = starts.data_ptr(), lens.data_ptr()
     attention.block_table, attention.block_table_stride = table.data_ptr(), table.stride(0)
+    attention.whole = None if batch.whole is None else batch.whole.data_ptr()
     attention.num_tokens, attention.num_requests = num_tokens, len(lens)
     attention.max_blocks = table.shape[1]
     attention.num_threads = torch.get_num_threads()

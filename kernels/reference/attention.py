@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.nn import functional
 
 from pagewire.kernels.data import kv_codes
 from pagewire.kernels.data.elementwise import elementwise
-from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms, check_scales, token_view
+from pagewire.kernels.data.paging import WHOLE, AttentionBatch, Cache, LogitTerms, check_scales, token_view
 
 QUERIES, KEYS = 16, 256
 """Shape of every product in attention; tiles are counted from position 0."""
@@ -42,6 +43,8 @@ def paged_attention(
     keys, with zeros where a request has none. On a GPU so small products take long; there an encoder's prompts are
     attended to at once, each by itself.
     """
+    if batch.whole is not None:
+        return _some_whole(q, cache, batch, scale, terms, out)
     at_once = terms.future > 0 and q.device.type != "cpu" and terms.softcap is None and terms.sinks is None
     check_scales(cache)
     dtype = accumulation_dtype(q)
@@ -81,6 +84,19 @@ def paged_attention(
             real = attended[:, start - begin : stop - begin].transpose(0, 1)
             out[rows][start - first : stop - first] = real.to(out.dtype)
     return out
+
+
+def _some_whole(
+    q: Tensor, cache: Cache, batch: AttentionBatch, scale: float, terms: LogitTerms, out: Tensor | None
+) -> Tensor:
+    """Attention of a batch in some of whose requests queries see all keys: once causal, once of these."""
+    assert batch.whole is not None
+    own = replace(batch, whole=None)
+    causal = paged_attention(q, cache, own, scale, terms, out)
+    whole = paged_attention(q, cache, own, scale, replace(terms, future=WHOLE), None)
+    lengths = batch.query_start_loc.diff().long()
+    rows = batch.whole.bool().repeat_interleave(lengths)
+    return causal.copy_(torch.where(rows[:, None, None], whole[: len(rows)], causal[: len(rows)]))
 
 
 def _attend(

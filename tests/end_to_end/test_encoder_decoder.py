@@ -51,7 +51,9 @@ def test_the_same_bits_in_a_batch_and_across_a_killed_worker(bart: tuple[Path, A
     folder, model = bart
 
     async def run() -> None:
-        args = EngineArgs(model=str(folder), skip_tokenizer_init=True, kv_cache_memory_bytes=KV_BYTES)
+        args = EngineArgs(
+            model=str(folder), dtype="float32", skip_tokenizer_init=True, kv_cache_memory_bytes=KV_BYTES
+        )
         async with AsyncLLM.from_engine_args(args) as llm:
             alone = [await generate(llm, source, f"alone {i}") for i, source in enumerate(SOURCES)]
             assert [tokens for tokens, _ in alone] == [
@@ -77,7 +79,9 @@ def test_forms_of_prompts_and_what_is_refused(bart: tuple[Path, Any], tmp_path: 
     demo = Path(model_folder(DEMO))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / name, folder)
-    llm = LLM(str(folder), kv_cache_memory_bytes=KV_BYTES, speculative_config={"method": "ngram"})
+    llm = LLM(
+        str(folder), dtype="float32", kv_cache_memory_bytes=KV_BYTES, speculative_config={"method": "ngram"}
+    )
     try:
         tokens = {"prompt_token_ids": [8, 9, 10, 11]}
         prompts: list[Any] = [
@@ -106,7 +110,7 @@ def test_forms_of_prompts_and_what_is_refused(bart: tuple[Path, Any], tmp_path: 
 
 def test_a_model_that_hears(tmp_path: Path) -> None:
     save(tmp_path, "whisper", WHISPER)
-    llm = LLM(str(tmp_path), skip_tokenizer_init=True, num_gpu_blocks_override=400)
+    llm = LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=400)
     try:
         sound = np.random.default_rng(0).standard_normal(16000).astype("float32")
         media = {"multi_modal_data": {"audio": (sound, 16000)}}

@@ -62,6 +62,7 @@ def test_bits_with_cached_prefixes_in_a_batch_and_across_a_killed_worker(folder:
     async def run() -> None:
         args = EngineArgs(
             model=str(folder),
+            dtype="float32",
             skip_tokenizer_init=True,
             kv_cache_memory_bytes=KV_BYTES,
             max_num_seqs=8,

@@ -138,7 +138,7 @@ class Driver:
     def _rows(self, sequences: list[Request]) -> tuple[list[Row], list[Request]]:
         budget, rows, scheduled = self.budget, [], []
         for s in sequences:
-            n = min(s.length - s.computed, budget)
+            n = self._chunk(s, min(s.length - s.computed, budget))
             if n == 0:
                 break
             budget -= n
@@ -155,6 +155,10 @@ class Driver:
             rows.append(row)
             scheduled.append(s)
         return rows, scheduled
+
+    def _chunk(self, request: Request, count: int) -> int:
+        """How many of the next `count` tokens of a request a step runs."""
+        return count
 
     def _run(self, rows: list[Row], scheduled: list[Request], inits: list[SlotInit]) -> None:
         self.step_id += 1

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pagewire.ipc.wire.items import Media
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
+from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.workers.batch.flat_batch import Batch
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.errors import first_line
@@ -41,16 +42,23 @@ class Laid:
     overlay: embeddings over places of the batch, on the device; None: there are none.
     positions: int64 [T], in place of the batch's; None: these stay. axes: where tokens have three; None: one each.
     errors: of rows whose media could not be encoded, by row.
+    runs: by row, the first and the last token of neighbouring places of a medium, which see each other; empty where
+        attention is causal.
     """
 
     overlay: Overlay | None
     positions: Tensor | None
     axes: Axes | None
     errors: Mapping[int, str]
+    runs: Mapping[int, Sequence[tuple[int, int]]]
 
     def on(self, batch: Batch) -> Batch:
         """A batch on the host with these positions."""
         return batch if self.positions is None else replace(batch, positions=self.positions)
+
+    def attention(self, batch: Batch, rows: Sequence[Row]) -> Batch:
+        """A batch on the host whose places of one medium attend to each other both ways."""
+        return batch if not self.runs else replace(batch, attention=with_runs(batch, rows, self.runs))
 
     def ids(self, input_ids: Tensor) -> Tensor:
         """Token ids that the model can look up: those of places may be beyond its vocabulary."""
@@ -122,7 +130,19 @@ class MediaEntries:
             return None
         found, axes = self._positioned(rows, starts, positions)
         overlay, errors = self._overlay(rows, starts) if has_entries else (None, {})
-        return Laid(overlay, found, axes, errors)
+        runs = {i: self._runs(row) for i, row in enumerate(rows)} if self.tower.family.whole else {}
+        return Laid(overlay, found, axes, errors, {i: own for i, own in runs.items() if own})
+
+    def _runs(self, row: Row) -> list[tuple[int, int]]:
+        """Where places of a row's media lie side by side: first and last of these tokens, counted from the row's."""
+        runs: list[tuple[int, int]] = []
+        for start, end, entry in row.entries:
+            place_id, _ = self._entries[entry]
+            here = np.flatnonzero(self._slots.tokens[row.slot, start:end] == place_id) + start - row.start
+            for part in np.split(here, np.flatnonzero(np.diff(here) > 1) + 1):
+                if len(part):
+                    runs.append((int(part[0]), int(part[-1])))
+        return runs
 
     def _overlay(self, rows: Sequence[Row], starts: Sequence[int]) -> tuple[Overlay | None, dict[int, str]]:
         places: list[NDArray[np.int64]] = []
@@ -171,6 +191,39 @@ class MediaEntries:
             return one, None
         device = self.tower.device
         return one, Axes(torch.from_numpy(found).to(device), self.tower.axes.to(device))
+
+
+def with_runs(
+    batch: Batch, rows: Sequence[Row], runs: Mapping[int, Sequence[tuple[int, int]]]
+) -> AttentionBatch:
+    """Attention in which each run of a row, and what lies between two, is a request of its own.
+
+    They share the row's blocks, and each sees the keys before it, as if the row had come in several steps.
+    """
+    attention = batch.attention
+    lengths: list[int] = []
+    ends: list[int] = []
+    owners: list[int] = []
+    whole: list[int] = []
+    for i, row in enumerate(rows):
+        begin = 0
+        for first, last in [*runs.get(i, ()), (row.num_tokens, row.num_tokens - 1)]:
+            for start, end, is_run in ((begin, first, 0), (first, last + 1, 1)):
+                if end > start:
+                    lengths.append(end - start)
+                    ends.append(row.start + end)
+                    owners.append(i)
+                    whole.append(is_run)
+            begin = last + 1
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return replace(
+        attention,
+        query_start_loc=starts,
+        seq_lens=torch.tensor(ends, dtype=torch.int32),
+        block_table=attention.block_table[owners].contiguous(),
+        max_query_len=max(lengths),
+        whole=torch.tensor(whole, dtype=torch.int32),
+    )
 
 
 def grid_of(medium: Media) -> Tensor:

@@ -19,7 +19,7 @@ from pagewire.ipc.wire.codec import Tensor as PlainTensor
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
-from pagewire.workers.module.configuration import load_config, resolve_dtype
+from pagewire.workers.module.configuration import layer_windows, load_config, resolve_dtype
 from pagewire.workers.module.text_base import base_path
 from pagewire.workers.network.build_module import build_module
 
@@ -104,8 +104,8 @@ def joined(parts: Any) -> Tensor:
     return whole.contiguous()
 
 
-def load_tower(config: WorkerConfig, device: Device) -> Tower:
-    """The tower of a model.
+def load_tower(config: WorkerConfig, device: Device) -> Tower | None:
+    """The tower of a model; None, with a warning in the log, where this device cannot run what media need.
 
     Raises:
         LoadError: the model takes no media, or its weights are missing.
@@ -115,6 +115,9 @@ def load_tower(config: WorkerConfig, device: Device) -> Tower:
     if family is None or family.refused:
         raise LoadError(f"{own.model_type} takes no media")
     dtype = resolve_dtype(config, own)
+    if family.whole and (reason := against_two_ways(own, device)):
+        logger.warning("%s is served for text only: %s", own.model_type, reason)
+        return None
     weights = build_module(config, own, dtype, device)
     causal = weights.causal
     path = base_path(causal)
@@ -137,6 +140,17 @@ def load_tower(config: WorkerConfig, device: Device) -> Tower:
         sum(p.nbytes for p in wrapper.parameters() if p.device.type != "meta") if is_first else 0,
         config.parallel.stages > 1,
     )
+
+
+def against_two_ways(config: Any, device: Device) -> str:
+    """Why the parts of a picture cannot attend to each other both ways; empty if they can."""
+    if device.torch_device.type != "cpu":
+        return "the parts of a picture see each other, which the kernels of GPUs cannot do beside text yet"
+    size = int(getattr(config, "mm_tokens_per_image", 0))
+    windows = [width for _, width in filter(None, layer_windows(config))]
+    if windows and min(windows) < size:
+        return f"a picture of {size} tokens is longer than the attention window of {min(windows)} tokens"
+    return ""
 
 
 def set_attention(wrapper: Any) -> None:

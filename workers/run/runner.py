@@ -118,14 +118,14 @@ class Runner:
 
     def _open_media(self) -> MediaEntries | None:
         """What encodes pictures and sound; None where none are taken."""
-        if not self.config.media:
+        if not self.config.media or self.model.pooler is not None:
             return None
         from pagewire.workers.media.entries import MediaEntries  # as with adapters
         from pagewire.workers.media.tower import load_tower
 
-        entries = MediaEntries(load_tower(self.config, self.device), self.slots)
+        tower = load_tower(self.config, self.device)
         self.phases.end("encoder")
-        return entries
+        return None if tower is None else MediaEntries(tower, self.slots)
 
     def _open_drafter(self, target: LoadedModel) -> Drafter:
         if self.config.speculative is None or self.config.speculative.in_core:
@@ -263,7 +263,7 @@ class Runner:
         laid = None if self.media is None else self.media.lay(plan.rows, batch.starts, batch.positions)
         if laid is not None:
             step.errors = laid.errors
-            batch = laid.on(batch)
+            batch = laid.attention(laid.on(batch), plan.rows)
         if self.device.asynchronous:
             batch = batch.with_tensors(self.device.upload(batch.tensors))
         adapters = self.adapter_rows(batch.adapters)

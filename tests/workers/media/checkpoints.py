@@ -112,6 +112,32 @@ def qwen(
     )
 
 
+def idefics(name: str, processor: str, image_processor: str) -> MediaModel:
+    """An Idefics 3 or SmolVLM: pictures are cut into parts, with a token of its own before each."""
+    parts = {99 + 3 * row + column: f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)}
+    return MediaModel(
+        name,
+        processor,
+        {
+            127: "<image>",
+            126: "<fake_token_around_image>",
+            125: "<global-img>",
+            124: "<end_of_utterance>",
+            **parts,
+        },
+        image={
+            "image_processor_type": image_processor,
+            **CROPPED,
+            "size": {"longest_edge": 56},
+            "max_image_size": {"longest_edge": 28},
+            "do_image_splitting": True,
+            "do_pad": True,
+        },
+        settings={"image_seq_len": 1},
+        config={"scale_factor": 2},
+    )
+
+
 MODELS = [
     qwen("qwen2_vl", "Qwen2VLProcessor"),
     qwen("qwen2_5_vl", "Qwen2_5_VLProcessor", vision={"fullatt_block_indexes": [1], "window_size": 56}),
@@ -137,6 +163,121 @@ MODELS = [
             "num_additional_image_tokens": 1,
         },
         config={"vision_config": VISION},
+    ),
+    MediaModel(
+        "llava_next",
+        "LlavaNextProcessor",
+        {127: "<image>"},
+        image={
+            "image_processor_type": "LlavaNextImageProcessor",
+            **CROPPED,
+            "size": {"shortest_edge": 28},
+            "crop_size": {"height": 28, "width": 28},
+            "do_center_crop": True,
+            "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+        },
+        settings={
+            "patch_size": 14,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+        config={"vision_config": VISION, "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]},
+    ),
+    MediaModel(
+        "gemma3",
+        "Gemma3Processor",
+        {127: "<start_of_image>", 126: "<end_of_image>", 125: "<image_soft_token>"},
+        image={"image_processor_type": "Gemma3ImageProcessor", **CROPPED},
+        settings={"image_seq_length": 4},
+        named={
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+        config={"vision_config": VISION, "mm_tokens_per_image": 4},
+    ),
+    MediaModel(
+        "mistral3",
+        "PixtralProcessor",
+        {127: "[IMG]", 126: "[IMG_BREAK]", 125: "[IMG_END]"},
+        image={
+            "image_processor_type": "PixtralImageProcessor",
+            **CROPPED,
+            "size": {"longest_edge": 84},
+            "patch_size": {"height": 14, "width": 14},
+        },
+        settings={"patch_size": 14, "spatial_merge_size": 2},
+        config={"vision_config": {"image_size": 84, "num_hidden_layers": 2}},
+    ),
+    MediaModel(
+        "internvl",
+        "InternVLProcessor",
+        {127: "<IMG_CONTEXT>", 126: "<img>", 125: "</img>", 124: "<video>"},
+        image={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            **CROPPED,
+            "crop_to_patches": True,
+            "min_patches": 1,
+            "max_patches": 3,
+        },
+        settings={"image_seq_length": 1},
+        named={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        config={"image_seq_length": 1},
+    ),
+    idefics("idefics3", "Idefics3Processor", "Idefics3ImageProcessor"),
+    idefics("smolvlm", "SmolVLMProcessor", "SmolVLMImageProcessor"),
+    MediaModel(
+        "glm4v",
+        "Glm4vProcessor",
+        {127: "<|image|>", 126: "<|video|>", 125: "<|begin_of_image|>", 124: "<|end_of_image|>"},
+        image={
+            "image_processor_type": "Glm4vImageProcessor",
+            "patch_size": 14,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "size": {"shortest_edge": 2 * 784, "longest_edge": 2 * 784 * 12},
+        },
+    ),
+    MediaModel(
+        "aya_vision",
+        "AyaVisionProcessor",
+        {
+            127: "<|IMG_PATCH|>",
+            126: "<image>",
+            125: "<|START_OF_IMG|>",
+            124: "<|END_OF_IMG|>",
+            123: "TILE_GLOBAL",
+            122: "TILE_1",
+            121: "TILE_2",
+            120: "TILE_3",
+        },
+        image={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            **CROPPED,
+            "crop_to_patches": True,
+            "min_patches": 1,
+            "max_patches": 3,
+        },
+        settings={"patch_size": 14, "img_size": 28, "downsample_factor": 2},
+        config={"vision_config": VISION, "downsample_factor": 2},
+    ),
+    MediaModel(
+        "chameleon",
+        "ChameleonProcessor",
+        {127: "<image>", 124: "<racm3:break>", 123: "<eoss>"},
+        image={
+            "image_processor_type": "ChameleonImageProcessor",
+            **CROPPED,
+            "size": {"shortest_edge": 4},
+            "crop_size": {"height": 4, "width": 4},
+            "do_center_crop": True,
+        },
+        settings={"image_seq_length": 16},
     ),
 ]
 BY_NAME = {model.name: model for model in MODELS}

@@ -52,6 +52,7 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.processor = Processor(folder)
+        self.whole = self.processor._family.whole
         self.features: dict[bytes, dict[str, Tensor]] = {}
 
     def prompt(self, question: Question) -> Prompt:
@@ -81,6 +82,14 @@ class MediaDriver(Driver):
         super().__init__(runner, budget)
         self._reader = reader
         self._entries: dict[bytes, int] = {}
+
+    def _chunk(self, request: Request, count: int) -> int:
+        """Up to a medium that does not fit, where its tokens see each other."""
+        end = request.computed + count
+        for medium in request.content.media if self._reader.whole else ():
+            if medium.start < end < medium.end:
+                end = medium.start
+        return end - request.computed
 
     def _run(self, rows: list[Row], scheduled: list[Request], inits: list[Any]) -> None:
         encodes = []
