@@ -587,6 +587,10 @@ FOUNDATIONS: Mapping[str, Absent] = {
     "ROCm, TPU, Neuron, XPU, OpenVINO": Absent(
         "their devices are not served", "use an NVIDIA GPU or an x86 CPU"
     ),
+    "NVIDIA Triton": Absent(
+        "its backends run in its own process, and there is none for pagewire",
+        "run `pagewire serve` beside it; deploy/launchers.md has recipes for other launchers",
+    ),
     "Systems other than Linux": Absent(
         "processes rely on Linux (process groups, /proc, ipc sockets)", "use a container or WSL"
     ),

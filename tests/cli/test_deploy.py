@@ -39,8 +39,9 @@ def commands() -> list[str]:
 
 
 def test_there_are_recipes_for_all_launchers() -> None:
-    kinds = {yaml.safe_load(block)["kind"] for block in blocks("yaml")}
-    assert kinds == {"LeaderWorkerSet", "RayCluster"}
+    recipes = [yaml.safe_load(block) for block in blocks("yaml")]
+    kinds = {recipe.get("kind", recipe.get("type")) for recipe in recipes}
+    assert kinds == {"LeaderWorkerSet", "RayCluster", "InferenceService", "service", None}  # None: SkyPilot's
     assert {command.split()[0] for command in commands()} == {"serve", "worker"}
 
 
