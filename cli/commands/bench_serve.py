@@ -43,6 +43,11 @@ def register(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     group.add_argument(
         "--details", action="store_true", help="with --json: include the figures of every request"
     )
+    group.add_argument(
+        "--profile",
+        action="store_true",
+        help="let the server's workers write a profile of the measurement (the server needs --enable-admin)",
+    )
     group.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
@@ -164,11 +169,6 @@ def add_load_options(group: Any) -> None:
     )
     group.add_argument("--concurrency", type=positive, metavar="N", help="most requests that run at once")
     group.add_argument(
-        "--profile",
-        action="store_true",
-        help="record the workers while the load runs, after the warm-up (/start_profile, /stop_profile)",
-    )
-    group.add_argument(
         "--num-warmups",
         type=int,
         metavar="INT",
@@ -257,14 +257,12 @@ async def measure(options: argparse.Namespace) -> tuple[list[Any], float, Target
         warm, queries = await make_queries(client, options)
         await drive(client.stream, warm, arrivals(len(warm), math.inf, 1.0, 0), None)
         due = arrivals(len(queries), options.request_rate, options.burstiness, options.seed)
-        if options.profile:
-            await client.call("/start_profile", {})
-        with tqdm(total=len(queries), disable=options.no_progress, unit="req", file=sys.stderr) as bar:
-            results, seconds = await drive(
-                client.stream, queries, due, options.concurrency, lambda result: bar.update()
-            )
-        if options.profile:
-            await client.call("/stop_profile", {})
+        bar = tqdm(total=len(queries), disable=options.no_progress, unit="req", file=sys.stderr)
+        async with client.profiled(options.profile):
+            with bar:
+                results, seconds = await drive(
+                    client.stream, queries, due, options.concurrency, lambda result: bar.update()
+                )
     return results, seconds, target
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ import msgspec
 
 CONNECT_SECONDS = 30.0
 MESSAGE_CHARACTERS = 200  # a server's error message is cut to this length, to fit on a line
-ADMIN = {"X-Pagewire-Admin": "1"}
+ADMIN = {"X-Pagewire-Admin": "1"}  # the header that a server without keys wants from operators
 
 
 @dataclass(frozen=True)
@@ -202,23 +202,38 @@ class LoadClient:
     def __init__(self, http: aiohttp.ClientSession, target: Target) -> None:
         self.http, self.target = http, target
 
-    async def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def call(
+        self, path: str, body: dict[str, Any] | None = None, headers: Mapping[str, str] | None = None
+    ) -> Any:
         """Call another endpoint (GET, or POST if there is a body) and return its decoded JSON.
-
-        Operators' endpoints of pagewire want a header that no web page can send.
 
         Raises:
             OSError: the server cannot be reached, or answers with an error status.
         """
         method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
         try:
-            async with self.http.request(method, path, data=data, headers=ADMIN) as response:
+            async with self.http.request(method, path, data=data, headers=headers) as response:
                 content = await response.read()
                 if response.status != 200:
                     raise OSError(f"{path}: {response.status}: {shortened(content)}")
                 return msgspec.json.decode(content)
         except (aiohttp.ClientError, asyncio.TimeoutError, msgspec.DecodeError) as error:
             raise OSError(f"{path}: {error or type(error).__name__}") from error
+
+    @asynccontextmanager
+    async def profiled(self, wanted: bool) -> AsyncIterator[None]:
+        """Let the server's workers record a profile meanwhile, if `wanted`; the server needs `--enable-admin`.
+
+        Raises:
+            OSError: as `call`.
+        """
+        if wanted:
+            await self.call("/start_profile", {}, ADMIN)
+        try:
+            yield
+        finally:
+            if wanted:
+                await self.call("/stop_profile", {}, ADMIN)
 
     async def stream(self, query: LoadQuery) -> LoadResult:
         """Send a query, read its stream to the end, and return the measurements. A failure is in `error`."""

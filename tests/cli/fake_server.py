@@ -25,6 +25,7 @@ class FakeServer:
         self.bodies: list[dict[str, Any]] = []
         self.running = self.most_running = 0
         self.arrival = asyncio.Condition()
+        self.profiled: list[tuple[str, int]] = []  # paths, and how many requests had come
 
     def app(self) -> web.Application:
         """Its routes."""
@@ -32,6 +33,8 @@ class FakeServer:
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/tokenize", self.tokenize)
         app.router.add_post("/detokenize", self.detokenize)
+        for path in ("/start_profile", "/stop_profile"):
+            app.router.add_post(path, self.profile)
         app.router.add_post("/v1/completions", self.generate)
         app.router.add_post("/v1/chat/completions", self.generate)
         return app
@@ -49,6 +52,13 @@ class FakeServer:
     async def detokenize(self, request: web.Request) -> web.Response:
         """A character per token."""
         return web.json_response({"prompt": "".join(map(chr, (await request.json())["tokens"]))})
+
+    async def profile(self, request: web.Request) -> web.Response:
+        """Note it, if an operator asks."""
+        if request.headers.get("X-Pagewire-Admin") != "1":
+            return web.json_response({"error": {"message": "not an operator"}}, status=403)
+        self.profiled.append((request.path, len(self.bodies)))
+        return web.json_response({"profiling": request.path == "/start_profile"})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Stream one answer."""

@@ -61,6 +61,12 @@ def test_answers_and_their_counts(url: str, model: str) -> None:
     assert streamed.usage.completion_tokens == 16
 
 
+@pytest.mark.parametrize(("model", "path"), [("openai/demo", "/v1"), ("ollama/demo", "")])
+def test_embeddings(pooled: str, model: str, path: str) -> None:
+    answer: Any = litellm.embedding(model, ["A list.", "A set."], api_base=pooled + path, api_key="none")
+    assert [len(item["embedding"]) for item in answer.data] == [256, 256]
+
+
 def test_errors_have_their_classes(url: str) -> None:
     fields: Any = {"api_base": url + "/v1", "api_key": "none"}
     with pytest.raises(litellm.NotFoundError):

@@ -85,6 +85,14 @@ def test_reasoning_is_apart(client: ollama.Client) -> None:
     assert answer.message.thinking and not answer.message.content  # the demo model never ends its reasoning
 
 
+def test_embeddings(pooled: str) -> None:
+    client = ollama.Client(pooled, timeout=60)
+    texts = ["A list.", "A set."]
+    vectors = client.embed("demo", texts).embeddings
+    assert [len(vector) for vector in vectors] == [256, 256]
+    assert client.embeddings("demo", texts[1]).embedding == vectors[1]
+
+
 def test_models(client: ollama.Client) -> None:
     (model,) = client.list().models
     assert model.model == "demo" and model.size and model.details and model.details.parameter_size

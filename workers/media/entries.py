@@ -134,7 +134,7 @@ class MediaEntries:
         return Laid(overlay, found, axes, errors, {i: own for i, own in runs.items() if own})
 
     def _runs(self, row: Row) -> list[tuple[int, int]]:
-        """Where places of a row's media lie side by side: first and last of these tokens, counted from the row's."""
+        """Where places of a row's media lie side by side: first and last of the tokens, counted from the row's."""
         runs: list[tuple[int, int]] = []
         for start, end, entry in row.entries:
             place_id, _ = self._entries[entry]

@@ -54,6 +54,12 @@ def test_closed_loop_keeps_exactly_so_many_requests_going(tmp_path: Path) -> Non
         assert sum(request["gaps"]) == pytest.approx(request["last"] - request["ttft"])
 
 
+def test_a_profile_covers_the_measurement(tmp_path: Path) -> None:
+    server = FakeServer()
+    measure(server, tmp_path, "--profile", "--num-prompts", "5", "--num-warmups", "2")
+    assert server.profiled == [("/start_profile", 2), ("/stop_profile", 7)]
+
+
 def test_prompts_follow_the_seed_and_the_lengths(tmp_path: Path) -> None:
     options = ["--input-len", "3:9", "--output-len", "2:4", "--prefix-len", "2", "--num-prompts", "40"]
     options += ["--num-warmups", "3", "--ignore-eos", "--extra-body", '{"top_k": 5}']
