@@ -151,7 +151,7 @@ def without_videos() -> None:
 
 
 def pixtral() -> Any:
-    """The processor of Pixtral, which takes a function from a module that needs torchvision; Pillow's has it, too."""
+    """Pixtral's processor, which takes a function from a module that needs torchvision; Pillow's has it, too."""
     import sys
 
     from transformers.models.pixtral import image_processing_pil_pixtral
