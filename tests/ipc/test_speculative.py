@@ -161,8 +161,8 @@ def test_typical_acceptance_and_its_thresholds() -> None:
         ),
         ({"speculative_model": "x", "enable_lora": True}, "'ngram' or 'suffix'"),
         (
-            {"speculative_config": {"model": "x", "disable_logprobs": True}},
-            "disable_logprobs=True is not supported: drafts never change what a request",
+            {"speculative_config": {"model": "x", "disable_logprobs": "all"}},
+            "disable_logprobs='all' is not supported: drafts never change what a request",
         ),
         (
             {"speculative_model": "x", "typical_acceptance_sampler_posterior_alpha": 0.3},
