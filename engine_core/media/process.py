@@ -131,8 +131,8 @@ def without_videos() -> None:
     """Let processors be made without packages that only their part for videos needs."""
     from transformers import ImageProcessingMixin
     from transformers.models.auto.video_processing_auto import AutoVideoProcessor
-    from transformers.processing_utils import MODALITY_TO_BASE_CLASS_MAPPING
     from transformers.models.smolvlm import processing_smolvlm
+    from transformers.processing_utils import MODALITY_TO_BASE_CLASS_MAPPING
     from transformers.utils import is_torchvision_available
 
     processing_smolvlm.num2words = processing_smolvlm.num2words or str  # it counts the frames of videos
