@@ -53,8 +53,8 @@ class AttentionBatch:
     max_seq_len: int
     """The maximum number of tokens of a request in the cache."""
     whole: Tensor | None = None
-    """int32 [R]: not 0 where queries see all keys of their request, those after their own as well, such as the parts
-    of a picture in Gemma 3; None: none do. For kernels of the CPU."""
+    """int32 [R]: not 0 where queries see all keys of their request, those after their own as well, as the parts of
+    a picture do in Gemma 3; None: none do. For kernels of the CPU."""
 
 
 class KVScales(NamedTuple):
