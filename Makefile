@@ -112,7 +112,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	@mkdir -p build/types/pagewire
 	@for folder in $(FOLDERS); do ln -sfn ../../../$$folder build/types/pagewire/$$folder; done
-	@for file in $(notdir $(wildcard pagewire/*.py pagewire/py.typed pagewire/demo pagewire/engine pagewire/lora)); do ln -sfn ../../../pagewire/$$file build/types/pagewire/$$file; done
+	@for file in $(notdir $(wildcard pagewire/*.py pagewire/py.typed pagewire/demo pagewire/assets pagewire/engine pagewire/lora)); do ln -sfn ../../../pagewire/$$file build/types/pagewire/$$file; done
 	$(BIN)/mypy -p pagewire -p benchmarks.gpu -p benchmarks.kernels
 
 # The software bill of materials, from what is installed: nothing is fetched.

@@ -426,7 +426,6 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
     "OllamaGenerateRequest.context": Absent(
         "an answer has no context that a request could continue", "send the conversation to /api/chat"
     ),
-    "OllamaGenerateRequest.images": _MEDIA,
     "OllamaGenerateRequest.template": Absent(
         "templates are Jinja, and the server's (--chat-template)",
         "give raw and a prompt with all of its marks",

@@ -29,7 +29,7 @@ from pagewire.ipc.host.lifeline import Child
 from .attack import Target
 from .attackers import chosen
 from .client import WAIT_SECONDS, Client
-from .fortress import EMBEDDER, EVIL_KEY, MODEL, Fortress, besieged
+from .fortress import EMBEDDER, EVIL_KEY, MODEL, PICTURES, Fortress, besieged
 from .report import AttackLog, Report
 from .watcher import Lag, Watcher
 
@@ -116,7 +116,8 @@ class Siege:
     def _start_attackers(self) -> Child:
         host, port = "127.0.0.1", self._fortress.port
         address, keys = self._fortress.address, self._fortress.keys
-        target = Target(host, port, EVIL_KEY, MODEL, address, keys)
+        pictures = PICTURES if self._options.pictures else ""
+        target = Target(host, port, EVIL_KEY, MODEL, address, keys, pictures)
         command = [sys.executable, "-m", "benchmarks.siege.attackers", "--target", json.dumps(asdict(target))]
         command += ["--seed", str(self._options.seed), "--seconds", str(self._seconds)]
         command += ["--attackers", self._options.attackers, "--attacks", self._options.replay]
@@ -212,6 +213,11 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--max-wait", type=float, default=WAIT_SECONDS, metavar="SECONDS",
         help="the longest that the client may wait for an answer to begin, or to go on (default: %(default)g)",
     )  # fmt: skip
+    parser.add_argument(
+        "--pictures", default="", metavar="FOLDER",
+        help="a model that takes pictures, to be served and attacked as well (default: requests with pictures "
+        "go to the demo model, which refuses them)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file as well")
     parser.add_argument(
         "--replay", default="", metavar="LIST", help="only these: bodies/17,grammars/4, or a report"
@@ -233,7 +239,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Run a siege, and report."""
     options = arguments()
-    with besieged(options.target) as fortress:
+    with besieged(options.target, options.pictures) as fortress:
         report = asyncio.run(Siege(fortress, options).run())
     print(report.text())
     if options.json:

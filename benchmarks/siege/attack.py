@@ -29,6 +29,7 @@ class Target:
 
     model: its name. address: of the core's socket, if attackers can reach it.
     keys: folder of the CURVE certificates (`fortress.RIGHTS`) for that socket; empty: it asks for none.
+    pictures: name of a model that takes pictures; empty: there is none.
     """
 
     host: str
@@ -37,6 +38,7 @@ class Target:
     model: str
     address: str | None
     keys: str = ""
+    pictures: str = ""
 
 
 Attack: TypeAlias = Callable[[Target, random.Random], Awaitable[str]]

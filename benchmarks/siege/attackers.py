@@ -18,7 +18,7 @@ from itertools import count
 from pagewire.ipc.host.lifeline import die_with_parent
 from pagewire.ipc.host.priority import go_behind
 
-from . import bodies, combined, frames, grammars, greedy, raw_http, responses, slow, templates
+from . import bodies, combined, frames, grammars, greedy, pictures, raw_http, responses, slow, templates
 from .attack import UNANSWERED, Attacker, Target
 
 ATTACKERS = {
@@ -40,6 +40,7 @@ ATTACKERS = {
         Attacker("many-grammars", grammars.many, 0.5),
         Attacker("slow-grammars", grammars.slow, 2, loops=6),
         Attacker("templates", templates.attack, 3, loops=3),
+        Attacker("pictures", pictures.attack, 3, loops=6),
         Attacker("responses", responses.attack, 3, loops=3),
         Attacker("references", responses.references, 0.3),
         Attacker("combined", combined.attack, 2, loops=3),

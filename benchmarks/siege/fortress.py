@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import resource
 import shutil
@@ -20,7 +21,8 @@ import zmq.auth
 
 from pagewire.ipc.host.lifeline import OWN_GROUP
 
-MODEL, EMBEDDER = "demo", "embedder"  # the models' names
+MODEL, EMBEDDER, PICTURES = "demo", "embedder", "pictures"  # the models' names
+WEB_NETWORK = "127.0.0.1/32"  # from where pictures may be fetched: `pictures.web_port`
 GOOD_KEY, EVIL_KEY = "key-of-the-good", "key-of-the-others"
 OPEN_FILES = 512  # descriptors that server and core may have: fewer than the attackers' connections
 KV_BYTES = 64 << 20
@@ -52,9 +54,10 @@ class Fortress:
     target: "own": the server has a core of its own; "core": it is attached to one over ipc; "curve": over TCP, with
         certificates in the folder `keys`, which is empty else.
     processes: those that were started here, by role: they must end with status 0 when they are asked to.
+    pictures: folder of a model that takes pictures, which the server has as well, with a core of its own.
     """
 
-    def __init__(self, target: str, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, target: str, folder: Path, stack: ExitStack, pictures: str = "") -> None:
         self.processes: dict[str, subprocess.Popen[str]] = {}
         self.logs = {role: folder / f"{role}.log" for role in ("core", EMBEDDER, "server")}
         self.address: str | None = None
@@ -71,6 +74,9 @@ class Fortress:
                     role, "core", "--listen", self.address, *listen, "--model", MODEL, *ENGINE, *options
                 )
                 engine = ["--attach", self.address, *engine]
+        if pictures:
+            more = {"model": pictures, "served_model_name": PICTURES, "allowed_media_domains": [WEB_NETWORK]}
+            engine += ["--also", json.dumps(more | {"kv_cache_memory_bytes": KV_BYTES})]
         self.url = self._start("server", "serve", *engine, *SERVE)
         self.pids = {role: pids[0] for role, pids in self.roles().items() if role != JOB}
 
@@ -215,8 +221,8 @@ def certificates(folder: Path) -> tuple[list[str], list[str]]:
 
 
 @contextmanager
-def besieged(target: str) -> Iterator[Fortress]:
-    """A server on the demo model for the length of a block. target: as `Fortress` has it."""
+def besieged(target: str, pictures: str = "") -> Iterator[Fortress]:
+    """A server on the demo model for the length of a block. target, pictures: as `Fortress` has them."""
     with tempfile.TemporaryDirectory(prefix="siege-") as folder, ExitStack() as stack:
         os.environ.pop("PAGEWIRE_API_KEY", None)
-        yield Fortress(target, Path(folder), stack)
+        yield Fortress(target, Path(folder), stack, pictures)

@@ -127,6 +127,7 @@ def opened(options: argparse.Namespace, patience: float) -> Iterator[AsyncLLM]:
     """
     from functools import partial
 
+    from pagewire.frontend.media.access import MediaAccess
     from pagewire.frontend.route.engine import routed
     from pagewire.frontend.route.places import running, spawned
     from pagewire.ipc.wire.sockets import CurveKeys
@@ -144,12 +145,16 @@ def opened(options: argparse.Namespace, patience: float) -> Iterator[AsyncLLM]:
         traces = args.otlp_traces_endpoint
     else:
         places = [place_at(address) for address in options.core]
+    access = MediaAccess.read(
+        getattr(options, "allowed_local_media_path", ""), getattr(options, "allowed_media_domains", None)
+    )
     engine = routed(
         places,
         patience=patience,
         policy=options.policy,
         place_at=place_at,
         traces_endpoint=traces,
+        media_access=access,
         **tokenizer,
     )
     try:

@@ -29,8 +29,7 @@ from pagewire.frontend.core.spawn import SpawnedCore
 from pagewire.frontend.core.stat_loggers import StatLoggerBase, StatLoggers
 from pagewire.frontend.core.tracing import Tracer
 from pagewire.frontend.media.access import MediaAccess
-from pagewire.frontend.media.intake import MediaIntake
-from pagewire.frontend.media.loader import MediaLoader
+from pagewire.frontend.media.intake import media_intake
 from pagewire.frontend.requests.answer_budget import LogprobBudget
 from pagewire.frontend.requests.inputs import CheckedParams, Intake, Prepared
 from pagewire.frontend.requests.lora import AdapterBook, LoRARequest, UsedAdapter
@@ -38,14 +37,13 @@ from pagewire.frontend.requests.outputs import RequestOutput, RequestState
 from pagewire.frontend.requests.pooling import inputs as pooling
 from pagewire.frontend.requests.pooling.state import PooledState
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest, PromptAdapters
-from pagewire.frontend.text.prompts import PromptType, TokensPrompt
+from pagewire.frontend.text.prompts import PromptType
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from pagewire.ipc.environment import check_environment
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.files.hub import DEMO, model_folder
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.calls import CALLS
-from pagewire.ipc.wire.media import MediaLayout
 from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
@@ -74,12 +72,7 @@ class Session:
     info: EngineInfo
     tokenizer: Tokenizer | None
 
-    def __init__(
-        self,
-        connect: Callable[[Owner], Cores],
-        traces_endpoint: str | None = None,
-        media_access: MediaAccess | None = None,
-    ) -> None:
+    def __init__(self, connect: Callable[[Owner], Cores], traces_endpoint: str | None = None) -> None:
         check_environment()
         self._keys = itertools.count()
         self._closed = threading.Lock()
@@ -93,7 +86,6 @@ class Session:
             raise
         self.info = self._requests.connection.info
         self.prompt_adapters = PromptAdapters(self.info.embeddings)
-        self.media = self._media_intake(media_access or MediaAccess())
 
     @classmethod
     def spawn(
@@ -111,14 +103,9 @@ class Session:
         args.check()
         access = MediaAccess.read(args.allowed_local_media_path, args.allowed_media_domains)
         connect = partial(CoreConnection, SpawnedCores(args, restarts))
-        source = {
-            "token": args.hf_token,
-            "cache_dir": args.download_dir,
-            "trust_remote_code": args.trust_remote_code,
-        }
+        source = tokenizer_source(args)
         ahead = tokenizer_ahead(args, source)
-        session = cls(connect, args.otlp_traces_endpoint, access)
-        session.with_tokenizer(None, salt=0, ahead=ahead, **source)
+        session = cls(connect, args.otlp_traces_endpoint).with_tokenizer(None, 0, access, ahead, **source)
         session.stat_loggers = StatLoggers(stat_loggers or {}, session.get_metrics)
         return session
 
@@ -159,19 +146,24 @@ class Session:
         salt = int.from_bytes(os.urandom(7), "little")
         access = MediaAccess.read(allowed_local_media_path, allowed_media_domains)
         source = RunningCores(address, curve, peer_uid, name, timeout, reattach_timeout)
-        return cls(partial(CoreConnection, source), otlp_traces_endpoint, access).with_tokenizer(
-            tokenizer, salt, trust_remote_code=trust_remote_code
-        )
+        session = cls(partial(CoreConnection, source), otlp_traces_endpoint)
+        return session.with_tokenizer(tokenizer, salt, access, trust_remote_code=trust_remote_code)
 
     def with_tokenizer(
-        self, name: str | None, salt: int, ahead: Future[Tokenizer] | None = None, **source: Any
+        self,
+        name: str | None,
+        salt: int,
+        media: MediaAccess,
+        ahead: Future[Tokenizer] | None = None,
+        **source: Any,
     ) -> Session:
         """Load the tokenizer, unless `skip_tokenizer_init` is set and no `name` is given. Returns this session.
 
-        ahead: loads it already (see `tokenizer_ahead`).
+        media: what may be fetched for prompts. ahead: loads the tokenizer already (see `tokenizer_ahead`).
         """
         try:
             tokenizer = tokenizer_of(self.info, name, source) if ahead is None else ahead.result()
+            self.media = media_intake(self.info.media, media, self.call)
             self._intake = Intake(self.info, tokenizer, salt, self.media)
             self.adapters = AdapterBook(self.info, source.get("token"), source.get("cache_dir"))
             self.tokenizer = tokenizer
@@ -179,19 +171,6 @@ class Session:
             self.close()
             raise
         return self
-
-    def _media_intake(self, access: MediaAccess) -> MediaIntake | None:
-        """What puts media into prompts; None if the engine takes none."""
-        if (info := self.info.media) is None:
-            return None
-
-        def ask(kind: str, shape: Sequence[int], options: str) -> MediaLayout:
-            call = CALLS["media_layout"]
-            answer = self.call(call.name, kind, list(shape), options).result(call.seconds)
-            layout: MediaLayout = call.answer(answer)
-            return layout
-
-        return MediaIntake(info, MediaLoader(access, info.sampling_rate), ask)
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Use another tokenizer, of pagewire or of transformers, for new requests.
@@ -261,14 +240,6 @@ class Session:
         """
         return self._intake.tokenize(prompt, truncates, self.adapters.use(lora_request))[0]
 
-    def laid_out(self, prompt: TokensPrompt) -> list[int]:
-        """The tokens of a prompt with those of its pictures and sounds. Blocks while they are fetched and decoded.
-
-        Raises:
-            ValueError: a bad prompt, or a picture or sound that cannot be had.
-        """
-        return self._intake.with_media(prompt["prompt_token_ids"], prompt).token_ids
-
     def tokenizer_for(self, lora_request: LoRARequest | None) -> Tokenizer | None:
         """The tokenizer of an adapter, which is the model's if it has none of its own.
 
@@ -311,19 +282,7 @@ class Session:
         Raises:
             ValueError: a request id is in use. EngineDeadError: the core is lost.
         """
-        states = [
-            PooledState(item.request)
-            if isinstance(item.request.task, PoolingParams)
-            else RequestState(
-                item.request,
-                item.prompt_text,
-                self._tokenizer_of(item.adapter),
-                logprob_budget,
-                item.adapter,
-                item.num_virtual_tokens,
-            )
-            for item in prepared
-        ]
+        states = [state_of(item, self._tokenizer_of(item.adapter), logprob_budget) for item in prepared]
         self._requests.submit(states, mailbox, self.info.served_model_names[0], trace_headers)
         return states
 
@@ -417,6 +376,17 @@ class AttachMethod(Generic[P]):
         return attach
 
 
+def state_of(
+    item: Prepared, tokenizer: Tokenizer | None, logprob_budget: LogprobBudget | None
+) -> RequestState:
+    """The state of a request that is to be sent. logprob_budget: see `Session.submit`."""
+    if isinstance(item.request.task, PoolingParams):
+        return PooledState(item.request)
+    return RequestState(
+        item.request, item.prompt_text, tokenizer, logprob_budget, item.adapter, item.num_virtual_tokens
+    )
+
+
 def tokenizer_of(info: EngineInfo, name: str | None, source: dict[str, Any]) -> Tokenizer | None:
     """Load the tokenizer `name`, or the core's; None without a name if the core skips tokenizers.
 
@@ -426,6 +396,15 @@ def tokenizer_of(info: EngineInfo, name: str | None, source: dict[str, Any]) -> 
         return None
     revision = None if name else info.tokenizer_revision
     return load_tokenizer(name or info.tokenizer, info.tokenizer_mode, revision=revision, **source)
+
+
+def tokenizer_source(args: EngineArgs) -> dict[str, Any]:
+    """The options of `load_tokenizer` that an engine's options have."""
+    return {
+        "token": args.hf_token,
+        "cache_dir": args.download_dir,
+        "trust_remote_code": args.trust_remote_code,
+    }
 
 
 def tokenizer_ahead(args: EngineArgs, source: dict[str, Any]) -> Future[Tokenizer] | None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
+from pagewire.frontend.media.access import MediaAccess
 from pagewire.frontend.media.cache import RecentKeys
 from pagewire.frontend.media.errors import MediaError
 from pagewire.frontend.media.items import Decoded, MediaItem
@@ -17,6 +19,8 @@ from pagewire.frontend.media.loader import MediaLoader
 from pagewire.frontend.media.objects import item_of
 from pagewire.frontend.media.parts import too_many
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire.calls import CALLS
+from pagewire.ipc.wire.embeddings import PLACEHOLDER
 from pagewire.ipc.wire.items import Media
 from pagewire.ipc.wire.media import MAX_OPTIONS_CHARS, MediaInfo, MediaLayout, uuid_name
 
@@ -76,8 +80,7 @@ class MediaIntake:
 
     def _laid_out(self, medium: Decoded, options: str, salt: str) -> LaidOut:
         if medium.embeddings:
-            token_id = self.info.kinds[medium.kind].embedding_id
-            return LaidOut(medium, b"", [token_id] * medium.data.shape[0])
+            return LaidOut(medium, b"", [PLACEHOLDER] * medium.data.shape[0])
         if not medium.uuid:
             return LaidOut(
                 medium, medium.name(options), self._layout(medium.kind, medium.data.shape, options), options
@@ -99,6 +102,23 @@ class MediaIntake:
             token_ids = self._ask(kind, list(shape), options).token_ids
             self._layouts.put(key, token_ids)
         return token_ids
+
+
+def media_intake(
+    info: MediaInfo | None, access: MediaAccess, call: Callable[..., Future[Any]]
+) -> MediaIntake | None:
+    """What puts media into the prompts of an engine; None if that takes none. call: sends a call to the engine."""
+    if info is None:
+        return None
+    layout = CALLS["media_layout"]
+
+    def ask(kind: str, shape: Sequence[int], options: str) -> MediaLayout:
+        answer: MediaLayout = layout.answer(
+            call(layout.name, kind, list(shape), options).result(layout.seconds)
+        )
+        return answer
+
+    return MediaIntake(info, MediaLoader(access, info.sampling_rate), ask)
 
 
 def options_of(kwargs: Any) -> str:

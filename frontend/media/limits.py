@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pagewire.ipc.wire.budget import MAX_MEDIUM_BYTES
+
 MAX_SOURCE_BYTES = {"image": 32 << 20, "audio": 64 << 20}  # of one, as it was sent or fetched
 MAX_SOURCES_BYTES = 128 << 20  # of all of a prompt, as they were sent or fetched
-MAX_PIXELS = 1 << 25  # of a picture: 33 million, as of 5,792 x 5,792
+MAX_PIXELS = MAX_MEDIUM_BYTES // 3  # of a picture
 MAX_SIDE = 1 << 14  # pixels of a side
-MAX_SOUND_SECONDS = 1800
+MAX_SOUND_SECONDS = 1500
+MAX_SAMPLES = MAX_MEDIUM_BYTES // 4  # of a sound, when it is resampled
 MAX_SOUND_FRAMES = 1 << 27  # samples of one channel, before they are resampled
 MAX_CHANNELS = 16
 MIN_RATE, MAX_RATE = 1000, 384_000  # samples a second

@@ -10,6 +10,7 @@ from pagewire.frontend.media.errors import MediaError
 from pagewire.frontend.media.limits import (
     MAX_CHANNELS,
     MAX_RATE,
+    MAX_SAMPLES,
     MAX_SOUND_FRAMES,
     MAX_SOUND_SECONDS,
     MIN_RATE,
@@ -125,9 +126,11 @@ def resampled(samples: Samples, own_rate: int, rate: int) -> Samples:
 
 
 def packed(samples: Samples) -> tuple[tuple[int, ...], bytes]:
-    """The shape and the bytes of samples, all of them numbers. Raises MediaError."""
+    """The shape and the bytes of samples, which are checked. Raises MediaError."""
     import numpy as np
 
+    if len(samples) > MAX_SAMPLES:
+        raise MediaError(f"a sound may have {MAX_SAMPLES} samples")
     if not np.isfinite(samples).all():  # of a file of floats
         raise MediaError("a sound has samples that are no finite numbers")
     return (len(samples),), samples.astype("<f4", copy=False).tobytes()

@@ -27,8 +27,9 @@ from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.bounds import check_string, meta_of, unknown_name
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_TOKENS
-from pagewire.ipc.wire.embeddings import PLACEHOLDER, media_of
+from pagewire.ipc.wire.embeddings import PLACEHOLDER, check_media, media_of
 from pagewire.ipc.wire.items import Prompt
+from pagewire.ipc.wire.media_checks import check_encoded
 from pagewire.ipc.wire.messages import EngineInfo, Request
 from pagewire.ipc.wire.params import Name, SamplingParams, check_logit_edits, check_turn
 
@@ -188,7 +189,10 @@ class Intake:
                 )
             return self.with_media(token_ids, prompt), text
         token_ids = truncated(token_ids, params, self.info.max_model_len)
-        return Prompt(token_ids, cache_salt=salt_of(prompt)), text
+        content = Prompt(token_ids, cache_salt=salt_of(prompt))
+        if self.media is not None:
+            check_encoded(content, self.media.info)  # no place of a picture without one
+        return content, text
 
     def with_media(self, token_ids: list[int], prompt: Any) -> Prompt:
         """A prompt with its pictures and sounds as the core gets it. Blocks while they are fetched and decoded.
@@ -205,7 +209,9 @@ class Intake:
             raise ContextLengthError(
                 self.info.max_model_len, f"the prompt with its pictures and sounds has {number} tokens"
             )
-        return Prompt(token_ids, media, cache_salt=salt)
+        content = Prompt(token_ids, media, cache_salt=salt)
+        check_media(content, self.info.embeddings, self.info.media)
+        return content
 
     def embeds(self, prompt: Any) -> Prompt | None:
         """A prompt of embeddings as the core gets it; None if it is another one. Raises as `embeddings_of`."""

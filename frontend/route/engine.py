@@ -9,6 +9,7 @@ from typing import Any
 from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.core.connection import Owner
 from pagewire.frontend.core.session import Session
+from pagewire.frontend.media.access import MediaAccess
 from pagewire.frontend.route.fleet import Fleet
 from pagewire.frontend.route.placement import Policy
 from pagewire.frontend.route.places import running
@@ -22,12 +23,13 @@ def routed(
     policy: Policy = "prefix",
     place_at: Callable[[str], CorePlace] = running,
     traces_endpoint: str | None = None,
+    media_access: MediaAccess | None = None,
     **tokenizer_options: Any,
 ) -> AsyncLLM:
     """An engine made of several cores of the same model.
 
     patience: seconds for which requests wait when no core is left. place_at: the place of a core that is added.
-    tokenizer_options: of `load_tokenizer`.
+    media_access: what may be fetched for prompts. tokenizer_options: of `load_tokenizer`.
 
     Raises:
         EngineDeadError: no core answers. ValueError: two serve different models. If one fails while it starts: as
@@ -38,4 +40,5 @@ def routed(
         return Fleet(places, owner, patience=patience, policy=policy, place_at=place_at)
 
     salt = int.from_bytes(os.urandom(7), "little")  # routers on the same cores must not draw the same seeds
-    return AsyncLLM(Session(connect, traces_endpoint).with_tokenizer(None, salt, **tokenizer_options))
+    session = Session(connect, traces_endpoint)
+    return AsyncLLM(session.with_tokenizer(None, salt, media_access or MediaAccess(), **tokenizer_options))

@@ -123,6 +123,8 @@ def merged(method: str, answers: Answers) -> Any:
         return merged_health(values)
     if method == "status":
         return merged_status(answers)
+    if method == "media_layout":  # the same of every core: they have the same model
+        return values[0]
     if method == "list_loras":
         return sorted({adapter_id for value in values for adapter_id in value})
     if method == "remove_lora":

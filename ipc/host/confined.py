@@ -26,7 +26,7 @@ import msgspec
 from pagewire.ipc.errors import EngineBusyError, received_error
 from pagewire.ipc.host.lifeline import Child, exit_cause
 
-START_SECONDS = 60.0  # time that a job server gets to import and load what jobs need
+START_SECONDS = 60.0  # time that a job server gets to import and load what jobs need, by default
 GRACE_SECONDS = 2.0  # time over a job's own limit after which the job server counts as hung
 NUM_ATTEMPTS = 3  # job servers that may be lost under one job before it is given up
 REMEMBER_SECONDS = 600.0  # how long a job that was killed is refused at once

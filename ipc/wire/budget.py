@@ -29,7 +29,7 @@ MAX_CHOICES = 1 << 14  # strings of a choice
 MAX_TOKENS = 1 << 22  # tokens of a prompt or an output: more than any model's context length
 MAX_RESUMED_SEQUENCES = 1 << 14  # outputs of a request that goes on: more than any n
 MAX_MEDIA = 1 << 10  # media of a prompt
-MAX_MEDIUM_BYTES = 1 << 26  # a decoded medium: a picture of 22 megapixels, or 17 minutes of sound at 16 kHz
+MAX_MEDIUM_BYTES = 96 << 20  # a decoded medium: a picture of 33 megapixels, or 26 minutes of sound at 16 kHz
 MAX_EMBEDDINGS_BYTES = 1 << 26  # embeddings of a prompt: 8,192 tokens of 4,096 numbers of 16 bits
 MAX_EXTRA_BYTES = 1 << 16  # extra_args, encoded
 # Tokens in logit_bias, allowed_token_ids, stop_token_ids and bad words, times the sequences that have them: they

@@ -113,7 +113,7 @@ class OllamaGenerateRequest(GenerationFields, kw_only=True):
 
     prompt: message of the user; with `raw`, the whole prompt. Without it the answer is that the model is loaded.
     system: message of the system before it. suffix: text after the answer, for models that fill in the middle.
-    context, images, template: not supported.
+    images: of the message, in base64. context, template: not supported.
     """
 
     prompt: str | None = None

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from pagewire.frontend.api.off_loop import media_work, off_loop, tokenizing
 from pagewire.frontend.media.intake import has_media
-from pagewire.frontend.requests.inputs import check_generates
+from pagewire.frontend.requests.inputs import check_generates, salt_of
 from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.warnings import warn
@@ -230,11 +230,13 @@ async def counted(service: Service, prompt: TokensPrompt) -> list[int]:
     """The tokens of a prompt, with those that stand for its pictures and sounds.
 
     Raises:
-        ValueError: a picture or sound cannot be had. ContextLengthError: there are too many tokens.
+        ValueError: a picture or sound cannot be had.
     """
-    if not has_media(prompt):
-        return prompt["prompt_token_ids"]
-    return await media_work.run(lambda: service.engine.session.laid_out(prompt))
+    token_ids, media = prompt["prompt_token_ids"], service.engine.session.media
+    if media is None or not has_media(prompt):
+        return token_ids
+    placed, _ = await media_work.run(lambda: media.place(token_ids, prompt, salt_of(prompt)))
+    return placed
 
 
 def continued_text(request: ChatRequest) -> str | None:

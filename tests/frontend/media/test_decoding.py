@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -217,3 +218,17 @@ def test_base64_is_strict_and_bounded() -> None:
             from_base64(text, 1 << 20)
     with pytest.raises(MediaError, match="more than 10 bytes"):
         from_base64("a" * 100, 10)
+
+
+def test_assets_are_files_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagewire.assets.audio import AudioAsset
+    from pagewire.assets.image import ImageAsset
+
+    monkeypatch.setenv("PAGEWIRE_ASSETS_CACHE", str(tmp_path))
+    (tmp_path / "cherry.png").write_bytes(files.plain_png(3, 2))
+    (tmp_path / "lamb.wav").write_bytes(files.wav(50))
+    assert ImageAsset("cherry").pil_image.size == (3, 2)
+    samples, rate = AudioAsset("lamb").audio_and_sample_rate
+    assert (samples.shape, rate) == ((50,), 8000)
+    with pytest.raises(FileNotFoundError, match=r"no lamb\.jpg in .* not downloaded"):
+        ImageAsset("lamb").pil_image  # noqa: B018

