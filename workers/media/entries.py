@@ -52,13 +52,11 @@ class Laid:
     errors: Mapping[int, str]
     runs: Mapping[int, Sequence[tuple[int, int]]]
 
-    def on(self, batch: Batch) -> Batch:
-        """A batch on the host with these positions."""
-        return batch if self.positions is None else replace(batch, positions=self.positions)
-
-    def attention(self, batch: Batch, rows: Sequence[Row]) -> Batch:
-        """A batch on the host whose places of one medium attend to each other both ways."""
-        return batch if not self.runs else replace(batch, attention=with_runs(batch, rows, self.runs))
+    def on(self, batch: Batch, rows: Sequence[Row]) -> Batch:
+        """A batch on the host with this: with other positions, and places that attend to each other both ways."""
+        positions = batch.positions if self.positions is None else self.positions
+        attention = with_runs(batch, rows, self.runs) if self.runs else batch.attention
+        return replace(batch, media=self, positions=positions, attention=attention)
 
     def ids(self, input_ids: Tensor) -> Tensor:
         """Token ids that the model can look up: those of places may be beyond its vocabulary."""
