@@ -29,8 +29,8 @@ from pagewire.engine_core.config.config import EngineConfig
 from pagewire.engine_core.grammar.compile import load_tokenizer
 from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.grammar.prover import ConfinedProver
-from pagewire.engine_core.media.start import MediaStart
-from pagewire.engine_core.media.store import MediaLimits, MediaStore
+from pagewire.engine_core.media.start import open_media, start_media
+from pagewire.engine_core.media.store import MediaStore
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.speculation import open_speculation
@@ -107,7 +107,7 @@ class EngineCore:
         for fd in (self._wake_fd, lifeline_fd):
             if fd >= 0:
                 self._poller.register(fd, zmq.POLLIN)
-        self._media_start = self._start_media()
+        self._media_start = start_media(config)
         self._stop_by: float | None = None
         self._next_heartbeat = self._next_stats = self._next_tidying = 0.0
 
@@ -191,8 +191,6 @@ class EngineCore:
         for client in self.clients.lost():
             self.requests.drop(client.requests)
         self.admit()
-        if self.media is not None:
-            self.media.deliver()
         self.control.advance()
         if not self._holds_steps:
             self.steps.launch()
@@ -271,7 +269,7 @@ class EngineCore:
             pipelined = self.config.args.pipeline_parallel_size > 1
             speculation = open_speculation(self.config.speculation, pipelined=pipelined)
             self.scheduler = Scheduler(self.config.scheduler_config(ready), speculation)
-            self.media = self._open_media(ready)
+            self.media = open_media(self._media_start, ready, self.scheduler.config, self._wake)
             self.info = self.config.engine_info(ready, None if self.media is None else self.media.info)
             self.clients.accept(self.info)
             self.grammars = open_grammars(self.config, self.info.vocab_size, self._wake)
@@ -307,27 +305,6 @@ class EngineCore:
             check_size(ready, self.scheduler.config)
         self.control.worker_ready()
 
-    def _start_media(self) -> MediaStart | None:
-        """The model's processor of media, which starts beside the workers; None if it takes none."""
-        config = self.config
-        return (
-            None
-            if config.media is None
-            else MediaStart(config.model_path, config.media, config.args.media_limits())
-        )
-
-    def _open_media(self, ready: Ready) -> MediaStore | None:
-        """What makes features of media; None where the workers or the processor take none."""
-        if self._media_start is None:
-            return None
-        info = self._media_start.info(ready.embedding_size) if ready.media else None
-        if info is None:
-            self._media_start.processor.close()
-            return None
-        num_tokens = self.scheduler.config.max_num_batched_tokens if info.whole else 0
-        limits = MediaLimits(self.scheduler.config.encoder_capacity, num_tokens)
-        return MediaStore(self._media_start.processor, info, limits, self._wake)
-
     def _worker_lost(self) -> None:
         self._receive_from_worker()
         was_ready, failure = self.worker.ready is not None, self.worker.failure
@@ -344,14 +321,8 @@ class EngineCore:
     def _load_first_adapter(self) -> None:
         """Load and keep the adapter that the engine starts with; without it, the engine ends."""
         source, adapters = self.config.first_adapter, self.adapters
-        if source is None or adapters is None:
-            return
-
-        def loaded(error: Exception | None) -> None:
-            if error is not None:
-                raise error
-
-        adapters.preload(source, time.monotonic(), loaded)
+        if source is not None and adapters is not None:
+            adapters.preload(source, time.monotonic(), raise_error)
 
     def _adapter_loaded(self, loaded: AdapterLoaded) -> None:
         if self.adapters is not None:
@@ -385,6 +356,12 @@ class EngineCore:
             idle = not self.scheduler.in_flight
             for command in self.adapters.commands(time.monotonic(), idle=idle):
                 self.worker.send(command)
+
+
+def raise_error(error: Exception | None) -> None:
+    """Raise an error, if there is one."""
+    if error is not None:
+        raise error
 
 
 def has_adapter(sequence: Sequence) -> bool:

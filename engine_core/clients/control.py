@@ -118,7 +118,9 @@ class Control:
             caller.refuse(error)
 
     def advance(self) -> None:
-        """Run the deferred actions whose wait is over."""
+        """Run the deferred actions whose wait is over, and answer calls for layouts that were made."""
+        if self._core.media is not None:
+            self._core.media.deliver()
         if self._core.scheduler.in_flight or not self._deferred:
             return
         self._core.requests.deliver()  # the last output of requests goes before the answer to what ended them

@@ -11,12 +11,11 @@ from typing import Any
 from pagewire.engine_core.config.rotary import rotary_overrides
 from pagewire.engine_core.config.scaling_factors import read_scaling_factors
 from pagewire.engine_core.config.speculative_model import resolve_speculation
-from pagewire.engine_core.media.start import has_processor
 from pagewire.engine_core.schedule.adapter import AdapterLimits
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.engine_core.schedule.state_slots import CHECKPOINT_TOKENS
 from pagewire.ipc.counts import check_counts
-from pagewire.ipc.families.media import MediaFamily, media_family
+from pagewire.ipc.families.media import MediaFamily, has_processor, media_family
 from pagewire.ipc.files.adapter_files import adapter_folder, adapter_version
 from pagewire.ipc.files.hub import model_folder, read_configs
 from pagewire.ipc.models.plugins import load_allowed_plugins

@@ -27,7 +27,7 @@ class Lay(msgspec.Struct, tag=True, array_like=True):
     options: str = ""
 
 
-class Process(msgspec.Struct, tag=True, array_like=True):
+class ProcessMedium(msgspec.Struct, tag=True, array_like=True):
     """Ask for the features of a medium."""
 
     kind: str
@@ -49,4 +49,4 @@ class Processed(msgspec.Struct, array_like=True):
     features: dict[str, Array] = {}
 
 
-Job: TypeAlias = Describe | Lay | Process
+Job: TypeAlias = Describe | Lay | ProcessMedium

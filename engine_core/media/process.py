@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from pagewire.engine_core.media.jobs import Array, Describe, Described, Job, Lay, Process, Processed
+from pagewire.engine_core.media.jobs import Array, Describe, Described, Job, Lay, Processed, ProcessMedium
 from pagewire.ipc.families.media import MediaFamily, media_family
 from pagewire.ipc.host.job_server import Handler, serve
 from pagewire.ipc.wire.codec import ITEM_SIZES
@@ -56,7 +56,7 @@ class Processor:
             self._token_ids(job.kind, self._run(job.kind, np.zeros(job.shape, dtype), job.options))
         )
 
-    def process(self, job: Process) -> Processed:
+    def process(self, job: ProcessMedium) -> Processed:
         """The features of a medium."""
         import numpy as np
 
@@ -192,7 +192,7 @@ def handler(processor: Processor) -> Handler:
     run: dict[type, Callable[[Any], Any]] = {
         Describe: lambda _: processor.describe(),
         Lay: processor.lay,
-        Process: processor.process,
+        ProcessMedium: processor.process,
     }
 
     def answer(data: bytes) -> bytes:

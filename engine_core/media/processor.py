@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from pagewire.engine_core.media.jobs import Array, Describe, Described, Lay, Process, Processed
+from pagewire.engine_core.media.jobs import Array, Describe, Described, Lay, Processed, ProcessMedium
 from pagewire.ipc.host.confined import Confined, JobKilledError, Limits
 from pagewire.ipc.wire.codec import Tensor
 
@@ -62,14 +62,14 @@ class ConfinedProcessor:
 
     def process(self, kind: str, content: Tensor, options: str) -> Processed:
         """See `MediaProcessor`."""
-        job = Process(kind, Array(content.dtype, content.shape, bytes(content.data)), options)
+        job = ProcessMedium(kind, Array(content.dtype, content.shape, bytes(content.data)), options)
         return msgspec.msgpack.decode(self._run(job, kind), type=Processed)
 
     def close(self) -> None:
         """See `MediaProcessor`."""
         self._jobs.close()
 
-    def _run(self, job: Describe | Lay | Process, kind: str) -> memoryview:
+    def _run(self, job: Describe | Lay | ProcessMedium, kind: str) -> memoryview:
         limits = Limits(SECONDS, SECONDS, MEMORY_BYTES, STACK_BYTES, ANSWER_BYTES)
         try:
             return self._jobs.run(msgspec.msgpack.encode(job), limits)

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pagewire.engine_core.media.jobs import Described
 from pagewire.engine_core.media.processor import ConfinedProcessor
+from pagewire.engine_core.media.store import MediaLimits, MediaStore
+from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.ipc.families.media import MediaFamily
 from pagewire.ipc.wire.media import MediaInfo, MediumInfo
+from pagewire.ipc.wire.worker_messages import Ready
+
+if TYPE_CHECKING:
+    from pagewire.engine_core.config.config import EngineConfig
 
 logger = logging.getLogger("pagewire.core")
 
-FILES = ("processor_config.json", "preprocessor_config.json")
 DEFAULT_LIMIT = 1  # media of a kind in a prompt
-
-
-def has_processor(folder: Path) -> bool:
-    """True if a model's folder has a processor of media."""
-    return any((folder / name).is_file() for name in FILES)
 
 
 class MediaStart:
@@ -54,3 +55,26 @@ class MediaStart:
         except Exception as error:
             logger.warning("the model is served for text only: %s", error)
             self.processor.close()
+
+
+def start_media(config: EngineConfig) -> MediaStart | None:
+    """The processor of an engine's model, which starts beside its workers; None if the model takes no media."""
+    if config.media is None:
+        return None
+    return MediaStart(config.model_path, config.media, config.args.media_limits())
+
+
+def open_media(
+    start: MediaStart | None, ready: Ready, limits: SchedulerConfig, wake: Callable[[], None]
+) -> MediaStore | None:
+    """What makes features of media; None where the workers or the processor take none. Blocks.
+
+    wake: wakes the core's loop.
+    """
+    info = start.info(ready.embedding_size) if start is not None and ready.media else None
+    if start is None or info is None:
+        if start is not None:
+            start.processor.close()
+        return None
+    num_tokens = limits.max_num_batched_tokens if info.whole else 0
+    return MediaStore(start.processor, info, MediaLimits(limits.encoder_capacity, num_tokens), wake)

@@ -70,8 +70,8 @@ class MediaLimits:
             )
 
 
-class Work(Protocol):
-    """Work for a thread."""
+class MediaWork(Protocol):
+    """Work for a thread, on media of requests."""
 
     def run(self) -> None:
         """Do it. No input may end the thread."""
@@ -96,7 +96,7 @@ class PendingMedia:
         return self._outcome
 
     def run(self) -> None:
-        """Make them; see `Work`."""
+        """Make them; see `MediaWork`."""
         try:
             self._store.wait_for_room(self._deadline)
             self._outcome = [self._store.features(self._prompt, medium) for medium in self._prompt.encoded]
@@ -123,7 +123,7 @@ class PendingLayout:
         self._store, self._key, self._done = store, key, done
 
     def run(self) -> None:
-        """Make it; see `Work`."""
+        """Make it; see `MediaWork`."""
         outcome: MediaLayout | Exception
         try:
             outcome = self._store.make_layout(self._key)
@@ -206,7 +206,7 @@ class MediaStore:
         """Memory of all features."""
         return sum(features.num_bytes for features in list(self._live.values()))
 
-    def _put(self, work: Work, tenant: Name) -> None:
+    def _put(self, work: MediaWork, tenant: Name) -> None:
         if self._queue.num_before(tenant) >= MAX_PENDING:
             raise EngineBusyError(f"{MAX_PENDING} requests with media already wait to be processed")
         self._queue.put(work, tenant)

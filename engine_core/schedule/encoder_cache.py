@@ -108,16 +108,20 @@ class EncoderCache:
     def fill(self, sequence: RunningSequence, row: Row) -> None:
         """Say in a row which entries it needs, and have those made that are not there."""
         end = row.start + row.num_tokens
-        for medium, features in media_in(sequence, row.start, end):
-            held = self._held.setdefault(sequence, {})
-            entry = held.get(medium.start)
-            if entry is None:
-                entry = held[medium.start] = self._acquire(features)
-            row.entries.append((medium.start, medium.end, entry.number))
+        media = list(media_in(sequence, row.start, end))
+        if not media:
+            return
+        held = self._held.pop(sequence, {})
+        # Those that are there come first: one that is made could take their room.
+        for medium, features in sorted(media, key=lambda each: each[1].name not in self._entries):
+            if medium.start not in held:
+                held[medium.start] = self._acquire(features)
+        for medium, _ in media:
+            row.entries.append((medium.start, medium.end, held[medium.start].number))
             if medium.end <= end:
                 self._step.last_used.append(held.pop(medium.start))
-        if not self._held.get(sequence, True):
-            del self._held[sequence]
+        if held:
+            self._held[sequence] = held
 
     def _acquire(self, features: Features) -> EncoderEntry:
         self.num_queries += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -33,6 +34,8 @@ class MediaFamily:
     refused: str = ""
 
 
+FILES = ("processor_config.json", "preprocessor_config.json")
+
 PLAIN = MediaFamily()
 GRID = MediaFamily(positions=True)
 
@@ -56,6 +59,11 @@ FAMILIES: Mapping[str, MediaFamily] = {
     "paligemma": MediaFamily(whole=True, leads=True, only_places=True),
 }
 """By the `model_type` of config.json."""
+
+
+def has_processor(folder: Path) -> bool:
+    """True if a model's folder has a processor of media."""
+    return any((folder / name).is_file() for name in FILES)
 
 
 def media_family(config: Mapping[str, Any]) -> MediaFamily | None:

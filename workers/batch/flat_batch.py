@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from pagewire.kernels.data.states import StateBatch
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.caches.sources import SourceBatch
 from pagewire.workers.module.overlay import Overlay, overlay_of
+
+if TYPE_CHECKING:
+    from pagewire.workers.media.entries import Laid
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class Batch:
     """The samples that have adapters; None: none has."""
     overlay: Overlay | None = None
     """Embeddings that rows bring; None if none does."""
+    media: Laid | None = None
+    """What pictures do to the step; None if nothing."""
     states: StateBatch | None = None
     """The state slots that rows read and write; None if the model's layers keep no states."""
     sources: SourceBatch | None = None

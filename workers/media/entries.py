@@ -19,7 +19,7 @@ from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.workers.batch.flat_batch import Batch
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.errors import first_line
-from pagewire.workers.media.tower import Encoded, Tower
+from pagewire.workers.media.tower import EncodedMedium, Tower
 from pagewire.workers.module.attention import Axes
 from pagewire.workers.module.overlay import Overlay
 
@@ -52,13 +52,11 @@ class Laid:
     errors: Mapping[int, str]
     runs: Mapping[int, Sequence[tuple[int, int]]]
 
-    def on(self, batch: Batch) -> Batch:
-        """A batch on the host with these positions."""
-        return batch if self.positions is None else replace(batch, positions=self.positions)
-
-    def attention(self, batch: Batch, rows: Sequence[Row]) -> Batch:
-        """A batch on the host whose places of one medium attend to each other both ways."""
-        return batch if not self.runs else replace(batch, attention=with_runs(batch, rows, self.runs))
+    def on(self, batch: Batch, rows: Sequence[Row]) -> Batch:
+        """A batch on the host with this: with other positions, and places that attend to each other both ways."""
+        positions = batch.positions if self.positions is None else self.positions
+        attention = with_runs(batch, rows, self.runs) if self.runs else batch.attention
+        return replace(batch, media=self, positions=positions, attention=attention)
 
     def ids(self, input_ids: Tensor) -> Tensor:
         """Token ids that the model can look up: those of places may be beyond its vocabulary."""
@@ -73,7 +71,7 @@ class MediaEntries:
 
     def __init__(self, tower: Tower, slots: Slots) -> None:
         self.tower, self._slots = tower, slots
-        self._entries: dict[int, tuple[int, Encoded]] = {}
+        self._entries: dict[int, tuple[int, EncodedMedium]] = {}
         self._positions: dict[int, SequencePositions] = {}
         self._unplaced: dict[int, str] = {}  # errors, by slot
 
@@ -134,7 +132,7 @@ class MediaEntries:
         return Laid(overlay, found, axes, errors, {i: own for i, own in runs.items() if own})
 
     def _runs(self, row: Row) -> list[tuple[int, int]]:
-        """Where places of a row's media lie side by side: first and last of the tokens, counted from the row's."""
+        """Where places of a row's media lie side by side: the first and the last token, counted from the row's."""
         runs: list[tuple[int, int]] = []
         for start, end, entry in row.entries:
             place_id, _ = self._entries[entry]
@@ -146,7 +144,7 @@ class MediaEntries:
 
     def _overlay(self, rows: Sequence[Row], starts: Sequence[int]) -> tuple[Overlay | None, dict[int, str]]:
         places: list[NDArray[np.int64]] = []
-        parts: list[Encoded] = []
+        parts: list[EncodedMedium] = []
         errors = {i: self._unplaced[row.slot] for i, row in enumerate(rows) if row.slot in self._unplaced}
         if self.tower.module is None:  # a later stage gets states in which they are
             return None, errors
@@ -158,13 +156,13 @@ class MediaEntries:
                     text = (
                         f"the model has made {len(made.rows)} embeddings for {len(here)} places of a medium"
                     )
-                    made = Encoded(made.rows, error=text)
+                    made = EncodedMedium(made.rows, error=text)
                 if made.error:
                     errors[i] = made.error
                     continue
                 inside = slice(*np.searchsorted(here, (row.start, row.start + row.num_tokens)))
                 places.append(here[inside] - row.start + first)
-                parts.append(Encoded(made.rows[inside], [deep[inside] for deep in made.deep]))
+                parts.append(EncodedMedium(made.rows[inside], [deep[inside] for deep in made.deep]))
         if not sum(map(len, places)):
             return None, errors
         device = self.tower.device

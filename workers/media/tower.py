@@ -30,7 +30,7 @@ PROBED = (11, 29, 53)
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedMedium:
     """What the encoder has made of a medium.
 
     rows: [n, E], one for each place. deep: [n, E] for each of the first layers, added to its result (Qwen3-VL).
@@ -63,7 +63,7 @@ class Tower:
     _accepts: dict[str, set[str]] = field(default_factory=dict, init=False)
 
     @torch.inference_mode()
-    def encode(self, kind: str, features: Mapping[str, PlainTensor]) -> Encoded:
+    def encode(self, kind: str, features: Mapping[str, PlainTensor]) -> EncodedMedium:
         """The embeddings of a medium; a medium that the module cannot take gives an error, not an exception."""
         try:
             return self._encode(kind, features)
@@ -71,15 +71,17 @@ class Tower:
             raise
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             logger.warning("the encoder of media has failed: %s", error, exc_info=True)
-            return Encoded(torch.empty(0), error=f"the model cannot encode this {kind}: {first_line(error)}")
+            return EncodedMedium(
+                torch.empty(0), error=f"the model cannot encode this {kind}: {first_line(error)}"
+            )
 
-    def _encode(self, kind: str, features: Mapping[str, PlainTensor]) -> Encoded:
+    def _encode(self, kind: str, features: Mapping[str, PlainTensor]) -> EncodedMedium:
         run = getattr(self.module, f"get_{kind}_features")
         names = self._accepts.setdefault(kind, set(inspect.signature(inspect.unwrap(run)).parameters))
         given = {name: self._taken(value) for name, value in features.items() if name in names}
         found = run(**given, return_dict=True)
         deep = [joined(part) for part in getattr(found, "deepstack_features", None) or ()]
-        return Encoded(joined(found.pooler_output), deep)
+        return EncodedMedium(joined(found.pooler_output), deep)
 
     def _taken(self, feature: PlainTensor) -> Tensor:
         """A feature as the module takes it, on the device; floating-point numbers in the module's dtype."""

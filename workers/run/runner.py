@@ -40,7 +40,7 @@ from pagewire.workers.weight_cache.cached_loading import load
 
 if TYPE_CHECKING:
     from pagewire.workers.adapters.loader import Adapters
-    from pagewire.workers.media.entries import Laid, MediaEntries
+    from pagewire.workers.media.entries import MediaEntries
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -61,6 +61,32 @@ def open_adapters(config: WorkerConfig, device: Device, wake: Callable[[], None]
     from pagewire.workers.adapters.loader import Adapters  # engines without adapters start sooner
 
     return Adapters(config, device, wake)
+
+
+def open_media(
+    config: WorkerConfig, loaded: LoadedModel, device: Device, slots: Slots, phases: Phases
+) -> MediaEntries | None:
+    """What encodes pictures and sounds; None where none are taken, as by a model that pools."""
+    if not config.media or loaded.pooler is not None:
+        return None
+    from pagewire.workers.media.entries import MediaEntries  # as with adapters
+    from pagewire.workers.media.tower import load_tower
+
+    tower = load_tower(config, device)
+    phases.end("encoder")
+    return None if tower is None else MediaEntries(tower, slots)
+
+
+def drafter_of(runner: Runner, target: LoadedModel) -> Drafter:
+    """What proposes tokens for a worker's model."""
+    config = runner.config
+    if config.speculative is None or config.speculative.in_core:
+        return NoDrafter()
+    from pagewire.workers.speculation.open import open_drafter  # as with adapters
+
+    return open_drafter(
+        config, target, runner.slots, runner.phases, runner.device, runner.sampler, runner.collective
+    )
 
 
 class Runner:
@@ -100,8 +126,8 @@ class Runner:
             source_info=self.loaded.source,
         )
         self.sampler = self.device.sampler(max_samples(config), self.loaded.vocab_size, MOST_LIKELY)
-        self.media = self._open_media()
-        self.drafter = self._open_drafter(self.loaded)
+        self.media = open_media(config, self.loaded, self.device, self.slots, phases)
+        self.drafter = drafter_of(self, self.loaded)
         own = (shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
         self.block_bytes = sum(own) + self.drafter.block_bytes
         self.state_bytes = state_bytes(self.loaded.state_shapes)
@@ -115,26 +141,6 @@ class Runner:
         self.num_blocks, self.num_states = self._size_kv(self.loaded)
         self.allocate_kv()
         self.extension = WorkerExtension(config.worker_extension, self)
-
-    def _open_media(self) -> MediaEntries | None:
-        """What encodes pictures and sound; None where none are taken."""
-        if not self.config.media or self.model.pooler is not None:
-            return None
-        from pagewire.workers.media.entries import MediaEntries  # as with adapters
-        from pagewire.workers.media.tower import load_tower
-
-        tower = load_tower(self.config, self.device)
-        self.phases.end("encoder")
-        return None if tower is None else MediaEntries(tower, self.slots)
-
-    def _open_drafter(self, target: LoadedModel) -> Drafter:
-        if self.config.speculative is None or self.config.speculative.in_core:
-            return NoDrafter()
-        from pagewire.workers.speculation.open import open_drafter  # as with adapters
-
-        return open_drafter(
-            self.config, target, self.slots, self.phases, self.device, self.sampler, self.collective
-        )
 
     @classmethod
     def start(
@@ -262,28 +268,20 @@ class Runner:
         batch = batch.with_attention(self.model.model.laid_out(batch.attention, batch.positions))
         laid = None if self.media is None else self.media.lay(plan.rows, batch.starts, batch.positions)
         if laid is not None:
-            step.errors = laid.errors
-            batch = laid.attention(laid.on(batch), plan.rows)
+            step.errors, batch = laid.errors, laid.on(batch, plan.rows)
         if self.device.asynchronous:
             batch = batch.with_tensors(self.device.upload(batch.tensors))
         adapters = self.adapter_rows(batch.adapters)
         with self.span("model"):
             if size is not None and self.graphs is not None and (laid is None or laid.axes is None):
                 return batch, self.graphs.replay(batch, adapters)
-            return batch, self._forward(batch, adapters, received, laid)
+            return batch, self._forward(batch, adapters, received)
 
-    def _forward(
-        self,
-        batch: Batch,
-        adapters: AdapterRows | None,
-        received: Tensor | None = None,
-        laid: Laid | None = None,
-    ) -> Tensor:
+    def _forward(self, batch: Batch, adapters: AdapterRows | None, received: Tensor | None = None) -> Tensor:
         input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
         overlay, axes = batch.overlay, None
-        if laid is not None:
-            overlay, axes = both(overlay, laid.overlay), laid.axes
-            input_ids = laid.ids(input_ids)
+        if (laid := batch.media) is not None:
+            overlay, axes, input_ids = both(overlay, laid.overlay), laid.axes, laid.ids(input_ids)
         model = self.model.model
         context = StepContext(
             batch.attention,

@@ -223,7 +223,7 @@ class ModelWorker:
         return result
 
     def _encode(self, plan: StepPlan) -> None:
-        """While others decode, a step encodes one medium; what is kept never takes more than its room."""
+        """What is kept never takes more than its room, and has each medium once."""
         for entry in plan.freed_entries:
             del self.entries[entry]
         for encode in plan.encodes:
@@ -232,12 +232,6 @@ class ModelWorker:
             self.entries[encode.entry] = bytes(tensor.data), tensor.shape[0]
         assert sum(size for _, size in self.entries.values()) <= self.encoder_capacity
         assert len({name for name, _ in self.entries.values()}) == len(self.entries), "a medium is kept twice"
-        new = {init.slot for init in plan.inits}
-        old = [row for row in plan.rows if row.slot not in new]
-        if any(
-            row.start >= self.slots[row.slot].init.num_prompt_tokens for row in old if row.num_tokens == 1
-        ):
-            assert len(plan.encodes) <= 1
 
     def _check_entries(self, row: Row, media: Collection[Media]) -> None:
         """A row names the entries of the media that it runs tokens of, and they are there."""
@@ -929,6 +923,7 @@ class Snapshot:
         assert len({row.slot for row in plan.rows}) == len(plan.rows) <= config.max_num_seqs
         preempted = [sequence for sequence in self.running if sequence.state is not State.RUNNING]
         assert not self.in_flight.intersection(preempted)
+        assert not self.decoding or len(plan.encodes) <= 1, "others wait for pictures"
         newcomer, givers = self._change(now)
         self._check_preempted(scheduler, preempted, givers)
         self._check_suspects(planned)

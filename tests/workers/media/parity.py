@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagewire.engine_core.media.jobs import Array, Lay, Process
+from pagewire.engine_core.media.jobs import Array, Lay, ProcessMedium
 from pagewire.engine_core.media.process import Processor
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import NOTHING, Media, Prompt
@@ -64,7 +64,7 @@ class Reader:
                 token_ids += part
                 continue
             content = Tensor("uint8", part.shape, part.tobytes())
-            made = self.processor.process(Process("image", Array("uint8", part.shape, part.tobytes())))
+            made = self.processor.process(ProcessMedium("image", Array("uint8", part.shape, part.tobytes())))
             laid = self.processor.lay(Lay("image", part.shape))
             assert laid.token_ids == made.token_ids and not laid.features
             name = media_name("image", content, "")
