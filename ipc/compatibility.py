@@ -536,7 +536,6 @@ _RAY_WORKERS = Absent(
     "workers in a Ray cluster get their steps as other workers do, over sockets",
     "set distributed_executor_backend='ray'",
 )
-_ASSETS = Absent("pictures and sounds for examples are not part of this project", "give files of your own")
 _OPENVINO = Absent("OpenVINO is not used", "set PAGEWIRE_CPU_KVCACHE_SPACE, kv_cache_dtype and quantization")
 _TORCH_COMPILE = Absent("torch.compile is not used", "kernels are written ahead")
 
@@ -557,20 +556,17 @@ VARIABLES: Mapping[str, Absent] = {
     "VLLM_ALLOW_ENGINE_USE_RAY": Absent(
         "the engine core is a process of its own without Ray", "set distributed_executor_backend='ray'"
     ),
-    "VLLM_ASSETS_CACHE": _ASSETS,
     "VLLM_ATTENTION_BACKEND": Absent(
         _ONE_SET_OF_KERNELS, "PAGEWIRE_CPU_ISA=reference computes with PyTorch alone"
     ),
     "VLLM_CONFIG_ROOT": Absent(
         "there is no folder of configuration files", "--config names a file of options"
     ),
-    "VLLM_AUDIO_FETCH_TIMEOUT": _MEDIA,
     "VLLM_DO_NOT_TRACK": _STATISTICS,
     "VLLM_DYNAMO_USE_CUSTOM_DISPATCHER": _TORCH_COMPILE,
     "VLLM_FUSED_MOE_CHUNK_SIZE": Absent(
         "the experts of a step run as one call", "max_num_batched_tokens limits its tokens"
     ),
-    "VLLM_IMAGE_FETCH_TIMEOUT": _MEDIA,
     "VLLM_INSTANCE_ID": Absent(
         "processes of an engine find each other by its address", "the log names it: listening on ipc://..."
     ),

@@ -57,7 +57,8 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
                 flag, type=positive, default=default, metavar="INT", help=f"{meaning} (default: {default})"
             )
         kind.add_argument(
-            *("--dataset-path", "--dataset"),
+            "--dataset-path",
+            "--dataset",
             type=Path,
             metavar="FILE",
             help="take prompts and output lengths from conversations in ShareGPT's format",

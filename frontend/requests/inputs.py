@@ -34,9 +34,8 @@ from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.beams import MAX_CANDIDATES
 from pagewire.ipc.wire.budget import MAX_TOKENS
 from pagewire.ipc.wire.codec import Tensor
-from pagewire.ipc.wire.embeddings import PLACEHOLDER, check_media, media_of
+from pagewire.ipc.wire.embeddings import PLACEHOLDER, check_encoded, check_media, media_of
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.media_checks import check_encoded
 from pagewire.ipc.wire.messages import EngineInfo, Request
 from pagewire.ipc.wire.params import Name, RequestOutputKind, SamplingParams, check_logit_edits, check_turn
 from pagewire.ipc.wire.sources import NO_PROMPT_LOGPROBS, SourceInfo

@@ -5,8 +5,8 @@ Each step, `Media.lay` gives the embeddings of pictures their places in the batc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from pagewire.ipc.wire.items import Media
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
-from pagewire.kernels.data.paging import AttentionBatch
-from pagewire.workers.batch.flat_batch import Batch
+from pagewire.workers.batch.flat_batch import Laid
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.errors import first_line
 from pagewire.workers.media.tower import EncodedMedium, Tower
@@ -33,34 +32,6 @@ class SequencePositions:
 
     prompt: NDArray[np.int64]
     shift: int
-
-
-@dataclass(frozen=True)
-class Laid:
-    """What media do to a step.
-
-    overlay: embeddings over places of the batch, on the device; None: there are none.
-    positions: int64 [T], in place of the batch's; None: these stay. axes: where tokens have three; None: one each.
-    errors: of rows whose media could not be encoded, by row.
-    runs: by row, the first and the last token of neighbouring places of a medium, which see each other; empty where
-        attention is causal.
-    """
-
-    overlay: Overlay | None
-    positions: Tensor | None
-    axes: Axes | None
-    errors: Mapping[int, str]
-    runs: Mapping[int, Sequence[tuple[int, int]]]
-
-    def on(self, batch: Batch, rows: Sequence[Row]) -> Batch:
-        """A batch on the host with this: with other positions, and places that attend to each other both ways."""
-        positions = batch.positions if self.positions is None else self.positions
-        attention = with_runs(batch, rows, self.runs) if self.runs else batch.attention
-        return replace(batch, media=self, positions=positions, attention=attention)
-
-    def ids(self, input_ids: Tensor) -> Tensor:
-        """Token ids that the model can look up: those of places may be beyond its vocabulary."""
-        return input_ids if self.overlay is None else input_ids.index_fill(0, self.overlay.places, 0)
 
 
 class MediaEntries:
@@ -189,39 +160,6 @@ class MediaEntries:
             return one, None
         device = self.tower.device
         return one, Axes(torch.from_numpy(found).to(device), self.tower.axes.to(device))
-
-
-def with_runs(
-    batch: Batch, rows: Sequence[Row], runs: Mapping[int, Sequence[tuple[int, int]]]
-) -> AttentionBatch:
-    """Attention in which each run of a row, and what lies between two, is a request of its own.
-
-    They share the row's blocks, and each sees the keys before it, as if the row had come in several steps.
-    """
-    attention = batch.attention
-    lengths: list[int] = []
-    ends: list[int] = []
-    owners: list[int] = []
-    whole: list[int] = []
-    for i, row in enumerate(rows):
-        begin = 0
-        for first, last in [*runs.get(i, ()), (row.num_tokens, row.num_tokens - 1)]:
-            for start, end, is_run in ((begin, first, 0), (first, last + 1, 1)):
-                if end > start:
-                    lengths.append(end - start)
-                    ends.append(row.start + end)
-                    owners.append(i)
-                    whole.append(is_run)
-            begin = last + 1
-    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return replace(
-        attention,
-        query_start_loc=starts,
-        seq_lens=torch.tensor(ends, dtype=torch.int32),
-        block_table=attention.block_table[owners].contiguous(),
-        max_query_len=max(lengths),
-        whole=torch.tensor(whole, dtype=torch.int32),
-    )
 
 
 def grid_of(medium: Media) -> Tensor:

@@ -63,6 +63,22 @@ def open_adapters(config: WorkerConfig, device: Device, wake: Callable[[], None]
     return Adapters(config, device, wake)
 
 
+def slots_of(
+    config: WorkerConfig, loaded: LoadedModel, adapters: Adapters | None, processors: LogitsProcessors
+) -> Slots:
+    """The slots of a worker's sequences."""
+    return Slots(
+        config.max_num_seqs,
+        loaded.max_model_len,
+        config.block_size,
+        loaded.vocab_size,
+        num_extra_tokens=None if adapters is None else adapters.num_extra_tokens,
+        short_length=loaded.short_length,
+        with_histories=processors.for_all,
+        source_info=loaded.source,
+    )
+
+
 def open_media(
     config: WorkerConfig, loaded: LoadedModel, device: Device, slots: Slots, phases: Phases
 ) -> MediaEntries | None:
@@ -115,16 +131,7 @@ class Runner:
         self.adapters = open_adapters(config, self.device, wake)
         self.processors = LogitsProcessors.of(config, self.device.torch_device)
         self.loaded: LoadedModel | None = self._load(ahead, phases)
-        self.slots = Slots(
-            config.max_num_seqs,
-            self.loaded.max_model_len,
-            config.block_size,
-            self.loaded.vocab_size,
-            num_extra_tokens=None if self.adapters is None else self.adapters.num_extra_tokens,
-            short_length=self.loaded.short_length,
-            with_histories=self.processors.for_all,
-            source_info=self.loaded.source,
-        )
+        self.slots = slots_of(config, self.loaded, self.adapters, self.processors)
         self.sampler = self.device.sampler(max_samples(config), self.loaded.vocab_size, MOST_LIKELY)
         self.media = open_media(config, self.loaded, self.device, self.slots, phases)
         self.drafter = drafter_of(self, self.loaded)

@@ -12,9 +12,9 @@ from pagewire.engine_core.media.jobs import Array, Described, Processed
 from pagewire.engine_core.media.store import MediaLimits, MediaStore, PendingMedia
 from pagewire.engine_core.schedule.features import Features
 from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.embeddings import check_encoded
 from pagewire.ipc.wire.items import NOTHING, Media, Prompt
 from pagewire.ipc.wire.media import MediaInfo, MediaLayout, MediumInfo, media_name, uuid_name
-from pagewire.ipc.wire.media_checks import check_encoded
 
 PLACE, BEGIN = 9, 8
 INFO = MediaInfo({"image": MediumInfo(PLACE, "<image>", PLACE, limit=2)})

@@ -132,7 +132,7 @@ NAN = plain(torch.full((4, 2), float("nan")))
     ("media", "info", "message"),
     [
         (PIECES, EmbeddingsInfo(size=2), "start it with enable_prompt_embeds"),
-        (changed(PIECES, embeddings=False), BOTH, "no media but embeddings"),
+        (changed(PIECES, embeddings=False), BOTH, "takes no media of the kind 'image'"),
         (changed(PIECES, name=bytes(32)), BOTH, "name of embeddings is not that of their content"),
         (changed(PIECES, data=numbers(4, "float16")), BOTH, "name"),
         (changed(PIECES, data=numbers(3)), BOTH, r"shape \(3, 2\) for 4 tokens"),
