@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pagewire.ipc.beams import MAX_CANDIDATES
 from pagewire.ipc.bounds import MAX_INT, check_int
 from pagewire.ipc.models.own_code import check_processors
-from pagewire.ipc.wire.beams import MAX_CANDIDATES
 from pagewire.ipc.wire.embeddings import check_media
 from pagewire.ipc.wire.messages import EngineInfo, Request
 from pagewire.ipc.wire.params import SamplingParams, check_turn, max_n

@@ -19,7 +19,7 @@ from pagewire.frontend.requests.inputs import GENERATED, salt_of
 from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.text.logprobs import token_text
 from pagewire.frontend.text.prompts import PromptType, TokensPrompt
-from pagewire.ipc.wire.beams import MAX_CANDIDATES
+from pagewire.ipc.beams import MAX_CANDIDATES
 from pagewire.ipc.wire.params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:

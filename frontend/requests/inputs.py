@@ -28,10 +28,10 @@ from pagewire.frontend.text.length import ContextLengthError, encode_within
 from pagewire.frontend.text.prompts import PromptType
 from pagewire.frontend.text.stop import StopStrings, shared_stops
 from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.beams import MAX_CANDIDATES
 from pagewire.ipc.bounds import check_string, meta_of, unknown_name
 from pagewire.ipc.models.own_code import check_processors
 from pagewire.ipc.quoting import quoted
-from pagewire.ipc.wire.beams import MAX_CANDIDATES
 from pagewire.ipc.wire.budget import MAX_TOKENS
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.embeddings import PLACEHOLDER, check_encoded, check_media, media_of

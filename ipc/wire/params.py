@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from pagewire.ipc import beams
 from pagewire.ipc.bounds import check_fields, check_float, check_integer, check_text, meta_of, unknown_name
 from pagewire.ipc.compatibility import OPTIONS, KnowsArguments, settle
 from pagewire.ipc.models.own_code import MAX_PROCESSORS
 from pagewire.ipc.quoting import quoted
-from pagewire.ipc.wire import beams
 from pagewire.ipc.wire.budget import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORD_SPELLINGS,

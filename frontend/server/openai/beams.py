@@ -27,7 +27,7 @@ from pagewire.frontend.server.openai.sampling import salted
 from pagewire.frontend.server.serving.exchange import Exchange, check_aborted
 from pagewire.frontend.server.serving.service import Service
 from pagewire.frontend.text.prompts import PromptType, TokensPrompt, text_of
-from pagewire.ipc.wire.beams import refusal
+from pagewire.ipc.beams import refusal
 from pagewire.ipc.wire.params import BeamSearchParams, SamplingParams
 
 RANKS = "beams are extended by tokens, without a grammar; sample with best_of instead"
