@@ -163,7 +163,7 @@ $(DEMO): pyproject.toml setup.py constraints.txt
 	@echo '1/3 making a virtual environment in $(VENV)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo '2/3 installing pagewire with PyTorch and transformers'
-	@$(BIN)/python -m pip install --no-compile --quiet --progress-bar on -c constraints.txt -e .
+	@$(BIN)/python -m pip install --no-compile --progress-bar on -c constraints.txt -e .
 	@touch $@
 
 $(PIP): constraints.txt

@@ -65,11 +65,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to documents of the root to their pages."""
+    """Lead links to documents of the root to their pages, and let the site's switch choose pictures."""
     path = page.file.src_uri
     if path in OF_THE_ROOT.values():
         return markdown
-    return with_links(markdown, f"docs/{path}", path)
+    return with_links(both_pictures(markdown), f"docs/{path}", path)
 
 
 def with_links(text: str, source: str, page: str) -> str:
