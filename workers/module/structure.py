@@ -14,7 +14,7 @@ NORMS = {"input_layernorm", "post_attention_layernorm"}
 OTHER_ARITHMETIC = {"alibi_llama", "ernie4_5", "granite", "helium", "ministral3", "smollm3"}
 """Model types with the structure of a stack that compute something else. The proof would refuse their stacks, too,
 but only after packing all of them."""
-SPARSE_MODELS = {"mixtral", "qwen2_moe", "qwen3_moe"}
+SPARSE_MODELS = {"mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"}
 """Model types whose experts are chosen by the softmax of a router's logits. Others have the same structure, and
 other arithmetic."""
 OTHER_EMBEDDING = {"gemma"}
