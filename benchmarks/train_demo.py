@@ -174,14 +174,19 @@ def held_out(corpus: Corpus) -> Corpus:
 
 
 def train(
-    model: PreTrainedModel, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, minutes: float
+    model: PreTrainedModel,
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerFast,
+    minutes: float,
+    *,
+    compiles: bool = True,
 ) -> Report:
-    """Train for so many minutes; every 20th document is held out."""
+    """Train for so many minutes; every 20th document is held out. compiles: with torch.compile."""
     rng = random.Random(0)
     kept = Corpus([d for i, d in enumerate(corpus.documents) if i % 20], corpus.answers)
     length, rows, peak = 512, 12, 3e-3
     optimizers = make_optimizers(model)
-    compiled = torch.compile(model)
+    compiled = torch.compile(model) if compiles else model
     begin, seen, step, smooth = time.monotonic(), 0, 0, 0.0
     stream, place = token_stream(kept, tokenizer, rng), 0
     while (elapsed := time.monotonic() - begin) < minutes * 60:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pagewire.kernels.data.layer import Angles, Layer, LayerNorm, Norm
+from pagewire.kernels.data.layer import Angles, Half, Layer, LayerNorm, Norm
 from pagewire.kernels.data.paging import AttentionBatch, Cache
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import GroupedExperts
@@ -89,12 +89,12 @@ class Stack:
         parts = zip(self.layers, self._experts, caches, strict=True)
         for number, (layer, experts, cache) in enumerate(parts, 1):
             x = _attend(layer, x, angles, batch, cache) if layer.mixer is None else layer.mixer(x)
-            x, states = self._add(layer, x, states, layer.attention_norm)
+            x, states = self._add(layer, layer.mixer, x, states, layer.attention_norm)
             if layer.feed_forward is not None:
                 x = layer.feed_forward(x)
             else:
                 x = _feed_forward(layer, x) if experts is None else _mixture(layer, x, experts)
-            x, states = self._add(layer, x, states, layer.output_norm)
+            x, states = self._add(layer, layer.feed_forward, x, states, layer.output_norm)
             if number in taps:
                 taps[number].copy_(states)
         return x
@@ -110,9 +110,14 @@ class Stack:
         first = 0 if self.input_norm is None else self.input_norm.num_bytes
         return first + sum(layer.num_bytes for layer in self.layers)
 
-    def _add(self, layer: Layer, x: Tensor, states: Tensor, norm: Norm | LayerNorm) -> tuple[Tensor, Tensor]:
-        """What the next product takes, and what the next sum begins with. x: of all ranks. states: overwritten."""
-        if layer.ranks is not None:
+    def _add(
+        self, layer: Layer, half: Half | None, x: Tensor, states: Tensor, norm: Norm | LayerNorm
+    ) -> tuple[Tensor, Tensor]:
+        """What the next product takes, and what the next sum begins with.
+
+        half: what has computed x itself, of all ranks; None: x is this rank's. states: overwritten.
+        """
+        if layer.ranks is not None and half is None:
             x = layer.ranks.all_reduce(x)
         if isinstance(norm, Norm):
             x = add_rms_norm(x, states, norm.weight, norm.eps, offset=norm.offset)

@@ -171,9 +171,10 @@ class Requests {
     return normed();
   }
 
-  // Adds the result of a half, of all ranks, to the states, and norms the sum. An RMS norm never comes last.
+  // Adds the result of a half, of all ranks, to the states, and norms the sum. An RMS norm never comes last. Halves
+  // that compute themselves give what is of all ranks already.
   const void* add_norm(const Norm& norm, void* given) const {
-    if (call_.all_reduce) {
+    if (call_.all_reduce && given != call_.given) {
       const auto all_reduce = reinterpret_cast<AllReduce>(const_cast<void*>(call_.all_reduce));
       all_reduce(call_.ranks, given, tokens_ * hidden_, batch_.dtype, batch_.num_threads);
     }

@@ -113,11 +113,11 @@ class CompiledStack:
     ) -> CompiledStack | None:
         """None if the layers differ in shape, or their linear layers are not packed weights, dense or quantised.
 
-        Either all layers have their parts on the same ranks, or none has; with halves that compute themselves none.
+        Either all layers have their parts on the same ranks, or none has.
         """
         if len({id(layer.ranks) for layer in layers}) > 1:
             return None
-        if len(Stretch.of(layers)) > 1 and (layers[0].ranks is not None or input_norm is None):
+        if len(Stretch.of(layers)) > 1 and input_norm is None:
             return None
         attending = [layer for layer in layers if layer.mixer is None]
         forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in attending}

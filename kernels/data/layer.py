@@ -112,7 +112,7 @@ class Half(Protocol):
     """Of its weights."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """Normed states [T, H] to a new tensor [T, H], which is added to the states."""
+        """Normed states [T, H] to a new tensor [T, H], the same on all ranks, which is added to the states."""
         ...
 
 

@@ -17,6 +17,11 @@ but only after packing all of them."""
 SPARSE_MODELS = {"mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"}
 """Model types whose experts are chosen by the softmax of a router's logits. Others have the same structure, and
 other arithmetic."""
+STACKED_HYBRIDS = {
+    *("bailing_hybrid", "bamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+}
+"""Model types with states whose layers add what their halves make of normed states, and do nothing else."""
 OTHER_EMBEDDING = {"gemma"}
 """Model types whose embedding does more than look rows up."""
 MAX_POSITIONS = (
@@ -39,6 +44,8 @@ DEFAULT_ACTIVATION = "silu"  # of a configuration that names none
 def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[str, Any]) -> bool:
     """True if tensors of these names make the layers of a stack. Whether it computes the same, the proof says."""
     text = {**config, **(config.get("text_config") or {})}
+    if text.get("model_type") in STACKED_HYBRIDS:
+        return True
     activation = text.get("hidden_act") or text.get("hidden_activation") or DEFAULT_ACTIVATION
     if model_type in OTHER_ARITHMETIC | OTHER_EMBEDDING or activation not in ACTIVATIONS:
         return False

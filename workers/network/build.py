@@ -83,8 +83,8 @@ class _NetworkBuilder:
         # Experts on a GPU are called one by one, between which the host waits: that cannot be recorded as a graph.
         require(self.device.type == "cpu" or all(part.mixture is None for part in parts))
         halves = [half for part in parts for half in (part.mixer, part.feed_forward) if half is not None]
-        # Modules add up over the ranks themselves, and on a GPU nobody has seen whether they can be recorded.
-        require(not halves or (self.device.type == "cpu" and self.weights.shards is None))
+        # Nobody has seen whether they can be recorded on a GPU.
+        require(not halves or self.device.type == "cpu")
         activation = structure.activation(base.config)
         embedding = self._embedding() if is_first else None
         norms = [norm for part in parts for norm in part.norms]

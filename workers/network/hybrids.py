@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from pagewire.workers.module.attention import current_step
 from pagewire.workers.module.invariant import Invariant
-from pagewire.workers.module.structure import SHARED, SPARSE, SPARSE_MODELS
+from pagewire.workers.module.recurrences import MIXERS
+from pagewire.workers.module.structure import SHARED, SPARSE, SPARSE_MODELS, STACKED_HYBRIDS
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.parts import module_bytes, transform_parts
 from pagewire.workers.network.structures import (
@@ -74,18 +75,9 @@ OF_LFM2 = Names(("conv", "self_attn"), "feed_forward", ("operator_norm", "ffn_no
 OF_MAMBA = Names(
     ("mamba", "self_attn"), "feed_forward", ("input_layernorm", "pre_ff_layernorm"), "final_layernorm"
 )
-HYBRIDS: dict[str, Names] = {
-    "bailing_hybrid": Names(),
-    "bamba": OF_MAMBA,
-    "jamba": OF_MAMBA,
-    "kimi_linear": Names(),
-    "lfm2": OF_LFM2,
-    "lfm2_moe": OF_LFM2,
-    "qwen3_5_text": Names(),
-    "qwen3_5_moe_text": Names(),
-    "qwen3_next": Names(),
-}
-"""By model type: hybrids whose layers add what their halves make of normed states, and do nothing else."""
+OTHERS = {"bamba": OF_MAMBA, "jamba": OF_MAMBA, "lfm2": OF_LFM2, "lfm2_moe": OF_LFM2}
+HYBRIDS: dict[str, Names] = {name: OTHERS.get(name, Names()) for name in STACKED_HYBRIDS}
+"""By model type."""
 
 
 def _mixer(module: Any, config: Any, norms: tuple[Any, Any]) -> LayerParts:
@@ -143,6 +135,7 @@ class ModuleHalf:
 
     def __init__(self, module: Any, rotary: Any) -> None:
         self.module, self._rotary = module, rotary
+        self._mixer = MIXERS.get(type(module).__name__)
         names = inspect.signature(type(module).forward).parameters
         self._takes_angles = rotary is not None and "position_embeddings" in names
         self._rest = {"attention_mask": None} if "attention_mask" in names else {}
@@ -156,6 +149,8 @@ class ModuleHalf:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normed states [T, H] to [T, H]."""
+        if self._mixer is not None:
+            return self._mixer(self.module, x)
         with Invariant():
             states, rest = x[None], self._rest
             if self._takes_angles:

@@ -46,6 +46,7 @@ from pagewire.workers.module.transforms import short_length, tabulate_rotary
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.build import build_network
 from pagewire.workers.network.build_module import build_module
+from pagewire.workers.network.hybrids import HYBRIDS
 from pagewire.workers.network.loaded import LoadedModel, Phases
 from pagewire.workers.network.model import Head, Model
 from pagewire.workers.network.module_base import (
@@ -338,6 +339,7 @@ class Transformation:
     apart: bool = False
     scores: ModuleScores | None = None
     _head: ModuleHead | None = None
+    _is_fit: bool = False
     _path: str = field(init=False)
     _base: Any = field(init=False)
     _dtype: torch.dtype = field(init=False)
@@ -399,16 +401,23 @@ class Transformation:
         device = self.device.torch_device
         if self.apart:
             return None
+        if self._base.config.model_type in HYBRIDS:
+            self._fit()
         network = build_network(self._base, self.weights, device, self.stage, encodes=self._encodes)
         if network is not None:
             self._transform_behind()
         return network
 
+    def _fit(self) -> None:
+        """Make the base's modules compute with this rank's part."""
+        if self.weights.shards is not None and not self._is_fit:
+            fit_modules(self._base, self._path, self.weights.shards)
+            self._is_fit = True
+
     def _module_base(self) -> ModuleBase:
         """The base, or this rank's part, transformed module by module."""
         cut = None
-        if self.weights.shards is not None:
-            fit_modules(self._base, self._path, self.weights.shards)
+        self._fit()
         if self.stage is not None:
             cut = CutBase(self._base, self._base.get_input_embeddings(), self.stage)
         transform_parts(self._base, self.weights, self.device.torch_device)
