@@ -3,8 +3,8 @@
     python -m benchmarks.hybrid --minutes 4
 
 A small model of two layers with states to one that attends, of gated delta rules (Qwen3.5's layers) or of Mamba-2's
-state spaces (Bamba's), is trained as the demo model is. Held-out text is then read as `benchmarks.alibi` reads it: in
-float32, by transformers at once, and by the worker in chunks, batched, with its states in slots. Status 1: the
+state spaces (Bamba's), is trained as the demo model is. Held-out text is then read as `benchmarks.alibi` reads it:
+in float32, by transformers at once, and by the worker in chunks, batched, with its states in slots. Status 1: the
 perplexities differ by over 0.1%.
 """
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.hybrid_speed FOLDER --dtype float32 [--only lfm2-300m]
 
-FOLDER is what `benchmarks.make_hybrid` has written. A step is one token of each request, with sampling; transformers
-runs its model's forward on its own cache, and takes the largest logit. Both have the same threads, and do a step in
-turn, so that a busy machine slows both; the ratio is that of the medians. With a single thread, times are those of
-the processor, to which neighbours add little.
+FOLDER is what `benchmarks.make_hybrid` has written. A step is one token of each request, with sampling;
+transformers runs its model's forward on its own cache, and takes the largest logit. Both have the same threads, and
+do a step in turn, so that a busy machine slows both; the ratio is that of the medians. With a single thread, times
+are those of the processor, to which neighbours add little.
 """
 
 from __future__ import annotations

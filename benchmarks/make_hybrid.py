@@ -1,6 +1,6 @@
 """Random models whose layers keep states, shaped like families of about 300M weights, for figures.
 
-    python -m benchmarks.make_hybrid OUT [--only lfm2-300m]
+python -m benchmarks.make_hybrid OUT [--only lfm2-300m]
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ COMMON = {
     "dtype": "bfloat16",
 }
 GROUPED = {"num_attention_heads": 16, "num_key_value_heads": 8}
-MAMBA2 = {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 2}
+MAMBA2 = {
+    "mamba_n_heads": 32,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+}
 LFM2_ATTENTION = (2, 5, 8, 10, 12, 14)
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2-300m": (

@@ -8,8 +8,8 @@ as in BERT, the normed sum goes on. In place of the feed-forward half, or beside
 have experts and a router. Either half may be one that computes itself (`Half`), as layers with states have.
 
 The loop over the layers is here, for every device, and for decoders and encoders. `cpu/stack.cpp` is the same loop
-compiled; it is used if all linear layers are packed weights, dense or quantised, and runs from each half that computes
-itself to the next one.
+compiled; it is used if all linear layers are packed weights, dense or quantised, and runs from each half that
+computes itself to the next one.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Mixture:
 
 
 class Half(Protocol):
-    """A half of a layer that computes itself: a mixer of states, attention of another kind, experts of another kind.
+    """A half of a layer that computes itself: a mixer of states, or attention or experts of another kind.
 
     It runs within a step, of which it takes its caches and its states.
     """
@@ -156,7 +156,9 @@ class Layer:
     def num_bytes(self) -> int:
         """Bytes of the packed weights, and of the norms of sums."""
         parts = (self.qkv, self.out, self.mixer, self.up, self.down, self.mixture, self.feed_forward)
-        return sum(part.num_bytes for part in (*parts, self.attention_norm, self.output_norm) if part is not None)
+        return sum(
+            part.num_bytes for part in (*parts, self.attention_norm, self.output_norm) if part is not None
+        )
 
     @property
     def halves(self) -> tuple[Half | None, Half | None]:

@@ -322,7 +322,10 @@ def test_halves_that_compute_themselves(
     ]
     stack = Stack(whole.input_norm, layers)
     assert stack.compiled is not None
-    caches = [None if "mixer" in change else cache for change, cache in zip(changes, make_caches(torch.bfloat16), strict=True)]
+    caches = [
+        None if "mixer" in change else cache
+        for change, cache in zip(changes, make_caches(torch.bfloat16), strict=True)
+    ]
     found, wanted = [], []
     for results in (found, wanted):
         states, angles, batch = make_step(torch.bfloat16)

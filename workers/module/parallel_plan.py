@@ -49,13 +49,21 @@ NORMED_ATTENTION = ATTENTION | {
 NORMS_BY_HEAD = {"layers.*.self_attn.q_norm": "colwise", "layers.*.self_attn.k_norm": "colwise"}
 SHARED_EXPERTS = _gated("layers.*.mlp.shared_experts")
 
-LFM2 = _linears("layers.*.self_attn", ("q_proj", "k_proj", "v_proj", "g_proj"), ("o_proj", "out_proj")) | _linears(
-    "layers.*.feed_forward", ("w1", "w3"), ("w2",)
-)
+LFM2 = _linears(
+    "layers.*.self_attn", ("q_proj", "k_proj", "v_proj", "g_proj"), ("o_proj", "out_proj")
+) | _linears("layers.*.feed_forward", ("w1", "w3"), ("w2",))
 # Transformers' plan leaves states to every rank as a whole. Ours divides them: see `workers/ranks/mixers.py`.
 DELTA_RULE = {
     f"layers.*.linear_attn.{name}": "replicated"
-    for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj")
+    for name in (
+        "in_proj_qkv",
+        "in_proj_z",
+        "in_proj_b",
+        "in_proj_a",
+        "in_proj_qkvz",
+        "in_proj_ba",
+        "out_proj",
+    )
 }
 
 TABLE: dict[str, Plan] = {
@@ -112,7 +120,9 @@ TABLE: dict[str, Plan] = {
     "minimax_m2": NORMED_ATTENTION,
     "mpt": {"blocks.*.attn.Wqkv": "qkv_colwise", "blocks.*.attn.out_proj": "rowwise"}
     | _linears("blocks.*.ffn", ("up_proj",), ("down_proj",)),
-    "nemotron_h": _linears("layers.*.mixer", ("q_proj", "k_proj", "v_proj", "up_proj"), ("o_proj", "down_proj"))
+    "nemotron_h": _linears(
+        "layers.*.mixer", ("q_proj", "k_proj", "v_proj", "up_proj"), ("o_proj", "down_proj")
+    )
     | _linears("layers.*.mixer.shared_experts", ("up_proj",), ("down_proj",)),
     "olmo2": NORMED_ATTENTION,
     "olmo3": NORMED_ATTENTION,

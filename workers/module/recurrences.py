@@ -218,6 +218,42 @@ def _griffin(
     return module.linear_out(y[None] * module.act_fn(module.linear_y(input_states))), None
 
 
+def delayed(x: Tensor) -> Tensor:
+    """x [T, C] of the token before each; 0 for a sequence's first one."""
+    taps = torch.tensor([1.0, 0.0], device=x.device).to(x.dtype)[:, None].expand(-1, x.shape[1]).contiguous()
+    return current_step().hand_on(
+        (1, x.shape[1]), x, lambda state, batch: causal_conv(x, taps, None, state, batch, silu=False)
+    )
+
+
+def _zaya_projection(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Of ZAYA: queries and keys of two convolutions, of channels and of heads, and half of the values a token late.
+
+    The second convolution begins with what the first one makes of zeros, which is its bias.
+    """
+    q, k = module.q_proj(hidden_states)[0], module.k_proj(hidden_states)[0]
+    first, second = module.conv_qk_depthwise, module.conv_qk_grouped
+    mixed = convolved(torch.cat([q, k], -1), first.weight.squeeze(1), None)
+    inputs = [mixed]
+    for _ in range(second.kernel_size[0] - 1):
+        inputs.insert(0, delayed(inputs[0]))
+    shifted = torch.stack([x + first.bias for x in inputs], -1).unflatten(1, (second.groups, -1)).flatten(2)
+    weights, biases = (part.unflatten(0, (second.groups, -1)) for part in (second.weight, second.bias))
+    heads = [
+        F.linear(x, weight.flatten(1), bias)
+        for x, weight, bias in zip(shifted.unbind(1), weights, biases, strict=True)
+    ]
+    size, groups = module.head_dim, module.num_key_value_groups
+    query, key = q.unflatten(-1, (-1, size)), k.unflatten(-1, (-1, size))
+    query = (query + key.repeat_interleave(groups, 1)) * 0.5
+    key = query.unflatten(1, (-1, groups)).mean(2)
+    of_queries, of_keys = torch.split(torch.stack(heads, 1), [query.shape[1], key.shape[1]], 1)
+    before = module.v_proj_delayed(torch.zeros_like(hidden_states[:, :1]))[0]
+    late = delayed(module.v_proj_delayed(hidden_states)[0] - before) + before
+    value = torch.cat([module.v_proj_current(hidden_states)[0], late], -1).unflatten(-1, (-1, size))
+    return (query + of_queries)[None], (key + of_keys)[None], value[None]
+
+
 def gated(gate: Tensor, x: Tensor) -> Tensor:
     """silu(gate) * x of two tensors [..., n], in float32."""
     return activate_and_mul(torch.cat([gate.float(), x.float()], -1), Activation.SILU)
@@ -316,6 +352,7 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "MiniMaxLightningAttention": ("forward", _lightning),
     "RecurrentGemmaRecurrentBlock": ("forward", _griffin),
     "ZambaMambaMixer": ("forward", _zamba),
+    "ZayaCCAProjection": ("forward", _zaya_projection),
 }
 """By the class of a module: the name of its method, and ours in its place."""
 

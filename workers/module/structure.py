@@ -34,7 +34,12 @@ MAX_POSITIONS = (
 )
 """The names that families give the setting of the longest sequence."""
 CHUNKED = "chunked_attention"
-WINDOWS = {"sliding_attention": "sliding_window", "local": "window_size", CHUNKED: "attention_chunk_size"}
+WINDOWS = {
+    "sliding_attention": "sliding_window",
+    "hybrid_sliding": "sliding_window",
+    "local": "window_size",
+    CHUNKED: "attention_chunk_size",
+}
 """Types of layers whose queries see the keys of a window or a chunk, and the setting of its size."""
 DEFAULT_POSITIONS = 2048  # of a model that gives no limit
 ACTIVATIONS = {"silu", "swish", "gelu_pytorch_tanh"}

@@ -1,8 +1,8 @@
 """Networks of hybrids: layers whose mixers keep states beside layers that attend, each with a feed-forward half.
 
-A half whose parts the kernels know is data, as in any other network (`structures.py`). The other ones are modules of
-transformers that compute themselves (`ModuleHalf`), within a step with our recurrences and our attention. Norms, sums
-and gated products between them then run compiled.
+A half whose parts the kernels know is data, as in any other network (`structures.py`). The other ones are modules
+of transformers that compute themselves (`ModuleHalf`), within a step with our recurrences and our attention. Norms,
+sums and gated products between them then run compiled.
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ class Network:
             states = self.embedding(input_ids, positions, step)
         angles = self.angles_at(positions)
         caches = [
-            None if place is None else step.cache(place.layer, place.shape, place.window) for place in self.places
+            None if place is None else step.cache(place.layer, place.shape, place.window)
+            for place in self.places
         ]
         self.tapped = {number: torch.empty_like(states) for number in self.taps}
         normed = self.stack(states, step.batch, caches, angles, taps=self.tapped)

@@ -30,8 +30,8 @@ class MixerCuts:
     """How a mixer is divided.
 
     rows: by the names of its linear layers and vectors, how their outputs or elements are divided. columns: of its
-    last linear layer. sizes: of each rank, the attributes that are its own. normed: how what is normed as a whole is
-    divided; None: each rank norms its own.
+    last linear layer. sizes: of each rank, the attributes that are its own. normed: how what is normed as a whole
+    is divided; None: each rank norms its own.
     """
 
     rows: dict[str, Spans]
@@ -73,7 +73,9 @@ def _short_conv(mixer: Any, num_ranks: int) -> MixerCuts:
     """Of LFM2: by channels."""
     width = mixer.conv.out_channels
     own = width_spans(width, num_ranks)
-    thrice = tuple(tuple(range(span.start + i * width, span.stop + i * width) for i in range(3)) for span in own)
+    thrice = tuple(
+        tuple(range(span.start + i * width, span.stop + i * width) for i in range(3)) for span in own
+    )
     once = tuple((span,) for span in own)
     return MixerCuts({"in_proj": thrice, "conv": once}, ("out_proj", once), ({},) * num_ranks)
 
@@ -87,14 +89,19 @@ def _delta_rule(mixer: Any, num_ranks: int) -> MixerCuts:
     if hasattr(mixer, "in_proj_qkvz"):  # what belongs to a head of keys lies together
         if num_ranks > heads.num_kv:
             raise LoadError(
-                f"its linear attention has {heads.num_kv} heads of keys, which lie together with their values; up to "
-                f"{heads.num_kv} ranks work"
+                f"its linear attention has {heads.num_kv} heads of keys, which lie together with their values; up "
+                f"to {heads.num_kv} ranks work"
             )
         per_key = heads.num // heads.num_kv
         joined["in_proj_qkvz"] = [Part(2 * key_dim + 2 * value_dim * per_key, True)]
         joined["in_proj_ba"] = [Part(2 * per_key, True)]
     else:
-        joined |= {"in_proj_qkv": [key, key, value], "in_proj_z": [value], "in_proj_b": [one], "in_proj_a": [one]}
+        joined |= {
+            "in_proj_qkv": [key, key, value],
+            "in_proj_z": [value],
+            "in_proj_b": [one],
+            "in_proj_a": [one],
+        }
     sizes = []
     for rank in range(num_ranks):
         own, groups = map(len, heads.share(rank, num_ranks))
@@ -142,7 +149,9 @@ def _state_space(mixer: Any, num_ranks: int) -> MixerCuts:
 
 KINDS: dict[str, Callable[[Any, int], MixerCuts]] = {
     **dict.fromkeys(("Lfm2MoeShortConv", "Lfm2ShortConv", "Lfm3ShortConv"), _short_conv),
-    **dict.fromkeys(("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen3NextGatedDeltaNet"), _delta_rule),
+    **dict.fromkeys(
+        ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen3NextGatedDeltaNet"), _delta_rule
+    ),
     **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer"), _state_space),
     "NemotronHMamba2Mixer": _state_space,
 }

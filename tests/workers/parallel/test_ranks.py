@@ -35,7 +35,17 @@ from tests.workers.parity import NUM_TOKENS, make_prompts
 from tests.workers.quantised_models import write_packed
 
 FORMS = (  # each has its own way to be divided
-    *("llama with biases", "gpt2", "gpt_bigcode", "phi3", "olmo2", "deepseek_v3", "bitnet", "lfm2", "qwen3_next"),
+    *(
+        "llama with biases",
+        "gpt2",
+        "gpt_bigcode",
+        "phi3",
+        "olmo2",
+        "deepseek_v3",
+        "bitnet",
+        "lfm2",
+        "qwen3_next",
+    ),
 )
 WHOLE = (
     "q_a_proj",
