@@ -5,10 +5,11 @@ x -> QKV in one product -> (norm of each head) -> (rotary) -> attention -> outpu
 
 With norms first, as in Llama, a norm is what the next product takes, and the sum itself goes on. With norms last,
 as in BERT, the normed sum goes on. In place of the feed-forward half, or beside it as a shared expert, a layer may
-have experts and a router.
+have experts and a router. Either half may be one that computes itself (`Half`), as layers with states have.
 
 The loop over the layers is here, for every device, and for decoders and encoders. `cpu/stack.cpp` is the same loop
-compiled; it is used if all linear layers are packed weights, dense or quantised.
+compiled; it is used if all linear layers are packed weights, dense or quantised, and runs from each half that
+computes itself to the next one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagewire.kernels.data.layer import Angles, Layer, LayerNorm, Norm
+from pagewire.kernels.data.layer import Angles, Half, Layer, LayerNorm, Norm
 from pagewire.kernels.data.paging import AttentionBatch, Cache
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import GroupedExperts
@@ -60,6 +61,8 @@ class Stack:
     ) -> None:
         if input_norm is not None and not norm_first:
             raise ValueError("a norm before the first layer is one of layers that begin with a norm")
+        if not norm_first and any(half is not None for layer in layers for half in layer.halves):
+            raise ValueError("a half that computes itself is one of layers that begin with a norm")
         self.input_norm, self.layers, self.norm_first = input_norm, layers, norm_first
         self._pieces: list[Stack] | None = None
         weight = layers[0].output_norm.weight
@@ -73,7 +76,7 @@ class Stack:
         self,
         states: Tensor,
         batch: AttentionBatch,
-        caches: Sequence[Cache],
+        caches: Sequence[Cache | None],
         angles: Sequence[Angles] = (),
         x: Tensor | None = None,
         taps: Mapping[int, Tensor] = {},
@@ -83,7 +86,7 @@ class Stack:
         Args:
             states: [T, H], contiguous; overwritten, with norms first by the last sum.
             batch: see `AttentionBatch`; for layers that attend to later keys, of whole prompts without padding.
-            caches: of each layer; they may be the same one where all prompts are whole.
+            caches: of each layer, None of those with a mixer; they may be the same one where all prompts are whole.
             angles: tables of cosines and sines [T, rot_dim], see `Kernels.rotary`; a layer says which is its own.
             x: what the first product takes, in place of the normed states: [T, K], which may be wider.
             taps: tensors [T, H] by numbers of layers, from 1 on: each gets the states behind that layer.
@@ -97,10 +100,13 @@ class Stack:
             x = normed_by(self.input_norm, states)
         parts = zip(self.layers, self._experts, caches, strict=True)
         for number, (layer, experts, cache) in enumerate(parts, 1):
-            x = layer.out(_attend(layer, layer.qkv(x), angles, batch, cache))
-            x, states = self._add(layer, x, states, layer.attention_norm)
-            x = _feed_forward(layer, x) if experts is None else _mixture(layer, x, experts)
-            x, states = self._add(layer, x, states, layer.output_norm)
+            x = _attend(layer, x, angles, batch, cache) if layer.mixer is None else layer.mixer(x)
+            x, states = self._add(layer, layer.mixer, x, states, layer.attention_norm)
+            if layer.feed_forward is not None:
+                x = layer.feed_forward(x)
+            else:
+                x = _feed_forward(layer, x) if experts is None else _mixture(layer, x, experts)
+            x, states = self._add(layer, layer.feed_forward, x, states, layer.output_norm)
             if number in taps:
                 taps[number].copy_(states)
         return x
@@ -142,14 +148,24 @@ class Stack:
         return x
 
     @property
+    def hidden_size(self) -> int:
+        """Numbers of a token's state."""
+        return len(self.layers[0].output_norm.weight)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the packed weights, and of the norms of states."""
         first = 0 if self.input_norm is None else self.input_norm.num_bytes
         return first + sum(layer.num_bytes for layer in self.layers)
 
-    def _add(self, layer: Layer, x: Tensor, states: Tensor, norm: Norm | LayerNorm) -> tuple[Tensor, Tensor]:
-        """What the next product takes, and what the next sum begins with. x: of all ranks. states: overwritten."""
-        if layer.ranks is not None:
+    def _add(
+        self, layer: Layer, half: Half | None, x: Tensor, states: Tensor, norm: Norm | LayerNorm
+    ) -> tuple[Tensor, Tensor]:
+        """What the next product takes, and what the next sum begins with.
+
+        half: what has computed x itself, of all ranks; None: x is this rank's. states: overwritten.
+        """
+        if layer.ranks is not None and half is None:
             x = layer.ranks.all_reduce(x)
         if isinstance(norm, Norm):
             x = add_rms_norm(x, states, norm.weight, norm.eps, offset=norm.offset)
@@ -186,11 +202,13 @@ def normed_by(norm: Norm | LayerNorm | None, x: Tensor) -> Tensor:
 
 
 def _attend(
-    layer: Layer, qkv: Tensor, angles: Sequence[Angles], batch: AttentionBatch, cache: Cache
+    layer: Layer, x: Tensor, angles: Sequence[Angles], batch: AttentionBatch, cache: Cache | None
 ) -> Tensor:
-    num_tokens = len(qkv)
-    heads = qkv.view(num_tokens, -1, layer.head_dim)
+    """The attention half [T, H] of x [T, H]."""
+    assert layer.qkv is not None and layer.out is not None and cache is not None
+    num_tokens = len(x)
+    heads = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
     q, k, v = torch.split(heads, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
     own = None if layer.angles is None else angles[layer.angles]
     q = rotate_and_store(q, k, v, own, layer.head_norms, cache, batch.slot_mapping)
-    return paged_attention(q, cache, batch, layer.scale, layer.terms).view(num_tokens, -1)
+    return layer.out(paged_attention(q, cache, batch, layer.scale, layer.terms).view(num_tokens, -1))

@@ -371,6 +371,7 @@ struct StackCall {
   const void* x;    // [tokens, k of the first product]: what it takes in place of the normed states; null: those
   void* states;     // [tokens, hidden]: the input; in the end the last sum, or where norms come last, its norm
   void* normed;     // [tokens, hidden]: in the end the norm of the last sum; null: norms come last
+  void* given;      // [tokens, hidden]: what the first half gives, which is then only added; null: it is computed
   // Scratch, of all tokens or those of a group.
   void* qkv;         // [tokens, (heads + 2 kv_heads) head_dim], and where norms come last [tokens, hidden]
   void* attended;    // [tokens, heads head_dim]
@@ -385,7 +386,8 @@ struct StackCall {
   const void* all_reduce;  // adds up the ranks' outputs of `out` and `down`, see `AllReduce`; null: they are whole
   const void* ranks;       // its first argument
   const AdapterRows* adapters;  // null: no row has one
-  int64_t num_layers, rotary_half;
+  int64_t hidden, rotary_half;
+  int64_t first_half, last_half;  // from the first to before the last: halves of layers, attention of layer i is 2 i
   int64_t group_tokens;     // whole prompts run in groups of this many tokens at most; 0: all requests run together
   AttentionCall attention;  // but for what differs between layers
 };

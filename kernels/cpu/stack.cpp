@@ -20,7 +20,7 @@ class Requests {
       : call_(call),
         batch_(call.attention),
         tokens_(batch_.num_tokens),
-        hidden_(call.layers[0].out.n),
+        hidden_(call.hidden),
         element_(batch_.dtype == 0 ? 4 : 2),
         qkv_width_((batch_.num_heads + 2 * batch_.num_kv_heads) * batch_.head_dim),
         states_(static_cast<char*>(call.states)),
@@ -48,15 +48,12 @@ class Requests {
 
   // As `pagewire_attention`; 2: a slot lies outside the cache.
   int run() {
-    const void* x = first_input();
-    for (int64_t i = 0; i < call_.num_layers; ++i) {
-      const Layer& layer = call_.layers[i];
-      if (const int failure = attend(layer, x)) return failure;
-      x = add_norm(layer.attention_norm);
-      if (const int failure = feed_forward(layer, x)) return failure;
-      x = add_norm(layer.output_norm);
-      const int64_t size = hidden_ * element_;
-      if (layer.tap) std::copy_n(states_, tokens_ * size, static_cast<char*>(layer.tap) + first_token_ * size);
+    int64_t half = call_.first_half;
+    const void* x = call_.given ? add(half++, call_.given) : first_input();
+    for (; half < call_.last_half; ++half) {
+      const Layer& layer = call_.layers[half / 2];
+      if (const int failure = half % 2 ? feed_forward(layer, x) : attend(layer, x)) return failure;
+      x = add(half, result());
     }
     return 0;
   }
@@ -67,6 +64,16 @@ class Requests {
 
   // Where a half's last product goes until it is added: to what it was made of, or to scratch if those are the states.
   void* result() const { return normed_ ? normed_ : call_.qkv; }
+
+  // Adds what a half gives to the states, and norms the sum.
+  const void* add(int64_t half, void* given) const {
+    const Layer& layer = call_.layers[half / 2];
+    const void* const x = add_norm(half % 2 ? layer.output_norm : layer.attention_norm, given);
+    const int64_t size = hidden_ * element_;
+    if (half % 2 && layer.tap)
+      std::copy_n(states_, tokens_ * size, static_cast<char*>(layer.tap) + first_token_ * size);
+    return x;
+  }
 
   int attend(const Layer& layer, const void* x) {
     multiply(layer.qkv, x, layer.qkv.k, call_.qkv);
@@ -164,17 +171,18 @@ class Requests {
     return normed();
   }
 
-  // Adds the result of a half, of all ranks, to the states, and norms the sum. An RMS norm never comes last.
-  const void* add_norm(const Norm& norm) const {
-    if (call_.all_reduce) {
+  // Adds the result of a half, of all ranks, to the states, and norms the sum. An RMS norm never comes last. Halves
+  // that compute themselves give what is of all ranks already.
+  const void* add_norm(const Norm& norm, void* given) const {
+    if (call_.all_reduce && given != call_.given) {
       const auto all_reduce = reinterpret_cast<AllReduce>(const_cast<void*>(call_.all_reduce));
-      all_reduce(call_.ranks, result(), tokens_ * hidden_, batch_.dtype, batch_.num_threads);
+      all_reduce(call_.ranks, given, tokens_ * hidden_, batch_.dtype, batch_.num_threads);
     }
     if (norm.centred)
-      pagewire_layer_norm(result(), states_, norm.weight, norm.bias, normed_ ? states_ : nullptr, normed(), tokens_,
+      pagewire_layer_norm(given, states_, norm.weight, norm.bias, normed_ ? states_ : nullptr, normed(), tokens_,
                           hidden_, norm.eps, batch_.dtype, batch_.num_threads);
     else
-      pagewire_add_rms_norm(result(), states_, norm.weight, normed(), tokens_, hidden_, norm.eps, norm.offset,
+      pagewire_add_rms_norm(given, states_, norm.weight, normed(), tokens_, hidden_, norm.eps, norm.offset,
                             batch_.dtype, batch_.num_threads);
     return normed();
   }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from pagewire.kernels.cpu.library import AttentionCall, structure
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, logit_terms
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.data.kv_codes import head_size
-from pagewire.kernels.data.layer import Angles, Layer, LayerNorm, Mixture, Norm
+from pagewire.kernels.data.layer import Angles, Half, Layer, LayerNorm, Mixture, Norm
 from pagewire.kernels.data.paging import AttentionBatch, Cache, check_scales
 
 GROUP_TOKENS = 768
@@ -75,8 +77,31 @@ def _set_batch(attention: ctypes.Structure, batch: AttentionBatch, num_tokens: i
     return slots.data_ptr()
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Halves of layers that run in one call, from the first to before the last.
+
+    given: computes the first one itself; None: it is compiled as well.
+    """
+
+    first: int
+    last: int
+    given: Half | None
+
+    @staticmethod
+    def of(layers: Sequence[Layer]) -> list[Stretch]:
+        """All halves of layers; without any in the first one, if that only norms what the first half takes."""
+        halves = [half for layer in layers for half in layer.halves]
+        starts = [number for number, half in enumerate(halves) if half is not None]
+        ends = [*starts, len(halves)]
+        return [Stretch(0, ends[0], None), *(Stretch(a, b, halves[a]) for a, b in pairwise(ends))]
+
+
 class CompiledStack:
-    """A stack of layers of equal shapes in one call; see `pagewire.kernels.stack.Stack`."""
+    """A stack of layers in one call, or in one from each half that computes itself to the next.
+
+    All that attend have equal shapes; see `pagewire.kernels.stack.Stack`.
+    """
 
     @classmethod
     def of(
@@ -93,7 +118,10 @@ class CompiledStack:
         """
         if len({id(layer.ranks) for layer in layers}) > 1:
             return None
-        forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+        if len(Stretch.of(layers)) > 1 and input_norm is None:
+            return None
+        attending = [layer for layer in layers if layer.mixer is None]
+        forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in attending}
         dtypes = set() if input_norm is None else {input_norm.weight.dtype}
         for layer in layers:
             linears = layer.linears()
@@ -122,11 +150,14 @@ class CompiledStack:
         norm_first: bool,
     ) -> None:
         self._library, self._layers, self._norm_first = library, layers, norm_first
+        self._stretches = Stretch.of(layers)
         first = layers[0]
-        self._num_kv_heads, self._head_dim = first.num_kv_heads, first.head_dim
-        self._attended_size = first.num_heads * first.head_dim
-        self._qkv_size = self._attended_size + 2 * first.num_kv_heads * first.head_dim
-        self._hidden_size, self._input_size = first.out.out_features, first.qkv.in_features
+        form = next((layer for layer in layers if layer.mixer is None), first)
+        self._num_kv_heads, self._head_dim = form.num_kv_heads, form.head_dim
+        self._attended_size = form.num_heads * form.head_dim
+        self._qkv_size = self._attended_size + 2 * form.num_kv_heads * form.head_dim
+        self._hidden_size = len(first.attention_norm.weight)
+        self._input_size = self._hidden_size if first.qkv is None else first.qkv.in_features
         self._dtype = first.attention_norm.weight.dtype
         self._experts = [
             None if layer.mixture is None else CompiledExperts.of(library, layer.mixture.experts)
@@ -142,7 +173,7 @@ class CompiledStack:
         self._structs = (LayerParameters * len(layers))(*map(self._struct, layers, self._experts))
         self._rows = RunningRows(linear for layer in layers for linear in layer.all_linears())
         self._known_caches: list[weakref.ref[Cache]] = []
-        self._call = self._form(first, input_norm)
+        self._call = self._form(form, input_norm)
         self._sum = AllReduce.of(first.ranks)
         if self._sum is not None:
             self._call.all_reduce, self._call.ranks = self._sum.function, self._sum.ranks
@@ -158,7 +189,7 @@ class CompiledStack:
         )
         call = StackCall(
             layers=ctypes.addressof(self._structs),
-            num_layers=len(self._structs),
+            hidden=self._hidden_size,
             angles=ctypes.addressof(self._tables),
             attention=attention,
         )
@@ -187,8 +218,10 @@ class CompiledStack:
         linears, hidden = layer.linears(), self._hidden_size
         # The first layer may take something wider than the states.
         input_size = self._input_size if layer is self._layers[0] else hidden
-        shapes = {"qkv": (self._qkv_size, input_size), "out": (hidden, self._attended_size)}
-        if layer.mixture is None or layer.mixture.shared_gate is not None:
+        shapes = {}
+        if layer.mixer is None:
+            shapes |= {"qkv": (self._qkv_size, input_size), "out": (hidden, self._attended_size)}
+        if "up" in linears:
             intermediate = linears["down"].in_features
             shapes |= {
                 "up": ((2 if layer.gated else 1) * intermediate, hidden),
@@ -240,7 +273,7 @@ class CompiledStack:
         self,
         states: Tensor,
         batch: AttentionBatch,
-        caches: Sequence[Cache],
+        caches: Sequence[Cache | None],
         angles: Sequence[Angles] = (),
         x: Tensor | None = None,
         taps: Mapping[int, Tensor] = {},
@@ -279,15 +312,33 @@ class CompiledStack:
         call.x = None if x is None else x.data_ptr()
         for number, tap in taps.items():
             self._structs[number - 1].tap = tap.data_ptr()
-        failed = self._library.pagewire_stack(ctypes.byref(call))
-        for number in taps:
-            self._structs[number - 1].tap = None
+        try:
+            self._run(normed)
+        finally:
+            for number in taps:
+                self._structs[number - 1].tap = None
         del held
-        if self._sum is not None:
-            self._sum.check()
-        if failed:
-            raise ValueError("lengths, slots or block numbers of the batch do not fit its tensors")
         return normed
+
+    def _run(self, normed: Tensor) -> None:
+        """Run the call that is set up, stretch by stretch. normed: [T, H], its result; and what halves take.
+
+        Raises:
+            ValueError: the batch, or what a half gives, does not fit.
+        """
+        call = self._call
+        for stretch in self._stretches:
+            given = None
+            if stretch.given is not None:
+                given = stretch.given(normed)
+                self._check(given, len(normed), self._hidden_size)
+            call.first_half, call.last_half = stretch.first, stretch.last
+            call.given = None if given is None else given.data_ptr()
+            failed = self._library.pagewire_stack(ctypes.byref(call))
+            if self._sum is not None:
+                self._sum.check()
+            if failed:
+                raise ValueError("lengths, slots or block numbers of the batch do not fit its tensors")
 
     def _check(self, x: Tensor, num_tokens: int, size: int) -> None:
         """Raises ValueError unless x is a contiguous tensor [num_tokens, size] of the layers' dtype."""
@@ -311,19 +362,22 @@ class CompiledStack:
         self._call.rotary_half = size // 2
         return held
 
-    def _take_caches(self, caches: Sequence[Cache]) -> None:
+    def _take_caches(self, of_layers: Sequence[Cache | None]) -> None:
         """Point the structs to the layers' caches: they are the same from step to step."""
+        caches = [cache for cache in of_layers if cache is not None]
         if len(caches) == len(self._known_caches) and all(
             known() is cache for known, cache in zip(self._known_caches, caches, strict=True)
         ):
             return
         self._known_caches = []
-        if len(caches) != len(self._structs):
-            raise ValueError(f"caches of {len(caches)} layers for {len(self._structs)}")
+        if [cache is None for cache in of_layers] != [layer.mixer is not None for layer in self._layers]:
+            raise ValueError(f"caches of {len(caches)} layers, which are not those that attend")
         k_first, v_first = caches[0].k, caches[0].v
         if k_first.dtype not in (self._dtype, KV_CODES):
             raise ValueError(f"caches of {k_first.dtype} for layers of {self._dtype}")
-        for struct, cache in zip(self._structs, caches, strict=True):
+        for struct, cache in zip(self._structs, of_layers, strict=True):
+            if cache is None:
+                continue
             check_scales(cache)
             k, v = cache.k, cache.v
             if k.shape != k_first.shape or k.stride() != k_first.stride() or k.dtype != k_first.dtype:

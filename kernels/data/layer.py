@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -102,19 +102,33 @@ class Mixture:
         return self.router.linear.num_bytes + self.experts.num_bytes + gate
 
 
+class Half(Protocol):
+    """A half of a layer that computes itself: a mixer of states, or attention or experts of another kind.
+
+    It runs within a step, of which it takes its caches and its states.
+    """
+
+    num_bytes: int
+    """Of its weights."""
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """Normed states [T, H] to a new tensor [T, H], the same on all ranks, which is added to the states."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One layer of a stack. Each norm is of a sum; `pagewire.kernels.stack.Stack` says what it is for."""
 
-    qkv: Linear
-    """[T, H] to [T, (Hq + 2 Hkv) D]."""
-    out: Linear
-    """[T, Hq D] to [T, H]."""
+    qkv: Linear | None
+    """[T, H] to [T, (Hq + 2 Hkv) D]; None where a `mixer` takes the place of attention."""
+    out: Linear | None
+    """[T, Hq D] to [T, H]; None likewise."""
     attention_norm: Norm | LayerNorm
     """After attention."""
     up: Linear | None
     """[T, H] to [T, 2 I], gate and up together; not `gated`: to [T, I]. None where all of the feed-forward half is
-    experts that a router chooses."""
+    experts that a router chooses, or `feed_forward`."""
     down: Linear | None
     """[T, I] to [T, H]; None likewise."""
     output_norm: Norm | LayerNorm
@@ -133,12 +147,23 @@ class Layer:
     mixture: Mixture | None = None
     ranks: Sum | None = None
     """Adds up what `out` and the feed-forward half give, where every rank has a part of their inputs; None: all."""
+    mixer: Half | None = None
+    """In place of attention."""
+    feed_forward: Half | None = None
+    """In place of the feed-forward half."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the packed weights, and of the norms of sums."""
-        parts = (self.qkv, self.out, self.up, self.down, self.mixture, self.attention_norm, self.output_norm)
-        return sum(part.num_bytes for part in parts if part is not None)
+        parts = (self.qkv, self.out, self.mixer, self.up, self.down, self.mixture, self.feed_forward)
+        return sum(
+            part.num_bytes for part in (*parts, self.attention_norm, self.output_norm) if part is not None
+        )
+
+    @property
+    def halves(self) -> tuple[Half | None, Half | None]:
+        """What computes each of the two halves itself; None where the layer has its parts."""
+        return self.mixer, self.feed_forward
 
     def linears(self) -> dict[str, Linear]:
         """The linear layers that it has, but for experts, by the names of their fields."""

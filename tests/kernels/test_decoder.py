@@ -286,6 +286,62 @@ def over_ranks(ranks: Sum, experts: bool = False) -> Stack:
     return Stack(whole.input_norm, layers)
 
 
+class Turned:
+    """A half of a layer that computes itself."""
+
+    num_bytes = 7
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.flip(1) / 2
+
+
+WITHOUT_ATTENTION = {"qkv": None, "out": None, "mixer": Turned(), "angles": None}
+WITHOUT_FEED_FORWARD = {"up": None, "down": None, "feed_forward": Turned()}
+
+
+@pytest.mark.parametrize("ranks", [None, EqualRanks()], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (WITHOUT_ATTENTION, {}),
+        ({}, WITHOUT_ATTENTION),
+        (WITHOUT_FEED_FORWARD, WITHOUT_FEED_FORWARD),
+        (WITHOUT_ATTENTION | WITHOUT_FEED_FORWARD, WITHOUT_ATTENTION),
+    ],
+    ids=["first", "second", "feed-forward", "most"],
+)
+@pytest.mark.usefixtures("served_kernels")
+def test_halves_that_compute_themselves(
+    changes: tuple[dict[str, object], dict[str, object]], ranks: Sum | None
+) -> None:
+    """What lies between them is compiled, to the bits of all kernels. They are of all ranks already."""
+    whole = make_stack(torch.bfloat16)
+    layers = [
+        dataclasses.replace(layer, ranks=ranks, **change)  # type: ignore[arg-type]
+        for layer, change in zip(whole.layers, changes, strict=True)
+    ]
+    stack = Stack(whole.input_norm, layers)
+    assert stack.compiled is not None
+    caches = [
+        None if "mixer" in change else cache
+        for change, cache in zip(changes, make_caches(torch.bfloat16), strict=True)
+    ]
+    found, wanted = [], []
+    for results in (found, wanted):
+        states, angles, batch = make_step(torch.bfloat16)
+        taps = {1: torch.empty_like(states)}
+        results += [stack(states, batch, caches, [angles], None, taps), states, taps[1]]
+        stack.compiled = None
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert found[0].isfinite().all() and found[0].std() > 0.1
+    with pytest.raises(ValueError, match="begin with a norm"):
+        Stack(None, layers, norm_first=False)
+    if caches != [None, None]:
+        stack = Stack(whole.input_norm, layers)
+        with pytest.raises(ValueError, match="those that attend"):
+            stack(states, batch, caches[::-1] if None in caches else [None, None], [angles])
+
+
 def run(stack: Stack) -> Tensor:
     states, angles, batch = make_step(torch.bfloat16)
     return stack(states, batch, make_caches(torch.bfloat16), [angles])

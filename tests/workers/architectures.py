@@ -204,6 +204,14 @@ ZAMBA2 = {
     "attention_head_dim": 32,
     "adapter_rank": 8,
 }
+ZAYA = {  # the second layer's window is shorter than prompts
+    "num_experts_per_tok": 1,
+    "layer_types": ["hybrid", "hybrid_sliding"],
+    "sliding_window": 7,
+    "router_hidden_size": 16,
+    "cca_time1": 3,
+    "pad_token_id": None,
+}
 GRIFFIN = {
     "block_types": ["recurrent", "attention"],
     "lru_width": 64,
@@ -248,6 +256,7 @@ HYBRIDS = [
     Architecture("recurrent_gemma", GROUPED | GRIFFIN),
     Architecture("zamba", ZAMBA),
     Architecture("zamba2", MAMBA2 | ZAMBA2),
+    Architecture("zaya", GROUPED | EXPERTS | ZAYA),
 ]
 """Models whose layers keep states."""
 
@@ -368,7 +377,6 @@ ARCHITECTURES = [
         MLA | {"num_layers": 2, "head_dim": 8, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
         "multiplies by the weight of a linear layer",
     ),
-    Architecture("zaya", GROUPED, "does not let its layers of type hybrid be replaced"),
     Architecture(
         "doge with long sequences", GROUPED | {"keep_window_size": 60}, "max_model_len=60", model_type="doge"
     ),

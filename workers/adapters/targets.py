@@ -141,10 +141,10 @@ class Targets:
 
     def _add_network(self, network: Network) -> None:
         whole = network.stack
-        layers = [
-            self._adapted_layer(f"{self.prefix}layers.{place.layer}", layer)
-            for place, layer in zip(network.places, whole.layers, strict=True)
-        ]
+        layers = []
+        for place, layer in zip(network.places, whole.layers, strict=True):
+            assert place is not None, "with adapters, hybrids run as modules"
+            layers.append(self._adapted_layer(f"{self.prefix}layers.{place.layer}", layer))
         network.stack = Stack(whole.input_norm, layers, norm_first=whole.norm_first)
         if network.embedding is not None:
             network.embedding.words = self._adapted_embedding("embed_tokens", network.words)
@@ -266,7 +266,7 @@ def modules_of(layer: Layer) -> dict[str, dict[str, int]]:
     heads, kv_heads = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     modules = {
         "qkv": {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads},
-        "out": {"self_attn.o_proj": layer.out.out_features},
+        "out": {"self_attn.o_proj": 0 if layer.out is None else layer.out.out_features},
         "router": {"mlp.gate": 0 if layer.mixture is None else layer.mixture.router.linear.out_features},
         "shared_gate": {"mlp.shared_expert_gate": 1},
     }

@@ -200,7 +200,8 @@ def of_rank(whole: Footprint, parallel: Parallel, undivided: Sequence[Part] = ()
         whole,
         parts=parts,
         kv_token_bytes=int(math.ceil(whole.kv_token_bytes * layers) * kv_share),
-        state_bytes=math.ceil(whole.state_bytes * layers),
+        # A rank has some of the heads; states that are not divided are refused when the model is loaded.
+        state_bytes=math.ceil(whole.state_bytes * layers / size),
     )
 
 

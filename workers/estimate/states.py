@@ -9,7 +9,7 @@ from typing import Any
 
 from pagewire.workers.checkpoint.headers import TensorHeader
 
-MEMORIES = {"A_log", "f_b_proj", "output_gate", "recurrent_param"}
+MEMORIES = {"A_log", "conv_qk_grouped", "f_b_proj", "output_gate", "recurrent_param", "v_proj_delayed"}
 """Tensors that only layers with states have, beside the weights [C, 1, K] of their convolutions."""
 STATE_SIZES = ("ssm_state_size", "mamba_d_state", "state_size")
 GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
@@ -50,6 +50,8 @@ def _memory(shapes: Shapes, channels: int, text: Mapping[str, Any]) -> int:
     """Numbers of the state beside the inputs of convolutions of these channels."""
     if "f_b_proj" in shapes:  # of Kimi's delta attention: from a head's size to all heads
         return math.prod(shapes["f_b_proj"])
+    if "conv_qk_grouped" in shapes:  # of ZAYA: outputs of its first convolution, and values that come late
+        return channels * (shapes["conv_qk_grouped"][2] - 1) + shapes["v_proj_delayed"][0]
     if "recurrent_param" in shapes:
         return math.prod(shapes["recurrent_param"])
     if "output_gate" in shapes:  # of lightning attention

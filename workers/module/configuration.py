@@ -41,7 +41,7 @@ KV_DTYPES = {
 
 ATTENTION_LAYERS = {"full_attention", "attention", "hybrid", *WINDOWS}
 """Types of layers that attend."""
-STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
+STATE_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Types of layers that keep states."""
 FEED_FORWARD_LAYERS = {"mlp", "moe"}
 

@@ -127,6 +127,12 @@ def fit_modules(base: nn.Module, prefix: str, shards: Shards) -> None:
         # For what depends on the head. A module of the family's own may leave it to an `Attention` within.
         for layer in (attention, *(child for child in attention.children() if isinstance(child, Attention))):
             layer.all_heads, layer.first_head = heads.num, query.start
+    rank = shards.collective.rank
+    for name, cuts in shards.mixers.items():
+        mixer: Any = base.get_submodule(name.removeprefix(f"{prefix}."))
+        vars(mixer).update(cuts.sizes[rank])
+        if cuts.normed is not None:
+            mixer.gather = Gather([span for (span,) in cuts.normed], shards.collective)
     for name, cut in shards.gathered.items():
         parent, _, leaf = name.removeprefix(f"{prefix}.").rpartition(".")
         owner = base.get_submodule(parent)

@@ -50,11 +50,29 @@ NORMED_ATTENTION = ATTENTION | {
 NORMS_BY_HEAD = {"layers.*.self_attn.q_norm": "colwise", "layers.*.self_attn.k_norm": "colwise"}
 SHARED_EXPERTS = _gated("layers.*.mlp.shared_experts")
 
+LFM2 = _linears(
+    "layers.*.self_attn", ("q_proj", "k_proj", "v_proj", "g_proj"), ("o_proj", "out_proj")
+) | _linears("layers.*.feed_forward", ("w1", "w3"), ("w2",))
+# Transformers' plan leaves states to every rank as a whole. Ours divides them: see `workers/ranks/mixers.py`.
+DELTA_RULE = {
+    f"layers.*.linear_attn.{name}": "replicated"
+    for name in (
+        "in_proj_qkv",
+        "in_proj_z",
+        "in_proj_b",
+        "in_proj_a",
+        "in_proj_qkvz",
+        "in_proj_ba",
+        "out_proj",
+    )
+}
+
 TABLE: dict[str, Plan] = {
     "afmoe": ATTENTION
     | {"layers.*.self_attn.gate_proj": "colwise"}
     | _gated("layers.*.mlp")
     | SHARED_EXPERTS,
+    "bamba": ATTENTION | _gated("layers.*.feed_forward"),
     "biogpt": _linears("layers.*.self_attn", ("q_proj", "k_proj", "v_proj"), ("out_proj",))
     | _linears("layers.*", ("fc1",), ("fc2",)),
     "bitnet": ATTENTION
@@ -84,10 +102,15 @@ TABLE: dict[str, Plan] = {
     "granitemoe": ATTENTION,
     "granitemoeshared": ATTENTION
     | {"layers.*.shared_mlp.input_linear": "packed_colwise", "layers.*.shared_mlp.output_linear": "rowwise"},
+    "granitemoehybrid": ATTENTION
+    | {"layers.*.shared_mlp.input_linear": "packed_colwise", "layers.*.shared_mlp.output_linear": "rowwise"},
     "hunyuan_v1_dense": ATTENTION | _gated("layers.*.mlp"),
     "hunyuan_v1_moe": ATTENTION | _gated("layers.*.mlp.shared_mlp"),
     "jais": {"h.*.attn.c_attn": "qkv_colwise", "h.*.attn.c_proj": "rowwise"}
     | _linears("h.*.mlp", ("c_fc", "c_fc2"), ("c_proj",)),
+    "lfm2": LFM2,
+    "lfm2_moe": LFM2,
+    "lfm3": LFM2,
     "llama4_text": {
         "layers.*.feed_forward.experts.gate_up_proj": "packed_colwise",
         "layers.*.feed_forward.experts.down_proj": "rowwise",
@@ -95,6 +118,10 @@ TABLE: dict[str, Plan] = {
     "minimax_m2": NORMED_ATTENTION,
     "mpt": {"blocks.*.attn.Wqkv": "qkv_colwise", "blocks.*.attn.out_proj": "rowwise"}
     | _linears("blocks.*.ffn", ("up_proj",), ("down_proj",)),
+    "nemotron_h": _linears(
+        "layers.*.mixer", ("q_proj", "k_proj", "v_proj", "up_proj"), ("o_proj", "down_proj")
+    )
+    | _linears("layers.*.mixer.shared_experts", ("up_proj",), ("down_proj",)),
     "olmo2": NORMED_ATTENTION,
     "olmo3": NORMED_ATTENTION,
     "olmoe": NORMED_ATTENTION,
@@ -106,6 +133,9 @@ TABLE: dict[str, Plan] = {
     | _packed("layers.*.mlp"),
     "phimoe": ATTENTION,
     "qwen2_moe": _gated("layers.*.mlp.shared_expert"),
+    "qwen3_5_moe_text": DELTA_RULE,
+    "qwen3_5_text": DELTA_RULE,
+    "qwen3_next": DELTA_RULE,
     "stablelm": ATTENTION
     | _gated("layers.*.mlp")
     | {"layers.*.self_attn.q_layernorm.norms": "colwise", "layers.*.self_attn.k_layernorm.norms": "colwise"},

@@ -2,8 +2,9 @@
 
 Mixers of most families call functions in their own file for them, with the arguments of the kernels of
 causal-conv1d, mamba-ssm and fla. So ours take the place of these functions (`FUNCTIONS`), and the mixers stay what
-they are. Mixers that compute a recurrence themselves have methods of ours (`METHODS`). Both are ours within a step
-only; the proof at load compares the two.
+they are. The most common ones are computed as a whole by functions of ours (`MIXERS`), which take fewer operations.
+Mixers that compute a recurrence themselves have methods of ours (`METHODS`). All are ours within a step only; the
+proof at load compares them with those of transformers.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from pagewire.kernels.data.elementwise import elementwise
+from pagewire.kernels.data.layer import Activation
 from pagewire.kernels.ops import (
+    activate_and_mul,
     causal_conv,
     gated_delta_rule,
     linear_recurrence,
+    rms_norm,
     selective_scan,
     state_space,
 )
@@ -213,13 +218,141 @@ def _griffin(
     return module.linear_out(y[None] * module.act_fn(module.linear_y(input_states))), None
 
 
+def delayed(x: Tensor) -> Tensor:
+    """x [T, C] of the token before each; 0 for a sequence's first one."""
+    taps = torch.tensor([1.0, 0.0], device=x.device).to(x.dtype)[:, None].expand(-1, x.shape[1]).contiguous()
+    return current_step().hand_on(
+        (1, x.shape[1]), x, lambda state, batch: causal_conv(x, taps, None, state, batch, silu=False)
+    )
+
+
+def _zaya_projection(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Of ZAYA: queries and keys of two convolutions, of channels and of heads, and half of the values a token late.
+
+    The second convolution begins with what the first one makes of zeros, which is its bias.
+    """
+    q, k = module.q_proj(hidden_states)[0], module.k_proj(hidden_states)[0]
+    first, second = module.conv_qk_depthwise, module.conv_qk_grouped
+    mixed = convolved(torch.cat([q, k], -1), first.weight.squeeze(1), None)
+    inputs = [mixed]
+    for _ in range(second.kernel_size[0] - 1):
+        inputs.insert(0, delayed(inputs[0]))
+    shifted = torch.stack([x + first.bias for x in inputs], -1).unflatten(1, (second.groups, -1)).flatten(2)
+    weights, biases = (part.unflatten(0, (second.groups, -1)) for part in (second.weight, second.bias))
+    heads = [
+        F.linear(x, weight.flatten(1), bias)
+        for x, weight, bias in zip(shifted.unbind(1), weights, biases, strict=True)
+    ]
+    size, groups = module.head_dim, module.num_key_value_groups
+    query, key = q.unflatten(-1, (-1, size)), k.unflatten(-1, (-1, size))
+    query = (query + key.repeat_interleave(groups, 1)) * 0.5
+    key = query.unflatten(1, (-1, groups)).mean(2)
+    of_queries, of_keys = torch.split(torch.stack(heads, 1), [query.shape[1], key.shape[1]], 1)
+    before = module.v_proj_delayed(torch.zeros_like(hidden_states[:, :1]))[0]
+    late = delayed(module.v_proj_delayed(hidden_states)[0] - before) + before
+    value = torch.cat([module.v_proj_current(hidden_states)[0], late], -1).unflatten(-1, (-1, size))
+    return (query + of_queries)[None], (key + of_keys)[None], value[None]
+
+
+def gated(gate: Tensor, x: Tensor) -> Tensor:
+    """silu(gate) * x of two tensors [..., n], in float32."""
+    return activate_and_mul(torch.cat([gate.float(), x.float()], -1), Activation.SILU)
+
+
+def _short_conv(module: Any, x: Tensor) -> Tensor:
+    """Of LFM2 and LFM3: a convolution between two gates."""
+    before, after, values = module.in_proj(x).chunk(3, -1)
+    mixed = convolved(before * values, module.conv.weight.squeeze(1), module.conv.bias)
+    return module.out_proj(after * mixed)  # type: ignore[no-any-return]
+
+
+def _gated_delta(module: Any, x: Tensor) -> Tensor:
+    """Of Qwen3.5, whose linear layers give queries, keys and values together, and the rest apart."""
+    qkv, z = module.in_proj_qkv(x), module.in_proj_z(x)
+    return _delta_mixed(module, qkv, z, module.in_proj_b(x), module.in_proj_a(x))
+
+
+def _gated_delta_by_head(module: Any, x: Tensor) -> Tensor:
+    """Of Qwen3-Next, whose linear layers give what belongs to a head of keys together."""
+    both = module.in_proj_qkvz(x)[None], module.in_proj_ba(x)[None]
+    query, key, value, z, b, a = module.fix_query_key_value_ordering(*both)
+    qkv = torch.cat([part[0].flatten(1) for part in (query, key, value)], -1)
+    return _delta_mixed(module, qkv, z[0].flatten(1), b[0], a[0])
+
+
+def _delta_mixed(module: Any, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor) -> Tensor:
+    """A gated delta rule, its norm of each head, and a gate.
+
+    qkv: [T, 2 Hk Dk + Hv Dv], queries, keys and values before their convolution. z: [T, Hv Dv]. b, a: [T, Hv].
+    """
+    qkv = convolved(qkv, module.conv1d.weight.squeeze(1), module.conv1d.bias, module.activation)
+    query, key, value = torch.split(qkv, [module.key_dim, module.key_dim, module.value_dim], -1)
+    q, k = (part.unflatten(-1, (-1, module.head_k_dim)) for part in (query, key))
+    v = value.unflatten(-1, (-1, module.head_v_dim))
+    steps = elementwise(F.softplus, a.float() + module.dt_bias)
+    decay, rate = steps * -torch.exp(module.A_log.float()), elementwise(torch.sigmoid, b)
+    parts = (part[None] for part in (q, k, v, decay, rate))
+    mixed = _delta_rule(*parts, use_qk_l2norm_in_kernel=True)[0][0]
+    normed = rms_norm(mixed, module.norm.weight, module.norm.variance_epsilon)
+    mixed = gated(z.view(normed.shape), normed).flatten(1)
+    return module.out_proj(mixed.to(z.dtype))  # type: ignore[no-any-return]
+
+
+def _mamba2(module: Any, x: Tensor) -> Tensor:
+    """Of Mamba 2 and the families that have its mixer: the gate comes before a norm of each group of heads.
+
+    Several ranks may have heads of the same group, which `gather` brings together.
+    """
+    sizes = [module.intermediate_size, module.conv_dim, module.num_heads]
+    gate, joined, dt = torch.split(module.in_proj(x), sizes, -1)
+    joined = convolved(joined, module.conv1d.weight.squeeze(1), module.conv1d.bias, module.activation)
+    size = module.n_groups * module.ssm_state_size
+    values, b, c = torch.split(joined, [module.intermediate_size, size, size], -1)
+    mixed = _state_space(
+        values.unflatten(-1, (module.num_heads, -1))[None],
+        elementwise(F.softplus, dt.float() + module.dt_bias.float())[None],
+        -torch.exp(module.A_log.float()),
+        b.unflatten(-1, (module.n_groups, -1))[None],
+        c.unflatten(-1, (module.n_groups, -1))[None],
+        D=module.D,
+        dt_limit=module.time_step_limit,
+    )
+    norm, gather = module.norm, getattr(module, "gather", None)
+    values = gated(gate, mixed[0].flatten(1))
+    values = (values if gather is None else gather(values)).unflatten(-1, (-1, norm.group_size))
+    values = rms_norm(values, torch.ones_like(values[0, 0]), norm.variance_epsilon).flatten(1)
+    values = (norm.weight * values).to(x.dtype)
+    return module.out_proj(values if gather is None else values[:, gather.own.start : gather.own.stop])  # type: ignore[no-any-return]
+
+
+MIXERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    **dict.fromkeys(("Lfm2MoeShortConv", "Lfm2ShortConv", "Lfm3ShortConv"), _short_conv),
+    **dict.fromkeys(("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _gated_delta),
+    "Qwen3NextGatedDeltaNet": _gated_delta_by_head,
+    **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer"), _mamba2),
+    **dict.fromkeys(("NemotronHMamba2Mixer", "Zamba2MambaMixer"), _mamba2),
+}
+"""By the class of a module: what it makes of states [T, H] in a step. A row's bits do not depend on the others."""
+
+
+def _of_sequence(mixer: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A mixer as a method of a module, which takes states [1, T, H]."""
+
+    def forward(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return mixer(module, hidden_states[0])[None]
+
+    return forward
+
+
 METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
+    **{name: ("forward", _of_sequence(mixer)) for name, mixer in MIXERS.items()},
     "FalconMambaMixer": ("forward", _mamba),
     "JambaMambaMixer": ("forward", _mamba),
     "MambaMixer": ("forward", _mamba),
     "MiniMaxLightningAttention": ("forward", _lightning),
     "RecurrentGemmaRecurrentBlock": ("forward", _griffin),
     "ZambaMambaMixer": ("forward", _zamba),
+    "ZayaCCAProjection": ("forward", _zaya_projection),
 }
 """By the class of a module: the name of its method, and ours in its place."""
 

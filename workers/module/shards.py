@@ -18,6 +18,7 @@ from pagewire.workers.module.matrices import is_experts, is_linear, is_stack, is
 from pagewire.workers.module.parallel_plan import plan_of, style_of
 from pagewire.workers.module.text_base import base_path
 from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.ranks.mixers import KINDS, MixerCuts, cuts_of, keeps_states
 from pagewire.workers.ranks.shares import Heads, scaled, width_spans
 
 KEY_PREFIXES = ("k_", "v_", "Wk", "Wv")
@@ -96,8 +97,9 @@ class Shards:
 
     cuts: by the names of parameters; what is not there, every rank holds as a whole.
     heads: of each attention module that is divided, by its name. gathered: how the inputs of norms are divided that
-        are over all of them, and lists of modules for each head. output: the layer that computes logits; None for a
-        model that pools, whose classifier every rank has as a whole.
+        are over all of them, and lists of modules for each head. mixers: of each mixer with states, by its name.
+        output: the layer that computes logits; None for a model that pools, whose classifier every rank has as a
+        whole.
     """
 
     def __init__(self, causal: Any, collective: Collective) -> None:
@@ -110,6 +112,7 @@ class Shards:
         self.cuts: dict[str, Cut] = {}
         self.heads: dict[str, Heads] = {}
         self.gathered: dict[str, Cut] = {}
+        self.mixers: dict[str, MixerCuts] = {}
         self._config = causal.config.get_text_config()
         prefix = base_path(causal) if hasattr(causal, causal.base_model_prefix) else ""
         self._modules: dict[str, Any] = {
@@ -119,7 +122,7 @@ class Shards:
         }
         try:
             if state_layers(causal.config):
-                raise LoadError("its layers keep states, which are not divided; use pipeline_parallel_size")
+                self._divide_mixers()
             self._divide_vocabulary(causal)
             self._divide_layers(causal)
         except LoadError as error:
@@ -133,7 +136,7 @@ class Shards:
 
     def keep_only(self, prefixes: tuple[str, ...]) -> None:
         """Forget how everything is divided whose name begins with none of these."""
-        parts: tuple[dict[str, Any], ...] = (self.cuts, self.heads, self.gathered)
+        parts: tuple[dict[str, Any], ...] = (self.cuts, self.heads, self.gathered, self.mixers)
         for part in parts:
             for name in [name for name in part if not name.startswith(prefixes)]:
                 del part[name]
@@ -147,6 +150,24 @@ class Shards:
         if output is not None:
             self._add_linear(names[output], self._widths(output.out_features))
         self._add(f"{names[embedding]}.weight", self._widths(embedding.num_embeddings))
+
+    def _divide_mixers(self) -> None:
+        for name, module in self._modules.items():
+            if not keeps_states(module):
+                continue
+            if (found := cuts_of(module, self.collective.size)) is None:
+                raise LoadError(
+                    f"its layers keep states, and those of {type(module).__name__} are not divided; use "
+                    "pipeline_parallel_size"
+                )
+            self.mixers[name] = found
+            for leaf, spans in found.rows.items():
+                if isinstance(getattr(module, leaf), nn.Module):
+                    self._add_linear(f"{name}.{leaf}", spans)
+                else:
+                    self._add(f"{name}.{leaf}", spans)
+            leaf, spans = found.columns
+            self._add_linear(f"{name}.{leaf}", spans, Axis.COLUMNS)
 
     def _divide_layers(self, causal: Any) -> None:
         plan = plan_of(causal)
@@ -291,7 +312,12 @@ def own_part(matrix: Weight, cut: Cut | None, quantise: Callable[[Weight], Weigh
 
 
 def is_attention(module: Any) -> bool:
-    """True for a module that calls attention: it knows its layer and the size of its heads, and is no indexer."""
+    """True for a module that calls attention: it knows its layer and the size of its heads.
+
+    It is no indexer, and no mixer with states.
+    """
+    if type(module).__name__ in KINDS:
+        return False
     sizes = ("head_dim", "head_size", "qk_head_dim")
     knows_layer = getattr(module, "layer_idx", None) is not None and not hasattr(module, "index_topk")
     return knows_layer and any(hasattr(module, name) for name in sizes)

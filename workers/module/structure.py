@@ -14,9 +14,14 @@ NORMS = {"input_layernorm", "post_attention_layernorm"}
 OTHER_ARITHMETIC = {"alibi_llama", "ernie4_5", "granite", "helium", "ministral3", "smollm3"}
 """Model types with the structure of a stack that compute something else. The proof would refuse their stacks, too,
 but only after packing all of them."""
-SPARSE_MODELS = {"mixtral", "qwen2_moe", "qwen3_moe"}
+SPARSE_MODELS = {"mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"}
 """Model types whose experts are chosen by the softmax of a router's logits. Others have the same structure, and
 other arithmetic."""
+STACKED_HYBRIDS = {
+    *("bailing_hybrid", "bamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+}
+"""Model types with states whose layers add what their halves make of normed states, and do nothing else."""
 OTHER_EMBEDDING = {"gemma"}
 """Model types whose embedding does more than look rows up."""
 MAX_POSITIONS = (
@@ -29,7 +34,12 @@ MAX_POSITIONS = (
 )
 """The names that families give the setting of the longest sequence."""
 CHUNKED = "chunked_attention"
-WINDOWS = {"sliding_attention": "sliding_window", "local": "window_size", CHUNKED: "attention_chunk_size"}
+WINDOWS = {
+    "sliding_attention": "sliding_window",
+    "hybrid_sliding": "sliding_window",
+    "local": "window_size",
+    CHUNKED: "attention_chunk_size",
+}
 """Types of layers whose queries see the keys of a window or a chunk, and the setting of its size."""
 DEFAULT_POSITIONS = 2048  # of a model that gives no limit
 ACTIVATIONS = {"silu", "swish", "gelu_pytorch_tanh"}
@@ -39,6 +49,8 @@ DEFAULT_ACTIVATION = "silu"  # of a configuration that names none
 def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[str, Any]) -> bool:
     """True if tensors of these names make the layers of a stack. Whether it computes the same, the proof says."""
     text = {**config, **(config.get("text_config") or {})}
+    if text.get("model_type") in STACKED_HYBRIDS:
+        return True
     activation = text.get("hidden_act") or text.get("hidden_activation") or DEFAULT_ACTIVATION
     if model_type in OTHER_ARITHMETIC | OTHER_EMBEDDING or activation not in ACTIVATIONS:
         return False

@@ -23,6 +23,7 @@ from pagewire.workers.caches.kv import KVShape
 from pagewire.workers.module.experts import grouped_experts, router_of
 from pagewire.workers.module.transforms import RotaryTable, embedding, pack_joined
 from pagewire.workers.module.weights import Weights
+from pagewire.workers.network.hybrids import HYBRIDS, ModuleHalf
 from pagewire.workers.network.network import Embeddings, KVPlace, Network
 from pagewire.workers.network.structures import (
     TABLES,
@@ -51,7 +52,9 @@ def build_network(
         LoadError: a packed product is wrong.
     """
     try:
-        return _NetworkBuilder(base, structure_of(base, encodes=encodes), weights, device).network(stage)
+        names = None if encodes else HYBRIDS.get(base.config.model_type)
+        structure = structure_of(base, encodes=encodes) if names is None else names.structure(base)
+        return _NetworkBuilder(base, structure, weights, device).network(stage)
     except (OtherStructureError, AttributeError) as error:
         logger.debug("%s runs as a module: %s", type(base).__name__, str(error) or "it has another structure")
         return None
@@ -70,13 +73,18 @@ class _NetworkBuilder:
         """The network, or what a stage has of it."""
         base, structure = self.base, self.structure
         is_first, is_last = (True, True) if stage is None else (stage.is_first, stage.is_last)
-        rotary = getattr(base, "rotary_emb", None)
-        require(isinstance(rotary, RotaryTable) or (rotary is None and not structure.causal))
+        rotary = None if structure.rotary is None else getattr(base, structure.rotary, None)
+        has_rotary = structure.causal and structure.rotary is not None
+        require(isinstance(rotary, RotaryTable) or (rotary is None and not has_rotary))
         require(getattr(base, "embeddings_project", None) is None)  # Electra's, if its embeddings are small
         parts = list(structure.layers(base, None if stage is None else stage.layers))
-        require(len(parts) > 0 and all(self._heads(part)[1] == self._heads(part)[2] for part in parts))
+        attending = [part for part in parts if part.mixer is None]
+        require(len(parts) > 0 and all(self._heads(part)[1] == self._heads(part)[2] for part in attending))
         # Experts on a GPU are called one by one, between which the host waits: that cannot be recorded as a graph.
         require(self.device.type == "cpu" or all(part.mixture is None for part in parts))
+        halves = [half for part in parts for half in (part.mixer, part.feed_forward) if half is not None]
+        # Nobody has seen whether they can be recorded on a GPU.
+        require(not halves or self.device.type == "cpu")
         activation = structure.activation(base.config)
         embedding = self._embedding() if is_first else None
         norms = [norm for part in parts for norm in part.norms]
@@ -84,21 +92,21 @@ class _NetworkBuilder:
         if structure.final_norm is not None:
             # A stage before the last has no final norm; one must be there, and what it makes is dropped.
             first, *norms = *norms, structure.final_norm(base) if is_last else parts[-1].norms[0]
-        kinds = [] if rotary is None else list(dict.fromkeys(part.kind for part in parts))
+        kinds = [] if rotary is None else list(dict.fromkeys(part.kind for part in attending))
         terms = self._logit_terms(parts)
         packed = [self._norm(norm) for norm in norms]
         layers = [
-            self._layer(part, (packed[2 * i], packed[2 * i + 1]), activation, kinds, terms[i])
+            self._layer(part, (packed[2 * i], packed[2 * i + 1]), activation, kinds, terms[i], rotary)
             for i, part in enumerate(parts)
         ]
         # ModernBERT's first layer has no norm of its own: its input is normed already.
         input_norm = None if first is None or isinstance(first, nn.Identity) else self._norm(first)
         stack = Stack(input_norm, layers, norm_first=structure.final_norm is not None)
         places = [
-            KVPlace(part.index, kv_shape(layer), part.window)
+            KVPlace(part.index, kv_shape(layer), part.window) if part.mixer is None else None
             for part, layer in zip(parts, layers, strict=True)
         ]
-        angles = self._tables(rotary, kinds, layers[0].qkv.dtype)
+        angles = self._tables(rotary, kinds, layers[0].output_norm.weight.dtype)
         return Network(embedding, angles, stack, places, is_last)
 
     def _heads(self, part: LayerParts) -> list[int]:
@@ -152,14 +160,19 @@ class _NetworkBuilder:
         activation: Activation,
         kinds: Sequence[str | None],
         terms: LogitTerms,
+        rotary: Any,
     ) -> Layer:
         """A layer of the stack, with joined and packed linear layers. norms: of the sums in it."""
         ranks = None if self.weights.shards is None else self.weights.shards.collective
         mixture = None if part.mixture is None else self._mixture(part.mixture, ranks)
-        num_heads, num_kv_heads, _ = self._heads(part)
+        mixer, feed_forward = (
+            None if module is None else ModuleHalf.of(module, rotary, self.weights, self.device)
+            for module in (part.mixer, part.feed_forward)
+        )
+        num_heads, num_kv_heads, _ = self._heads(part) if mixer is None else (0, 0, 0)
         return Layer(
-            qkv=self._joined(part.qkv),
-            out=_of_rank(self._joined([part.out]), ranks),
+            qkv=self._joined(part.qkv) if part.qkv else None,
+            out=None if part.out is None else _of_rank(self._joined([part.out]), ranks),
             attention_norm=norms[0],
             up=self._joined(part.up) if part.up else None,
             down=None if part.down is None else _of_rank(self._joined([part.down]), ranks),
@@ -169,12 +182,14 @@ class _NetworkBuilder:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=part.head_dim,
-            scale=part.head_dim**-0.5 if part.scale is None else part.scale,
-            angles=kinds.index(part.kind) if kinds else None,
+            scale=(part.head_dim or 1) ** -0.5 if part.scale is None else part.scale,
+            angles=kinds.index(part.kind) if kinds and mixer is None else None,
             terms=terms,
             head_norms=None if part.head_norms is None else self._head_norms(part),
             mixture=mixture,
             ranks=ranks,
+            mixer=mixer,
+            feed_forward=feed_forward,
         )
 
     def _head_norms(self, part: LayerParts) -> tuple[Norm, Norm]:
@@ -203,7 +218,7 @@ class _NetworkBuilder:
 
 def kv_shape(layer: Layer) -> KVShape:
     """The shape of a layer's keys and values."""
-    return KVShape(layer.num_kv_heads, layer.head_dim, layer.head_dim, layer.qkv.dtype)
+    return KVShape(layer.num_kv_heads, layer.head_dim, layer.head_dim, layer.output_norm.weight.dtype)
 
 
 def _of_rank(linear: Linear, ranks: Sum | None) -> Linear:

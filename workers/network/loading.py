@@ -9,7 +9,7 @@ All models take this way, whether they generate, embed, classify or encode:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +24,6 @@ from pagewire.ipc.wire.sources import SOUND, SourceInfo, filled
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.kernels.data.paging import KVScales
-from pagewire.kernels.experts import GroupedExperts
 from pagewire.workers.caches.sources import Features
 from pagewire.workers.checkpoint.kv_scales import kv_scales
 from pagewire.workers.device.interface import Device, KernelNeeds
@@ -41,28 +40,18 @@ from pagewire.workers.module.configuration import (
     state_layers,
     without_long_chunks,
 )
-from pagewire.workers.module.experts import pack_experts
-from pagewire.workers.module.latent import LatentHeads, absorb_latents
 from pagewire.workers.module.parallel_layers import fit_modules
-from pagewire.workers.module.recurrences import lay_taps
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.shards import Shards
 from pagewire.workers.module.stage_cut import CutBase, check_cuts
 from pagewire.workers.module.structure import CHUNKED
 from pagewire.workers.module.text_base import base_path, takes_more_than_text, without_picture_layers
-from pagewire.workers.module.transforms import (
-    LinearModule,
-    QuantisedEmbedding,
-    pack_embeddings,
-    pack_linears,
-    replace_norms,
-    short_length,
-    tabulate_rotary,
-)
+from pagewire.workers.module.transforms import short_length, tabulate_rotary
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.build import build_network
 from pagewire.workers.network.build_module import build_module
 from pagewire.workers.network.encoder_decoder import EncoderDecoder
+from pagewire.workers.network.hybrids import HYBRIDS
 from pagewire.workers.network.loaded import LoadedModel, Phases
 from pagewire.workers.network.model import Head, Model
 from pagewire.workers.network.module_base import (
@@ -73,6 +62,7 @@ from pagewire.workers.network.module_base import (
     position_offset,
 )
 from pagewire.workers.network.network import Network
+from pagewire.workers.network.parts import module_bytes, transform_parts
 from pagewire.workers.network.pooler import Pooler
 from pagewire.workers.network.pooling_heads import load_dense, load_head
 from pagewire.workers.network.pooling_info import max_length, max_prompt, module_class, pooling_info, spec_of
@@ -204,7 +194,7 @@ def load_model(
     if shards is not None:
         weights.divide(shards)
     turn = partial(own_turn, collective, parallel)
-    apart = worker_config.lora is not None and settings.encodes
+    apart = worker_config.lora is not None and (settings.encodes or bool(state_layers(config)))
     parts = Transformation(
         weights, spec, run, expected, settings.max_len, device, collective, stage, turn, apart, features
     )
@@ -373,6 +363,7 @@ class Transformation:
     scores: ModuleScores | None = None
     _head: ModuleHead | None = None
     _coders: tuple[Any, Any] | None = None
+    _is_fit: bool = False
     _path: str = field(init=False)
     _base: Any = field(init=False)
     _dtype: torch.dtype = field(init=False)
@@ -436,10 +427,18 @@ class Transformation:
         device = self.device.torch_device
         if self.apart or self._coders is not None:
             return None
+        if self._base.config.model_type in HYBRIDS:
+            self._fit()
         network = build_network(self._base, self.weights, device, self.stage, encodes=self._encodes)
         if network is not None:
             self._transform_behind()
         return network
+
+    def _fit(self) -> None:
+        """Make the base's modules compute with this rank's part."""
+        if self.weights.shards is not None and not self._is_fit:
+            fit_modules(self._base, self._path, self.weights.shards)
+            self._is_fit = True
 
     def _module_base(self) -> ModuleBase | EncoderDecoder:
         """The base, or this rank's part, transformed module by module."""
@@ -448,8 +447,7 @@ class Transformation:
             for module in self._coders:
                 transform_parts(module, self.weights, self.device.torch_device)
             return EncoderDecoder(*self._coders, self._arithmetic, self.features)
-        if self.weights.shards is not None:
-            fit_modules(self._base, self._path, self.weights.shards)
+        self._fit()
         if self.stage is not None:
             cut = CutBase(self._base, self._base.get_input_embeddings(), self.stage)
         transform_parts(self._base, self.weights, self.device.torch_device)
@@ -501,18 +499,6 @@ def replaces_attention(base: Any) -> bool:
     return bool(getattr(base, "_supports_sdpa", False) or getattr(base, "_supports_attention_backend", False))
 
 
-def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.device) -> None:
-    """Replace linears, experts and norms, and keep the module's own forward; the result is on a device."""
-    absorb_latents(module, weights, device)
-    pack_experts(module, weights, device)
-    pack_embeddings(module, weights, device)
-    pack_linears(module, weights, device)
-    weights.fill(module)
-    module.to(device)
-    lay_taps(module)
-    replace_norms(module)
-
-
 def weight_bytes(model: Model, scores: ModuleScores | None) -> int:
     """Bytes of all weights of a model and its classifier, including packed ones."""
     base, head = model.base, model.head
@@ -534,22 +520,3 @@ def weight_bytes(model: Model, scores: ModuleScores | None) -> int:
     if scores is not None:
         modules.append(scores.module)
     return total + module_bytes(modules)
-
-
-def module_bytes(modules: Iterable[nn.Module]) -> int:
-    """Bytes of all weights of modules, including packed ones."""
-    total, seen = 0, set()
-    for module in modules:
-        for child in module.modules():
-            if isinstance(child, LinearModule):
-                total += child.product.num_bytes
-            for parts in (getattr(child, "grouped", None), getattr(child, "latent_heads", None)):
-                if isinstance(parts, GroupedExperts | LatentHeads):
-                    total += parts.num_bytes
-            if isinstance(child, QuantisedEmbedding):
-                total += child.num_bytes
-        for parameter in module.parameters():
-            if parameter.device.type != "meta" and parameter.data_ptr() not in seen:
-                seen.add(parameter.data_ptr())
-                total += parameter.nbytes
-    return total

@@ -68,8 +68,8 @@ class Network:
     angles: list[Angles]
     """Cosines and sines [P, rot_dim] by position, of each kind that the layers number."""
     stack: Stack
-    places: list[KVPlace]
-    """Of each layer."""
+    places: list[KVPlace | None]
+    """Of each layer; None: a mixer takes the place of attention."""
     is_last: bool = True
     """It ends with the final norm; otherwise it gives the sum itself."""
     taps: Sequence[int] = field(default=(), init=False)
@@ -103,7 +103,10 @@ class Network:
             assert self.embedding is not None, "a stage that has no embedding is behind another one"
             states = self.embedding(input_ids, positions, step)
         angles = self.angles_at(positions, step.axes)
-        caches = [step.cache(place.layer, place.shape, place.window) for place in self.places]
+        caches = [
+            None if place is None else step.cache(place.layer, place.shape, place.window)
+            for place in self.places
+        ]
         self.tapped = {number: torch.empty_like(states) for number in self.taps}
         overlay = step.overlay
         if overlay is None or not overlay.deep or step.received is not None:

@@ -54,6 +54,8 @@ NUM_STATES = 2 * len(LENGTHS)
 NOT_REPLACED = "it does not let its attention be replaced"
 RECURRENT = {"rwkv", "xlstm"}
 """Recurrent models whose modules do not let their states be replaced."""
+RELATIVE = {"inkling_text", "inkling2_text"}
+"""Models with layers of a type that is served, whose attention is not."""
 PLACED_DECODERS = {"whisper"}
 """Encoder-decoders whose decoder takes the positions of its tokens. The others count them by their own cache."""
 
@@ -86,6 +88,12 @@ def check_config(config: Any) -> None:
     if text.model_type in RECURRENT:
         raise refuse(
             config, "it is a recurrent model that keeps its states itself; transformers' generate runs it"
+        )
+    if text.model_type in RELATIVE:
+        raise refuse(
+            config,
+            "its attention adds logits of a query's own by distance, which the kernels do not have; transformers' "
+            "generate runs it",
         )
     if text.model_type == "doge" and text.is_moe:
         raise refuse(

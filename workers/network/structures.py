@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pagewire.kernels.data.layer import Activation, LayerNorm, Norm
 from pagewire.workers.module.structure import (
     ATTENTION,
+    DEFAULT_ACTIVATION,
     HEAD_NORMS,
     MLP,
     NORMS,
@@ -66,6 +67,7 @@ class LayerParts:
     scale: of dot products; None: 1 / sqrt(head_dim). head_norms: of query and key heads.
     mixture: a module with `gate`, `experts` and maybe a shared expert, of a layer that has experts. Then `up` and
     `down` are the shared expert's, or there are none.
+    mixer, feed_forward: modules that run as they are, in place of attention and of the feed-forward half.
     """
 
     qkv: Sequence[Any]
@@ -81,6 +83,8 @@ class LayerParts:
     scale: float | None = None
     head_norms: tuple[Any, Any] | None = None
     mixture: Any = None
+    mixer: Any = None
+    feed_forward: Any = None
 
 
 Layers = Callable[[Any, Iterable[int] | None], Iterable[LayerParts]]
@@ -122,6 +126,7 @@ class Structure:
     words: the name of the tokens' table, in a causal base itself or in the module of an encoder's embeddings.
     norm: the name of the norm of their sum; None: it is not normed. relative_bias: of a base and its weights,
     float32 [Hq, 2 R]; None: attention has none. causal: tokens attend to none behind them.
+    rotary: the name of the module that makes angles, if the base has one; None: there are none.
     """
 
     layers: Layers
@@ -132,6 +137,7 @@ class Structure:
     norm_of: NormOf = layer_norm_of
     activations: tuple[str, ...] = ("hidden_act", "activation", "hidden_activation")
     causal: bool = False
+    rotary: str | None = "rotary_emb"
 
     def activation(self, config: Any) -> Activation:
         """The activation that a configuration names.
@@ -140,7 +146,7 @@ class Structure:
             OtherStructureError: the kernels have none like it, or the structure is not known with it.
         """
         names = (getattr(config, name, None) for name in self.activations)
-        name = next((name for name in names if name is not None), None)
+        name = next((name for name in names if name is not None), DEFAULT_ACTIVATION if self.causal else None)
         activations = SWIGLU if self.causal else ACTIVATIONS
         require(name in activations)
         return activations[str(name)]

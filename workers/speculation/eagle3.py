@@ -104,7 +104,7 @@ class Eagle3:
                 f"an EAGLE-3 head needs a model whose layers run in one call, and those of {target.architecture} "
                 "run one by one: take a draft model (method 'draft_model')"
             )
-        size = base.stack.layers[0].out.out_features
+        size = base.stack.hidden_size
         layer = read_layer(
             self._config,
             self._path,

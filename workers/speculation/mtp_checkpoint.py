@@ -36,7 +36,7 @@ from pagewire.workers.network.build_module import (
     weight_source,
 )
 from pagewire.workers.network.loaded import LoadedModel
-from pagewire.workers.network.loading import module_bytes, transform_parts
+from pagewire.workers.network.parts import module_bytes, transform_parts
 from pagewire.workers.ranks.agreement import own_turn
 from pagewire.workers.ranks.interface import Collective
 

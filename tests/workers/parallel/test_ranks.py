@@ -20,14 +20,32 @@ from pagewire.workers.module.matrices import is_linear, is_stack
 from pagewire.workers.module.shards import Shards
 from pagewire.workers.network.build_module import module_on_meta
 from pagewire.workers.run.runner import Runner
-from tests.workers.architectures import EXPERTS, GROUPED, HYBRIDS, SERVED, VOCAB_SIZE, Architecture
+from tests.workers.architectures import (
+    EXPERTS,
+    GROUPED,
+    HYBRIDS,
+    MAMBA2,
+    SERVED,
+    VOCAB_SIZE,
+    Architecture,
+)
 from tests.workers.driver import GREEDY, Driver, load_runner
 from tests.workers.parallel.threads import Rank, Threads, run_ranks
 from tests.workers.parity import NUM_TOKENS, make_prompts
 from tests.workers.quantised_models import write_packed
 
 FORMS = (  # each has its own way to be divided
-    *("llama with biases", "gpt2", "gpt_bigcode", "phi3", "olmo2", "deepseek_v3", "bitnet"),
+    *(
+        "llama with biases",
+        "gpt2",
+        "gpt_bigcode",
+        "phi3",
+        "olmo2",
+        "deepseek_v3",
+        "bitnet",
+        "lfm2",
+        "qwen3_next",
+    ),
     "falcon with groups",
 )
 WHOLE = (
@@ -51,8 +69,14 @@ UNDIVIDED = {
     "doge": "the bias of a key of one head depends on the values of all heads",
 }
 """Served by one rank only, and why."""
-STATES = {architecture.name for architecture in HYBRIDS}
-"""Likewise, since their layers keep states."""
+DIVIDED_STATES = {
+    *("bamba", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm3", "mamba2", "nemotron_h"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+}
+STATES = {architecture.name for architecture in HYBRIDS} - DIVIDED_STATES
+"""Likewise, since their layers keep states that are not divided."""
+ONE_GROUP = Architecture("bamba", GROUPED | MAMBA2 | {"attn_layer_indices": [1], "mamba_n_groups": 1})
+"""Both ranks have heads of the same group, which is normed as a whole."""
 WIDE = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -128,10 +152,25 @@ def test_what_cannot_be_divided_is_refused_with_the_reason(name: str, tmp_path: 
         generate_over_ranks(folder, 2, [[1]])
 
 
-def test_states_are_not_divided(tmp_path: Path) -> None:
-    folder = SERVED["mamba2"].write(tmp_path)
-    with pytest.raises(LoadError, match=r"its layers keep states, .* use pipeline_parallel_size"):
-        generate_over_ranks(folder, 2, [[1]])
+def test_heads_with_states_are_divided(tmp_path: Path) -> None:
+    """Each rank has half of the states' memory, but for the group that both have."""
+    ready, results = check_parity(ONE_GROUP.write(tmp_path), 2)
+    group = 2 * ONE_GROUP.fields["mamba_d_state"] * (4 - 1) * 4  # what the convolution keeps of it
+    assert [result.ready.bytes_per_state for result in results] == [(ready.bytes_per_state + group) // 2] * 2
+
+
+@pytest.mark.parametrize("name", sorted(STATES))
+def test_states_that_are_not_divided(name: str) -> None:
+    causal = module_on_meta(WorkerConfig(""), SERVED[name].config(), torch.float32)
+    with pytest.raises(LoadError, match=r"those of \w+ are not divided; use pipeline_parallel_size"):
+        Shards(causal, Rank(1, Threads(2)))
+
+
+def test_states_whose_heads_do_not_fit_are_refused() -> None:
+    for name, reason in (("mamba2", "2 groups of heads"), ("qwen3_next", "2 heads of keys")):
+        causal = module_on_meta(WorkerConfig(""), SERVED[name].config(), torch.float32)
+        with pytest.raises(LoadError, match=reason):
+            Shards(causal, Rank(1, Threads(3)))
 
 
 @pytest.mark.parametrize("name", sorted(SERVED.keys() - UNDIVIDED.keys() - STATES))

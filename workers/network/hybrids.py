@@ -1,0 +1,159 @@
+"""Networks of hybrids: layers whose mixers keep states beside layers that attend, each with a feed-forward half.
+
+A half whose parts the kernels know is data, as in any other network (`structures.py`). The other ones are modules
+of transformers that compute themselves (`ModuleHalf`), within a step with our recurrences and our attention. Norms,
+sums and gated products between them then run compiled.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pagewire.workers.module.attention import current_step
+from pagewire.workers.module.invariant import Invariant
+from pagewire.workers.module.recurrences import MIXERS
+from pagewire.workers.module.structure import SHARED, SPARSE, SPARSE_MODELS, STACKED_HYBRIDS
+from pagewire.workers.module.weights import Weights
+from pagewire.workers.network.parts import module_bytes, transform_parts
+from pagewire.workers.network.structures import (
+    LLAMA_LIKE,
+    LayerParts,
+    Structure,
+    attention_window,
+    children,
+    chosen,
+    require,
+)
+
+GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Names of the linear layers of a gated feed-forward half: gates, what they are multiplied with, and the last."""
+HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+OUTPUTS = ("o_proj", "out_proj")
+ROTARIES = ("rotary_emb", "pos_emb")
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a family names the parts of its layers and its last norm.
+
+    mixers: of which each layer has one. norms: before each half.
+    """
+
+    mixers: tuple[str, ...] = ("linear_attn", "self_attn")
+    feed_forward: str = "mlp"
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    final_norm: str = "norm"
+
+    def layers(self, base: Any, numbers: Iterable[int] | None) -> Iterable[LayerParts]:
+        """The parts of a base's layers of these numbers; None: of all."""
+        for layer in chosen(base.layers, numbers):
+            (mixer,) = children(layer) - {self.feed_forward, *self.norms}
+            require(mixer in self.mixers and len(children(layer)) == 4)
+            norms = getattr(layer, self.norms[0]), getattr(layer, self.norms[1])
+            parts = _mixer(getattr(layer, mixer), base.config, norms)
+            yield _with_feed_forward(parts, getattr(layer, self.feed_forward), base.config)
+
+    def structure(self, base: Any) -> Structure:
+        """The structure of a base with these names."""
+        rotary = children(base) & set(ROTARIES)
+        require(children(base) - rotary == {"embed_tokens", "layers", self.final_norm})
+        return replace(
+            LLAMA_LIKE,
+            layers=self.layers,
+            final_norm=lambda base: getattr(base, self.final_norm),
+            rotary=next(iter(rotary), None),
+        )
+
+
+OF_LFM2 = Names(("conv", "self_attn"), "feed_forward", ("operator_norm", "ffn_norm"), "embedding_norm")
+OF_MAMBA = Names(
+    ("mamba", "self_attn"), "feed_forward", ("input_layernorm", "pre_ff_layernorm"), "final_layernorm"
+)
+OTHERS = {"bamba": OF_MAMBA, "jamba": OF_MAMBA, "lfm2": OF_LFM2, "lfm2_moe": OF_LFM2}
+HYBRIDS: dict[str, Names] = {name: OTHERS.get(name, Names()) for name in STACKED_HYBRIDS}
+"""By model type."""
+
+
+def _mixer(module: Any, config: Any, norms: tuple[Any, Any]) -> LayerParts:
+    """The parts of a layer with this mixer, and no feed-forward half yet."""
+    found = children(module)
+    output = next((name for name in OUTPUTS if name in found), "")
+    head_norms = next((names for names in HEAD_NORMS if found >= set(names)), ())
+    is_plain = (
+        found == {"q_proj", "k_proj", "v_proj", output, *head_norms}
+        and not list(module.named_parameters(recurse=False))
+        and hasattr(module, "scaling")
+        and module.q_proj.out_features == getattr(module, output).in_features  # no gates among the queries
+    )
+    if not is_plain:
+        return LayerParts((), None, (), None, norms, head_dim=0, gated=True, mixer=module)
+    return LayerParts(
+        qkv=(module.q_proj, module.k_proj, module.v_proj),
+        out=getattr(module, output),
+        up=(),
+        down=None,
+        norms=norms,
+        head_dim=module.head_dim,
+        gated=True,
+        window=attention_window(module, config),
+        index=module.layer_idx,
+        scale=float(module.scaling),
+        head_norms=tuple(getattr(module, name) for name in head_norms) or None,
+    )
+
+
+def _with_feed_forward(parts: LayerParts, module: Any, config: Any) -> LayerParts:
+    """The parts of a layer with this feed-forward half."""
+    found = children(module) - {"act_fn"}
+    if config.model_type in SPARSE_MODELS and found in (SPARSE, SPARSE | SHARED):
+        shared = getattr(module, "shared_expert", None)
+        return replace(parts if shared is None else _gated(parts, shared), mixture=module)
+    if any(found == set(names) for names in GATED):
+        return _gated(parts, module)
+    return replace(parts, feed_forward=module)
+
+
+def _gated(parts: LayerParts, module: Any) -> LayerParts:
+    names = next((names for names in GATED if children(module) - {"act_fn"} == set(names)), None)
+    require(names is not None)
+    assert names is not None
+    gate, up, down = (getattr(module, name) for name in names)
+    return replace(parts, up=(gate, up), down=down)
+
+
+class ModuleHalf:
+    """A module of transformers that is a half of a layer; its products are ours.
+
+    rotary: makes the angles that it takes beside states; None: it takes none.
+    """
+
+    def __init__(self, module: Any, rotary: Any) -> None:
+        self.module, self._rotary = module, rotary
+        self._mixer = MIXERS.get(type(module).__name__)
+        names = inspect.signature(type(module).forward).parameters
+        self._takes_angles = rotary is not None and "position_embeddings" in names
+        self._rest = {"attention_mask": None} if "attention_mask" in names else {}
+        self.num_bytes = module_bytes([module])
+
+    @classmethod
+    def of(cls, module: nn.Module, rotary: Any, weights: Weights, device: torch.device) -> ModuleHalf:
+        """With its products packed on a device."""
+        transform_parts(module, weights, device)
+        return cls(module, rotary)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normed states [T, H] to [T, H]."""
+        if self._mixer is not None:
+            return self._mixer(self.module, x)
+        with Invariant():
+            states, rest = x[None], self._rest
+            if self._takes_angles:
+                rest = rest | {"position_embeddings": self._rotary(states, current_step().positions[None])}
+            out = self.module(states, **rest)
+            return (out[0] if isinstance(out, tuple) else out)[0]  # type: ignore[no-any-return]
