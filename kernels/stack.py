@@ -115,7 +115,7 @@ class Stack:
         self,
         states: Tensor,
         batch: AttentionBatch,
-        caches: Sequence[Cache],
+        caches: Sequence[Cache | None],
         angles: Sequence[Angles],
         taps: Mapping[int, Tensor],
         additions: Additions,

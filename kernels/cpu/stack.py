@@ -218,7 +218,7 @@ class CompiledStack:
         linears, hidden = layer.linears(), self._hidden_size
         # The first layer may take something wider than the states.
         input_size = self._input_size if layer is self._layers[0] else hidden
-        shapes = {}
+        shapes: dict[str, tuple[int, int]] = {}
         if layer.mixer is None:
             shapes |= {"qkv": (self._qkv_size, input_size), "out": (hidden, self._attended_size)}
         if "up" in linears:

@@ -235,22 +235,23 @@ def _zaya_projection(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> 
     first, second = module.conv_qk_depthwise, module.conv_qk_grouped
     mixed = convolved(torch.cat([q, k], -1), first.weight.squeeze(1), None)
     inputs = [mixed]
-    for _ in range(second.kernel_size[0] - 1):
+    while len(inputs) < second.kernel_size[0]:
         inputs.insert(0, delayed(inputs[0]))
-    shifted = torch.stack([x + first.bias for x in inputs], -1).unflatten(1, (second.groups, -1)).flatten(2)
+    stacked = torch.stack([x + first.bias for x in inputs], -1)
+    shifted = torch.unflatten(stacked, 1, (second.groups, -1)).flatten(2)
     weights, biases = (part.unflatten(0, (second.groups, -1)) for part in (second.weight, second.bias))
     heads = [
         F.linear(x, weight.flatten(1), bias)
         for x, weight, bias in zip(shifted.unbind(1), weights, biases, strict=True)
     ]
-    size, groups = module.head_dim, module.num_key_value_groups
-    query, key = q.unflatten(-1, (-1, size)), k.unflatten(-1, (-1, size))
-    query = (query + key.repeat_interleave(groups, 1)) * 0.5
-    key = query.unflatten(1, (-1, groups)).mean(2)
+    size, repeats = module.head_dim, module.num_key_value_groups
+    query, key = torch.unflatten(q, -1, (-1, size)), torch.unflatten(k, -1, (-1, size))
+    query = (query + key.repeat_interleave(repeats, 1)) * 0.5
+    key = torch.unflatten(query, 1, (-1, repeats)).mean(2)
     of_queries, of_keys = torch.split(torch.stack(heads, 1), [query.shape[1], key.shape[1]], 1)
     before = module.v_proj_delayed(torch.zeros_like(hidden_states[:, :1]))[0]
     late = delayed(module.v_proj_delayed(hidden_states)[0] - before) + before
-    value = torch.cat([module.v_proj_current(hidden_states)[0], late], -1).unflatten(-1, (-1, size))
+    value = torch.unflatten(torch.cat([module.v_proj_current(hidden_states)[0], late], -1), -1, (-1, size))
     return (query + of_queries)[None], (key + of_keys)[None], value[None]
 
 
@@ -287,8 +288,8 @@ def _delta_mixed(module: Any, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor) -> T
     """
     qkv = convolved(qkv, module.conv1d.weight.squeeze(1), module.conv1d.bias, module.activation)
     query, key, value = torch.split(qkv, [module.key_dim, module.key_dim, module.value_dim], -1)
-    q, k = (part.unflatten(-1, (-1, module.head_k_dim)) for part in (query, key))
-    v = value.unflatten(-1, (-1, module.head_v_dim))
+    q, k = (torch.unflatten(part, -1, (-1, module.head_k_dim)) for part in (query, key))
+    v = torch.unflatten(value, -1, (-1, module.head_v_dim))
     steps = elementwise(F.softplus, a.float() + module.dt_bias)
     decay, rate = steps * -torch.exp(module.A_log.float()), elementwise(torch.sigmoid, b)
     parts = (part[None] for part in (q, k, v, decay, rate))
@@ -309,11 +310,11 @@ def _mamba2(module: Any, x: Tensor) -> Tensor:
     size = module.n_groups * module.ssm_state_size
     values, b, c = torch.split(joined, [module.intermediate_size, size, size], -1)
     mixed = _state_space(
-        values.unflatten(-1, (module.num_heads, -1))[None],
+        torch.unflatten(values, -1, (module.num_heads, -1))[None],
         elementwise(F.softplus, dt.float() + module.dt_bias.float())[None],
         -torch.exp(module.A_log.float()),
-        b.unflatten(-1, (module.n_groups, -1))[None],
-        c.unflatten(-1, (module.n_groups, -1))[None],
+        torch.unflatten(b, -1, (module.n_groups, -1))[None],
+        torch.unflatten(c, -1, (module.n_groups, -1))[None],
         D=module.D,
         dt_limit=module.time_step_limit,
     )

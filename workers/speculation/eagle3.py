@@ -82,7 +82,7 @@ class Eagle3:
             )
         self._parts: Parts | None = None
         self.load(target)
-        self.shapes = [place.shape for place in self._loaded.layer.network.places]
+        self.shapes = [place.shape for place in self._loaded.layer.network.places if place is not None]
 
     @property
     def weight_bytes(self) -> int:
