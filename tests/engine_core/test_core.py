@@ -282,7 +282,11 @@ def test_a_slow_reader_gets_everything_in_the_end(
     ("prompt", "task", "text"),
     [
         (Prompt([8]), PoolingParams(), "does not pool"),
-        (Prompt([8], [Media(0, 1, b"cat", Tensor("uint8", (0,), b""))]), SamplingParams(), "takes no media"),
+        (
+            Prompt([8], [Media(0, 1, bytes(32), Tensor("uint8", (0,), b""))]),
+            SamplingParams(),
+            "takes no media",
+        ),
         (
             Prompt([8], [Media(0, 1, b"cat", Tensor("float32", (1, 4), bytes(16)), True)]),
             SamplingParams(),

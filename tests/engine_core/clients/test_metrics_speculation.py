@@ -20,7 +20,9 @@ def core() -> Any:
     for verified in ((4, 4, 5), (3, 1, 2), (2, 0, 1)):
         stats.speculation.verified(*verified)
     stats.speculation.ran(4, 9, 0.020, 0.034)
-    scheduler = SimpleNamespace(stats=stats, kv=SimpleNamespace(usage=0.0, groups=()), running=[])
+    scheduler = SimpleNamespace(
+        stats=stats, kv=SimpleNamespace(usage=0.0, groups=(), states=None, encoder=None), running=[]
+    )
     config = SimpleNamespace(
         speculation=SpeculativeConfig("ngram"),
         args=SimpleNamespace(

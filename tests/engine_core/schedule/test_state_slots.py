@@ -298,7 +298,7 @@ def hits_without_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_names_when_the_worker_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCache, "forget", lambda self: self.pool.forget())
+    monkeypatch.setattr(KVCache, "lose", lambda self: self.pool.forget())
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def test_rules_cut_words_and_numbers_in_their_own_ways() -> None:
         "starcoder": ["camelCase", "1", "2", "Ġx"],
         "llama-bpe": ["camelCase", "12", "Ġx"],
         "qwen2": ["camelCase", "1", "2", "Ġx"],
+        "qwen35": ["camelCase", "1", "2", "Ġx"],
         "tekken": ["camel", "Case", "1", "2", "Ġx"],
         "gpt-4o": ["camel", "Case", "12", "Ġx"],
         "deepseek-v3": ["camelCase", "12", "Ġx"],
