@@ -128,7 +128,7 @@ def test_commands_in_text_are_known() -> None:
 
 def test_options_in_text_are_known() -> None:
     """An option, alone or with its value, is one of some command, or of a program that its line names."""
-    known = {option for options in options_of().values() for option in options}
+    known = {option for options in options_of().values() for option in options} | {"--version"}
     known |= set(
         re.findall(
             r"--[a-z][\w-]+", "".join(path.read_text("utf-8") for path in (ROOT / "benchmarks").rglob("*.*y"))
@@ -141,7 +141,7 @@ def test_options_in_text_are_known() -> None:
                 continue
             for code in CODE.findall(line):
                 wrong += [f"{document.relative_to(ROOT)}: {code}"] * (
-                    code.startswith("--") and re.split(r"[ =]", code)[0] not in known
+                    code.startswith("--") and re.split(r"[ =]", code)[0].replace("_", "-") not in known
                 )
     assert wrong == []
 
