@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import importlib
 import inspect
 import re
 from functools import cache
@@ -149,6 +150,8 @@ def test_options_in_text_are_known() -> None:
 def defined(module: str) -> set[str] | None:
     """The names at the top of one of our modules or packages; None: there is none of this name."""
     path = ROOT.joinpath(*module.split(".")[1:])
+    if ROOT.joinpath("pagewire", *module.split(".")[1:]).with_suffix(".py").exists():  # it only re-exports
+        return set(importlib.import_module(module).__all__)
     for source in (path.with_suffix(".py"), path / "__init__.py", ROOT / "pagewire" / "__init__.py"):
         if source.exists() and (source != ROOT / "pagewire" / "__init__.py" or module == "pagewire"):
             break
