@@ -10,8 +10,11 @@ def main(args: argparse.Namespace) -> None:
     waiting = [
         ("A robot may not injure", SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1)),
         ("To be or not to be", SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2)),
-        ("What is the meaning?", SamplingParams(n=2, temperature=0.8, top_p=0.95, frequency_penalty=0.1)),
-        ("It is only with the heart", SamplingParams(n=3, best_of=3, temperature=0.8)),
+        (
+            "What is the meaning?",
+            SamplingParams(n=2, best_of=5, temperature=0.8, top_p=0.95, frequency_penalty=0.1),
+        ),
+        ("It is only with the heart", SamplingParams(n=3, best_of=3, use_beam_search=True, temperature=0.0)),
     ]
     request_id = 0
     while waiting or engine.has_unfinished_requests():

@@ -13,10 +13,12 @@ engine_args = EngineArgs(
 engine = LLMEngine.from_engine_args(engine_args)
 lora_path = snapshot_download(repo_id="yard1/llama-2-7b-sql-lora-test")
 greedy = SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1, max_tokens=8, stop_token_ids=[300])
+beams = SamplingParams(n=3, best_of=3, use_beam_search=True, temperature=0, max_tokens=8)
 waiting = [
     ("A robot may not injure", greedy, None),
     ("Write a SQL query", greedy, LoRARequest("sql-lora", 1, lora_path)),
     ("Write a SQL query", greedy, LoRARequest("sql-lora2", 2, lora_path)),
+    ("Name the airport", beams, LoRARequest("sql-lora", 1, lora_path)),
 ]
 request_id = 0
 while waiting or engine.has_unfinished_requests():
