@@ -38,14 +38,15 @@ FILES = ("processor_config.json", "preprocessor_config.json")
 
 PLAIN = MediaFamily()
 GRID = MediaFamily(positions=True)
+UNTRIED = MediaFamily(refused="its answers about pictures were not compared with those of transformers")
 
 FAMILIES: Mapping[str, MediaFamily] = {
     "qwen2_vl": GRID,
     "qwen2_5_vl": GRID,
     "qwen3_vl": GRID,
-    "qwen3_vl_moe": GRID,
+    "qwen3_vl_moe": UNTRIED,
     "glm4v": GRID,
-    "glm4v_moe": GRID,
+    "glm4v_moe": UNTRIED,
     "llava": PLAIN,
     "llava_next": PLAIN,
     "mistral3": PLAIN,
@@ -53,10 +54,10 @@ FAMILIES: Mapping[str, MediaFamily] = {
     "idefics3": PLAIN,
     "smolvlm": PLAIN,
     "aya_vision": PLAIN,
-    "got_ocr2": PLAIN,
+    "got_ocr2": UNTRIED,
     "chameleon": MediaFamily(arguments={"return_for_text_completion": True}),
     "gemma3": MediaFamily(whole=True),
-    "paligemma": MediaFamily(whole=True, leads=True, only_places=True),
+    "paligemma": MediaFamily(refused="all tokens of its prompts attend both ways, text as well"),
 }
 """By the `model_type` of config.json."""
 

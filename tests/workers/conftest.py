@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from pagewire.workers.device import auto_dtype
+from pagewire.workers.estimate import figures
+from pagewire.workers.module import configuration
 from pagewire.workers.run.runner import Runner
 from tests.workers.architectures import GROUPED, Architecture
 from tests.workers.driver import load_runner
@@ -20,6 +22,8 @@ def keep_float32() -> Iterator[None]:
     """Checkpoints in float32 run in float32, on CPUs too that multiply bfloat16: transformers is the oracle."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto_dtype, "multiplies_bfloat16", lambda isa: False)
+        for module in (configuration, figures):  # nor in float16 on GPUs
+            patch.setattr(module, "auto_dtype", lambda checkpoint, isa: checkpoint)
         yield
 
 

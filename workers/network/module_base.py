@@ -141,7 +141,10 @@ class ModuleHead:
         for name in (prefix,) if hasattr(causal, prefix) else ("encoder", "decoder"):
             setattr(causal, name, BaseStub(getattr(causal, name)))
         accepts = inspect.signature(causal.forward).parameters
-        self._inputs = [n for n in ("inputs_embeds", "decoder_inputs_embeds") if n in accepts]
+        # Code of one's own may take them without naming them.
+        self._inputs = [n for n in ("inputs_embeds", "decoder_inputs_embeds") if n in accepts] or [
+            "inputs_embeds"
+        ]
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, H]."""

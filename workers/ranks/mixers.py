@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from pagewire.workers.errors import LoadError
 from pagewire.workers.ranks.shares import Heads, scaled, width_spans
 
@@ -52,7 +54,8 @@ def cuts_of(mixer: Any, num_ranks: int) -> MixerCuts | None:
 
 def keeps_states(module: Any) -> bool:
     """True for a mixer of a model whose layers keep states: it has a convolution, or lightning attention's gate."""
-    return any(hasattr(module, name) for name in ("conv", "conv1d", "conv_1d", "output_gate"))
+    convolutions = (getattr(module, name, None) for name in ("conv", "conv1d", "conv_1d"))
+    return hasattr(module, "output_gate") or any(isinstance(own, nn.Conv1d) for own in convolutions)
 
 
 def _spans(parts: Sequence[Part], heads: Heads, num_ranks: int) -> Spans:

@@ -330,7 +330,10 @@ class Runner:
         self.embedding_size = of_first_stage(size, self.collective, self.device)
         # No graph can send and receive.
         eager = self.config.enforce_eager or self.config.parallel.stages > 1
-        if not eager and self.model.is_stack and self.device.can_record(self.model.dtype):
+        records = (
+            self.model.is_stack and not self.model.state_shapes
+        )  # whose slots are other ones in each step
+        if not eager and records and self.device.can_record(self.model.dtype):
             length, forward = self.model.max_model_len, self._forward
             self.graphs = DecodeGraphs.recorded(self.config, self.device, length, forward, self.adapters)
         for memory in memory_of(self.caches):

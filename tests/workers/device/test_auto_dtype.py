@@ -10,6 +10,7 @@ import pytest
 from pagewire.kernels.cpu.build import EMULATED_TILES, INSTRUCTION_SETS, REFERENCE, multiplies_bfloat16
 from pagewire.workers.device import auto_dtype as module
 from pagewire.workers.device.auto_dtype import auto_dtype
+from pagewire.workers.module import configuration
 from tests.workers.driver import load_runner
 
 
@@ -39,6 +40,7 @@ def test_the_log_says_it_once(
     llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "multiplies_bfloat16", lambda isa: True)
+    monkeypatch.setattr(configuration, "auto_dtype", auto_dtype)
     caplog.set_level(logging.INFO, "pagewire.worker")
     for dtype, lines in (("auto", 1), ("float32", 0)):
         caplog.clear()

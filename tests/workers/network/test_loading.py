@@ -401,7 +401,7 @@ def test_broken_files(llama: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_no_causal_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "led"}))
     with pytest.raises(LoadError, match="encoder-decoder"):
         load_runner(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
