@@ -365,6 +365,8 @@ class CompiledStack:
     def _take_caches(self, of_layers: Sequence[Cache | None]) -> None:
         """Point the structs to the layers' caches: they are the same from step to step."""
         caches = [cache for cache in of_layers if cache is not None]
+        if len(caches) != sum(layer.mixer is None for layer in self._layers):
+            raise ValueError(f"caches of {len(caches)} layers, which are not those that attend")
         if len(caches) == len(self._known_caches) and all(
             known() is cache for known, cache in zip(self._known_caches, caches, strict=True)
         ):

@@ -32,14 +32,14 @@ from pagewire.workers.network.structures import (
 )
 
 GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""Names of the linear layers of a gated feed-forward half: gates, what they are multiplied with, and the last."""
+"""HybridNames of the linear layers of a gated feed-forward half: gates, what they are multiplied with, and the last."""
 HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 OUTPUTS = ("o_proj", "out_proj")
 ROTARIES = ("rotary_emb", "pos_emb")
 
 
 @dataclass(frozen=True)
-class Names:
+class HybridNames:
     """How a family names the parts of its layers and its last norm.
 
     mixers: of which each layer has one. norms: before each half.
@@ -71,12 +71,12 @@ class Names:
         )
 
 
-OF_LFM2 = Names(("conv", "self_attn"), "feed_forward", ("operator_norm", "ffn_norm"), "embedding_norm")
-OF_MAMBA = Names(
+OF_LFM2 = HybridNames(("conv", "self_attn"), "feed_forward", ("operator_norm", "ffn_norm"), "embedding_norm")
+OF_MAMBA = HybridNames(
     ("mamba", "self_attn"), "feed_forward", ("input_layernorm", "pre_ff_layernorm"), "final_layernorm"
 )
 OTHERS = {"bamba": OF_MAMBA, "jamba": OF_MAMBA, "lfm2": OF_LFM2, "lfm2_moe": OF_LFM2}
-HYBRIDS: dict[str, Names] = {name: OTHERS.get(name, Names()) for name in STACKED_HYBRIDS}
+HYBRIDS: dict[str, HybridNames] = {name: OTHERS.get(name, HybridNames()) for name in STACKED_HYBRIDS}
 """By model type."""
 
 

@@ -20,7 +20,7 @@ Spans = tuple[tuple[range, ...], ...]
 """For each rank, its places in a dimension, which are one behind the other in its part."""
 
 
-class Part(NamedTuple):
+class MixerPart(NamedTuple):
     """Consecutive places of a dimension: as many for each head, or for each group of heads."""
 
     width: int
@@ -58,7 +58,7 @@ def keeps_states(module: Any) -> bool:
     return hasattr(module, "output_gate") or any(isinstance(own, nn.Conv1d) for own in convolutions)
 
 
-def _spans(parts: Sequence[Part], heads: Heads, num_ranks: int) -> Spans:
+def _spans(parts: Sequence[MixerPart], heads: Heads, num_ranks: int) -> Spans:
     """How parts that follow each other are divided."""
     found = []
     for rank in range(num_ranks):
@@ -87,7 +87,7 @@ def _delta_rule(mixer: Any, num_ranks: int) -> MixerCuts:
     """Of Qwen3.5 and Qwen3-Next."""
     heads = Heads(mixer.num_v_heads, mixer.num_k_heads)
     key_dim, value_dim = mixer.head_k_dim, mixer.head_v_dim
-    key, value, one = Part(key_dim, True), Part(value_dim), Part(1)
+    key, value, one = MixerPart(key_dim, True), MixerPart(value_dim), MixerPart(1)
     joined = {"conv1d": [key, key, value], "dt_bias": [one], "A_log": [one]}
     if hasattr(mixer, "in_proj_qkvz"):  # what belongs to a head of keys lies together
         if num_ranks > heads.num_kv:
@@ -96,8 +96,8 @@ def _delta_rule(mixer: Any, num_ranks: int) -> MixerCuts:
                 f"to {heads.num_kv} ranks work"
             )
         per_key = heads.num // heads.num_kv
-        joined["in_proj_qkvz"] = [Part(2 * key_dim + 2 * value_dim * per_key, True)]
-        joined["in_proj_ba"] = [Part(2 * per_key, True)]
+        joined["in_proj_qkvz"] = [MixerPart(2 * key_dim + 2 * value_dim * per_key, True)]
+        joined["in_proj_ba"] = [MixerPart(2 * per_key, True)]
     else:
         joined |= {
             "in_proj_qkv": [key, key, value],
@@ -126,7 +126,7 @@ def _state_space(mixer: Any, num_ranks: int) -> MixerCuts:
             f"its state space has {mixer.n_groups} groups of heads; numbers of ranks that work: "
             f"{', '.join(map(str, works))}"
         )
-    value, state, one = Part(mixer.head_dim), Part(mixer.ssm_state_size, True), Part(1)
+    value, state, one = MixerPart(mixer.head_dim), MixerPart(mixer.ssm_state_size, True), MixerPart(1)
     joined = {
         "in_proj": [value, value, state, state, one],
         "conv1d": [value, state, state],
