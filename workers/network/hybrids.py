@@ -32,7 +32,7 @@ from pagewire.workers.network.structures import (
 )
 
 GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""HybridNames of the linear layers of a gated feed-forward half: gates, what they are multiplied with, and the last."""
+"""Names of the linear layers of a gated feed-forward half: gates, what they are multiplied with, and the last."""
 HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 OUTPUTS = ("o_proj", "out_proj")
 ROTARIES = ("rotary_emb", "pos_emb")
