@@ -5,7 +5,7 @@
 A model with the layers of Bamba and small widths reads 64 prompts of 4,000 tokens in a worker, each with the two
 state slots that a sequence with checkpoints or drafts has. By hand, from the configuration alone: keys and values
 of the layers that attend, of 16 tokens a block; and for each layer with states a matrix of each head and the last
-inputs of the convolution, in float32. Beside it: what `pagewire inspect` expects from the checkpoint's headers, what
+inputs of the convolution, in float32. Beside it: what `pagewire inspect` expects by the checkpoint's headers, what
 the worker says, and by how much its resident memory has grown. Status 1: one of them differs, the last by over 5%.
 """
 
