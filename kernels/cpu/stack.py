@@ -151,6 +151,7 @@ class CompiledStack:
     ) -> None:
         self._library, self._layers, self._norm_first = library, layers, norm_first
         self._stretches = Stretch.of(layers)
+        self._is_mixed = [layer.mixer is not None for layer in layers]
         first = layers[0]
         form = next((layer for layer in layers if layer.mixer is None), first)
         self._num_kv_heads, self._head_dim = form.num_kv_heads, form.head_dim
@@ -364,16 +365,15 @@ class CompiledStack:
 
     def _take_caches(self, of_layers: Sequence[Cache | None]) -> None:
         """Point the structs to the layers' caches: they are the same from step to step."""
+        if [cache is None for cache in of_layers] != self._is_mixed:
+            raise ValueError(f"caches of {len(of_layers)} layers, which are not those that attend")
         caches = [cache for cache in of_layers if cache is not None]
-        if len(caches) != sum(layer.mixer is None for layer in self._layers):
-            raise ValueError(f"caches of {len(caches)} layers, which are not those that attend")
-        if len(caches) == len(self._known_caches) and all(
-            known() is cache for known, cache in zip(self._known_caches, caches, strict=True)
+        if not caches or (
+            self._known_caches
+            and all(known() is cache for known, cache in zip(self._known_caches, caches, strict=True))
         ):
             return
         self._known_caches = []
-        if [cache is None for cache in of_layers] != [layer.mixer is not None for layer in self._layers]:
-            raise ValueError(f"caches of {len(caches)} layers, which are not those that attend")
         k_first, v_first = caches[0].k, caches[0].v
         if k_first.dtype not in (self._dtype, KV_CODES):
             raise ValueError(f"caches of {k_first.dtype} for layers of {self._dtype}")

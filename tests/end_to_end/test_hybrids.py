@@ -17,6 +17,7 @@ from tests.workers.architectures import SERVED, VOCAB_SIZE
 from tests.workers.parity import make_prompts, transformers_tokens
 
 NUM_TOKENS = 12
+MANY = 64
 SHARED = make_prompts(VOCAB_SIZE, [70], seed=4)[0]
 PROMPTS = [SHARED, SHARED[:40] + [9], *make_prompts(VOCAB_SIZE, (3, 33, 17))]
 
@@ -26,10 +27,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return SERVED["qwen3_5_text"].write(tmp_path_factory.mktemp("hybrid"))
 
 
-async def generate(llm: AsyncLLM, prompt: list[int], name: str, first: asyncio.Event | None = None) -> Any:
+async def generate(
+    llm: AsyncLLM, prompt: list[int], name: str, first: asyncio.Event | None = None, salt: str | None = None
+) -> Any:
     """The tokens of a prompt, and the bits of their log probabilities; and how many were cached.
 
-    first: set when there is a token.
+    first: set when there is a token. salt: of a prompt that shares no prefix with those of other salts.
     """
     params = SamplingParams(
         temperature=0.0,
@@ -42,7 +45,8 @@ async def generate(llm: AsyncLLM, prompt: list[int], name: str, first: asyncio.E
     tokens: list[int] = []
     logprobs: list[Any] = []
     num_cached = 0
-    async for output in llm.generate({"prompt_token_ids": prompt}, params, name):
+    content = {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
+    async for output in llm.generate(content, params, name):
         tokens += output.outputs[0].token_ids
         logprobs += [
             [(token_id, entry.logprob) for token_id, entry in position.items()]
@@ -65,7 +69,7 @@ def test_bits_with_cached_prefixes_in_a_batch_and_across_a_killed_worker(folder:
             dtype="float32",
             skip_tokenizer_init=True,
             kv_cache_memory_bytes=KV_BYTES,
-            max_num_seqs=8,
+            max_num_seqs=MANY,
             max_num_batched_tokens=32,
         )
         async with AsyncLLM.from_engine_args(args) as llm:
@@ -80,6 +84,17 @@ def test_bits_with_cached_prefixes_in_a_batch_and_across_a_killed_worker(folder:
             assert [cached for _, cached in batch] == [64, 32, 0, 32, 16], (
                 "up to the last block of each prompt"
             )
+            # As many as run at once, on prefixes of each other, with their states cached and without.
+            many = [[*SHARED[:length], 7] for length in range(MANY)]
+            warm = await asyncio.gather(
+                *(generate(llm, prompt, f"warm {i}") for i, prompt in enumerate(many))
+            )
+            salted = (generate(llm, prompt, f"cold {i}", salt=f"{i}") for i, prompt in enumerate(many))
+            cold = await asyncio.gather(*salted)
+            assert [result for result, _ in warm] == [result for result, _ in cold]
+            assert max(cached for _, cached in cold) == 0 < min(cached for _, cached in warm[17:])
+            for i in (0, 40):
+                assert (await generate(llm, many[i], f"single {i}", salt="single"))[0] == cold[i][0]
             started = asyncio.Event()
             again = [
                 asyncio.create_task(generate(llm, prompt, f"again {i}", started))

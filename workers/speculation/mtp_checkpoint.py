@@ -41,7 +41,7 @@ from pagewire.workers.ranks.agreement import own_turn
 from pagewire.workers.ranks.interface import Collective
 
 SERVED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
-OTHER_LAYOUTS = ("ernie4_5_moe", "mimo_v2_flash")
+OTHER_LAYOUTS = ("ernie4_5_moe", "mimo_v2_flash", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Model types that are served, with MTP layers that lie elsewhere in the checkpoint and have other parts."""
 INSTEAD = "take the method 'ngram', 'suffix' or 'draft_model'"
 
@@ -123,7 +123,7 @@ def check(worker_config: WorkerConfig, config: Any) -> None:
     Raises:
         LoadError: says why, and what works instead.
     """
-    kind, reason = config.model_type, None
+    kind, reason = config.get_text_config().model_type, None
     if kind not in SERVED:
         why = "its checkpoints hold them in another layout; " if kind in OTHER_LAYOUTS else ""
         raise LoadError(
