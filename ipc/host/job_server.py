@@ -207,13 +207,13 @@ def run_jobs(connection: socket.socket, handler: Handler, warm_up: WarmUp | None
             with suppress(Exception):
                 warm_up(handler)
         begin = address_space()
-        for _ in range(num_jobs):
+        for num_left in reversed(range(num_jobs)):
             if (job := receive_socket(connection)) is None:
                 break
             with job:
                 run_job(job, handler)
-            if address_space() - begin > MAX_LEFT_BYTES:
-                break
+            if num_left == 0 or address_space() - begin > MAX_LEFT_BYTES:
+                break  # unsaid, or the next job might be sent here before the end is seen
             connection.send(b"done")
         os._exit(0)
     except MemoryError:

@@ -16,6 +16,7 @@ from tests.workers.speculation.speculating import SpeculativeDriver, runner_with
 
 PLACES = [1, 2, 3]
 NUM_DRAFTS = 3
+ROUNDING = 0.05  # of logits, where kernels multiply in bfloat16; best and second differ by 0.3 as a rule
 eagle_head = load("eagle_head")
 
 
@@ -57,7 +58,9 @@ def test_a_head_drafts_in_the_engine_what_it_drafts_in_training(tmp_path: Path) 
         with torch.no_grad():
             each = logits_of(head, model, proposal.before + proposal.drafts)
         last = len(proposal.before) - 2
-        assert [int(head.target_ids[logits[last].argmax()]) for logits in each] == proposal.drafts
+        for logits, draft in zip(each, proposal.drafts, strict=True):
+            drafted = logits[last][head.target_ids == draft]
+            assert float(logits[last].max() - drafted) < ROUNDING, proposal
 
 
 def test_all_parts_are_trained(tmp_path: Path) -> None:

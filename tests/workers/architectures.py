@@ -204,6 +204,16 @@ ZAMBA2 = {
     "attention_head_dim": 32,
     "adapter_rank": 8,
 }
+QWEN4 = {
+    "shared_expert_intermediate_size": 32,
+    "layer_types": ["linear_attention", "indexed_attention"],
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+    "ple_layer_ids": [],
+}
 ZAYA = {  # the second layer's window is shorter than prompts
     "num_experts_per_tok": 1,
     "layer_types": ["hybrid", "hybrid_sliding"],
@@ -368,6 +378,10 @@ ARCHITECTURES = [
     ),
     Architecture("deepseek_v4", INDEXED | LATER_EXPERTS, "heavily_compressed_attention"),
     Architecture("openai-gpt", GPT2_SIZES, OWN_ATTENTION),
+    Architecture(
+        "inkling_text", GROUPED | ROUTED | {"sliding_window_size": 7}, "logits of a query's own by distance"
+    ),
+    Architecture("qwen4_exp_text", GROUPED | EXPERTS | DELTA_RULE | QWEN4, "indexed_attention"),
     Architecture("rwkv", {}, "recurrent model"),
     Architecture("cpmant", {"dim_head": 16, "dim_ff": 96}, OWN_ATTENTION),
     Architecture("hrm_text", GROUPED, "calls attention more than once"),

@@ -107,7 +107,8 @@ def _num_attending(text: Mapping[str, Any], kv: Iterable[str]) -> int:
     Those of Zamba share attention, whose weights are in the first of them.
     """
     kinds = text.get("layers_block_type") or text.get("layer_types") or ()
-    return max(len({name.rpartition(".")[0] for name in kv}), list(kinds).count("hybrid"))
+    num_hybrid = sum(kind in ("hybrid", "hybrid_sliding") for kind in kinds)
+    return max(len({name.rpartition(".")[0] for name in kv}), num_hybrid)
 
 
 def _other_layers(text: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:

@@ -16,6 +16,8 @@ from torch import nn
 from pagewire.workers.errors import LoadError
 from pagewire.workers.ranks.shares import Heads, scaled, width_spans
 
+CONVOLUTIONS = ("conv", "conv1d", "conv_1d", "conv_qk_depthwise")
+"""Names of convolutions in mixers with states."""
 Spans = tuple[tuple[range, ...], ...]
 """For each rank, its places in a dimension, which are one behind the other in its part."""
 
@@ -54,7 +56,7 @@ def cuts_of(mixer: Any, num_ranks: int) -> MixerCuts | None:
 
 def keeps_states(module: Any) -> bool:
     """True for a mixer of a model whose layers keep states: it has a convolution, or lightning attention's gate."""
-    convolutions = (getattr(module, name, None) for name in ("conv", "conv1d", "conv_1d"))
+    convolutions = (getattr(module, name, None) for name in CONVOLUTIONS)
     return hasattr(module, "output_gate") or any(isinstance(own, nn.Conv1d) for own in convolutions)
 
 

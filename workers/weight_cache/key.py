@@ -57,6 +57,8 @@ LIMITS = frozenset(
         "kv_cache_memory_bytes",
         "speculative",
         "lora",
+        "logits_processors",
+        "worker_extension",
     )
 )
 """The fields of `WorkerConfig` that a loaded model does not depend on. A new field counts until it stands here."""

@@ -139,8 +139,16 @@ def test_two_ranks_generate_what_one_worker_does(name: str, tmp_path: Path) -> N
 
 @pytest.mark.every_architecture
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", sorted(SERVED.keys() - FORMS - UNDIVIDED.keys() - STATES))
+@pytest.mark.parametrize("name", sorted(SERVED.keys() - FORMS - UNDIVIDED.keys() - STATES - DIVIDED_STATES))
 def test_every_architecture(name: str, size: int, tmp_path: Path) -> None:
+    check_parity(SERVED[name].write(tmp_path), size)
+
+
+@pytest.mark.every_architecture
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, 2) for name in sorted(DIVIDED_STATES)), ("lfm2", 4), ("qwen3_5_text", 4)]
+)
+def test_every_architecture_whose_states_are_divided(name: str, size: int, tmp_path: Path) -> None:
     check_parity(SERVED[name].write(tmp_path), size)
 
 

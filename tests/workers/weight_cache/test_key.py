@@ -36,6 +36,7 @@ VALUES: dict[str, Any] = {
     "speculative": SpeculativeConfig(method="mtp"),
     "merged_adapter": "an/adapter",
     "registrations": Registrations(plugins=("acme",)),
+    "media": True,
 }
 """For each field of `WorkerConfig` that the packed weights depend on another value."""
 
