@@ -25,7 +25,7 @@ OlmoForCausalLM OlmoHybridForCausalLM OlmoeForCausalLM PersimmonForCausalLM Phi3
 PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM
 Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM RecurrentGemmaForCausalLM SeedOssForCausalLM
 SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM YoutuForCausalLM
-Zamba2ForCausalLM ZambaForCausalLM
+Zamba2ForCausalLM ZambaForCausalLM ZayaForCausalLM
 """
 GENERATE = frozenset(_GENERATE.split())
 """Language models of transformers: they generate, and embed with `convert="embed"`."""
@@ -46,7 +46,7 @@ NanoChatModel NemotronHModel NemotronModel NomicBertModel OPTModel Olmo2Model Ol
 OlmoModel OlmoeModel PersimmonModel Phi3Model PhiModel PhimoeModel Qwen2Model Qwen2MoeModel Qwen3Model
 Qwen3MoeModel Qwen3NextModel Qwen3_5MoeTextModel Qwen3_5TextModel RecurrentGemmaModel RemBertModel
 RobertaModel RobertaPreLayerNormModel SeedOssModel SmolLM3Model StableLmModel Starcoder2Model VaultGemmaModel
-XLMRobertaModel XLMRobertaXLModel YoutuModel Zamba2Model ZambaModel
+XLMRobertaModel XLMRobertaXLModel YoutuModel Zamba2Model ZambaModel ZayaModel
 """
 EMBED = frozenset(_EMBED.split())
 """Base models of transformers, which embed. Those of language models, and encoders."""
