@@ -52,6 +52,7 @@ def llm(folder: Path) -> Iterator[LLM]:
     """An engine whose steps cut pictures, and whose blocks do not hold many requests at once."""
     options: dict[str, Any] = {
         "limit_mm_per_prompt": "image=3",
+        "dtype": "float32",
         "max_num_batched_tokens": 13,
         "max_model_len": 128,
         "num_gpu_blocks_override": 10,

@@ -198,7 +198,7 @@ import json, sys
 from pagewire import LLM, ModelRegistry, SamplingParams
 
 ModelRegistry.register_model("AcmeForCausalLM", "mine:Negated")
-with LLM(sys.argv[1], skip_tokenizer_init=True, num_gpu_blocks_override=64) as llm:
+with LLM(sys.argv[1], skip_tokenizer_init=True, num_gpu_blocks_override=64, dtype="float32") as llm:
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     outputs = llm.generate(json.loads(sys.argv[2]), params, use_tqdm=False)
 print(json.dumps([output.outputs[0].token_ids for output in outputs]), {"torch", "acme"} & set(sys.modules))
