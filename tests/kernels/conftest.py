@@ -4,7 +4,6 @@ from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.kernels import CpuKernels
 from tests.kernels.instruction_sets import BEST, EMULATED, PORTABLE, TESTED, kernels_or_skip
 
-
 ALWAYS = {BEST.name, EMULATED.name, PORTABLE.name}
 """The ends of the range, and what this CPU may lack. Sets between break by changes of the kernels only."""
 
