@@ -46,8 +46,8 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TOOL_FIELDS = ("name", "description", "strict")  # as they are in chat completions
 SILENT_TOOL_FIELDS = {"type", "input_schema", "cache_control", *TOOL_FIELDS}
 NO_BUDGET = (
-    "thinking.budget_tokens has no effect: this server knows no format of reasoning for the model, or the mark that ends "
-    "it is several tokens"
+    "thinking.budget_tokens has no effect: this server knows no format of reasoning for the model, or the mark "
+    "that ends it is several tokens"
 )
 
 JSON = dict[str, Any]
