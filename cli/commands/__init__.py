@@ -17,6 +17,7 @@ SUMMARIES = {
     "keys": "make an API key or a CURVE certificate",
     "kernels": "compile CUDA kernels ahead of time",
     "doctor": "check whether CUDA kernels can run here",
+    "completion": "complete commands and options in a shell",
     "collect-env": "print versions and hardware, for a bug report",
 }
 """Names of the commands, and what each does in a line of `pagewire --help`."""

@@ -245,3 +245,25 @@ def test_what_the_environment_is() -> None:
     assert sys.executable in facts["python"] and "usable" in facts["cores"]
     assert facts["kernels"] == "none: torch is used instead"
     assert (facts["PAGEWIRE_LOGGING_LEVEL"], facts["OMP_NUM_THREADS"]) == ("ERROR", "3")
+
+
+COMPLETED = """
+source /dev/stdin
+complete -p pagewire > /dev/null || exit 1
+function words {
+    COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_pagewire pagewire "${@: -1}" x; echo "${COMPREPLY[@]}"
+}
+words pagewire ch
+words pagewire serve --max-num-b
+words pagewire completion z
+"""
+
+
+def test_a_shell_completes_commands_options_and_values() -> None:
+    made = {shell: pagewire("completion", shell) for shell in ("bash", "zsh", "fish")}
+    assert all(done.returncode == 0 and "max-num-batched-tokens" in done.stdout for done in made.values())
+    shell = subprocess.run(
+        ["bash", "-c", COMPLETED], input=made["bash"].stdout, capture_output=True, text=True, timeout=60
+    )
+    assert shell.returncode == 0, shell.stderr
+    assert shell.stdout.split() == ["chat", "--max-num-batched-tokens", "zsh"]
