@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
-from importlib import import_module
 
-from pagewire.cli.commands import SUMMARIES
-from pagewire.cli.console.parser import CommandParser, UsageError
+from pagewire.cli.commands import SUMMARIES, build_parser
+from pagewire.cli.console.parser import UsageError
 from pagewire.cli.console.terminal import show
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError, RequestError
-from pagewire.ipc.version import __version__
-
-
-def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """Return the argument parser with every command; their options are there, too, or those of one command.
-
-    only: the name of that command, "" for options of none. None: of all commands.
-    """
-    parser = CommandParser(prog="pagewire", description="LLM inference and serving in separate processes.")
-    parser.add_argument("--version", action="version", version=f"pagewire {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, summary in SUMMARIES.items():
-        if only in (None, name):
-            import_module(f"pagewire.cli.commands.{name.replace('-', '_')}").register(commands)
-        else:
-            commands.add_parser(name, help=summary)
-    return parser
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from pagewire.cli.main import build_parser
+from pagewire.cli.commands import build_parser
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.ipc.environment import FOREIGN, INTERNAL, READ, Variable
 from pagewire.ipc.options.engine_args import EngineArgs

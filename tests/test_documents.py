@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 import pagewire
-from pagewire.cli.main import build_parser
+from pagewire.cli.commands import build_parser
 from pagewire.ipc.options.engine_args import EngineArgs
 from tests.benchmarks.loading import load_file
 from tests.documents import DOCUMENTS, ROOT, Block, blocks

@@ -36,7 +36,7 @@ NOTES = (
 )
 
 
-class Conversation:
+class TypedConversation:
     """Messages as chat templates take them, and parts of the next one.
 
     system: the message that begins it; "": none. info: the media that the model takes.

@@ -12,7 +12,7 @@ from pagewire.cli.console.terminal import safe_text, show
 FENCES = ("```", "~~~")
 
 
-class Screen(Protocol):
+class AnswerScreen(Protocol):
     """Where an answer is shown. It ends with `end`, whatever happens."""
 
     def thought(self, text: str) -> None:
@@ -32,17 +32,17 @@ class PlainScreen:
         self._thinks = False
 
     def thought(self, text: str) -> None:
-        """See `Screen`."""
+        """See `AnswerScreen`."""
         self._thinks = True
         show(text, end="")
 
     def text(self, text: str) -> None:
-        """See `Screen`."""
+        """See `AnswerScreen`."""
         show("\n\n" + text if self._thinks else text, end="")
         self._thinks = False
 
     def end(self) -> None:
-        """See `Screen`."""
+        """See `AnswerScreen`."""
         print()
 
 
@@ -64,12 +64,12 @@ class MarkdownScreen:
         self._thinks = False
 
     def thought(self, text: str) -> None:
-        """See `Screen`."""
+        """See `AnswerScreen`."""
         self._thinks = True
         self._console.out(safe_text(text), style="dim", end="", highlight=False)
 
     def text(self, text: str) -> None:
-        """See `Screen`."""
+        """See `AnswerScreen`."""
         from rich.text import Text
 
         if self._thinks:
@@ -83,7 +83,7 @@ class MarkdownScreen:
         self._live.update(Text("\n".join([*self._block[-height:], self._line])), refresh=True)
 
     def end(self) -> None:
-        """See `Screen`."""
+        """See `AnswerScreen`."""
         self._block.append(self._line)
         self._draw()
         self._live.stop()
@@ -112,7 +112,7 @@ class MarkdownScreen:
             self._console.print(Markdown(text, code_theme="ansi_dark", hyperlinks=False))
 
 
-def new_screen() -> Screen:
+def new_screen() -> AnswerScreen:
     """The screen of one answer: drawn on a terminal with colours, if `rich` is installed."""
     draws = sys.stdout is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     if draws and os.environ.get("TERM") != "dumb" and find_spec("rich"):

@@ -1,5 +1,13 @@
 """The commands of `pagewire`: a module for each, which is imported when its command is given."""
 
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+from pagewire.cli.console.parser import CommandParser
+from pagewire.ipc.version import __version__
+
 SUMMARIES = {
     "generate": "complete a prompt",
     "chat": "talk to a model",
@@ -21,3 +29,19 @@ SUMMARIES = {
     "collect-env": "print versions and hardware, for a bug report",
 }
 """Names of the commands, and what each does in a line of `pagewire --help`."""
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Return the argument parser with every command; their options are there, too, or those of one command.
+
+    only: the name of that command, "" for options of none. None: of all commands.
+    """
+    parser = CommandParser(prog="pagewire", description="LLM inference and serving in separate processes.")
+    parser.add_argument("--version", action="version", version=f"pagewire {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in SUMMARIES.items():
+        if only in (None, name):
+            import_module(f"pagewire.cli.commands.{name.replace('-', '_')}").register(commands)
+        else:
+            commands.add_parser(name, help=summary)
+    return parser

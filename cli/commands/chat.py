@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from pagewire.cli.chat.conversation import KINDS, NAMES, Conversation
+from pagewire.cli.chat.conversation import KINDS, NAMES, TypedConversation
 from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.options import (
     add_attach_options,
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     with opened(options) as engine:
         talk = Talk(engine, sampling_params(engine, fields))
         show(f"{engine.info.model}: {INTRODUCTION}")
-        conversation = Conversation(options.system or "", engine.info.media, talk.answer, talk.count)
+        conversation = TypedConversation(options.system or "", engine.info.media, talk.answer, talk.count)
         for kind in KINDS:
             for name in getattr(options, kind):
                 conversation.attach(kind, name)

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the completion, made of the parser of all commands."""
     import shtab
 
-    from pagewire.cli.main import build_parser
+    from pagewire.cli.commands import build_parser
 
     show(shtab.complete(build_parser(), shell=options.shell))
     return 0

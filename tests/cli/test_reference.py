@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagewire.cli.main import build_parser
+from pagewire.cli.commands import build_parser
 from pagewire.cli.reference import PATH, document, parsers, shown
 from pagewire.ipc.environment import INTERNAL, READ
 

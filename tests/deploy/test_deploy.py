@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pagewire.cli.main import build_parser
+from pagewire.cli.commands import build_parser
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -16,10 +16,10 @@ from typing import Any, get_args
 import pytest
 
 import pagewire
+from pagewire.cli.commands import build_parser
 from pagewire.cli.compatibility import PATH, document
 from pagewire.cli.console.options import engine_args
 from pagewire.cli.console.parser import UsageError
-from pagewire.cli.main import build_parser
 from pagewire.frontend.core.metrics import MetricList
 from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.server.anthropic import protocol as anthropic_protocol

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from pagewire.cli.commands import build_parser
 from pagewire.cli.commands.serve import also_options, each_core, take_server_options
 from pagewire.cli.console.options import engine_args
-from pagewire.cli.main import build_parser, main
+from pagewire.cli.main import main
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.uvicorn_server import bound, url_of
 

@@ -14,10 +14,11 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
 from pagewire import AsyncLLM, SamplingParams
+from pagewire.cli.commands import build_parser
 from pagewire.cli.commands.top import attach
 from pagewire.cli.commands.top_screen import Screen
 from pagewire.cli.commands.top_snapshot import CoreSnapshot, lines, printable, span
-from pagewire.cli.main import build_parser, main
+from pagewire.cli.main import main
 from tests.cli.command import pagewire, start_core
 
 ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from pagewire.cli.commands import build_parser
 from pagewire.cli.commands.serve import take_server_options
 from pagewire.cli.console.options import UsageError, engine_args
-from pagewire.cli.main import build_parser
 from pagewire.ipc import compatibility
 
 WORKS: dict[str, tuple[list[str], dict[str, Any]]] = {  # flag: its values, and the fields that must be set

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from pagewire.cli.commands import build_parser
 from pagewire.cli.console.options import engine_args, sampling_fields
 from pagewire.cli.console.parser import UsageError
-from pagewire.cli.main import build_parser, main
+from pagewire.cli.main import main
 from pagewire.ipc.compatibility import OPTIONS
 from pagewire.ipc.options.engine_args import EngineArgs
 

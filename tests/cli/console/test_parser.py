@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from pagewire.cli.commands import SUMMARIES
-from pagewire.cli.main import build_parser, main
+from pagewire.cli.commands import SUMMARIES, build_parser
+from pagewire.cli.main import main
 
 HEAVY = {"msgspec", "zmq", "yaml", "asyncio", "jinja2", "numpy", "torch", "transformers"}
 
