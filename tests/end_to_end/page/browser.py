@@ -150,6 +150,20 @@ class Page:
         field.clear()
         field.send_keys(value, Keys.TAB)
 
+    def write_much(self, tokens: int) -> None:
+        """Have answers of so many tokens. The demo model ends most of its own before anybody could see them come:
+        a field that the page has not prevents that.
+        """
+        self.set("max_tokens", str(tokens))
+        self.run(
+            """
+            const more = Object.assign(document.createElement("input"), { name: "min_tokens", type: "number" });
+            more.value = given[0];
+            document.querySelector("#settings-form").append(more);
+            """,
+            tokens,
+        )
+
     def refusals(self) -> list[str]:
         """What the browser wrote to the console of refused calls; nothing else may stand there."""
         entries = [entry["message"] for entry in self.chromium.get_log("browser")]

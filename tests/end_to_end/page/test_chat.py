@@ -13,24 +13,9 @@ from selenium.webdriver.common.keys import Keys
 from tests.end_to_end.page.browser import KEY, Page
 
 
-def write_much(page: Page, tokens: int) -> None:
-    """Have answers of so many tokens. The demo model ends most of its own before anybody could see them come:
-    a field that the page has not prevents that.
-    """
-    page.set("max_tokens", str(tokens))
-    page.run(
-        """
-        const more = Object.assign(document.createElement("input"), { name: "min_tokens", type: "number" });
-        more.value = given[0];
-        document.querySelector("#settings-form").append(more);
-        """,
-        tokens,
-    )
-
-
 def test_an_answer_streams_in_and_is_announced(page: Page) -> None:
     page.open_settings()
-    write_much(page, 120)
+    page.write_much(120)
     # Each change of the answer's text is written down: it comes in pieces, and each one goes on from the last.
     page.chromium.execute_script(
         """
@@ -61,7 +46,7 @@ def test_an_answer_streams_in_and_is_announced(page: Page) -> None:
 
 def test_stop_ends_the_answer_and_frees_the_engine(page: Page) -> None:
     page.open_settings()
-    write_much(page, 900)
+    page.write_much(900)
     page.chromium.execute_script(
         """
         const log = document.querySelector("#messages");

@@ -23,6 +23,7 @@ let following = true; // keep the end of the conversation in view
 export async function open() {
   $("composer").addEventListener("submit", (event) => (event.preventDefault(), send()));
   question.addEventListener("input", fit);
+  addEventListener("resize", fit);
   question.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing || TOUCH.matches) return;
     event.preventDefault();

@@ -48,7 +48,7 @@ function thoughts({ content }, running) {
 }
 
 function call({ name, arguments: text }) {
-  return make("section", { className: "call", ariaLabel: `Call of ${name}` }, make("h3", {}, icon("call"), "Call of ", make("code", {}, name)), codeBlock(pretty(text), "json"));
+  return make("section", { className: "call", ariaLabel: `Call of ${name}` }, make("h3", {}, icon("call"), make("span", {}, "Call of ", make("code", {}, name))), codeBlock(pretty(text), "json"));
 }
 
 const isJson = (text) => pretty(text, null) !== null;

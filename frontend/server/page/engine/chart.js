@@ -6,16 +6,18 @@ export const WIDTH = 180; // of a chart in SVG units: one per second
 const HEIGHT = 60;
 const GAP = 4; // seconds without a value that end a line
 
-/** The round number at or above a value, of which half and whole are the marks of a scale: 1, 2 or 5 times a power of 10. */
-export function roundUp(value) {
-  if (!(value > 0)) return 1;
+/** The round number at or above a value, of which half and whole are the marks of a scale: 1, 2 or 5 times a power of 10;
+ * counts: an even number. */
+export function roundUp(value, counts = false) {
+  if (!(value > 0)) return counts ? 2 : 1;
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].find((factor) => factor * power >= value * (1 - 1e-9)) * power;
+  const end = (counts ? [1, 2, 4, 6, 10] : [1, 2, 5, 10]).find((factor) => factor * power >= value * (1 - 1e-9)) * power;
+  return counts ? Math.max(2, end) : end;
 }
 
 /** A card. series: functions by name that return [[time, value], ...]. format(value): the value with its unit.
- * top: upper end of the scale; else automatic. now(): time of the right end. */
-export function card(title, format, series, now, { top, broad } = {}) {
+ * top: upper end of the scale; else automatic. counts: values are whole numbers. now(): time of the right end. */
+export function card(title, format, series, now, { top, broad, counts } = {}) {
   const peak = make("span", { className: "peak" });
   const names = Object.keys(series);
   const values = names.map(() => make("dd", {}, "–"));
@@ -35,7 +37,7 @@ export function card(title, format, series, now, { top, broad } = {}) {
     const at = now();
     const drawn = names.map((name) => series[name]().filter(([, value]) => Number.isFinite(value)));
     const most = Math.max(0, ...drawn.flat().map(([, value]) => value));
-    const end = top ?? roundUp(most);
+    const end = top ?? roundUp(most, counts);
     drawn.forEach((points, i) => {
       const shown = points.findLast(([time]) => time <= at - (age ?? 0));
       values[i].textContent = shown && shown[0] > at - (age ?? 0) - GAP ? format(shown[1]) : "–";

@@ -23,8 +23,8 @@ const rate = (name) => () => history.rate(name);
 const share = (part, all) => () => history.share(part, all);
 const percentiles = (name) => ({ median: () => history.quantile(name, 0.5), "95th percentile": () => history.quantile(name, 0.95) });
 const CARDS = [
-  card("Tokens per second", some, { generated: rate("generated"), prompt: rate("prompt") }, now, { broad: true }),
-  card("Requests", whole, { running: gauge("running"), waiting: gauge("waiting") }, now, { broad: true }),
+  card("Tokens per second", (value) => `${some(value)}/s`, { generated: rate("generated"), prompt: rate("prompt") }, now, { broad: true }),
+  card("Requests", whole, { running: gauge("running"), waiting: gauge("waiting") }, now, { broad: true, counts: true }),
   card("KV cache in use", percent, { "of blocks": gauge("kv") }, now, { top: 1 }),
   card("Prefix cache hits", percent, { "of prompt tokens": share("hits", "queries") }, now, { top: 1 }),
   card("Tokens in a step", some, { "batch, on average": () => history.share("stepTokens", "steps", 5) }, now, { broad: true }),
@@ -32,8 +32,8 @@ const CARDS = [
   card("Time between tokens", time, percentiles("itl"), now, { broad: true }),
   card("Worker computing", percent, { "of the time": rate("busy") }, now, { top: 1 }),
   card("Drafts accepted", percent, { "of drafted tokens": share("accepted", "drafted") }, now, { top: 1 }),
-  card("Requests finished", whole, { total: gauge("finished") }, now),
-  card("Preemptions", whole, { total: gauge("preempted") }, now),
+  card("Requests finished", whole, { total: gauge("finished") }, now, { counts: true }),
+  card("Preemptions", whole, { total: gauge("preempted") }, now, { counts: true }),
 ];
 
 /** Show the cards, and update them while the page is visible. */
