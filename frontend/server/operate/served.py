@@ -24,7 +24,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
     tasks: how it pools ("embed", "classify", ...); empty: it generates. takes: kinds of media: "image", "audio".
     tools, reasoning: its calls and thoughts are told apart from its text. chats: it has a chat template.
     defaults: its own sampling parameters. max_logprobs: most alternatives of a token; -1: any number.
-    max_model_len: tokens of prompt and output. max_num_seqs: sequences of a step. max_num_batched_tokens: of a step.
+    max_model_len: tokens of prompt and output. max_num_seqs, max_num_batched_tokens: of a step.
     num_blocks: of the KV cache, each for `block_size` tokens. ranks: worker processes that run it together.
     figures: sizes of its weights, in bytes; null: unknown.
     """

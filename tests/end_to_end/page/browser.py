@@ -66,7 +66,9 @@ class Page:
     def first_visit(cls, chromium: webdriver.Chrome, url: str) -> Page:
         """The page in a browser that has not seen it before, with the key given."""
         page = cls(chromium)
-        chromium.get(url + "/page/icon.svg")  # of the same origin, and without scripts that use what is deleted
+        chromium.get(
+            url + "/page/icon.svg"
+        )  # of the same origin, and without scripts that use what is deleted
         page.run(
             """
             localStorage.clear();
@@ -86,9 +88,7 @@ class Page:
 
     def ready(self) -> None:
         """Wait until the page knows the server's models, and has read what it keeps."""
-        self.until(
-            "document.querySelector('#settings [name=model]')?.value && document.body.dataset.ready"
-        )
+        self.until("document.querySelector('#settings [name=model]')?.value && document.body.dataset.ready")
 
     def reload(self) -> None:
         """Load the page again."""

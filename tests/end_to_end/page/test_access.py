@@ -1,4 +1,7 @@
-"""The page for everyone: screen readers, keyboards, fingers, phones, light and dark. axe-core judges, where it is installed."""
+"""The page for everyone: screen readers, keyboards, fingers, phones, light and dark.
+
+axe-core judges it, where a package that has it is installed.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +171,7 @@ def test_fingers_find_every_control(page: Page) -> None:
                     const exempt = ".text a, .text-tokens .token, .check input";
                     return [...document.querySelectorAll(controls)].filter((node) => {
                         const box = node.getBoundingClientRect();
-                        if (!node.checkVisibility() || node.matches(exempt) || node.closest("[inert]")) return false;
+                        if (!node.checkVisibility() || node.matches(exempt)) return false;
                         return box.height < given[0] - 0.5 || box.width < given[0] - 0.5;
                     }).map((node) => `${node.outerHTML.slice(0, 90)} ${node.getBoundingClientRect().width}x` +
                         node.getBoundingClientRect().height);
@@ -193,8 +196,9 @@ def test_the_keyboard_reaches_everything(page: Page) -> None:
         name = page.run(
             """
             const [node] = given;
-            const seen = getComputedStyle(node).outlineStyle !== "none" || node.closest(".box:focus-within, #scroll");
-            return [node.id || node.ariaLabel || node.name || node.textContent.slice(0, 30), Boolean(seen)];
+            const outlined = getComputedStyle(node).outlineStyle !== "none";
+            const name = node.id || node.ariaLabel || node.name || node.textContent.slice(0, 30);
+            return [name, Boolean(outlined || node.closest(".box:focus-within, #scroll, #engine"))];
             """,
             focused,
         )
@@ -204,7 +208,16 @@ def test_the_keyboard_reaches_everything(page: Page) -> None:
         focused.send_keys(Keys.TAB)
     names = [name for name, _ in reached]
     assert [name for name, seen in reached if not seen] == []
-    for wanted in ("search", "question", "Edit", "Copy", "Generate again", "Show tokens", "new-chat", "temperature"):
+    for wanted in (
+        "search",
+        "question",
+        "Edit",
+        "Copy",
+        "Generate again",
+        "Show tokens",
+        "new-chat",
+        "temperature",
+    ):
         assert wanted in names, names
 
 
@@ -238,7 +251,8 @@ def test_text_can_be_read_and_controls_have_names(page: Page, scheme: str) -> No
             const weak = [];
             for (const node of document.querySelectorAll("body *")) {
                 const written = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
-                if (!written || !node.checkVisibility({ opacityProperty: true, visibilityProperty: true })) continue;
+                const how = { opacityProperty: true, visibilityProperty: true };
+                if (!written || !node.checkVisibility(how)) continue;
                 const back = behind(node);
                 const both = [light(over(getComputedStyle(node).color, back)), light(back)];
                 const ratio = (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);

@@ -116,5 +116,3 @@ def test_what_the_server_refuses_is_shown_plainly(page: Page) -> None:
     # The browser itself writes refused calls to the console.
     refusals = [entry["message"] for entry in page.chromium.get_log("browser")]
     assert all("status of 4" in message for message in refusals)
-
-

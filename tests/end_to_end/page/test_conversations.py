@@ -159,7 +159,9 @@ def test_edits_and_retries_are_branches(page: Page) -> None:
     page.answered(2)
     page.set("max_tokens", "7")
     page.again()
-    page.until("document.querySelector('#messages > li:last-child .note')?.textContent.startsWith('7 tokens')")
+    page.until(
+        "document.querySelector('#messages > li:last-child .note')?.textContent.startsWith('7 tokens')"
+    )
     assert "2 of 2" in page.find("#messages > li:last-child .versions").text
     page.click("#messages > li:last-child [aria-label='Previous version']")
     assert page.find("#messages > li:last-child .note").text.startswith("6 tokens")

@@ -43,7 +43,14 @@ def test_the_engine_is_told_and_drawn(page: Page) -> None:
     page.until("document.querySelectorAll('#blocks .used').length > 0")
     page.until("document.querySelector('#queue-legend').textContent.includes('1 writing')")
     page.until("document.querySelectorAll('#queue i.decode').length === 1")
-    facts = dict(page.run("return [...document.querySelectorAll('#facts div')].map((row) => [...row.children].map((c) => c.textContent))"))
+    facts = dict(
+        page.run(
+            """
+            const rows = [...document.querySelectorAll('#facts div')];
+            return rows.map((row) => [...row.children].map((cell) => cell.textContent));
+            """
+        )
+    )
     assert facts["Model"] == "demo" and facts["Context"] == "1,024 tokens"
     assert facts["Device"].startswith("cpu") and facts["Computes in"] == "float32"
     assert facts["Weights"].startswith("4.0M, ") and facts["KV cache"] == "67.1 MB, 4.1 kB a token"
@@ -64,10 +71,11 @@ def test_scales_end_with_round_numbers(page: Page) -> None:
     ends = page.run(
         """
         const { roundUp } = await import("/page/engine/chart.js");
-        return [0, 0.003, 0.2, 1, 1.01, 7, 49, 51, 1000, 1001].map(roundUp);
+        const values = [0, 0.003, 0.2, 1, 1.01, 7, 49, 51, 1000, 1001];
+        return [...values.map((value) => roundUp(value)), roundUp(3, true)];
         """
     )
-    assert ends == pytest.approx([1, 0.005, 0.2, 1, 2, 10, 50, 100, 1000, 2000])
+    assert ends == pytest.approx([1, 0.005, 0.2, 1, 2, 10, 50, 100, 1000, 2000, 4])
 
 
 def test_without_a_key_the_page_leads_to_the_field(page: Page) -> None:

@@ -143,7 +143,8 @@ def test_pictures_by_file_drop_and_paste(page: Page, tmp_path: Path) -> None:
     sizes = page.until(
         """(() => {
             const all = [...document.querySelectorAll('#messages .pictures img')];
-            return all.length === 2 && all.every((picture) => picture.naturalWidth) && all.map((p) => p.naturalWidth);
+            const widths = all.map((picture) => picture.naturalWidth);
+            return all.length === 2 && widths.every(Boolean) && widths;
         })()"""
     )
     assert sizes == [2048, 40]

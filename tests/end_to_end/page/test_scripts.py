@@ -103,10 +103,7 @@ def test_markdown_makes_few_elements_and_no_others(page: Page) -> None:
         "[good](https://example.org/a) [bad](javascript:alert(3)) [data](data:text/html,x)",
     )
     assert result["same"] is True
-    assert (
-        " ".join(result["tags"])
-        == "a blockquote button code div em h3 li ol p pre span strong svg ul use"
-    )
+    assert " ".join(result["tags"]) == "a blockquote button code div em h3 li ol p pre span strong svg ul use"
     assert result["links"] == ["https://example.org/a"]
     assert result["code"] == "if a < b:\n    <b>x</b>"
     assert result["items"] == ["one", "two"]
@@ -129,7 +126,8 @@ def test_tables_have_cells_and_sides(page: Page) -> None:
         const [whole, grown] = [document.createElement("div"), document.createElement("div")];
         show(whole, given[0]);
         for (let end = 1; end <= given[0].length; end += 1) show(grown, given[0].slice(0, end));
-        const row = (tr) => [...tr.children].map((cell) => `${cell.localName} ${cell.className} ${cell.textContent}`);
+        const told = (cell) => `${cell.localName} ${cell.className} ${cell.textContent}`;
+        const row = (tr) => [...tr.children].map(told);
         return {
             same: whole.innerHTML === grown.innerHTML,
             rows: [...whole.querySelectorAll("tr")].map(row),
@@ -210,10 +208,10 @@ def test_formulas_are_mathml_or_their_source(page: Page) -> None:
     assert result == [
         "mfrac(a msup(b 2))",
         "mrow(munderover(∑ mrow(i = 1) n) msub(x i))",
-        "mrow(mroot(x 3) ≤ α)",
+        "mrow(mroot(x 3) ≤ \u03b1)",
         "mrow(( mtable(mtr(mtd(1) mtd(2)) mtr(mtd(3) mtd(4))) ))",
-        "mrow(ℝ \u00a0is\u00a0real)",
-        "mrow(msup(f ′) ( x ) − 1)",
+        "mrow(\u211d \u00a0is\u00a0real)",
+        "mrow(msup(f \u2032) ( x ) \u2212 1)",
         "mrow(( mfrac(1 2) ))",
         r"source \unknown{x}",
         r"source \frac{a}",
@@ -241,7 +239,8 @@ def test_failed_questions_are_not_sent_along(page: Page) -> None:
         add(talk, { role: "tool", call: "c", content: "7" });
         answer("", { note: "Stopped" });
         const last = say("last");
-        const texts = (messages) => messages.map(({ content, tool_calls }) => content ?? tool_calls[0].function.name);
+        const told = ({ content, tool_calls }) => content ?? tool_calls[0].function.name;
+        const texts = (messages) => messages.map(told);
         const all = texts(sent(talk));
         talk.since = last.id;
         const since = texts(sent(talk));
@@ -262,7 +261,7 @@ def test_failed_questions_are_not_sent_along(page: Page) -> None:
             copied: path(copy).map(({ content }) => content), own: copy.id !== talk.id,
             left: siblings(talk, first).length,
             parts: sent(talk).at(-1).content,
-            bad: [imported(null), imported({ messages: [{ role: "x", content: "" }] }), imported({ messages: "a" })],
+            bad: [null, { messages: [{ role: "x", content: "" }] }, { messages: "a" }].map(imported),
             cleaned: imported({ ...talk, messages: [{ ...first, pictures: ["https://example.org/x.png", picture] }],
                 leaf: first.id }).messages[0].pictures,
         };

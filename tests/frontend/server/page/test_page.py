@@ -138,5 +138,7 @@ def test_files_are_short_and_shipped(document: Tags) -> None:
     """A file has one duty. The first load names every style sheet."""
     long = {path: script.count("\n") for path, script in SCRIPTS.items() if script.count("\n") > 400}
     assert long == {}
-    sheets = {f"/{attributes['href']}" for _, attributes in document.tags if attributes.get("rel") == "stylesheet"}
+    sheets = {
+        f"/{attributes['href']}" for _, attributes in document.tags if attributes.get("rel") == "stylesheet"
+    }
     assert sheets == {path for path in FILES if path.endswith(".css")}
