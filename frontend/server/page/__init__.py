@@ -42,7 +42,7 @@ HEADERS = {
 
 def read_files(folder: Path, path: str) -> dict[str, tuple[str, bytes]]:
     """The files of a folder and of those in it, by path on the server: content type and bytes."""
-    pages = {}
+    pages: dict[str, tuple[str, bytes]] = {}
     for file in folder.iterdir():
         _, dot, suffix = file.name.rpartition(".")
         if file.is_dir():

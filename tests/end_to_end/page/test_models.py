@@ -19,7 +19,7 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.end_to_end.conftest import SMALL_CORE
 from tests.end_to_end.page.browser import Page, serving
-from tests.end_to_end.page.test_access import axe, violations
+from tests.end_to_end.page.test_access import axe, outside, phone, violations
 from tests.frontend.word_pieces import write_tokenizer
 from tests.workers.media.checkpoints import BY_NAME
 from tests.workers.pooled import sentence_transformer, write
@@ -181,6 +181,10 @@ def test_the_nearest_lines_are_those_of_transformers(page: Page, bert: Path) -> 
     page.click("#nearest li:last-child button")  # what is near that line
     page.until("document.querySelector('#nearest output').textContent === '1.000'")
     assert "all known from before" in page.find("#embed-note").text
+    with phone(page):
+        for view in ("embed", "engine", "compare", "chat", "embed"):
+            page.show(view)
+            assert outside(page) == []
     if (script := axe()) is not None:
         page.chromium.execute_script(script)
         assert violations(page) == []

@@ -5,7 +5,7 @@ import { $, notify, say } from "../dom.js";
 import { embedding, generating, offer, selected } from "../settings/models.js";
 import * as settings from "../settings/settings.js";
 import { answer } from "./answer.js";
-import { add, branch, choose, create, empty, path, prune, sent } from "./conversation.js";
+import { add, branch, choose, create, empty, path, prune, sent, title } from "./conversation.js";
 import { examples } from "./examples.js";
 import * as history from "./history.js";
 import { editor, fill, row } from "./messages.js";
@@ -134,7 +134,7 @@ async function generate(more = {}, opening = null) {
   if (current === conversation) {
     render();
     showRoom();
-  } else notify(`An answer is ready: ${message.content.slice(0, 60)}`, "Show", () => view(conversation));
+  } else notify(`An answer is ready in “${title(conversation)}”.`, "Show", () => view(conversation));
   say(message.error ?? message.note);
 }
 

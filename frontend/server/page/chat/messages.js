@@ -3,7 +3,7 @@
 import { button, copyButton, icon, make, textButton } from "../dom.js";
 import { codeBlock, show } from "../text/markdown.js";
 import { keyButton } from "../settings/settings.js";
-import { empty, siblings } from "./conversation.js";
+import { empty, path, siblings } from "./conversation.js";
 import { tokenView } from "./tokens.js";
 
 const NAMES = { user: "You", assistant: "Answer", tool: "Result of a call" };
@@ -77,8 +77,9 @@ function fullContext(message, conversation, act, last) {
   const box = make("div", { className: "offer", role: "group", ariaLabel: "The context is full" });
   box.append(make("p", {}, make("strong", {}, "The conversation fills the model's context. "), "It can be continued in one of these ways:"));
   if (!last) return make("p", { className: "note" }, "The context was full here.");
+  const several = path(conversation).filter(({ role }) => role === "user").length > 1;
   box.append(
-    textButton("Leave out the oldest messages", () => act.leaveOut(message), "strong"),
+    ...(several ? [textButton("Leave out the oldest messages", () => act.leaveOut(message), "strong")] : []),
     textButton("New chat with this question", () => act.startOver(message)),
     textButton("Shorten the question", () => act.shorten(message)),
   );
