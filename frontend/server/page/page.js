@@ -38,7 +38,7 @@ async function showModels() {
 settings.open(showModels);
 compare.open();
 embed.open();
-engine.open();
+engine.open(showModels);
 addEventListener("hashchange", choose);
 choose();
 chat.open().then(() => (document.body.dataset.ready = "true"));

@@ -97,6 +97,13 @@ def test_a_model_is_picked_and_kept(page: Page) -> None:
     assert len(questions) == 3 and "What is the with statement?" not in questions
     page.reload()
     assert page.find("#model").get_property("value") == "eye"
+    capabilities = page.run(
+        """
+        const { post } = await import("/page/net/api.js");
+        return (await (await post("api/show", { model: "eye" })).json()).capabilities;
+        """
+    )
+    assert capabilities == ["completion", "vision"]
     page.show("engine")
     models = page.until(
         "document.querySelectorAll('#engine-model option').length === 3 && "

@@ -261,7 +261,9 @@ def test_failed_questions_are_not_sent_along(page: Page) -> None:
             copied: path(copy).map(({ content }) => content), own: copy.id !== talk.id,
             left: siblings(talk, first).length,
             parts: sent(talk).at(-1).content,
-            bad: [null, { messages: [{ role: "x", content: "" }] }, { messages: "a" }].map(imported),
+            bad: [null, { messages: [{ role: "x", content: "" }] }, { messages: "a" },
+                { messages: [{ ...first, parent: "b" }, { ...first, id: "b", parent: first.id }], leaf: "b" },
+            ].map(imported),
             cleaned: imported({ ...talk, messages: [{ ...first, pictures: ["https://example.org/x.png", picture] }],
                 leaf: first.id }).messages[0].pictures,
         };
@@ -273,5 +275,5 @@ def test_failed_questions_are_not_sent_along(page: Page) -> None:
     assert result["copied"] == ["one", "1"] and result["own"] is True
     assert result["left"] == 1
     assert [part["type"] for part in result["parts"]] == ["image_url", "text"]
-    assert result["bad"] == [None, None, None]
+    assert result["bad"] == [None, None, None, None]
     assert result["cleaned"] == ["data:image/png;base64,AAAA"]

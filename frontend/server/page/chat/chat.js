@@ -29,7 +29,7 @@ export async function open() {
     event.preventDefault();
     send();
   });
-  document.addEventListener("keydown", (event) => event.key === "Escape" && !event.defaultPrevented && stop());
+  document.addEventListener("keydown", ({ key, target }) => key === "Escape" && !target.closest("dialog, .editing") && stop());
   $("stop").onclick = stop;
   $("new-chat").onclick = begin;
   $("model").onchange = () => settings.set("model", $("model").value);

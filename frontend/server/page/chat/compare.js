@@ -77,6 +77,10 @@ async function ask({ form, model, answers }, text, signal) {
   if (message.error) item.append(make("div", { className: "error", role: "alert" }, make("p", {}, message.error), ...(message.status === 401 ? [keyButton()] : [])));
   item.append(make("p", { className: "note" }, message.note ?? ""));
   if (!message.content) return;
-  const show = () => item.querySelector(".tokens")?.remove() ?? (item.querySelector(".tokens") || item.append(tokenView(message, () => {})));
-  item.append(make("div", { className: "row" }, copyButton(() => message.content), textButton("Tokens", show, "quiet")));
+  const toggle = () => {
+    const shown = item.querySelector(".tokens");
+    if (shown) shown.remove();
+    else item.append(tokenView(message));
+  };
+  item.append(make("div", { className: "row" }, copyButton(() => message.content), textButton("Tokens", toggle, "quiet")));
 }

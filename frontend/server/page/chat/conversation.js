@@ -105,8 +105,15 @@ export function markdown(conversation) {
 /** A record from a file, or null if it is no conversation. It gets an id of its own. */
 export function imported(record) {
   const { messages, leaf, title: given = "", since = null } = record ?? {};
-  const good = (message) => message && ["user", "assistant", "tool"].includes(message.role) && typeof message.content === "string";
-  if (!Array.isArray(messages) || !messages.every(good) || !messages.some(({ id }) => id === leaf)) return null;
+  if (!Array.isArray(messages)) return null;
+  const before = new Set([null]); // a message comes after its parent, so that no branch is a circle
+  const good = (message) => {
+    const { id, parent, role, content } = message ?? {};
+    const fits = typeof id === "string" && !before.has(id) && before.has(parent);
+    before.add(id);
+    return fits && ["user", "assistant", "tool"].includes(role) && typeof content === "string";
+  };
+  if (!messages.every(good) || leaf === null || !before.has(leaf)) return null;
   const pictures = (urls) => (Array.isArray(urls) ? urls.filter((url) => /^data:image\/[a-z]+;base64,/.test(url)) : undefined);
   return { ...create(), title: String(given), messages: messages.map((m) => ({ ...m, pictures: pictures(m.pictures), running: false })), leaf, since };
 }

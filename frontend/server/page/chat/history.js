@@ -84,9 +84,15 @@ function mark(open) {
 
 // ---------------------------------------------------------------- the list
 
+let painted = ""; // what the list shows
+
+/** Show the list, unless it is the same, or a title is being changed. */
 function paint() {
   const query = $("search").value.trim();
   const found = listed().filter((conversation) => !query || matches(conversation, query));
+  const content = JSON.stringify([shown, query, found.map((conversation) => [conversation.id, title(conversation), when(conversation.changed)])]);
+  if (content === painted || $("conversations").querySelector("form")) return;
+  painted = content;
   $("conversations").replaceChildren(...found.map(entry));
   $("none-found").hidden = found.length > 0;
   $("none-found").textContent = query ? "Nothing found." : "Conversations appear here.";
@@ -121,6 +127,8 @@ function rename(item, conversation) {
     if (done) return;
     done = true;
     if (given) conversation.title = input.value.trim();
+    form.remove();
+    painted = "";
     keep(conversation);
   };
   form.addEventListener("submit", (event) => (event.preventDefault(), end(true)));

@@ -14,7 +14,7 @@ const level = (logprob) => {
 const visible = (text) => text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t") || "∅";
 
 /** The view of a message's tokens. record(): generates the answer again, with what is needed. */
-export function tokenView({ tokens }, record) {
+export function tokenView({ tokens }, record = () => {}) {
   const view = make("section", { className: "tokens", ariaLabel: "Tokens of the answer" });
   if (!tokens?.length) {
     view.append(make("p", {}, "This answer was generated without probabilities."), textButton("Generate it again with them", record));

@@ -36,8 +36,11 @@ const CARDS = [
   card("Preemptions", whole, { total: gauge("preempted") }, now, { counts: true }),
 ];
 
-/** Show the cards, and update them while the page is visible. */
-export function open() {
+let back = () => {};
+
+/** Show the cards, and update them while the page is visible. returned(): the server answers again, after it did not. */
+export function open(returned) {
+  back = returned;
   $("cards").append(...CARDS.map(({ node }) => node));
   $("engine-model").onchange = () => {
     history = new History(WIDTH);
@@ -60,6 +63,7 @@ async function poll() {
     offer($("engine-model"), models.map((name) => ({ name })));
     $("engine-model").parentElement.hidden = models.length < 2;
     history.push(read(samples, $("engine-model").value), performance.now() / 1000);
+    if ($("pulse").className === "lost") back();
     pulse("live", sentence(history.last));
     $("engine-note").textContent = "The last three minutes, measured every second.";
   } catch (error) {
