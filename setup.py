@@ -20,6 +20,7 @@ setup(
             *("py.typed", "*.md", "*.json", "*.jinja", "*.safetensors"),
             *("*.html", "*.js", "*.css", "*.svg"),
             *("*.cpp", "*.h", "*.cu", "*.cuh"),
-        ]
+        ],
+        "pagewire.frontend.server.page": ["*/*.js", "*/*.css"],
     },
 )

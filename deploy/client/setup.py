@@ -18,5 +18,8 @@ setup(
         "pagewire": str(ROOT / "pagewire"),
         **{f"pagewire.{folder}": str(ROOT / folder) for folder in FOLDERS},
     },
-    package_data={"": ["py.typed", "*.json", "*.jinja", "*.html", "*.js", "*.css", "*.svg"]},
+    package_data={
+        "": ["py.typed", "*.json", "*.jinja", "*.html", "*.js", "*.css", "*.svg"],
+        "pagewire.frontend.server.page": ["*/*.js", "*/*.css"],
+    },
 )

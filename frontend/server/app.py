@@ -26,7 +26,7 @@ from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.traffic import Traffic
 from pagewire.frontend.server.ollama import routes as ollama
 from pagewire.frontend.server.openai import chat, completions, tokenization
-from pagewire.frontend.server.operate import admin, cores, monitoring
+from pagewire.frontend.server.operate import admin, cores, monitoring, served
 from pagewire.frontend.server.page import page_routes
 from pagewire.frontend.server.pooling import routes as pooling
 from pagewire.frontend.server.responses import routes as responses
@@ -55,6 +55,7 @@ MODULES = (
     models,
     tokenization,
     monitoring,
+    served,
     admin,
     cores,
 )

@@ -100,8 +100,12 @@ def capabilities(service: Service) -> list[str]:
     """Return what clients may ask of a model."""
     if service.info.pooling is not None:
         return ["embedding"]
-    formats = service.formats
-    more = {"tools": formats.auto, "thinking": formats.reasoning is not None}
+    formats, media = service.formats, service.info.media
+    more = {
+        "vision": media is not None and "image" in media.kinds,
+        "tools": formats.auto,
+        "thinking": formats.reasoning is not None,
+    }
     return ["completion", *(name for name, able in more.items() if able)]
 
 

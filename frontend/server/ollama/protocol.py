@@ -277,7 +277,7 @@ class ShownModel(msgspec.Struct):
     """The response of /api/show.
 
     parameters: sampling parameters that the model recommends.
-    capabilities: some of completion, embedding, tools, thinking.
+    capabilities: some of completion, embedding, vision, tools, thinking.
     """
 
     modified_at: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable
-from importlib.resources import files
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,7 +24,7 @@ HEADERS = {
             "default-src 'none'",
             "script-src 'self'",
             "style-src 'self'",
-            "img-src 'self'",
+            "img-src 'self' data:",  # pictures that a user attaches, which the request has as data: URLs
             "connect-src 'self'",
             "base-uri 'none'",
             "form-action 'none'",
@@ -40,18 +40,19 @@ HEADERS = {
 }
 
 
-def read_files() -> dict[str, tuple[str, bytes]]:
-    """The page's files by path on the server: content type and bytes."""
-    pages = {}
-    for file in files(__package__).iterdir():
+def read_files(folder: Path, path: str) -> dict[str, tuple[str, bytes]]:
+    """The files of a folder and of those in it, by path on the server: content type and bytes."""
+    pages: dict[str, tuple[str, bytes]] = {}
+    for file in folder.iterdir():
         _, dot, suffix = file.name.rpartition(".")
-        if (content_type := CONTENT_TYPES.get(dot + suffix)) is not None:
-            path = "/" if file.name == "index.html" else f"/page/{file.name}"
-            pages[path] = (content_type, file.read_bytes())
+        if file.is_dir():
+            pages |= read_files(file, f"{path}{file.name}/")
+        elif (content_type := CONTENT_TYPES.get(dot + suffix)) is not None:
+            pages["/" if file.name == "index.html" else path + file.name] = (content_type, file.read_bytes())
     return pages
 
 
-FILES = read_files()
+FILES = read_files(Path(__file__).parent, "/page/")
 PATHS = frozenset(FILES)  # exact paths, which need no key: the files hold nothing of the engine
 
 

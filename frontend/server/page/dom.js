@@ -24,16 +24,23 @@ export function draw(tag, attributes = {}, ...children) {
 /** One of the icons of index.html. */
 export const icon = (name) => draw("svg", { "aria-hidden": "true" }, draw("use", { href: `#icon-${name}` }));
 
+/** A button with an icon only. */
+export function button(name, label, onclick) {
+  return make("button", { type: "button", className: "quiet", title: label, ariaLabel: label, onclick }, icon(name));
+}
+
+/** A button with a text. */
+export const textButton = (text, onclick, className = "plain") => make("button", { type: "button", className, onclick }, text);
+
 /** A button that copies the result of `text()`, and confirms it for a moment. */
 export function copyButton(text, label = "Copy") {
-  const button = make("button", { type: "button", className: "quiet", title: label, ariaLabel: label }, icon("copy"));
-  button.onclick = async () => {
+  const made = button("copy", label, async () => {
     await copy(text());
-    button.replaceChildren(icon("done"));
+    made.replaceChildren(icon("done"));
     say("Copied");
-    setTimeout(() => button.replaceChildren(icon("copy")), 1500);
-  };
-  return button;
+    setTimeout(() => made.replaceChildren(icon("copy")), 1500);
+  });
+  return made;
 }
 
 async function copy(text) {
@@ -45,7 +52,26 @@ async function copy(text) {
   area.remove();
 }
 
+/** Let the browser save a text as a file. */
+export function save(name, text, type) {
+  const href = URL.createObjectURL(new Blob([text], { type }));
+  const link = make("a", { href, download: name.replace(/[^\p{L}\p{N} ._-]+/gu, "").trim() || "pagewire" });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(href), 60_000);
+}
+
 /** Announce a text to screen readers. */
 export function say(text) {
   $("status").textContent = text;
+}
+
+let timer = 0;
+
+/** Show a text for a while, with something to do about it: notify("Deleted", "Undo", f). */
+export function notify(text, label, action) {
+  clearTimeout(timer);
+  const close = () => $("notice").replaceChildren();
+  const act = label ? [textButton(label, () => (close(), action()))] : [];
+  $("notice").replaceChildren(make("span", {}, text), ...act, button("close", "Close", close));
+  timer = setTimeout(close, 10_000);
 }

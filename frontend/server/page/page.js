@@ -1,11 +1,13 @@
-// The page at `/`: two views over one server, the chat and the engine.
+// The page at `/`: views over one server.
 
-import * as chat from "./chat.js";
+import * as chat from "./chat/chat.js";
+import * as compare from "./chat/compare.js";
 import { $, say } from "./dom.js";
-import * as engine from "./engine.js";
-import * as settings from "./settings.js";
+import * as embed from "./embed/embed.js";
+import * as engine from "./engine/engine.js";
+import * as settings from "./settings/settings.js";
 
-const VIEWS = ["chat", "engine"];
+const VIEWS = ["chat", "compare", "embed", "engine"];
 
 function choose() {
   const view = VIEWS.find((name) => location.hash === `#${name}`) ?? VIEWS[0];
@@ -16,20 +18,28 @@ function choose() {
   }
   document.body.dataset.view = view;
   if (view === "engine") engine.paint();
-  else if (matchMedia("(pointer: fine)").matches) $("question").focus();
+  else if (view === "chat" && matchMedia("(pointer: fine)").matches) $("question").focus();
 }
 
-async function nameModel() {
+/** Show what fits the models of the server; also after a change of the model or the API key. */
+async function showModels() {
+  let error = null;
   try {
-    $("welcome-model").textContent = (await settings.offerModels()) || "the model";
-  } catch (error) {
-    say(error.message); // for screen readers; others see the state of the engine in the header
+    await settings.offerModels();
+  } catch (problem) {
+    say(problem.message);
+    error = problem;
   }
+  chat.showModel(error);
+  compare.showModels();
+  embed.showModels();
 }
 
-settings.open(nameModel);
-chat.open();
-engine.open();
+settings.open(showModels);
+compare.open();
+embed.open();
+engine.open(showModels);
 addEventListener("hashchange", choose);
 choose();
-nameModel();
+chat.open().then(() => (document.body.dataset.ready = "true"));
+showModels();

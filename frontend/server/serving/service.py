@@ -46,7 +46,7 @@ class Service:
         engine, options: the constructor's arguments. info: properties of the engine. others: of further engines.
         names: names of the model, the main one first. created: start of the server, in seconds since the epoch.
         adapters: those that are addressed as models.
-        formats: how the model's replies are read.
+        formats: how the model's replies are read. has_template: it has a chat template that can be used.
         defaults: sampling parameters from the model's generation config.
         prompt_adapters: those of the server's options, by name.
         open: generation requests in flight, by id. request_templates: runs the chat templates of requests.
@@ -63,8 +63,10 @@ class Service:
         self.info = engine.info
         self.names = engine.info.served_model_names or [engine.info.model]
         self.created = int(time.time())
+        template = self._template()
+        self.has_template = bool(template)
         self.formats = reply_formats(
-            self._template(),
+            template,
             engine.info.architecture,
             tools=options.tool_call_parser,
             reasoning=options.reasoning_parser,

@@ -66,7 +66,7 @@ def test_every_option_says_what_it_is() -> None:
         *("pagewire bench", *(f"pagewire bench {kind}" for kind in ("latency", "throughput", "serve"))),
         *("pagewire inspect", "pagewire quantize", "pagewire worker", "pagewire keys", "pagewire kernels"),
         "pagewire kernels build",
-        *("pagewire doctor", "pagewire collect-env"),
+        *("pagewire doctor", "pagewire completion", "pagewire collect-env"),
     ]
     for parser in parsers():
         for action in parser._actions:

@@ -1,8 +1,9 @@
 """The files of the page: how they are served, and what they must not hold. (A browser runs them in
-tests/end_to_end/test_page.py.)"""
+tests/end_to_end/page.)"""
 
 from __future__ import annotations
 
+import posixpath
 import re
 from html.parser import HTMLParser
 
@@ -91,6 +92,7 @@ def test_the_policy_allows_this_server_alone(client: TestClient) -> None:
     assert policy.pop("frame-ancestors") == policy.pop("trusted-types") == "'none'"
     assert policy.pop("require-trusted-types-for") == "'script'"
     assert set(policy) == {"script-src", "style-src", "img-src", "connect-src"}
+    assert policy.pop("img-src") == "'self' data:"  # what a user attaches
     assert set(policy.values()) == {"'self'"}
 
 
@@ -111,8 +113,8 @@ def test_scripts_make_no_html_of_text_and_know_their_document(document: Tags) ->
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", script
         ), path
-        for imported in re.findall(r'from "\./([\w.]+)"', script):
-            assert f"/page/{imported}" in FILES
+        for imported in re.findall(r'from "(\.[\w./]+)"', script):
+            assert posixpath.normpath(posixpath.join(posixpath.dirname(path), imported)) in SCRIPTS
         used = re.findall(r'\$\("([\w-]+)"\)', script)
         icons = [f"icon-{name}" for name in re.findall(r'\b(?:icon|button)\("([\w-]+)"[,)]', script)]
         assert set(used + icons) <= set(ids), path
@@ -129,4 +131,14 @@ def test_every_control_has_a_name_for_screen_readers(document: Tags) -> None:
             assert in_label or "aria-label" in attributes or attributes.get("id") in targets, attributes
         if tag in ("main", "nav", "dialog"):
             assert "aria-label" in attributes or "aria-labelledby" in attributes, tag
-    assert fields > 10
+    assert fields > 8
+
+
+def test_files_are_short_and_shipped(document: Tags) -> None:
+    """A file has one duty. The first load names every style sheet."""
+    long = {path: script.count("\n") for path, script in SCRIPTS.items() if script.count("\n") > 400}
+    assert long == {}
+    sheets = {
+        f"/{attributes['href']}" for _, attributes in document.tags if attributes.get("rel") == "stylesheet"
+    }
+    assert sheets == {path for path in FILES if path.endswith(".css")}

@@ -18,22 +18,36 @@ export function parse(text) {
 
 const number = (text) => ({ "+Inf": Infinity, "-Inf": -Infinity })[text] ?? Number(text);
 
-/** The figures of one scrape; undefined where the server has no such metric. */
-export function read(text) {
-  const samples = parse(text);
-  const series = (names) => names.map((name) => samples.get(`vllm:${name}`)).find(Boolean);
+/** The names of the models that samples are of. */
+export function modelsOf(samples) {
+  return [...new Set((samples.get("vllm:num_requests_running") ?? []).map(({ labels }) => labels.model_name ?? ""))];
+}
+
+/** The figures of one scrape of a model ("": of all); undefined where the server has no such metric. */
+export function read(scraped, model = "") {
+  const own = ({ labels }) => !model || (labels.model_name ?? model) === model;
+  const samples = new Map([...scraped].map(([name, all]) => [name, all.filter(own)]));
+  const series = (names) => names.map((name) => samples.get(name)).find((found) => found?.length);
   const sum = (...names) => series(names)?.reduce((total, { value }) => total + value, 0);
   const mean = (...names) => sum(...names) / series(names)?.length; // a router has a sample for each core
+  const phases = {};
+  for (const { labels, value } of samples.get("pagewire:frontend_requests") ?? []) phases[labels.phase] = (phases[labels.phase] ?? 0) + value;
   return {
-    running: sum("num_requests_running"),
-    waiting: sum("num_requests_waiting"),
-    kv: mean("kv_cache_usage_perc", "gpu_cache_usage_perc"),
-    prompt: sum("prompt_tokens_total"),
-    generated: sum("generation_tokens_total"),
-    queries: sum("prefix_cache_queries_total", "prefix_cache_queries"),
-    hits: sum("prefix_cache_hits_total", "prefix_cache_hits"),
-    finished: sum("request_success_total"),
-    preempted: sum("num_preemptions_total"),
+    phases,
+    running: sum("vllm:num_requests_running"),
+    waiting: sum("vllm:num_requests_waiting"),
+    kv: mean("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    prompt: sum("vllm:prompt_tokens_total"),
+    generated: sum("vllm:generation_tokens_total"),
+    queries: sum("vllm:prefix_cache_queries_total"),
+    hits: sum("vllm:prefix_cache_hits_total"),
+    finished: sum("vllm:request_success_total"),
+    preempted: sum("vllm:num_preemptions_total"),
+    stepTokens: sum("vllm:iteration_tokens_total_sum"),
+    steps: sum("vllm:iteration_tokens_total_count"),
+    drafted: sum("vllm:spec_decode_num_draft_tokens_total"),
+    accepted: sum("vllm:spec_decode_num_accepted_tokens_total"),
+    busy: sum("pagewire:worker_busy_seconds_total"),
     ttft: histogram(samples, "vllm:time_to_first_token_seconds"),
     itl: histogram(samples, "vllm:inter_token_latency_seconds"),
   };

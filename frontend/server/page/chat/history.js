@@ -1,0 +1,167 @@
+// All conversations: kept in the browser, listed beside the chat, searched, renamed, deleted, saved to files and read from them.
+
+import { $, button, make, notify, save } from "../dom.js";
+import { imported, markdown, matches, title } from "./conversation.js";
+import * as store from "./store.js";
+
+const WIDE = matchMedia("(min-width: 64rem)"); // as in page.css
+const OPEN = "pagewire.history"; // whether the list is shown beside the chat
+const panel = $("history");
+const conversations = new Map(); // by id
+let shown = null; // id of the one in view
+let [choose, refresh] = [() => {}, () => {}];
+let keeps = true; // false: the browser stores nothing
+
+/** Read the conversations, and connect the list. `chosen(conversation)` shows one; null: a new one.
+ * `changed(conversation)`: another tab has changed the one in view. */
+export async function open({ chosen, changed }) {
+  refresh = changed;
+  choose = (conversation) => {
+    if (panel.matches(":modal")) panel.close();
+    chosen(conversation);
+  };
+  $("search").addEventListener("input", paint);
+  $("open-history").onclick = () => (panel.open ? panel.close() : reveal());
+  $("close-history").onclick = () => panel.close();
+  $("export-all").onclick = () => save("pagewire conversations.json", JSON.stringify([...conversations.values()], null, 1), "application/json");
+  $("import").onclick = () => $("import-file").click();
+  $("import-file").onchange = readFile;
+  panel.addEventListener("click", (event) => event.target === panel && panel.close()); // the backdrop
+  panel.addEventListener("close", () => mark(false));
+  WIDE.addEventListener("change", () => panel.close());
+  if (WIDE.matches && localStorage.getItem(OPEN) !== "false") {
+    const focused = document.activeElement;
+    reveal();
+    focused.focus(); // a dialog takes the focus
+  }
+  try {
+    for (const conversation of await store.all()) conversations.set(conversation.id, conversation);
+  } catch {
+    keeps = false;
+  }
+  store.listen(elsewhere);
+  paint();
+}
+
+/** The conversations, newest first. */
+export const listed = () => [...conversations.values()].sort((a, b) => b.changed - a.changed);
+
+/** Store a conversation, and list it. */
+export async function keep(conversation) {
+  conversations.set(conversation.id, conversation);
+  paint();
+  try {
+    if (keeps) await store.put(conversation);
+  } catch (error) {
+    keeps = false;
+    notify(`Conversations can no longer be stored in this browser (${error.name}). Export those that matter.`);
+  }
+}
+
+/** Mark the conversation in view. */
+export function select(conversation) {
+  shown = conversation.id;
+  paint();
+}
+
+function elsewhere(id, record) {
+  if (record) conversations.set(id, record);
+  else conversations.delete(id);
+  paint();
+  if (id === shown && record) refresh(record);
+}
+
+function reveal() {
+  if (WIDE.matches) panel.show();
+  else panel.showModal();
+  mark(true);
+}
+
+function mark(open) {
+  $("open-history").setAttribute("aria-expanded", open);
+  if (WIDE.matches) localStorage.setItem(OPEN, open);
+}
+
+// ---------------------------------------------------------------- the list
+
+let painted = ""; // what the list shows
+
+/** Show the list, unless it is the same, or a title is being changed. */
+function paint() {
+  const query = $("search").value.trim();
+  const found = listed().filter((conversation) => !query || matches(conversation, query));
+  const content = JSON.stringify([shown, query, found.map((conversation) => [conversation.id, title(conversation), when(conversation.changed)])]);
+  if (content === painted || $("conversations").querySelector("form")) return;
+  painted = content;
+  $("conversations").replaceChildren(...found.map(entry));
+  $("none-found").hidden = found.length > 0;
+  $("none-found").textContent = query ? "Nothing found." : "Conversations appear here.";
+}
+
+function entry(conversation) {
+  const open = make("button", { type: "button", className: "open", onclick: () => choose(conversation) }, make("span", {}, title(conversation)), make("small", {}, when(conversation.changed)));
+  if (conversation.id === shown) open.setAttribute("aria-current", "true");
+  const item = make("li", {}, open);
+  const actions = make(
+    "div",
+    { className: "tools" },
+    button("edit", `Rename ${title(conversation)}`, () => rename(item, conversation)),
+    button("save", `Export ${title(conversation)}`, () => save(`${title(conversation)}.md`, markdown(conversation), "text/markdown")),
+    button("delete", `Delete ${title(conversation)}`, () => remove(conversation)),
+  );
+  item.append(actions);
+  return item;
+}
+
+function when(time) {
+  const [date, today] = [new Date(time), new Date()];
+  if (date.toDateString() === today.toDateString()) return date.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+  return date.toLocaleDateString([], { day: "numeric", month: "short", ...(date.getFullYear() !== today.getFullYear() && { year: "numeric" }) });
+}
+
+function rename(item, conversation) {
+  const input = make("input", { value: title(conversation), ariaLabel: "Title", maxLength: 120 });
+  const form = make("form", {}, input);
+  let done = false;
+  const end = (given) => {
+    if (done) return;
+    done = true;
+    if (given) conversation.title = input.value.trim();
+    form.remove();
+    painted = "";
+    keep(conversation);
+  };
+  form.addEventListener("submit", (event) => (event.preventDefault(), end(true)));
+  input.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape") return;
+    event.preventDefault(); // the dialog stays open
+    event.stopPropagation();
+    end(false);
+  });
+  input.addEventListener("blur", () => end(true));
+  item.replaceChildren(form);
+  input.focus();
+  input.select();
+}
+
+async function remove(conversation) {
+  conversations.delete(conversation.id);
+  if (keeps) await store.remove(conversation.id);
+  paint();
+  if (conversation.id === shown) choose(null);
+  notify(`Deleted “${title(conversation)}”.`, "Undo", () => (keep(conversation), choose(conversation)));
+}
+
+async function readFile() {
+  const [file] = $("import-file").files;
+  $("import-file").value = "";
+  let records = [];
+  try {
+    records = [JSON.parse(await file.text())].flat().map(imported);
+  } catch {
+    records = [null];
+  }
+  for (const conversation of records.filter(Boolean)) await keep(conversation);
+  const bad = records.filter((record) => !record).length;
+  notify(bad ? `${file.name} has ${bad} records that are no conversations of this page.` : `${records.length} conversations were added.`);
+}
