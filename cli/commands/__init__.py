@@ -3,6 +3,7 @@
 SUMMARIES = {
     "generate": "complete a prompt",
     "chat": "talk to a model",
+    "transcribe": "write what is said in a recording",
     "embed": "embed texts",
     "rerank": "sort documents for a query",
     "serve": "serve a model over HTTP with OpenAI's API",
