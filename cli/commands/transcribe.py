@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from pagewire.frontend.api.async_llm import AsyncLLM
     from pagewire.frontend.speech.transcriber import TranscriptionParams
 
-DESCRIPTION = """Write what is said in a recording (WAV, FLAC, OGG or MP3), as text or as subtitles, with a model such
-as --model openai/whisper-small: in this process and a core of its own, by a running core (--attach), or by a server
-(--url)."""
+DESCRIPTION = """Write what is said in a recording (WAV, FLAC, OGG or MP3), as text or as subtitles, with a model
+such as --model openai/whisper-small: by a core of its own, by a running core (--attach), or by a server (--url)."""
 FORMATS = {"text": "text", "srt": "srt", "vtt": "vtt", "json": "verbose_json"}
 
 
@@ -144,9 +143,8 @@ async def ask_engine(engine: AsyncLLM, recording: bytes, params: TranscriptionPa
     assert source is not None and tokenizer is not None, "there is a vocabulary"
 
     async def generate(prompt: Any, sampling: Any) -> Any:
-        async for output in engine.generate(prompt, sampling):
-            pass
-        return output.outputs[0]
+        outputs = [output async for output in engine.generate(prompt, sampling)]
+        return outputs[-1].outputs[0]
 
     transcriber = Transcriber(vocabulary, tokenizer, source.max_target_tokens, params, generate)
     text = written(await transcribe(transcriber, Recording.decoded(recording, source)), form)
@@ -177,9 +175,11 @@ async def ask_server(options: argparse.Namespace, recording: bytes) -> str:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     path = "translations" if options.translate else "transcriptions"
     timeout = aiohttp.ClientTimeout(total=None, connect=30)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-        async with session.post(f"{options.url.rstrip('/')}/v1/audio/{path}", data=form) as response:
-            text = await response.text()
+    async with (
+        aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
+        session.post(f"{options.url.rstrip('/')}/v1/audio/{path}", data=form) as response,
+    ):
+        text = await response.text()
     if response.status != 200:
         raise ValueError(f"the server answered {response.status}: {message_of(text)}")
     return text

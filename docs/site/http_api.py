@@ -28,6 +28,7 @@ GROUPS = {
     "/v1/messages": "Anthropic's API",
     "/api/chat": "Ollama's API",
     "/v1/embeddings": "Models that pool",
+    "/v1/audio/transcriptions": "Speech to text",
     "/v1/models": "Models and tokens",
     "/health": "State",
     "/pause": "Operators (`--enable-admin`)",

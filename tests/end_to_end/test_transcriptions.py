@@ -107,7 +107,7 @@ def test_a_long_recording_as_transformers_has_it(hearing: Hearing, conditioned: 
     )
     expected = expected_segments(hearing, RECORDING, condition_on_prev_tokens=conditioned)
     assert segments_of(answer) == expected and len(expected) > 8
-    assert len({part.seek for part in answer.segments}) > 3, "windows begin where the last one ended"
+    assert any(part.seek % 3000 for part in answer.segments), "a window begins where the last one ended"
     assert (answer.duration, answer.language, answer.task) == (75.0, "english", "transcribe")
     assert answer.usage.seconds == 75.0
     assert [part.id for part in answer.segments] == list(range(len(expected)))
@@ -117,10 +117,13 @@ def test_a_long_recording_as_transformers_has_it(hearing: Hearing, conditioned: 
 
 def test_a_short_recording_its_language_and_a_translation(hearing: Hearing) -> None:
     short = noise(7.3, 5)
-    whole = hearing.transcribe(short, response_format="verbose_json")
-    code = {"english": "en", "german": "de", "french": "fr"}[whole.language]
-    assert segments_of(whole) == expected_segments(hearing, short, language=code)
-    assert segments_of(whole) == expected_segments(hearing, short, language=None), "it detects the same"
+    whole = hearing.transcribe(response_format="verbose_json")
+    assert segments_of(whole) == expected_segments(
+        hearing, RECORDING, language=None, condition_on_prev_tokens=True
+    )
+    assert whole.language in ("german", "french"), "English would be what a failure takes"
+    mine = hearing.transcribe(short, language="fr", response_format="verbose_json")
+    assert segments_of(mine) == expected_segments(hearing, short, language="fr")
     answer = hearing.client.audio.translations.create(
         file=("a.wav", wav(short)),
         model="whisper",
