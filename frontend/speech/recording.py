@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pagewire.frontend.media.decode_process import decode_speech
 from pagewire.frontend.media.items import Decoded
 from pagewire.ipc.wire.codec import Tensor
-from pagewire.ipc.wire.sources import SOUND, Excerpt, SourceInfo, Spectrum
+from pagewire.ipc.wire.sources import SOUND, SoundExcerpt, SourceInfo, Spectrum
 
 
 @dataclass(frozen=True)
@@ -53,4 +53,4 @@ class Recording:
         start = max(0, seek * hop - half)
         end = min(self.samples.shape[0], (seek + num_frames) * hop + half)
         data = Tensor("float32", (end - start,), memoryview(self.samples.data)[4 * start : 4 * end])
-        return Decoded(SOUND, data, excerpt=Excerpt(seek * hop - start, num_frames, self.peak).options)
+        return Decoded(SOUND, data, excerpt=SoundExcerpt(seek * hop - start, num_frames, self.peak).options)

@@ -38,7 +38,7 @@ class TranscriptionSegment(msgspec.Struct):
     no_speech_prob: float
 
 
-class Piece(NamedTuple):
+class TimedTokens(NamedTuple):
     """The tokens of a segment, and its times in positions of the window."""
 
     tokens: list[int]
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     end: int
 
 
-def divide(tokens: Sequence[int], first: int, num_frames: int) -> tuple[list[Piece], int]:
+def divide(tokens: Sequence[int], first: int, num_frames: int) -> tuple[list[TimedTokens], int]:
     """The segments in the tokens of a window, and the frames by which the next window begins later.
 
     first: the token of 0.00 seconds; those from it on are timestamps. num_frames: of the window.
@@ -58,12 +58,12 @@ def divide(tokens: Sequence[int], first: int, num_frames: int) -> tuple[list[Pie
         times = [token - first for token in tokens if token >= first]
         if times and times[-1] > 0:
             last = times[-1]
-        return [Piece(list(tokens), 0, last)], num_frames
+        return [TimedTokens(list(tokens), 0, last)], num_frames
     ends_whole = is_time[-2:] == [False, True]  # nothing is said behind the last timestamp
     if ends_whole:
         ends.append(len(tokens))
     pieces = [
-        Piece(list(tokens[start:end]), tokens[start] - first, tokens[end - 1] - first)
+        TimedTokens(list(tokens[start:end]), tokens[start] - first, tokens[end - 1] - first)
         for start, end in zip([0, *ends], ends, strict=False)
     ]
     return pieces, num_frames if ends_whole else pieces[-1].end * FRAMES_OF_POSITION

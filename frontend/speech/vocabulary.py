@@ -50,7 +50,7 @@ class SpeechVocabulary:
             if isinstance(given, int):
                 return given
             ids = tokenizer.encode(text, add_special_tokens=False)
-            return ids[0] if len(ids) == 1 else None
+            return ids[0] if tokenizer.convert_ids_to_tokens(ids) == [text] else None
 
         plain = token("<|notimestamps|>", config.get("no_timestamps_token_id"))
         end = info.eos_token_id

@@ -34,7 +34,7 @@ class Spectrum(msgspec.Struct, omit_defaults=True, frozen=True):
     hop: int
 
 
-class Excerpt(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_fields=True):
+class SoundExcerpt(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_fields=True):
     """The frames of a longer sound that a source has: those that the whole sound's spectrogram has there.
 
     num_before: samples before the first frame's own: half of a Fourier transform; fewer where the sound begins.
@@ -47,7 +47,7 @@ class Excerpt(msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_fi
     peak: float
 
     @classmethod
-    def of(cls, options: str) -> Excerpt | None:
+    def of(cls, options: str) -> SoundExcerpt | None:
         """That in a medium's `options`; None: it is a whole sound. Raises ValueError if they are malformed."""
         try:
             return msgspec.json.decode(options, type=cls) if options else None
@@ -120,7 +120,7 @@ def text_source(token_ids: list[int], block_size: int) -> Media:
 
 
 def sound_source(data: Tensor, info: SourceInfo, block_size: int, options: str = "") -> Media:
-    """A sound float32 [samples] as a source. options: of an `Excerpt`."""
+    """A sound float32 [samples] as a source. options: of an `SoundExcerpt`."""
     num_tokens = filled(info.max_tokens, block_size)
     return Media(0, num_tokens, media_name(SOUND, data, options), data, kind=SOUND, options=options)
 
@@ -174,7 +174,7 @@ def check_sound(source: Media, info: SourceInfo) -> None:
     if info.kind == TEXT and source.options:
         raise ValueError("a text that is a source has no options")
     num_samples = source.data.shape[0]
-    if (excerpt := Excerpt.of(source.options)) is not None:
+    if (excerpt := SoundExcerpt.of(source.options)) is not None:
         excerpt.check(num_samples, info)
     elif info.kind == SOUND and num_samples > info.max_samples:
         raise ValueError(f"the sound has {num_samples} samples, and this model takes {info.max_samples}")

@@ -138,16 +138,15 @@ def test_formats(hearing: Hearing) -> None:
     whole = hearing.transcribe(language="en", response_format="verbose_json")
     assert hearing.transcribe(language="en").text == whole.text
     assert hearing.transcribe(language="en", response_format="text") == whole.text + "\n"
-    cues = [
-        f"{clock(part.start)} --> {clock(part.end)}\n{' '.join(part.text.split())}\n\n"
-        for part in whole.segments
-    ]
-    vtt = hearing.transcribe(language="en", response_format="vtt")
-    assert vtt == "WEBVTT\n\n" + "".join(cues)
-    srt = hearing.transcribe(language="en", response_format="srt")
-    assert srt == "".join(
-        f"{number}\n" + cue.replace(".", ",", 2) if "." in cue else cue for number, cue in enumerate(cues, 1)
+    times = [f"{clock(part.start)} --> {clock(part.end)}" for part in whole.segments]
+    lines = [" ".join(part.text.split()) for part in whole.segments]
+    vtt = "".join(f"{time}\n{line}\n\n" for time, line in zip(times, lines, strict=True))
+    assert hearing.transcribe(language="en", response_format="vtt") == f"WEBVTT\n\n{vtt}"
+    srt = "".join(
+        f"{number}\n{time.replace('.', ',')}\n{line}\n\n"
+        for number, (time, line) in enumerate(zip(times, lines, strict=True), 1)
     )
+    assert hearing.transcribe(language="en", response_format="srt") == srt
 
 
 def clock(seconds: float) -> str:

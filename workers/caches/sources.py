@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagewire.ipc.wire.codec import Tensor as PlainTensor
 from pagewire.ipc.wire.items import Media
-from pagewire.ipc.wire.sources import SOUND, Excerpt, SourceInfo
+from pagewire.ipc.wire.sources import SOUND, SoundExcerpt, SourceInfo
 from pagewire.kernels.data.paging import AttentionBatch
 
 
@@ -28,7 +28,7 @@ class SlotSource(NamedTuple):
 
     length: int
     sound: PlainTensor | None = None
-    excerpt: Excerpt | None = None
+    excerpt: SoundExcerpt | None = None
 
     @classmethod
     def of(cls, medium: Media, info: SourceInfo) -> SlotSource:
@@ -36,7 +36,7 @@ class SlotSource(NamedTuple):
         length = info.num_tokens(medium.data)
         if info.kind != SOUND:
             return cls(length)
-        return cls(length, medium.data, Excerpt.of(medium.options))
+        return cls(length, medium.data, SoundExcerpt.of(medium.options))
 
 
 Features: TypeAlias = Callable[[SlotSource], Tensor]

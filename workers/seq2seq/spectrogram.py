@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pagewire.ipc.wire.sources import Excerpt
+from pagewire.ipc.wire.sources import SoundExcerpt
 
 RANGE = 8.0  # of the values, as logarithms to base 10, below the peak
 
 
-def excerpt_features(samples: Tensor, excerpt: Excerpt, extractor: Any) -> Tensor:
+def excerpt_features(samples: Tensor, excerpt: SoundExcerpt, extractor: Any) -> Tensor:
     """What an encoder takes of a part of a sound, float32 [1, bins, frames of 30 s].
 
     These are columns of what `WhisperFeatureExtractor` makes of the whole sound, with zeros behind them, as

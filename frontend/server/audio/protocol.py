@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from pagewire.frontend.server.http.form import FormFile
 from pagewire.frontend.speech.transcript import DurationUsage, TranscriptFormat
 from pagewire.ipc.wire.params import Name, Priority
 
@@ -30,7 +31,7 @@ class TranscriptionRequest(msgspec.Struct, kw_only=True):
     timeout, request_id, priority, cache_salt, user: as for completions.
     """
 
-    file: bytes
+    file: FormFile
     model: Name | None = None
     language: Name | None = None
     prompt: str | None = None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.datastructures import Headers
@@ -21,13 +22,17 @@ from pagewire.ipc.quoting import quoted
 T = TypeVar("T")
 
 MEDIA_TYPE = "multipart/form-data"
+LARGE_UPLOADS = 4  # bodies of `max_upload_bytes` that may arrive at the same time
 MAX_PARTS = 64
 MAX_FIELD_BYTES = 64 << 10  # of a field that is no file
 MAX_BOUNDARY = 70  # characters (RFC 2046)
 
+FormFile: TypeAlias = Annotated[Any, Meta(extra_json_schema={"type": "string", "format": "binary"})]
+"""An uploaded file, as bytes. JSON schemas would say of the type `bytes` that it is in base64."""
+
 
 class FormDecoder(Generic[T]):
-    """Reads forms into one struct type. Fields of the type `bytes` are files; those that end in [] are lists.
+    """Reads forms into one struct type. Fields of the type `FormFile` are files; those that end in [] are lists.
 
     refused: reasons by the names of fields that are not served. Other unknown fields are ignored, and named in a
     warning.
@@ -40,7 +45,7 @@ class FormDecoder(Generic[T]):
         self._kind, self._refused = kind, refused
         fields = msgspec.structs.fields(kind)  # type: ignore[arg-type]
         self.fields: tuple[str, ...] = tuple(field.encode_name for field in fields)
-        self._files = {field.encode_name for field in fields if field.type is bytes}
+        self._files = {field.encode_name for field in fields if field.type == FormFile}
 
     async def read(self, scope: Scope, receive: Receive, options: ServerOptions) -> T:
         """Read and convert a request's body.
@@ -50,7 +55,7 @@ class FormDecoder(Generic[T]):
             msgspec.ValidationError: a field is missing, or of another type.
         """
         boundary = boundary_of(Headers(scope=scope).get("content-type", ""))
-        bodies: IncomingBodies = scope["app"].state.incoming_bodies
+        bodies: IncomingBodies = scope["app"].state.incoming_uploads
         with bodies.body() as body:
             await receive_within(scope, receive, options, options.max_upload_bytes, bodies, body)
             async with bodies.turn(len(body)):

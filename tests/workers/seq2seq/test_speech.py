@@ -17,7 +17,7 @@ from pagewire.frontend.speech.segments import divide
 from pagewire.ipc.timestamps import TimestampRules
 from pagewire.ipc.wire.codec import Tensor as PlainTensor
 from pagewire.ipc.wire.params import SamplingParams
-from pagewire.ipc.wire.sources import Excerpt, Spectrum
+from pagewire.ipc.wire.sources import SoundExcerpt, Spectrum
 from pagewire.workers.sample.sampler import SamplingSlot, sample
 from pagewire.workers.seq2seq.spectrogram import excerpt_features
 from tests.workers.seq2seq.speech import RATE, noise
@@ -43,7 +43,7 @@ def test_windows_have_columns_of_the_whole_spectrogram(num_bins: int) -> None:
     assert recording.num_frames == whole.shape[1] == 7001
     for seek in (0, 1, 700, 4001, 6000, 7000):
         window = recording.window(seek)
-        excerpt = Excerpt.of(window.excerpt)
+        excerpt = SoundExcerpt.of(window.excerpt)
         assert excerpt is not None
         heard = torch.frombuffer(bytearray(window.data.data), dtype=torch.float32)
         features = excerpt_features(heard, excerpt, extractor)[0]
@@ -152,16 +152,16 @@ def test_excerpts_are_checked() -> None:
         data = PlainTensor("float32", (num_samples,), bytes(4 * num_samples))
         check_source(with_source(sound_source(data, info, 16, options), [], Prompt([1])), info, 16)
 
-    check(1600, Excerpt(0, 10, 1.0).options)
-    check(30 * RATE + 400, Excerpt(200, 3000, 1.0).options)
+    check(1600, SoundExcerpt(0, 10, 1.0).options)
+    check(30 * RATE + 400, SoundExcerpt(200, 3000, 1.0).options)
     bad = [
-        (1600, Excerpt(201, 10, 1.0).options),
-        (1600, Excerpt(-1, 10, 1.0).options),
-        (1600, Excerpt(0, 0, 1.0).options),
-        (30 * RATE, Excerpt(0, 3001, 1.0).options),
-        (1600, Excerpt(0, 13, 1.0).options),
-        (200, Excerpt(0, 1, 1.0).options),
-        (31 * RATE, Excerpt(0, 3000, 1.0).options),
+        (1600, SoundExcerpt(201, 10, 1.0).options),
+        (1600, SoundExcerpt(-1, 10, 1.0).options),
+        (1600, SoundExcerpt(0, 0, 1.0).options),
+        (30 * RATE, SoundExcerpt(0, 3001, 1.0).options),
+        (1600, SoundExcerpt(0, 13, 1.0).options),
+        (200, SoundExcerpt(0, 1, 1.0).options),
+        (31 * RATE, SoundExcerpt(0, 3000, 1.0).options),
         (1600, '{"num_before":0,"num_frames":10,"peak":1e999}'),
         (1600, '{"num_before":0,"num_frames":10}'),
         (1600, "[]"),
