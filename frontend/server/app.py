@@ -20,7 +20,6 @@ from pagewire.frontend.server.demonstration import routes as demonstration
 from pagewire.frontend.server.http import openapi
 from pagewire.frontend.server.http.body import LARGE_BODIES, IncomingBodies
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.form import LARGE_UPLOADS
 from pagewire.frontend.server.http.json_response import on_error, on_http_error
 from pagewire.frontend.server.http.middleware import middleware
 from pagewire.frontend.server.http.openapi import Operation
@@ -89,5 +88,4 @@ def create_app(
     app.state.traffic = Traffic()
     app.state.answer_memory = AnswerMemory(MAX_OPEN_POOLED_BYTES)
     app.state.incoming_bodies = IncomingBodies(LARGE_BODIES * options.max_request_bytes)
-    app.state.incoming_uploads = IncomingBodies(LARGE_UPLOADS * options.max_upload_bytes)
     return app

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from typing import Any
 
-from pagewire.frontend.api.off_loop import media_work
-from pagewire.frontend.media.errors import MediaError
 from pagewire.frontend.requests.outputs import CompletionOutput
+from pagewire.frontend.server.audio.memory import RecordingMemory
 from pagewire.frontend.server.audio.protocol import (
     NO_WORDS,
     REFUSED,
@@ -43,12 +42,13 @@ def routes(service: Service) -> list[Operation]:
         ("transcriptions", "transcribe", "Transcribe a recording."),
         ("translations", "translate", "Translate a recording into English."),
     )
-    decoder = FormDecoder(TranscriptionRequest, REFUSED)
+    memory = RecordingMemory(service.options)
+    decoder = FormDecoder(TranscriptionRequest, REFUSED, memory.uploads)
     return [
         Operation(
             "POST",
             f"/v1/audio/{path}",
-            GenerationEndpoint(service, f"{task}-", decoder, partial(answer, task)),
+            GenerationEndpoint(service, f"{task}-", decoder, partial(answer, task, memory)),
             text,
             body=TranscriptionRequest,
             body_media=MEDIA_TYPE,
@@ -61,7 +61,11 @@ def routes(service: Service) -> list[Operation]:
 
 
 async def answer(
-    task: str, service: Service, request: TranscriptionRequest, exchange: Exchange
+    task: str,
+    memory: RecordingMemory,
+    service: Service,
+    request: TranscriptionRequest,
+    exchange: Exchange,
 ) -> bytes | str | Events:
     """The transcription of a request's recording: JSON, plain text, or events.
 
@@ -81,13 +85,11 @@ async def answer(
         params_of(task, request),
         RecordingRequests(service, request, exchange),
     )
-    try:
-        recording = await media_work.run(lambda: Recording.decoded(request.file, source))
-    except MediaError as error:
-        raise APIError(400, f"file: {error}", param="file") from None
+    decoded = memory.decoded(request, source)
     if request.stream:
-        return events(transcriber, recording)
-    return written(await transcribe(transcriber, recording), request.response_format)
+        return events(transcriber, decoded)
+    async with decoded as recording:
+        return written(await transcribe(transcriber, recording), request.response_format)
 
 
 def check_form(request: TranscriptionRequest) -> None:
@@ -122,16 +124,16 @@ def params_of(task: str, request: TranscriptionRequest) -> TranscriptionParams:
     )
 
 
-async def events(transcriber: Transcriber, recording: Recording) -> Events:
+async def events(transcriber: Transcriber, decoded: AbstractAsyncContextManager[Recording]) -> Events:
     """Yield the text of a recording, each segment once it is final; then the whole text."""
     text = ""
-    async with aclosing(transcriber.segments(recording)) as windows:
+    async with decoded as recording, aclosing(transcriber.segments(recording)) as windows:
         async for segments in windows:
             for segment in segments:
                 delta = segment.text if text else segment.text.lstrip()
                 text += delta
                 yield sse.event(TranscriptTextDelta(delta))
-    yield sse.event(TranscriptTextDone(text.rstrip(), DurationUsage(recording.seconds)))
+        yield sse.event(TranscriptTextDone(text.rstrip(), DurationUsage(recording.seconds)))
 
 
 class RecordingRequests:

@@ -60,6 +60,15 @@ class IncomingBodies:
         finally:
             self.grow(len(body), 0)
 
+    @contextmanager
+    def counted(self, num_bytes: int) -> Iterator[None]:
+        """Count what has become of a body until the block ends. Raises APIError: there is no room."""
+        self.grow(0, num_bytes)
+        try:
+            yield
+        finally:
+            self.grow(num_bytes, 0)
+
     @asynccontextmanager
     async def turn(self, num_bytes: int) -> AsyncIterator[None]:
         """Decode a large body alone, and leave as much time to everything else afterwards; small ones do not wait.

@@ -22,7 +22,6 @@ from pagewire.ipc.quoting import quoted
 T = TypeVar("T")
 
 MEDIA_TYPE = "multipart/form-data"
-LARGE_UPLOADS = 4  # bodies of `max_upload_bytes` that may arrive at the same time
 MAX_PARTS = 64
 MAX_FIELD_BYTES = 64 << 10  # of a field that is no file
 MAX_BOUNDARY = 70  # characters (RFC 2046)
@@ -35,14 +34,14 @@ class FormDecoder(Generic[T]):
     """Reads forms into one struct type. Fields of the type `FormFile` are files; those that end in [] are lists.
 
     refused: reasons by the names of fields that are not served. Other unknown fields are ignored, and named in a
-    warning.
+        warning. bodies: counts the forms that arrive.
 
     Attributes:
         fields: names of the struct's fields.
     """
 
-    def __init__(self, kind: type[T], refused: Mapping[str, str]) -> None:
-        self._kind, self._refused = kind, refused
+    def __init__(self, kind: type[T], refused: Mapping[str, str], bodies: IncomingBodies) -> None:
+        self._kind, self._refused, self._bodies = kind, refused, bodies
         fields = msgspec.structs.fields(kind)  # type: ignore[arg-type]
         self.fields: tuple[str, ...] = tuple(field.encode_name for field in fields)
         self._files = {field.encode_name for field in fields if field.type == FormFile}
@@ -55,10 +54,9 @@ class FormDecoder(Generic[T]):
             msgspec.ValidationError: a field is missing, or of another type.
         """
         boundary = boundary_of(Headers(scope=scope).get("content-type", ""))
-        bodies: IncomingBodies = scope["app"].state.incoming_uploads
-        with bodies.body() as body:
-            await receive_within(scope, receive, options, options.max_upload_bytes, bodies, body)
-            async with bodies.turn(len(body)):
+        with self._bodies.body() as body:
+            await receive_within(scope, receive, options, options.max_upload_bytes, self._bodies, body)
+            async with self._bodies.turn(len(body)):
                 parts = await asyncio.to_thread(parts_of, body, boundary)
         return self.convert(parts)
 

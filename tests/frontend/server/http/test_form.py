@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pagewire.frontend.server.http.body import IncomingBodies
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.form import (
     MAX_FIELD_BYTES,
@@ -39,7 +40,7 @@ class Filled(msgspec.Struct):
     names: list[str] = msgspec.field(name="names[]", default_factory=list)
 
 
-DECODER = FormDecoder(Filled, {"old": "it is not served"})
+DECODER = FormDecoder(Filled, {"old": "it is not served"}, IncomingBodies(1 << 20))
 
 
 def test_parts_become_fields() -> None:
