@@ -27,6 +27,7 @@ from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+PROMPT_CHARS = 8192  # of a prompt's end, which have more tokens than a window gets
 FORGETFUL = 0.5  # temperature above which a text is too uncertain to be given to the next window
 
 Generate = Callable[[Any, SamplingParams], Awaitable[CompletionOutput]]
@@ -91,7 +92,8 @@ class Transcriber:
         self.language = checked_language(vocabulary, params)
         self._history: list[int] = []
         if params.prompt:
-            given = tokenizer.encode(" " + params.prompt.strip(), add_special_tokens=False)
+            end = params.prompt.strip()[-PROMPT_CHARS:]
+            given = tokenizer.encode(f" {end}", add_special_tokens=False)
             self._history = [token_id for token_id in given if token_id < vocabulary.rules.end]
         if self._history and vocabulary.previous is None:
             raise ValueError("prompt: the model has no token for earlier text")

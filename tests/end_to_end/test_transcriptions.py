@@ -17,7 +17,7 @@ from pagewire.cli.main import main
 from tests.cli.command import start_core
 from tests.end_to_end.conftest import SMALL_CORE
 from tests.end_to_end.http_server import Server
-from tests.workers.seq2seq.speech import FIRST, RATE, noise, save_whisper, tokenizer, wav
+from tests.workers.seq2seq.speech import FIRST, IDS, RATE, noise, save_whisper, tokenizer, wav
 
 RECORDING = noise(75, 3)
 MAX_UPLOAD = 6 << 20
@@ -124,7 +124,7 @@ def test_a_short_recording_its_language_and_a_translation(hearing: Hearing) -> N
     assert whole.language in ("german", "french"), "English would be what a failure takes"
     mine = hearing.transcribe(short, language="fr", response_format="verbose_json")
     assert segments_of(mine) == expected_segments(hearing, short, language="fr")
-    answer = hearing.client.audio.translations.create(
+    answer: Any = hearing.client.audio.translations.create(
         file=("a.wav", wav(short)),
         model="whisper",
         response_format="verbose_json",
@@ -179,6 +179,34 @@ def test_the_temperature_rises_while_text_is_unlikely(hearing: Hearing) -> None:
     assert segments_of(enough) == segments_of(plain)
     fixed = hearing.transcribe(sound, language="en", response_format="verbose_json", temperature=0.7)
     assert {part.temperature for part in fixed.segments} == {0.7}
+
+
+@torch.inference_mode()
+def test_probabilities_are_those_of_transformers(hearing: Hearing) -> None:
+    """Of the tokens after all rules, with the end of text; and of silence after the start."""
+    sound, model = noise(14, 6), hearing.model
+    answer = hearing.transcribe(sound, language="fr", response_format="verbose_json")
+    extractor = WhisperFeatureExtractor.from_pretrained(hearing.folder)
+    features = extractor(
+        sound, sampling_rate=RATE, return_tensors="pt", truncation=False, padding="longest"
+    ).input_features
+    features = torch.nn.functional.pad(features, (0, 3000 - features.shape[2]))
+    start = torch.tensor([[IDS["<|startoftranscript|>"]]])
+    silence = model(input_features=features, decoder_input_ids=start).logits[0, 0].softmax(-1)
+    first = answer.segments[0]
+    assert first.no_speech_prob == pytest.approx(float(silence[IDS["<|nospeech|>"]]), rel=1e-3)
+    made = model.generate(
+        features,
+        language="fr",
+        task="transcribe",
+        return_timestamps=True,
+        max_new_tokens=model.config.max_target_positions // 2,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    result = made["segments"][0][0]["result"]
+    average = model._retrieve_avg_logprobs(result["scores"], result["sequences"], 0.0)
+    assert first.avg_logprob == pytest.approx(float(average), rel=1e-3)
 
 
 def test_unlikely_windows_are_left_out_as_silence(hearing: Hearing) -> None:
