@@ -91,8 +91,7 @@ class Transcriber:
         self._most = max_tokens // 2  # tokens of a window, and of earlier text with its mark
         self.language = checked_language(vocabulary, params)
         self._history: list[int] = []
-        if params.prompt:
-            end = params.prompt.strip()[-PROMPT_CHARS:]
+        if end := params.prompt.strip()[-PROMPT_CHARS:]:
             given = tokenizer.encode(f" {end}", add_special_tokens=False)
             self._history = [token_id for token_id in given if token_id < vocabulary.rules.end]
         if self._history and vocabulary.previous is None:

@@ -11,6 +11,9 @@ from pagewire.ipc.timestamps import TimestampRules
 from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.sources import SOUND
 
+TASKS = ("transcribe", "translate")
+MULTILINGUAL_SIZE = 51865  # tokens of a vocabulary with languages
+
 
 @dataclass(frozen=True)
 class SpeechVocabulary:
@@ -58,12 +61,13 @@ class SpeechVocabulary:
             raise ValueError(
                 f"{info.served_model_names[0]} has no timestamps: its windows could not be joined"
             )
-        languages = {
-            name.strip("<|>"): token_id for name, token_id in (config.get("lang_to_id") or {}).items()
-        }
-        if config.get("is_multilingual") is False:
+        named = config.get("lang_to_id") or {}
+        languages = {code: token(name, named.get(name)) for code in LANGUAGES for name in [f"<|{code}|>"]}
+        # By the vocabulary, as openai/whisper: tokenizers of English models have these tokens, too.
+        if not config.get("is_multilingual", bool(named) or info.vocab_size >= MULTILINGUAL_SIZE):
             languages = {}
         tasks = {name: token(f"<|{name}|>", (config.get("task_to_id") or {}).get(name)) for name in TASKS}
+        suppressed = [token_id for token_id in config.get("suppress_tokens") or () if token_id >= 0]
         no_speech = token("<|nospeech|>")
         if no_speech is None:
             no_speech = token("<|nocaptions|>")  # as earlier tokenizers name it
@@ -72,10 +76,7 @@ class SpeechVocabulary:
             previous=token("<|startofprev|>", config.get("prev_sot_token_id")),
             no_speech=no_speech,
             tasks={name: token_id for name, token_id in tasks.items() if token_id is not None},
-            languages={code: token_id for code, token_id in languages.items() if code in LANGUAGES},
+            languages={code: token_id for code, token_id in languages.items() if token_id is not None},
             rules=TimestampRules(plain + 1, end, config.get("max_initial_timestamp_index")),
-            banned=sorted({*range(end + 1, plain + 1), *(config.get("suppress_tokens") or ())}),
+            banned=sorted({*range(end + 1, plain + 1), *suppressed}),
         )
-
-
-TASKS = ("transcribe", "translate")

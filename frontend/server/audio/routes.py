@@ -55,6 +55,7 @@ def routes(service: Service) -> list[Operation]:
             result=Transcription,
             others=(VerboseTranscription,),
             streams=TranscriptTextDelta | TranscriptTextDone,
+            media="text/plain",
         )
         for path, task, text in kinds
     ]

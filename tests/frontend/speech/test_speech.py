@@ -93,6 +93,16 @@ def test_a_vocabulary_of_a_tokenizer(core: FakeCore) -> None:
     )
 
 
+def test_languages_of_a_checkpoint_whose_config_names_none(core: FakeCore) -> None:
+    """Those that the tokenizer has, where the vocabulary is that of a multilingual model."""
+    words = tokenizer(*NAMES, *LATER)
+    info = hearing(core)
+    assert SpeechVocabulary.of(info, words).languages == {}
+    large = msgspec.structs.replace(info, vocab_size=51865)
+    assert SpeechVocabulary.of(large, words).languages == {"en": 3, "de": 4}
+    assert SpeechVocabulary.of(hearing(core, is_multilingual=True), words).languages == {"en": 3, "de": 4}
+
+
 def test_a_vocabulary_of_english_only(core: FakeCore) -> None:
     info = hearing(core, is_multilingual=False, lang_to_id={"<|en|>": 3}, no_timestamps_token_id=20)
     vocabulary = SpeechVocabulary.of(info, tokenizer(*NAMES))

@@ -138,6 +138,8 @@ def test_what_the_document_says(client: Client) -> None:
     document = client.get("/openapi.json").json
     body = document["paths"][PATH]["post"]["requestBody"]["content"]
     assert list(body) == ["multipart/form-data"]
+    answers = document["paths"][PATH]["post"]["responses"]["200"]["content"]
+    assert list(answers) == ["application/json", "text/event-stream", "text/plain"]
     schema = document["components"]["schemas"]["TranscriptionRequest"]["properties"]
     assert schema["file"] == {"type": "string", "format": "binary"}
     assert "timestamp_granularities[]" in schema
