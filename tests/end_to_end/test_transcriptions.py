@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,18 @@ PLAIN = {"logprob_threshold": -1000, "compression_ratio_threshold": 1000, "no_sp
 class Hearing:
     """A core and a server on a tiny Whisper, and transformers' model."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ends: ExitStack) -> None:
         self.model = save_whisper(folder)
         self.folder, self.address = folder, f"ipc://{folder}/core.sock"
         options = ("--served-model-name", "whisper", *SMALL_CORE)
-        self.core = start_core(self.address, "--model", str(folder), *options)
+        core = start_core(self.address, "--model", str(folder), *options)
+        ends.callback(core.communicate, timeout=60)
+        ends.callback(core.terminate)
         keys = ("--api-key", "first", "--api-key", "second", "--max-upload-bytes", str(MAX_UPLOAD))
         self.server = Server(folder, "--attach", self.address, "--port", "0", *keys)
-        self.client = OpenAI(base_url=f"{self.server.url}/v1", api_key="first", max_retries=0)
-
-    def close(self) -> None:
-        self.client.close()
-        self.server.stop()
-        self.core.terminate()
-        self.core.communicate(timeout=60)
+        ends.callback(self.server.stop)
+        url = f"{self.server.url}/v1"
+        self.client = ends.enter_context(OpenAI(base_url=url, api_key="first", max_retries=0))
 
     def ids(self, text: str) -> list[int]:
         return tokenizer().encode(text, add_special_tokens=False).ids
@@ -57,9 +56,8 @@ class Hearing:
 
 @pytest.fixture(scope="module")
 def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hearing]:
-    made = Hearing(tmp_path_factory.mktemp("whisper"))
-    yield made
-    made.close()
+    with ExitStack() as ends:
+        yield Hearing(tmp_path_factory.mktemp("whisper"), ends)
 
 
 @torch.inference_mode()
