@@ -1,10 +1,11 @@
 """How long Whisper takes for a window of 30 seconds, beside transformers.
 
-    python -m benchmarks.transcription [--size base] [--dtype float32] [--rounds 7] [--tokens 100]
+    python -m benchmarks.transcription [--size base] [--dtype float32] [--rounds 7] [--tokens 100] [--threads 1]
 
 The weights are random, and so are the recordings; each output has the same number of tokens, and transformers
 generates it from the same samples (`WhisperFeatureExtractor`, `generate`). Both take turns, so that whatever else
-the machine does slows both; the median of the ratios counts. Also said: the share of tokens that are equal.
+the machine does slows both; the median of the ratios counts. Several threads wait for each other where other
+processes take a processor, so each has one by default. Also said: the share of tokens that are equal.
 """
 
 from __future__ import annotations
@@ -61,12 +62,20 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     dtype = getattr(torch, options.dtype)
     with tempfile.TemporaryDirectory() as name:
         model = make(Path(name), options.size, dtype)
-        llm = LLM(name, dtype=options.dtype, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 30)
+        llm = LLM(
+            name,
+            dtype=options.dtype,
+            skip_tokenizer_init=True,
+            kv_cache_memory_bytes=1 << 30,
+            num_threads=options.threads,
+        )
         try:
             compare(llm, model, dtype, options)
         finally:
