@@ -9,7 +9,7 @@ DEMO := $(VENV)/.demo
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults test-ranks test-ray test-clients lint types docs test-documents packages test-packages sbom wheels clean
+.PHONY: demo test test-fast siege test-cpu test-sets test-cuda12 test-cuda13 test-cuda-faults test-ranks test-ray test-clients lint types docs test-documents packages test-packages sbom wheels clean
 
 # What the demo needs and no more: no tools of development, no bytecode of all packages ahead (an import makes its own),
 # and the plain PyTorch kernels, since compiling ours takes a minute of two processors, once. Any other start has them.
@@ -42,7 +42,7 @@ build/smollm2: $(PIP)
 LIGHT := tests/engine_core tests/frontend tests/ipc tests/benchmarks tests/test_house.py tests/test_imports.py tests/test_sbom.py tests/test_documents.py tests/deploy
 HEAVY := tests/kernels tests/end_to_end tests/cli tests/workers
 
-MOST := not every_variant and not planted_faults and not every_architecture and not documents and not packages
+MOST := not every_set and not every_variant and not planted_faults and not every_architecture and not documents and not packages
 
 CUDA12 := PYTHONPATH=$(CURDIR)/build/cuda12 LD_LIBRARY_PATH=$(CURDIR)/build/cuda12/nvidia/cuda_nvrtc/lib \
 	PAGEWIRE_TEST_NVRTC=12.9
@@ -60,9 +60,13 @@ siege: $(STAMP)
 	$(BIN)/python -m benchmarks.siege --minutes 1 --seed 0 --max-wait 30
 
 # The CPU kernels as they are shipped, for every instruction set of this CPU. `make test` has only the best of them so,
-# and compiles the others with less optimisation.
+# and compiles some others, with less optimisation.
 test-cpu: $(STAMP)
 	PAGEWIRE_TEST_SHIPPED_FLAGS=1 $(BIN)/pytest -n auto --dist worksteal --ignore tests/kernels/cuda tests/kernels
+
+# The instruction sets that `make test` leaves out: for changes of the CPU kernels.
+test-sets: $(STAMP)
+	$(BIN)/pytest -n auto --dist worksteal -m every_set tests/kernels
 
 # Every variant of every CUDA kernel, by both generations of the compiler: for changes of the kernels.
 test-cuda12: build/cuda12 $(STAMP)

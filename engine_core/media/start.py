@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,8 +18,6 @@ from pagewire.ipc.wire.worker_messages import Ready
 if TYPE_CHECKING:
     from pagewire.engine_core.config.config import EngineConfig
 
-logger = logging.getLogger("pagewire.core")
-
 DEFAULT_LIMIT = 1  # media of a kind in a prompt
 
 
@@ -30,18 +27,26 @@ class MediaStart:
     def __init__(self, folder: Path, family: MediaFamily, limits: Mapping[str, int]) -> None:
         self.processor = ConfinedProcessor(folder)
         self._family, self._limits = family, limits
-        self._described: Described | None = None
+        self._described: Described | Exception
         self._thread = threading.Thread(target=self._describe, name="media start", daemon=True)
         self._thread.start()
 
-    def info(self, embedding_size: int) -> MediaInfo | None:
-        """What the engine takes; None, with a warning in the log, where the processor cannot be had. Blocks.
+    def info(self, embedding_size: int) -> MediaInfo:
+        """What the engine takes. Blocks.
 
         embedding_size: of the model.
+
+        Raises:
+            ValueError: the processor cannot be loaded; says why, and how to do without.
+            RuntimeError: it fails, or did not start in time; likewise.
         """
         self._thread.join()
-        if self._described is None:
-            return None
+        if isinstance(self._described, Exception):
+            none = ",".join(f"{kind}=0" for kind in self._family.kinds)
+            kept = ValueError if isinstance(self._described, ValueError) else RuntimeError
+            raise kept(
+                f"{self._described}; to serve the model for text only, give --limit-mm-per-prompt {none}"
+            ) from self._described
         kinds = {
             kind: MediumInfo(token_id, text, place, limit, leads=self._family.leads)
             for kind, (token_id, text, place) in self._described.kinds.items()
@@ -53,8 +58,7 @@ class MediaStart:
         try:
             self._described = self.processor.describe()
         except Exception as error:
-            logger.warning("the model is served for text only: %s", error)
-            self.processor.close()
+            self._described = error
 
 
 def start_media(config: EngineConfig) -> MediaStart | None:
@@ -67,14 +71,18 @@ def start_media(config: EngineConfig) -> MediaStart | None:
 def open_media(
     start: MediaStart | None, ready: Ready, limits: SchedulerConfig, wake: Callable[[], None]
 ) -> MediaStore | None:
-    """What makes features of media; None where the workers or the processor take none. Blocks.
+    """What makes features of media; None where the model or the workers take none. Blocks.
 
     wake: wakes the core's loop.
+
+    Raises:
+        ValueError, RuntimeError: see `MediaStart.info`.
     """
-    info = start.info(ready.embedding_size) if start is not None and ready.media else None
-    if start is None or info is None:
-        if start is not None:
-            start.processor.close()
+    if start is None:
         return None
+    if not ready.media:
+        start.processor.close()
+        return None
+    info = start.info(ready.embedding_size)
     num_tokens = limits.max_num_batched_tokens if info.whole else 0
     return MediaStore(start.processor, info, MediaLimits(limits.encoder_capacity, num_tokens), wake)

@@ -6,7 +6,16 @@ from typing import Any
 
 from pagewire.ipc.bounds import unknown_name
 from pagewire.ipc.families.registry import SERVED
-from pagewire.ipc.models.architectures import EMBED, GENERATE, REWARD, has_base, kind_of, pools
+from pagewire.ipc.models.architectures import (
+    EMBED,
+    ENCODER_DECODERS,
+    GENERATE,
+    MULTIMODAL,
+    REWARD,
+    has_base,
+    kind_of,
+    pools,
+)
 from pagewire.ipc.models.plugins import load_allowed_plugins
 from pagewire.ipc.models.registrations import add_family, add_model, import_path, registered
 
@@ -58,7 +67,8 @@ class ModelRegistry:
         classification in its place (`LlamaForSequenceClassification` for `LlamaModel`).
         """
         load_allowed_plugins()
-        return sorted({*GENERATE, *EMBED, *REWARD, *OF_FAMILIES, *registered().models})
+        known = GENERATE | MULTIMODAL | ENCODER_DECODERS | EMBED | REWARD | OF_FAMILIES
+        return sorted(known.union(registered().models))
 
     @staticmethod
     def get_supported_models() -> list[str]:
@@ -90,7 +100,7 @@ class ModelRegistry:
             "is_text_generation_model": not pooling,
             "is_pooling_model": pooling,
             "is_embedding_model": pooling and kind == "embed",
-            "is_multimodal_model": False,  # prompts are texts, tokens or embeddings
+            "is_multimodal_model": model_arch in MULTIMODAL,
         }
 
     @staticmethod
@@ -114,5 +124,5 @@ class ModelRegistry:
 
     @staticmethod
     def is_multimodal_model(model_arch: str) -> bool:
-        """False: models that take pictures or sound are served for text only."""
+        """True if the architecture takes pictures or sounds."""
         return bool(ModelRegistry.get_model_info(model_arch)["is_multimodal_model"])

@@ -36,6 +36,7 @@ class EncodedMedia(msgspec.Struct, array_like=True):
     """A picture or sound as a file has it; or, of the kind "samples", a sound as float32 numbers.
 
     rate: samples a second that a sound is to have; 0: as it is. own_rate: those of "samples".
+    max_side: pixels that a side of a picture may have, or it is made smaller; 0: any number.
     spectrum: of a sound whose peak is needed.
     """
 
@@ -43,6 +44,7 @@ class EncodedMedia(msgspec.Struct, array_like=True):
     data: bytes
     rate: int = 0
     own_rate: int = 0
+    max_side: int = 0
     spectrum: Spectrum | None = None
 
 
@@ -59,19 +61,19 @@ class DecodedBytes(msgspec.Struct, array_like=True):
     peak: float = 0.0
 
 
-def decode(kind: str, data: bytes, rate: int = 0, own_rate: int = 0) -> Tensor:
+def decode(kind: str, data: bytes, rate: int = 0, own_rate: int = 0, max_side: int = 0) -> Tensor:
     """The content of a file. Blocks for up to `SECONDS`, or as long while others are decoded; in any thread.
 
     kind: "image": PNG, JPEG, WebP or GIF (its first picture), as uint8 [height, width, 3] in RGB, upright as its
         EXIF data say. "audio": WAV, FLAC, OGG or MP3, as float32 [samples], channels averaged. "samples": data
         are such samples already, `own_rate` a second.
-    rate: samples a second to which sound is resampled; 0: its own.
+    rate: samples a second to which sound is resampled; 0: its own. max_side: see `EncodedMedia`.
 
     Raises:
         MediaError: it cannot be decoded within the limits. The text repeats nothing of the decoder's.
         EngineBusyError: others take too long.
     """
-    decoded = decode_confined(EncodedMedia(kind, data, rate, own_rate))
+    decoded = decode_confined(EncodedMedia(kind, data, rate, own_rate, max_side))
     return Tensor(decoded.dtype, decoded.shape, decoded.data)
 
 
@@ -115,7 +117,7 @@ def decoder() -> Handler:
         encoded = msgspec.msgpack.decode(job, type=EncodedMedia)
         try:
             if encoded.kind == "image":
-                shape, data = decode_picture(encoded.data)
+                shape, data = decode_picture(encoded.data, encoded.max_side)
                 decoded = DecodedBytes("uint8", shape, memoryview(data))
             elif encoded.kind == "audio":
                 shape, data = decode_sound(encoded.data, encoded.rate)

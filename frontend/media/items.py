@@ -14,6 +14,7 @@ class MediaItem:
 
     kind: "image" or "audio". url: where it is (data:, http:, https: or file:); else `data` has its bytes.
     samples: `data` are float32 samples, little-endian, of which a second has this many; 0: a file's content.
+    max_side: a picture is made smaller, to have at most this many pixels a side; 0: it stays as it is.
     uuid: the caller's name for it. Without url and data, the engine is to have it under this name.
     place: where the request has it, for errors.
     """
@@ -22,6 +23,7 @@ class MediaItem:
     url: str = ""
     data: bytes = b""
     samples: int = 0
+    max_side: int = 0
     uuid: str = ""
     place: str = ""
 

@@ -106,7 +106,7 @@ class MediaLoader:
 
     def _fetch(self, item: MediaItem, tenant: str, budget: SourceBudget) -> MediaSource:
         """The bytes of an item; of a URL that came a short time ago, only their key."""
-        address = (tenant, item.kind, item.url)
+        address = (tenant, item.kind, item.url, item.max_side)
         scheme = item.url.partition(":")[0].lower()
         if scheme in ("http", "https"):
             known = self._urls.get(address)
@@ -115,7 +115,8 @@ class MediaLoader:
         data = self._read(item, scheme, budget.room(MAX_SOURCE_BYTES[item.kind]))
         budget.take(len(data))
         digest = sha256(data).digest()
-        key = (tenant, item.kind, item.samples, self._rate if item.kind == "audio" else 0, digest)
+        form = (self._rate, item.samples) if item.kind == "audio" else item.max_side
+        key = (tenant, item.kind, form, digest)
         if scheme in ("http", "https"):
             self._urls.put(address, key)
         return MediaSource(key, data)
@@ -142,7 +143,8 @@ class MediaLoader:
         kind = item.kind if not item.samples else "samples"
         rate = self._rate if item.kind == "audio" else 0
         return self._cache.get_or_make(
-            source.key, lambda: Decoded(item.kind, decode(kind, source.data, rate, item.samples))
+            source.key,
+            lambda: Decoded(item.kind, decode(kind, source.data, rate, item.samples, item.max_side)),
         )
 
 

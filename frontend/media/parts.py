@@ -36,6 +36,8 @@ TYPES = KINDS.keys() | NOT_TAKEN.keys()
 SOUND_FORMATS = ("wav", "mp3", "flac", "ogg")
 MARKS = tuple({"type": kind} for kind in ("image", "audio"))
 """The parts that stand for media in a rendered conversation."""
+MAX_SIDES = {"auto": 0, "high": 0, "low": 512}
+"""Pixels that a side of a picture may have, by its `detail`, or it is made smaller; 0: any number."""
 NAMES = {"image": "pictures", "audio": "sounds"}
 
 
@@ -130,15 +132,25 @@ def read_part(part: dict[str, Any], kind: str, info: MediaInfo | None, place: st
         value = next((part[key] for key in (name, "url", "path") if part.get(key) is not None), None)
     elif isinstance(value, dict):
         value = value.get("url")
+    max_side = max_side_of(part, place)
     if value is None and uuid:
         return MediaItem(kind, uuid=uuid, place=place)
     if isinstance(value, str) and value:
-        return MediaItem(kind, url=value, uuid=uuid, place=place)
+        return MediaItem(kind, url=value, max_side=max_side, uuid=uuid, place=place)
     if value is None or isinstance(value, str | dict | list):
         if name == "input_image" and part.get("file_id"):
             raise MediaError(f"{place}: files are not kept (file_id): give image_url")
         raise MediaError(f"{place}: a part of type {quoted(name)} needs a URL")
     return item_of(kind, value, info, place, uuid)
+
+
+def max_side_of(part: dict[str, Any], place: str) -> int:
+    """Pixels that a side of a part's picture may have, by its `detail`. Raises MediaError."""
+    value = part.get(part["type"])
+    detail = (value if isinstance(value, dict) else part).get("detail") or "auto"
+    if not isinstance(detail, str) or detail not in MAX_SIDES:
+        raise MediaError(f"{place}: detail must be one of {', '.join(MAX_SIDES)}, got {quoted(detail)}")
+    return MAX_SIDES[detail]
 
 
 def sound_url(value: Any, place: str) -> str:

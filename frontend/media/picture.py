@@ -28,11 +28,11 @@ def load_pillow() -> None:
     warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 
-def decode_picture(data: bytes) -> tuple[tuple[int, ...], bytes]:
+def decode_picture(data: bytes, max_side: int = 0) -> tuple[tuple[int, ...], bytes]:
     """Decode a picture: its shape [height, width, 3], and its RGB bytes.
 
     An animation is its first picture. It is turned upright as its EXIF data say, and converted by `convert("RGB")`,
-    as transformers does both.
+    as transformers does both. max_side: pixels that a side may have, or it is made smaller; 0: any number.
 
     Raises:
         MediaError: it is of another format, damaged, or too large.
@@ -46,6 +46,8 @@ def decode_picture(data: bytes) -> tuple[tuple[int, ...], bytes]:
             picture.load()
             check_size(*picture.size)
             rgb = upright(picture).convert("RGB")
+            if max_side:
+                rgb.thumbnail((max_side, max_side))
             return (rgb.height, rgb.width, 3), rgb.tobytes()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise too_large() from None

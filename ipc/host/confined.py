@@ -193,7 +193,7 @@ class JobServer:
         if ready is None or ready.error is not None:
             self.kill()
             if ready is None or ready.error is None:
-                raise EngineBusyError(f"{' '.join(command[1:3])} did not start")
+                raise EngineBusyError(f"{' '.join(command[1:3])} did not start within {start_seconds:g} s")
             raise received_error(ready.error, ready.error_type)
 
     @property

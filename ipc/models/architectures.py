@@ -25,7 +25,7 @@ OlmoForCausalLM OlmoHybridForCausalLM OlmoeForCausalLM PersimmonForCausalLM Phi3
 PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM
 Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM RecurrentGemmaForCausalLM SeedOssForCausalLM
 SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM YoutuForCausalLM
-Zamba2ForCausalLM ZambaForCausalLM
+Zamba2ForCausalLM ZambaForCausalLM ZayaForCausalLM
 """
 GENERATE = frozenset(_GENERATE.split())
 """Language models of transformers: they generate, and embed with `convert="embed"`."""
@@ -46,10 +46,29 @@ NanoChatModel NemotronHModel NemotronModel NomicBertModel OPTModel Olmo2Model Ol
 OlmoModel OlmoeModel PersimmonModel Phi3Model PhiModel PhimoeModel Qwen2Model Qwen2MoeModel Qwen3Model
 Qwen3MoeModel Qwen3NextModel Qwen3_5MoeTextModel Qwen3_5TextModel RecurrentGemmaModel RemBertModel
 RobertaModel RobertaPreLayerNormModel SeedOssModel SmolLM3Model StableLmModel Starcoder2Model VaultGemmaModel
-XLMRobertaModel XLMRobertaXLModel YoutuModel Zamba2Model ZambaModel
+XLMRobertaModel XLMRobertaXLModel YoutuModel Zamba2Model ZambaModel ZayaModel
 """
 EMBED = frozenset(_EMBED.split())
 """Base models of transformers, which embed. Those of language models, and encoders."""
+
+_MULTIMODAL = """
+AyaVisionForConditionalGeneration ChameleonForConditionalGeneration Gemma3ForConditionalGeneration
+Glm4vForConditionalGeneration Idefics3ForConditionalGeneration InternVLForConditionalGeneration
+LlavaForConditionalGeneration LlavaNextForConditionalGeneration Mistral3ForConditionalGeneration
+Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration
+SmolVLMForConditionalGeneration WhisperForConditionalGeneration
+"""
+MULTIMODAL = frozenset(_MULTIMODAL.split())
+"""Models that generate, and take pictures or sounds."""
+
+_ENCODER_DECODERS = """
+BartForConditionalGeneration BlenderbotForConditionalGeneration BlenderbotSmallForConditionalGeneration
+M2M100ForConditionalGeneration MBartForConditionalGeneration MT5ForConditionalGeneration MarianMTModel
+PLBartForConditionalGeneration PegasusForConditionalGeneration T5ForConditionalGeneration
+UMT5ForConditionalGeneration
+"""
+ENCODER_DECODERS = frozenset(_ENCODER_DECODERS.split())
+"""Encoder-decoders of texts, which generate."""
 
 REWARD = frozenset({"Qwen2ForProcessRewardModel", "Qwen2ForRewardModel"})
 """Models that give tokens or steps a reward."""
@@ -78,7 +97,7 @@ def pools(architecture: str) -> bool:
     if architecture in REWARD:
         return True
     generates = architecture.endswith("ForCausalLM") or "LMHead" in architecture
-    return not generates and kind_of(architecture) is not None
+    return not generates and architecture not in ENCODER_DECODERS and kind_of(architecture) is not None
 
 
 def has_base(architecture: str) -> bool:

@@ -52,6 +52,7 @@ def llm(folder: Path) -> Iterator[LLM]:
     """An engine whose steps cut pictures, and whose blocks do not hold many requests at once."""
     options: dict[str, Any] = {
         "limit_mm_per_prompt": "image=3",
+        "dtype": "float32",
         "max_num_batched_tokens": 13,
         "max_model_len": 128,
         "num_gpu_blocks_override": 10,
@@ -174,3 +175,15 @@ def test_more_pictures_than_the_engine_takes_are_refused(llm: LLM, reader: Reade
     many = {"prompt_token_ids": [place] * 4, "multi_modal_data": {"image": [picture(30, 30, 1)] * 4}}
     with pytest.raises(ValueError, match=r"may have 3 (pictures|image)"):
         tokens(llm, [many])
+
+
+def test_a_processor_that_cannot_be_had_ends_the_start_with_its_reason(tmp_path: Path) -> None:
+    folder = MODEL.write(tmp_path / "model")
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "NoSuchProcessor"}')
+    (folder / "processor_config.json").unlink(missing_ok=True)
+    options: dict[str, Any] = {"num_gpu_blocks_override": 10, "max_model_len": 64}
+    with pytest.raises(ValueError, match=r"processor cannot be loaded.*--limit-mm-per-prompt image=0"):
+        LLM(str(folder), **options)
+    with LLM(str(folder), limit_mm_per_prompt="image=0", **options) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        assert llm.generate({"prompt_token_ids": [5, 6]}, params)[0].outputs[0].token_ids

@@ -39,7 +39,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = ("--port", "0", "--no-weight-cache", "--num-threads", "1", "--served-model-name", "bert")
+    options = (
+        "--port",
+        "0",
+        "--no-weight-cache",
+        "--num-threads",
+        "1",
+        "--served-model-name",
+        "bert",
+        "--dtype",
+        "float32",
+    )
     server = Server(tmp_path_factory.mktemp("server"), str(folder), *options)
     yield server
     assert server.stop() == 0

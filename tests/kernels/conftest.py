@@ -2,10 +2,16 @@ import pytest
 
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.kernels import CpuKernels
-from tests.kernels.instruction_sets import BEST, EMULATED, TESTED, kernels_or_skip
+from tests.kernels.instruction_sets import BEST, EMULATED, PORTABLE, TESTED, kernels_or_skip
+
+ALWAYS = {BEST.name, EMULATED.name, PORTABLE.name}
+"""The ends of the range, and what this CPU may lack. Sets between break by changes of the kernels only."""
 
 
-@pytest.fixture(params=TESTED, scope="session")
+@pytest.fixture(
+    params=[pytest.param(name, marks=() if name in ALWAYS else pytest.mark.every_set) for name in TESTED],
+    scope="session",
+)
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
     """The compiled kernels, for each instruction set in `TESTED`."""
     return kernels_or_skip(TESTED[request.param])

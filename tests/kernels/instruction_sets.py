@@ -26,6 +26,7 @@ def optimised_less(isa: InstructionSet, level: str = "-O1") -> InstructionSet:
 
 
 BEST, *_lesser = supported_instruction_sets()
+PORTABLE = ([BEST] + _lesser)[-1]
 EMULATED = optimised_less(emulated_tiles())
 TESTED = {isa.name: isa for isa in (BEST, *map(optimised_less, _lesser), EMULATED)}
 """Every instruction set of this CPU, the best first, and matrix tiles in plain C++."""

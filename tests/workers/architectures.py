@@ -266,6 +266,7 @@ HYBRIDS = [
     Architecture("recurrent_gemma", GROUPED | GRIFFIN),
     Architecture("zamba", ZAMBA),
     Architecture("zamba2", MAMBA2 | ZAMBA2),
+    Architecture("zaya", GROUPED | EXPERTS | ZAYA),
 ]
 """Models whose layers keep states."""
 

@@ -24,6 +24,7 @@ SHARED_SETTINGS = {
     "cross_attention_layers": "pictures",
     "n_mamba_heads": "the embeddings of tokens",  # of Zamba
     "num_mem_blocks": "the embeddings of tokens",  # of Zamba2
+    "router_hidden_size": "what routers of earlier layers have computed",  # of ZAYA
 }
 """Settings of models whose layers need more than hidden states."""
 

@@ -45,15 +45,18 @@ ROLES = ("user", "assistant", "system")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TOOL_FIELDS = ("name", "description", "strict")  # as they are in chat completions
 SILENT_TOOL_FIELDS = {"type", "input_schema", "cache_control", *TOOL_FIELDS}
-NO_BUDGET = "thinking.budget_tokens has no effect: this server knows no format of reasoning for the model"
+NO_BUDGET = (
+    "thinking.budget_tokens has no effect: this server knows no format of reasoning for the model, or the mark "
+    "that ends it is several tokens"
+)
 
 JSON = dict[str, Any]
 
 
-def chat_request(request: CountTokensRequest, reasons: bool) -> ChatRequest:
+def chat_request(request: CountTokensRequest, reasons: bool, limits: bool = False) -> ChatRequest:
     """Convert a request to one for a chat completion.
 
-    reasons: the server tells reasoning from answers, so the model may be one that reasons.
+    reasons: the server tells reasoning from answers, so the model may be one that reasons. limits: and can end it.
 
     Raises:
         APIError: a message, block, tool or field is malformed or not supported.
@@ -65,7 +68,7 @@ def chat_request(request: CountTokensRequest, reasons: bool) -> ChatRequest:
     fields: JSON = {}
     if isinstance(request, MessagesRequest):
         fields = {name: getattr(request, name) for name in SAME_NAME}
-        fields["thinking_token_budget"] = budget_of(request, reasons)
+        fields["thinking_token_budget"] = budget_of(request, limits)
         fields |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
     return ChatRequest(
         model=request.model,
@@ -83,12 +86,15 @@ def chat_request(request: CountTokensRequest, reasons: bool) -> ChatRequest:
     )
 
 
-def budget_of(request: MessagesRequest, reasons: bool) -> int | None:
-    """Return the most tokens of reasoning; None: no limit. reasons: see `chat_request`."""
+def budget_of(request: MessagesRequest, limits: bool) -> int | None:
+    """Return the most tokens of reasoning; None: no limit. limits: see `chat_request`.
+
+    Clients always send a budget, so one that has no effect is warned of.
+    """
     thinking = request.thinking
     if thinking is None or thinking.budget_tokens is None or thinking.type == "disabled":
         return None
-    if not reasons:
+    if not limits:
         warn(NO_BUDGET)
         return None
     return thinking.budget_tokens

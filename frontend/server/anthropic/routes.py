@@ -26,6 +26,7 @@ from pagewire.frontend.server.http.errors import APIError, api_error
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.prepared_chat import PreparedChat, counted, prepare, prompt_of, tools_of
+from pagewire.frontend.server.parsing.reasoning import REASONING
 from pagewire.frontend.server.serving.exchange import Exchange, while_connected
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service
@@ -89,7 +90,7 @@ async def answer(service: Service, request: MessagesRequest, exchange: Exchange)
     if request.thread is not None:
         why = "thread is not supported: the server keeps no conversations; send all messages, without thread"
         raise APIError(400, why, param="thread", code=NO_THREADS)
-    wanted = chat_request(request, service.formats.reasoning is not None)
+    wanted = chat_request(request, service.formats.reasoning is not None, limits_reasoning(service, request))
     chat = await prepare(service, wanted, exchange)
     omits_thoughts = request.thinking is not None and request.thinking.display == "omitted"
     if request.stream:
@@ -102,6 +103,14 @@ async def answer(service: Service, request: MessagesRequest, exchange: Exchange)
             message.stop_reason, message.stop_sequence = end
     message.usage = message_usage(exchange.usage())
     return sse.ENCODER.encode(message)
+
+
+def limits_reasoning(service: Service, request: MessagesRequest) -> bool:
+    """Return True if reasoning of the model can be ended after some tokens: the mark that ends it is one token."""
+    if service.formats.reasoning is None:
+        return False
+    closing = REASONING[service.formats.reasoning].close
+    return len(service.tokenizer_of(request.model).encode(closing, add_special_tokens=False)) == 1
 
 
 async def stream(chat: PreparedChat, writer: EventWriter) -> Events:

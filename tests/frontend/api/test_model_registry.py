@@ -139,6 +139,9 @@ def test_questions() -> None:
         "LlamaForCausalLM": ("generate", None),
         "AquilaModel": ("generate", None),  # a language model, whatever its name says
         "BertModel": ("pooling", "embed"),
+        "MarianMTModel": ("generate", None),
+        "Qwen2VLForConditionalGeneration": ("generate", None),
+        "WhisperForConditionalGeneration": ("generate", None),
         "LlamaForSequenceClassification": ("pooling", "classify"),
         "Qwen2ForRewardModel": ("pooling", "token_classify"),
         "AcmeForCausalLM": ("generate", None),
@@ -149,7 +152,7 @@ def test_questions() -> None:
         assert ModelRegistry.is_text_generation_model(name) is (runner == "generate")
         assert ModelRegistry.is_pooling_model(name) is (runner == "pooling")
         assert ModelRegistry.is_embedding_model(name) is (convert == "embed")
-        assert ModelRegistry.is_multimodal_model(name) is False
+        assert ModelRegistry.is_multimodal_model(name) is name.startswith(("Qwen2VL", "Whisper"))
     assert ModelRegistry.get_model_info("AcmeForCausalLM")["model_cls"] == "acme_plugin:Model"
     with pytest.raises(
         ValueError, match="unknown architecture 'LlamaForCausalM'; did you mean 'LlamaForCausalLM'"

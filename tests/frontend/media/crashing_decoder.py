@@ -10,7 +10,7 @@ from pagewire.frontend.media import decode_process
 decode = decode_process.decode_picture
 
 
-def faulty(data: bytes) -> tuple[tuple[int, ...], bytes]:
+def faulty(data: bytes, max_side: int) -> tuple[tuple[int, ...], bytes]:
     """Decode a picture, unless it says otherwise."""
     if data == b"crash":
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -20,7 +20,7 @@ def faulty(data: bytes) -> tuple[tuple[int, ...], bytes]:
         signal.pause()
     if data == b"fill":
         return (1,), bytes(2 << 30)
-    return decode(data)
+    return decode(data, max_side)
 
 
 decode_process.decode_picture = faulty

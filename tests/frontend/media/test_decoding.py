@@ -208,6 +208,15 @@ def test_the_same_content_is_decoded_once_for_each_salt(monkeypatch: pytest.Monk
         own.load([first, MediaItem("image", data=b"x", place="here[1]")], "a")
 
 
+def test_a_picture_of_low_detail_is_made_smaller() -> None:
+    own = MediaLoader(MediaAccess())
+    shapes = {(1024, 300): (150, 512, 3), (300, 1024): (512, 150, 3), (40, 60): (60, 40, 3)}
+    for (width, height), shape in shapes.items():
+        data = files.plain_png(width, height)
+        low, whole = own.load([MediaItem("image", data=data, max_side=512), MediaItem("image", data=data)])
+        assert (low.data.shape, whole.data.shape) == (shape, (height, width, 3))
+
+
 def test_base64_is_strict_and_bounded() -> None:
     import base64
 

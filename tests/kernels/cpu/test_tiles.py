@@ -286,6 +286,7 @@ def attend(kernels: CpuKernels, shape: Shape, requests: list[Request]) -> torch.
     return kernels.paged_attention(paged.q, paged.cache, paged.batch, shape.head_dim**-0.5)
 
 
+@pytest.mark.every_set
 @pytest.mark.parametrize("isa", list(filter(has_tiles, INSTRUCTION_SETS)), ids=lambda isa: isa.name)
 def test_a_library_for_tiles_says_whether_it_may_use_them(isa: InstructionSet) -> None:
     """On any CPU: it compiles, loads, and asks the system; after a no, no instruction of it ever runs."""

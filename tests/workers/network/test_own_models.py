@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from pagewire import ModelRegistry
+from pagewire.ipc.families.media import FAMILIES
 from pagewire.ipc.files.hub import read_configs
 from pagewire.ipc.models import architectures, plugins, registrations
 from pagewire.ipc.models.registrations import Registrations
@@ -24,6 +25,7 @@ from pagewire.workers.module.attention_layer import Attention
 from pagewire.workers.module.registered import take_registrations
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.pooling_spec import ENCODERS, REWARD_HEADS
+from pagewire.workers.seq2seq.lengths import SOUNDS, TEXTS
 from pagewire.workers.weight_cache.key import reason_against
 from tests import own_package
 from tests.workers import pooled, random_adapters
@@ -198,7 +200,7 @@ import json, sys
 from pagewire import LLM, ModelRegistry, SamplingParams
 
 ModelRegistry.register_model("AcmeForCausalLM", "mine:Negated")
-with LLM(sys.argv[1], skip_tokenizer_init=True, num_gpu_blocks_override=64) as llm:
+with LLM(sys.argv[1], skip_tokenizer_init=True, num_gpu_blocks_override=64, dtype="float32") as llm:
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     outputs = llm.generate(json.loads(sys.argv[2]), params, use_tqdm=False)
 print(json.dumps([output.outputs[0].token_ids for output in outputs]), {"torch", "acme"} & set(sys.modules))
@@ -225,6 +227,11 @@ def test_plugins_and_programs_reach_all_processes_of_an_engine(tmp_path: Path) -
 
 def test_the_lists_are_those_of_the_tested_models() -> None:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    )
 
     causal = [architecture.config() for architecture in SERVED.values()]
     encoders = [AutoConfig.for_model(name) for name in pooled.ENCODERS | pooled.MORE_ENCODERS]
@@ -233,3 +240,11 @@ def test_the_lists_are_those_of_the_tested_models() -> None:
     assert {AutoModelForCausalLM._model_mapping[type(c)].__name__ for c in causal} == architectures.GENERATE
     assert {config.model_type for config in encoders} == ENCODERS
     assert REWARD_HEADS.keys() == architectures.REWARD
+    sees = {
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name] for name, row in FAMILIES.items() if not row.refused
+    }
+    assert (
+        sees | {MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES[name] for name in SOUNDS} == architectures.MULTIMODAL
+    )
+    reads = {MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES[name] for name in TEXTS}
+    assert reads == architectures.ENCODER_DECODERS

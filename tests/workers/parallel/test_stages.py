@@ -34,7 +34,7 @@ from tests.workers.parity import make_prompts
 from tests.workers.quantised_models import write_packed
 from tests.workers.test_embeddings import embedded, prompt_of
 
-UNCUT = {"gemma4_text", "glm_moe_dsa", "hy_v4", "zamba", "zamba2"}  # refused, see below
+UNCUT = {"gemma4_text", "glm_moe_dsa", "hy_v4", "zamba", "zamba2", "zaya"}  # refused, see below
 FORMS = (  # each has another forward, of which a stage runs a part
     *("llama with biases", "gpt2", "opt", "gemma3_text", "deepseek_v3", "gpt_oss", "phi3", "cohere"),
     *("bamba", "qwen3_5_text"),  # stages with states only, and without any
@@ -298,6 +298,8 @@ def test_layers_that_read_keys_of_earlier_ones_are_refused(tmp_path: Path) -> No
         in_stages(SERVED["gemma4_text"].write(tmp_path / "gemma"), 2)
     with pytest.raises(LoadError, match="its layers read what indexers of earlier layers have chosen"):
         in_stages(SERVED["glm_moe_dsa"].write(tmp_path / "glm"), 2)
+    with pytest.raises(LoadError, match="its layers read what routers of earlier layers have computed"):
+        in_stages(SERVED["zaya"].write(tmp_path / "zaya"), 2)
 
 
 def test_what_the_stages_compute_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,17 @@ def test_text_that_has_the_placeholder_has_placed_the_picture(client: Client, co
     assert "outside of any" in chat(client, "w5 <image>").error["message"]
 
 
+def test_pictures_of_low_detail_are_made_smaller(client: Client, core: FakeCore) -> None:
+    url = data_url(files.plain_png(1024, 2))
+    for detail, size in (("low", 512), ("high", 1024), ("auto", 1024), (None, 1024)):
+        part = {"type": "image_url", "image_url": {"url": url, "detail": detail}}
+        assert chat(client, part).status == 200
+        assert submitted(core)[1][0].data.shape == (size // 512, size, 3)
+        item = {"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": detail}]}
+        assert client.request("POST", "/v1/responses", {"model": "fake", "input": [item]}).status == 200
+        assert submitted(core)[1][0].data.shape == (size // 512, size, 3)
+
+
 def test_other_apis_send_the_same(client: Client, core: FakeCore) -> None:
     text, wide = base64.b64encode(WIDE).decode(), {"type": "input_image", "image_url": data_url(WIDE)}
     source = {"type": "base64", "media_type": "image/png", "data": text}
@@ -312,6 +323,8 @@ def test_a_model_of_text_refuses_by_name(engine: AsyncLLM, serve: Callable[..., 
         ),
         ({"type": "image_url", "image_url": {"url": "file://host/a"}}, "must not name another host"),
         ({"type": "input_image", "file_id": "f"}, "files are not kept"),
+        ({"type": "image_url", "image_url": {"url": "x", "detail": "full"}}, "one of auto, high, low"),
+        ({"type": "input_image", "image_url": "x", "detail": ["low"]}, "one of auto, high, low"),
         ({"type": "image_embeds", "image_embeds": "x"}, "give embeddings by multi_modal_data"),
         (
             {"type": "input_audio", "input_audio": {"data": "x", "format": "aac"}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.wire.messages import EngineInfo, Request
 from tests.frontend.conftest import FakeCore
+from tests.frontend.logprob_rows import rows
 from tests.serving import serving
 
 DEMO = Path(pagewire.demo.__file__).parent
@@ -110,6 +112,40 @@ def gathered(chunks: Any) -> tuple[str, list[list[str]], list[str], set[str | No
                 calls[call.index][2] += call.function.arguments
                 pieces.append(call.function.arguments)
     return content, calls, pieces, reasons - {None}
+
+
+def test_calls_have_the_log_probability_of_every_token(replay: Replay) -> None:
+    """Also of those that no part of the message shows; in a stream each stands once."""
+    replay.text = HERMES
+    ids = replay.tokenizer.encode(HERMES, add_special_tokens=False)
+    token_ids = itertools.cycle(ids)
+    replay.core.logprobs = lambda request: rows([[next(token_ids), 6]], [[-1.5, -2.0]], [1])
+    request: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER, CLOCK]}
+    request |= {"logprobs": True, "top_logprobs": 1}
+    with (
+        replay.serve(enable_auto_tool_choice=True, tool_call_parser="hermes") as url,
+        client_of(url) as client,
+    ):
+        (choice,) = client.chat.completions.create(**request).choices
+        assert choice.finish_reason == "tool_calls" and len(calls_of(choice.message)) == 2
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        whole = choice.logprobs.content
+        assert [token.logprob for token in whole] == [-1.5] * len(ids)
+        streamed: list[Any] = []
+        for chunk in client.chat.completions.create(**request, stream=True):
+            (part,) = chunk.choices
+            streamed += part.logprobs.content if part.logprobs is not None else []
+        assert streamed == whole
+
+
+def test_effort_none_turns_thoughts_off(replay: Replay) -> None:
+    template = "{{ 'silent' if enable_thinking is false else 'aloud' }} {{ reasoning_effort }}"
+    request: Any = {"model": "fake", "messages": ASK}
+    with replay.serve(template) as url, client_of(url) as client:
+        replay.text = "Yes."
+        for effort, prompt in (("none", "silent none"), ("low", "aloud low")):
+            client.chat.completions.create(**request, reasoning_effort=effort)
+            assert replay.prompt == prompt
 
 
 @pytest.mark.parametrize(
