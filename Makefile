@@ -86,7 +86,7 @@ test-ranks: $(STAMP)
 
 # What a machine with a GPU lacks, for benchmarks/gpu_all.sh: it has PyTorch, transformers and CuPy, but no network. The
 # script installs those that Python does not have there.
-WHEELS := pyzmq msgspec llguidance starlette uvicorn httptools uvloop psutil prometheus-client aiohttp \
+WHEELS := pyzmq msgspec llguidance starlette python-multipart uvicorn httptools uvloop psutil prometheus-client aiohttp \
 	aiohappyeyeballs aiosignal attrs frozenlist multidict propcache yarl anyio idna h11 click regex jinja2 markupsafe \
 	pytest pytest-timeout iniconfig pluggy pygments hypothesis sortedcontainers peft cuda-pathfinder
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_31_x86_64 manylinux_2_27_x86_64 manylinux_2_26_x86_64 manylinux2014_x86_64

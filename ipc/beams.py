@@ -19,6 +19,7 @@ UNSUPPORTED: Mapping[
     "stop": (([],), _UNSEARCHED),
     "logprobs": ((False,), _UNREPORTED),
     "prompt_logprobs": ((), _UNREPORTED),
+    "timestamps": ((), "the rules for timestamps are for a single sequence; sample with best_of instead"),
     "thinking_token_budget": (
         (),
         "beams are ranked by the model's own probabilities; sample with best_of instead",

@@ -11,6 +11,7 @@ from pagewire.ipc.version import __version__
 SUMMARIES = {
     "generate": "complete a prompt",
     "chat": "talk to a model",
+    "transcribe": "write what is said in a recording",
     "embed": "embed texts",
     "rerank": "sort documents for a query",
     "serve": "serve a model over HTTP with OpenAI's API",

@@ -28,6 +28,7 @@ GROUPS = {
     "/v1/messages": "Anthropic's API",
     "/api/chat": "Ollama's API",
     "/v1/embeddings": "Models that pool",
+    "/v1/audio/transcriptions": "Speech to text",
     "/v1/models": "Models and tokens",
     "/health": "State",
     "/pause": "Operators (`--enable-admin`)",
@@ -68,7 +69,9 @@ def operation(method: str, path: str, what: Schema) -> str:
         ]
         lines.append("")
     if body := what.get("requestBody"):
-        lines.append(f"Body: {kind(body['content']['application/json']['schema'])}\n")
+        for media, content in body["content"].items():
+            form = "" if media == "application/json" else f" (`{media}`)"
+            lines.append(f"Body{form}: {kind(content['schema'])}\n")
     for media, content in what["responses"]["200"].get("content", {}).items():
         event = content.get("x-event")
         answer = f"events `{media}` of {kind(event)}" if event else f"`{media}`: {kind(content['schema'])}"

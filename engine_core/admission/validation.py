@@ -61,7 +61,7 @@ def check_request(request: Request, info: EngineInfo, *, task_known: bool = Fals
         check_int("eos_token_id", request.eos_token_id, 0, 2**31 - 1)
     if not task_known:
         check_params(request.task, info)
-    if request.task.processed_logprobs:
+    if request.task.processed_logprobs and request.task.timestamps is None:
         check_step_of_search(request)
     check_int("num_prompt_logprobs", request.num_prompt_logprobs, 0, num_prompt - 1)
     if request.output_token_ids is not None:
@@ -122,6 +122,8 @@ def check_params(params: SamplingParams, info: EngineInfo) -> None:
     check_processors(params.logits_processors or (), info.logits_processors)
     if params.thinking_token_budget is not None:
         check_marks(params.thinking, info)
+    if (rules := params.timestamps) is not None:
+        check_token_ids("timestamps", [rules.first, rules.end], info.vocab_size)
     if info.source is not None and params.prompt_logprobs is not None:
         raise ValueError(NO_PROMPT_LOGPROBS)
     for name in ("logprobs", "prompt_logprobs"):

@@ -13,17 +13,22 @@ from functools import cache
 import msgspec
 
 from pagewire.frontend.media.errors import MediaError
+from pagewire.frontend.media.limits import MIN_SPEECH_SECONDS
 from pagewire.frontend.media.picture import decode_picture, load_pillow
 from pagewire.frontend.media.sound import convert_samples, decode_sound, load_sound_libraries
+from pagewire.frontend.media.spectrum import log_peak
 from pagewire.ipc.host.confined import Confined, JobKilledError, JobTimeoutError, Limits
 from pagewire.ipc.host.job_server import Handler, serve
 from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.sources import Spectrum
 
 SECONDS = 15.0  # of wall-clock time for one content
 CPU_SECONDS = 5.0  # of processor time
 MEMORY_BYTES = 1 << 30
 NUM_PARALLEL = 2  # contents that are decoded at the same time; others wait
 LIMITS = Limits(SECONDS, CPU_SECONDS, MEMORY_BYTES, answer_bytes=1 << 28)
+# A sound of the greatest length takes 4 s to decode, to resample and to be looked through for its peak.
+SPEECH_LIMITS = Limits(2 * SECONDS, 3 * CPU_SECONDS, MEMORY_BYTES, answer_bytes=1 << 28)
 NAMES = {"image": "picture", "audio": "sound", "samples": "sound"}
 
 
@@ -32,6 +37,7 @@ class EncodedMedia(msgspec.Struct, array_like=True):
 
     rate: samples a second that a sound is to have; 0: as it is. own_rate: those of "samples".
     max_side: pixels that a side of a picture may have, or it is made smaller; 0: any number.
+    spectrum: of a sound whose peak is needed.
     """
 
     kind: str
@@ -39,15 +45,20 @@ class EncodedMedia(msgspec.Struct, array_like=True):
     rate: int = 0
     own_rate: int = 0
     max_side: int = 0
+    spectrum: Spectrum | None = None
 
 
 class DecodedBytes(msgspec.Struct, array_like=True):
-    """What a job returns: the parts of a `Tensor`, or why the content is refused, in our own words."""
+    """What a job returns: the parts of a `Tensor`, or why the content is refused, in our own words.
+
+    peak: of a sound's spectrogram, if it is needed.
+    """
 
     dtype: str = "uint8"
     shape: tuple[int, ...] = (0,)
     data: memoryview = memoryview(b"")
     refusal: str = ""
+    peak: float = 0.0
 
 
 def decode(kind: str, data: bytes, rate: int = 0, own_rate: int = 0, max_side: int = 0) -> Tensor:
@@ -62,20 +73,33 @@ def decode(kind: str, data: bytes, rate: int = 0, own_rate: int = 0, max_side: i
         MediaError: it cannot be decoded within the limits. The text repeats nothing of the decoder's.
         EngineBusyError: others take too long.
     """
+    decoded = decode_confined(EncodedMedia(kind, data, rate, own_rate, max_side))
+    return Tensor(decoded.dtype, decoded.shape, decoded.data)
+
+
+def decode_speech(data: bytes, rate: int, spectrum: Spectrum) -> tuple[Tensor, float]:
+    """A sound that is longer than a model hears at a time, and the peak of its spectrogram (`log_peak`).
+
+    Arguments and errors as for `decode`, within `SPEECH_LIMITS`. Less than `MIN_SPEECH_SECONDS` are refused.
+    """
+    decoded = decode_confined(EncodedMedia("audio", data, rate, spectrum=spectrum))
+    return Tensor(decoded.dtype, decoded.shape, decoded.data), decoded.peak
+
+
+def decode_confined(encoded: EncodedMedia) -> DecodedBytes:
+    """Decode one content in a process that may be lost. Raises as `decode`."""
+    name = NAMES[encoded.kind]
     try:
-        answer = processes().run(
-            msgspec.msgpack.encode(EncodedMedia(kind, data, rate, own_rate, max_side)), LIMITS
-        )
+        limits = LIMITS if encoded.spectrum is None else SPEECH_LIMITS
+        answer = processes().run(msgspec.msgpack.encode(encoded), limits)
     except JobTimeoutError:
-        raise MediaError(f"a {NAMES[kind]} takes too long to decode") from None
+        raise MediaError(f"a {name} takes too long to decode") from None
     except JobKilledError:
-        raise MediaError(
-            f"a {NAMES[kind]} cannot be decoded: its decoder failed or ran out of memory"
-        ) from None
+        raise MediaError(f"a {name} cannot be decoded: its decoder failed or ran out of memory") from None
     decoded = msgspec.msgpack.decode(answer, type=DecodedBytes)
     if decoded.refusal:
         raise MediaError(decoded.refusal)
-    return Tensor(decoded.dtype, decoded.shape, decoded.data)
+    return decoded
 
 
 @cache
@@ -97,7 +121,7 @@ def decoder() -> Handler:
                 decoded = DecodedBytes("uint8", shape, memoryview(data))
             elif encoded.kind == "audio":
                 shape, data = decode_sound(encoded.data, encoded.rate)
-                decoded = DecodedBytes("float32", shape, memoryview(data))
+                decoded = DecodedBytes("float32", shape, memoryview(data), peak=peak_of(data, encoded))
             else:
                 shape, data = convert_samples(encoded.data, encoded.own_rate, encoded.rate)
                 decoded = DecodedBytes("float32", shape, memoryview(data))
@@ -106,6 +130,15 @@ def decoder() -> Handler:
         return msgspec.msgpack.encode(decoded)
 
     return run
+
+
+def peak_of(data: bytes, encoded: EncodedMedia) -> float:
+    """The peak of a decoded sound's spectrogram; 0 if it is not needed. Raises MediaError."""
+    if encoded.spectrum is None:
+        return 0.0
+    if len(data) < 4 * MIN_SPEECH_SECONDS * encoded.rate:
+        raise MediaError(f"a sound has less than {MIN_SPEECH_SECONDS:g} s: there is nothing to hear")
+    return log_peak(data, encoded.rate, encoded.spectrum)
 
 
 def warm_up(run: Handler) -> None:

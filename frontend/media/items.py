@@ -39,6 +39,7 @@ class Decoded:
 
     embeddings: the data are embeddings [number of tokens, E] in place of a picture or sound.
     uuid: the caller's name for it. `data` is empty if the engine is to have it under that name. place: see above.
+    excerpt: of a longer sound, as a source's `options` have it (`ipc.wire.sources`); "": it is whole.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Decoded:
     embeddings: bool = False
     uuid: str = ""
     place: str = ""
+    excerpt: str = ""
     _names: dict[str, bytes] = field(default_factory=dict, repr=False, compare=False)
 
     def name(self, options: str) -> bytes:

@@ -19,6 +19,7 @@ import msgspec
 
 from pagewire.frontend.media.intake import KEYS as MEDIA_KEYS
 from pagewire.frontend.media.intake import NOT_TAKEN, MediaIntake, has_media
+from pagewire.frontend.media.items import Decoded
 from pagewire.frontend.requests.embeds import KEY as EMBEDS_KEY
 from pagewire.frontend.requests.embeds import NO_TOKENS, check_embeds_params, embeddings_of
 from pagewire.frontend.requests.lora import UsedAdapter
@@ -33,7 +34,6 @@ from pagewire.ipc.bounds import check_string, meta_of, unknown_name
 from pagewire.ipc.models.own_code import check_processors
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_TOKENS
-from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.embeddings import PLACEHOLDER, check_encoded, check_media, media_of
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.messages import EngineInfo, Request
@@ -206,9 +206,9 @@ class Intake:
         salt = None if is_explicit(prompt) else salt_of(prompt)
         return sourced(prompt, info, self.info.block_size, self._part, partial(self._hear, salt), salt)
 
-    def _hear(self, salt: str | None, prompt: Mapping[str, Any]) -> list[Tensor]:
+    def _hear(self, salt: str | None, prompt: Mapping[str, Any]) -> list[Decoded]:
         assert self.media is not None  # an engine that hears takes sounds
-        return [medium.data for medium in self.media.contents(prompt, salt)]
+        return self.media.contents(prompt, salt)
 
     def _part(self, prompt: PromptType, special: bool) -> tuple[list[int], str | None]:
         """Token ids and text of a part of such a prompt; special: with the tokens that stand around a text."""

@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pagewire.frontend.media.items import Decoded
 from pagewire.frontend.text.prompts import PromptType
-from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.sources import SOUND, SourceInfo, sound_source, text_source, with_source
 
 Tokenize = Callable[[PromptType, bool], tuple[list[int], str | None]]
 """Token ids and text of a prompt; False: without the tokens that a tokenizer puts around texts."""
-Hear = Callable[[Mapping[str, Any]], list[Tensor]]
-"""The sounds of a prompt, fetched and decoded: float32 [samples] each."""
+Hear = Callable[[Mapping[str, Any]], list[Decoded]]
+"""The sounds of a prompt, fetched and decoded."""
 HEARD = ("multi_modal_data", "multi_modal_uuids", "cache_salt")
 ENCODER, DECODER, MEDIA = "encoder_prompt", "decoder_prompt", "multi_modal_data"
 
@@ -62,7 +62,8 @@ def sourced(
     ids, text = start_of(decoder, info, tokenize)
     target = Prompt(ids, cache_salt=salt)
     if info.kind == SOUND:
-        source = sound_source(sound_of(encoder, info, hear), info, block_size)
+        sound = sound_of(encoder, info, hear)
+        source = sound_source(sound.data, info, block_size, sound.excerpt)
         return SourcedPrompt(with_source(source, [], target), SourceText([], None), text)
     if encoder is None:
         raise ValueError(f"the prompt of an encoder-decoder needs an {ENCODER!r}")
@@ -92,14 +93,18 @@ def parts_of(prompt: Any, info: SourceInfo) -> tuple[Any, Any]:
 
 
 def start_of(prompt: Any, info: SourceInfo, tokenize: Tokenize) -> tuple[list[int], str | None]:
-    """The tokens with which the decoder begins, the first of which is its start token; and their text, if known."""
+    """The tokens with which the decoder begins, the first of which is its start token; and their text, if known.
+
+    In the prompt of a model that hears, earlier text may stand before the start token.
+    """
     if prompt is None or prompt == "" or prompt == {} or prompt == {"prompt": ""}:
         return list(info.start_ids), None
     ids, text = tokenize(prompt, False)
-    return ids if ids[0] == info.start_ids[0] else [info.start_ids[0], *ids], text
+    begins = info.start_ids[0] in (ids if info.kind == SOUND else ids[:1])
+    return ids if begins else [info.start_ids[0], *ids], text
 
 
-def sound_of(prompt: Any, info: SourceInfo, hear: Hear) -> Tensor:
+def sound_of(prompt: Any, info: SourceInfo, hear: Hear) -> Decoded:
     """The sound of a prompt at the engine's sampling rate, float32 [samples].
 
     Raises:
@@ -110,7 +115,7 @@ def sound_of(prompt: Any, info: SourceInfo, hear: Hear) -> Tensor:
     if others := {name for name, value in prompt.items() if value and name not in HEARD}:
         raise ValueError(f"the encoder hears, and takes no {', '.join(sorted(map(str, others)))}")
     (sound,) = hear(prompt)
-    if (number := sound.shape[0]) > info.max_samples:
+    if not sound.excerpt and (number := sound.data.shape[0]) > info.max_samples:
         seconds = info.max_samples / info.sampling_rate
         raise ValueError(
             f"the sound has {number / info.sampling_rate:.1f} seconds, and this model takes {seconds:g}: cut it, "

@@ -15,6 +15,7 @@ from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.requests.answer_budget import AnswerMemory
 from pagewire.frontend.server import models
 from pagewire.frontend.server.anthropic import routes as anthropic
+from pagewire.frontend.server.audio import routes as audio
 from pagewire.frontend.server.demonstration import routes as demonstration
 from pagewire.frontend.server.http import openapi
 from pagewire.frontend.server.http.body import LARGE_BODIES, IncomingBodies
@@ -52,6 +53,7 @@ MODULES = (
     ollama,
     demonstration,
     pooling,
+    audio,
     models,
     tokenization,
     monitoring,

@@ -17,6 +17,7 @@ from pagewire.ipc.bounds import check_fields, check_float, check_integer, check_
 from pagewire.ipc.compatibility import OPTIONS, KnowsArguments, settle
 from pagewire.ipc.models.own_code import MAX_PROCESSORS
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.timestamps import TimestampRules
 from pagewire.ipc.wire.budget import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORD_SPELLINGS,
@@ -300,6 +301,7 @@ class SamplingParams(
         guided_decoding: the older name of `structured_outputs`; moved there.
         logit_bias: token id to a bias in [-100, 100] added to its logit.
         allowed_token_ids: only these tokens may be generated.
+        timestamps: tokens of a model that hears which are times; transcriptions have it.
         extra_args: for logits processors, which get these parameters; nothing else reads them.
 
     Raises:
@@ -348,8 +350,10 @@ class SamplingParams(
     # How many of the n outputs the client gets, filled in by the server for `best_of`; metrics report it.
     num_returned: NumSequences | None = None
     # For a step of beam search, which generates one token: report log probabilities of the logits that tokens are
-    # sampled from, with all edits and the temperature, rather than of the model's.
+    # sampled from, with all edits and the temperature, rather than of the model's. With `timestamps`, for any
+    # number of tokens, without the temperature.
     processed_logprobs: bool = False
+    timestamps: TimestampRules | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -477,6 +481,8 @@ class SamplingParams(
         self._check_beams()
         if self.thinking is not None and not isinstance(self.thinking, ThinkingMarks):
             raise TypeError(f"thinking must be ThinkingMarks, got {quoted(self.thinking)}")
+        if self.timestamps is not None and not isinstance(self.timestamps, TimestampRules):
+            raise TypeError(f"timestamps must be TimestampRules, got {quoted(self.timestamps)}")
         if self.thinking is not None and self.thinking_token_budget is None:
             raise ValueError("thinking has the marks of reasoning, for a budget: give thinking_token_budget")
         if self.stop_strings and not self.detokenize:

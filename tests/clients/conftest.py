@@ -75,6 +75,12 @@ def pooled() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server that transcribes."""
+    yield from started("-m", "tests.clients.hearing_server", str(tmp_path_factory.mktemp("whisper")))
+
+
+@pytest.fixture(scope="session")
 def scripted() -> Iterator[str]:
     """The address of a server whose model follows the script of a conversation (`scripts.py`)."""
     yield from started("-m", "tests.clients.scripted_server", str(DEMO), TEMPLATE)

@@ -12,6 +12,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from pagewire.ipc.speculative import MAX_ALPHA, MAX_DRAFTS, MAX_LOOKUP, Acceptance, Method, SpeculativeConfig
+from pagewire.ipc.timestamps import TimestampRules
 from pagewire.ipc.wire import messages, worker_messages
 from pagewire.ipc.wire.codec import INLINE_BYTES, ITEM_SIZES, Tensor
 from pagewire.ipc.wire.lora import MAX_ADAPTER_ID, AdapterSource
@@ -61,6 +62,13 @@ structures = st.one_of(
     st.builds(StructuredOutputsParams, json_object=st.just(True), whitespace_pattern=st.none() | words),
 )
 
+timestamp_rules = st.builds(
+    TimestampRules,
+    first=st.integers(10, 2**31 - 1),
+    end=st.integers(0, 9),
+    max_initial=st.none() | st.integers(0, 2**31 - 1),
+)
+
 
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
@@ -101,6 +109,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         "num_returned": st.sampled_from([None, 1]),
         "best_of": st.sampled_from([None, 64]),
         "processed_logprobs": st.booleans(),
+        "timestamps": st.none() | timestamp_rules,
         "logits_processors": st.none() | st.lists(words.filter(bool), max_size=2),
     }
     given = draw(st.sets(st.sampled_from(sorted(fields)), max_size=8))

@@ -16,20 +16,27 @@ from torch import Tensor
 
 from pagewire.ipc.wire.codec import Tensor as PlainTensor
 from pagewire.ipc.wire.items import Media
-from pagewire.ipc.wire.sources import SOUND, SourceInfo
+from pagewire.ipc.wire.sources import SOUND, SoundExcerpt, SourceInfo
 from pagewire.kernels.data.paging import AttentionBatch
 
 
 class SlotSource(NamedTuple):
-    """The source of a sequence: the positions that its encoder makes, and its sound float32 [samples], if any."""
+    """The source of a sequence: the positions that its encoder makes, and its sound float32 [samples], if any.
+
+    excerpt: of a longer sound; None: the sound is whole.
+    """
 
     length: int
     sound: PlainTensor | None = None
+    excerpt: SoundExcerpt | None = None
 
     @classmethod
     def of(cls, medium: Media, info: SourceInfo) -> SlotSource:
         """That of the first medium of a sequence."""
-        return cls(info.num_tokens(medium.data), medium.data if info.kind == SOUND else None)
+        length = info.num_tokens(medium.data)
+        if info.kind != SOUND:
+            return cls(length)
+        return cls(length, medium.data, SoundExcerpt.of(medium.options))
 
 
 Features: TypeAlias = Callable[[SlotSource], Tensor]

@@ -81,7 +81,8 @@ def row_sampling(slot: SamplingSlot, mask: int = -1, max_most_likely: int = MOST
 def needs_pytorch(slot: SamplingSlot) -> bool:
     """True if the kernels cannot sample a slot's next token."""
     typical = slot.candidate is not None and slot.params.temperature > 0
-    return typical or (slot.params.processed_logprobs and slot.params.logprobs is not None)
+    processed = slot.params.processed_logprobs and slot.params.logprobs is not None
+    return typical or processed or slot.edits.timestamps is not None
 
 
 class Transfers(Protocol):
@@ -120,8 +121,8 @@ class CudaTokenSampler:
         """Start to sample one token per row; arguments as for `sampler.sample`. The logits must not change until
         `finish` has returned.
 
-        The kernels know no typical acceptance, nor log probabilities of processed logits: a step with these is
-        sampled by PyTorch on the device, and is over when this returns.
+        The kernels know no typical acceptance, no timestamps, and no log probabilities of processed logits: a step
+        with these is sampled by PyTorch on the device, and is over when this returns.
         """
         if any(needs_pytorch(slot) for slot in slots):
             return CpuPendingTokens(sample(logits, slots, masks))

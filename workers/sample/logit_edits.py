@@ -1,4 +1,4 @@
-"""Changes to logits before sampling: allowed tokens, bias, penalties, bad words, min_tokens.
+"""Changes to logits before sampling: allowed tokens, bias, penalties, bad words, min_tokens, timestamps.
 
 Every sequence has a `LogitEdits`, updated with each token; `apply_edits` makes the changes of all rows in one
 sparse pass. It uses elementwise operations only, so a row never depends on the other rows.
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.thinking import ThinkingState
+from pagewire.workers.sample.timestamps import TimestampState
 from pagewire.workers.sample.token_tables import token_tables
 
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
@@ -103,6 +104,9 @@ class LogitEdits:
             self._thinking = ThinkingState(params.thinking_token_budget, params.thinking, prompt.tolist())
             for token_id in output.tolist():
                 self._thinking.add(token_id)
+        self.timestamps: TimestampState | None = None
+        if params.timestamps is not None:
+            self.timestamps = TimestampState(params.timestamps, history[num_prompt_tokens:].tolist())
         self._recent = deque(history[max(0, num_tokens - longest) :].tolist(), maxlen=longest)
         self.repetition = bounded(params.repetition_penalty)
         self.frequency, self.presence = params.frequency_penalty, params.presence_penalty
@@ -119,6 +123,8 @@ class LogitEdits:
             self.counts.add(token_id)
         if self._thinking is not None:
             self._thinking.add(token_id)
+        if self.timestamps is not None:
+            self.timestamps.add(token_id)
         self._recent.append(token_id)
 
     def copy(self) -> LogitEdits:
@@ -127,6 +133,7 @@ class LogitEdits:
         other.counts = None if self.counts is None else self.counts.copy()
         other._recent = self._recent.copy()
         other._thinking = None if self._thinking is None else self._thinking.copy()
+        other.timestamps = None if self.timestamps is None else self.timestamps.copy()
         return other
 
     @property
@@ -143,7 +150,8 @@ class LogitEdits:
     def active(self) -> bool:
         """True if the next token's logits are to be changed."""
         held_back = self.held_back > 0 and len(self.tables.stop_ids) > 0
-        return self.tables.lasting or self.counts is not None or held_back or self.forced is not None
+        lasting = self.tables.lasting or self.counts is not None or self.timestamps is not None
+        return lasting or held_back or self.forced is not None
 
     def forbidden(self) -> NDArray[np.int64]:
         """Tokens [n] that must not come next: ends of bad words, and stop tokens before min_tokens."""
@@ -164,8 +172,8 @@ class LogitEdits:
 def apply_edits(x: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
     """Edit float32 logits x [n, V], contiguous, in place; edits [n].
 
-    Order: allowed tokens, bias, penalties, then -inf for bad words and min_tokens. (Setting -inf last is
-    equivalent to any earlier point, as penalties do not change -inf.)
+    Order: allowed tokens, bias, penalties, then -inf for bad words and min_tokens. (Setting -inf here is
+    equivalent to any earlier point, as penalties do not change -inf.) Timestamps see the logits of all these edits.
     """
     for row, edit in zip(x, edits, strict=True):
         if (allowed := edit.allowed) is not None:
@@ -175,6 +183,9 @@ def apply_edits(x: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
     flat = np.concatenate([edit.forbidden() + row * x.shape[1] for row, edit in enumerate(edits)])
     if len(flat):
         x.view(-1)[torch.from_numpy(flat).to(x.device)] = -math.inf
+    for row, edit in zip(x, edits, strict=True):
+        if edit.timestamps is not None:
+            edit.timestamps.apply(row)
 
 
 def _keep_only(row: torch.Tensor, allowed: NDArray[np.int64]) -> None:

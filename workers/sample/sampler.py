@@ -287,10 +287,14 @@ def _add_logprobs(
 
 
 def _processed(x: torch.Tensor, slots: Sequence[SamplingSlot], allowed: torch.Tensor | None) -> torch.Tensor:
-    """Logits [n, V] after all edits and at the temperature, as a copy; those of greedy rows are not divided."""
+    """Logits [n, V] after all edits and at the temperature, as a copy; those of greedy rows are not divided.
+
+    Nor are those of rows with timestamps: by their log probabilities, decodings at other temperatures are compared.
+    """
     x = x.to(torch.float32, copy=True) if allowed is None else only_allowed(x, allowed)
     apply_edits(x, [slot.edits for slot in slots])
-    divisors = [slot.temperature if slot.params.temperature > 0 else 1.0 for slot in slots]
+    divided = [slot.params.temperature > 0 and slot.params.timestamps is None for slot in slots]
+    divisors = [slot.temperature if divides else 1.0 for slot, divides in zip(slots, divided, strict=True)]
     # Peaks are subtracted first, and no possible token becomes impossible: temperatures may be tiny.
     scaled = (x - x.amax(1, keepdim=True)) / torch.tensor(divisors, device=x.device)[:, None]
     return scaled.clamp_min(-FLOAT32_MAX / 2).masked_fill(x == -math.inf, -math.inf)

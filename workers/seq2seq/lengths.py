@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.ipc.wire.sources import SOUND, TEXT, SourceInfo
+from pagewire.ipc.wire.sources import SOUND, TEXT, SourceInfo, Spectrum
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.caches.sources import Features, SlotSource
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.configuration import resolve_max_model_len
 from pagewire.workers.module.refusals import refuse
+from pagewire.workers.seq2seq.spectrogram import excerpt_features
 
 TEXTS = {
     *("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "pegasus", "plbart"),
@@ -67,6 +68,9 @@ def source_info(worker_config: WorkerConfig, config: Any) -> SourceInfo:
         start_ids=[config.pad_token_id or 0 if start is None else start],
         sampling_rate=0 if extractor is None else extractor.sampling_rate,
         max_samples=0 if extractor is None else extractor.n_samples,
+        spectrum=None
+        if extractor is None
+        else Spectrum(extractor.feature_size, extractor.n_fft, extractor.hop_length),
     )
 
 
@@ -84,6 +88,8 @@ def sound_features(worker_config: WorkerConfig, config: Any) -> tuple[Features, 
     def features(source: SlotSource) -> Tensor:
         assert source.sound is not None, "the source is a sound"
         samples = torch.frombuffer(bytearray(source.sound.data), dtype=torch.float32)
+        if source.excerpt is not None:
+            return excerpt_features(samples, source.excerpt, extractor)
         made = extractor(
             samples.numpy(), sampling_rate=extractor.sampling_rate, return_tensors="pt", device="cpu"
         )

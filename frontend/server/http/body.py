@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -23,6 +23,7 @@ from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_CONTAINERS
 
 T = TypeVar("T")
+Read = TypeVar("Read", covariant=True)
 
 CLOSE = {"connection": "close"}  # for errors that leave a part of the body unread
 SMALL_BODY_BYTES = 64 << 10  # of each body, which are not counted: small requests pass when large ones cannot
@@ -58,6 +59,15 @@ class IncomingBodies:
             yield body
         finally:
             self.grow(len(body), 0)
+
+    @contextmanager
+    def counted(self, num_bytes: int) -> Iterator[None]:
+        """Count what has become of a body until the block ends. Raises APIError: there is no room."""
+        self.grow(0, num_bytes)
+        try:
+            yield
+        finally:
+            self.grow(num_bytes, 0)
 
     @asynccontextmanager
     async def turn(self, num_bytes: int) -> AsyncIterator[None]:
@@ -109,6 +119,19 @@ class AbsentFields:
                 warn(absent.warning(name))
 
 
+class BodyDecoder(Protocol[Read]):
+    """Reads bodies of one type.
+
+    Attributes:
+        fields: names of its fields.
+    """
+
+    fields: tuple[str, ...]
+
+    async def read(self, scope: Scope, receive: Receive, options: ServerOptions) -> Read:
+        """Read and decode a request's body. Raises APIError, ValueError, or errors of msgspec."""
+
+
 class Decoder(Generic[T]):
     """Decodes bodies into one struct type.
 
@@ -153,6 +176,10 @@ class Decoder(Generic[T]):
             warn(f"unknown fields are ignored: {shortened(unknown)}")
         self._absent.settle(request)
         return request
+
+    async def read(self, scope: Scope, receive: Receive, options: ServerOptions) -> T:
+        """Read and decode a request's body. Raises as `decoded_body`."""
+        return await decoded_body(scope, receive, self, options)
 
     def _unknown(self, body: bytes | bytearray) -> set[str]:
         """Names of unknown fields: of a large body, which may have a million of them, only the first."""
@@ -227,10 +254,26 @@ async def read_body(
         raise APIError(
             415, f"the body must be JSON: Content-Type: application/json, got {quoted(kind or 'none')}"
         )
-    length = headers.get("content-length", "")
-    if length.isdecimal() and int(length) > options.max_request_bytes:
-        raise too_long(options.max_request_bytes)
-    arrival = receive_body(receive, options.max_request_bytes, bodies, body)
+    await receive_within(scope, receive, options, options.max_request_bytes, bodies, body)
+
+
+async def receive_within(
+    scope: Scope,
+    receive: Receive,
+    options: ServerOptions,
+    limit: int,
+    bodies: IncomingBodies,
+    body: bytearray,
+) -> None:
+    """Read the body of a request, of at most `limit` bytes, into `body`, which is one of `bodies`.
+
+    Raises:
+        APIError: the body is too large or too slow, or the client disconnected.
+    """
+    length = Headers(scope=scope).get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise too_long(limit)
+    arrival = receive_body(receive, limit, bodies, body)
     try:
         await asyncio.wait_for(arrival, options.body_seconds)
     except asyncio.TimeoutError:

@@ -27,7 +27,7 @@ FAILURES = {
     "404": "the model or path does not exist",
     "408": "the request's deadline has passed, or its body arrived too slowly",
     "413": "the body is too large",
-    "415": "the Content-Type is not JSON",
+    "415": "the Content-Type is not that of the body",
     "422": "a field is missing or has the wrong type",
     "429": "too many requests are waiting",
     "499": "the request was aborted",
@@ -46,6 +46,7 @@ class Operation(Route):
     Args:
         endpoint: a function (request) -> response, or an ASGI application.
         body, result: structs of the request's and the response's JSON; None: no such body.
+        body_media: the content type of a request's body, which may be a form.
         others: structs of responses in the shapes of other APIs, which a header asks for.
         streams: struct of the events of a streamed response.
         media: media type of a response that is not JSON.
@@ -60,6 +61,7 @@ class Operation(Route):
         summary: str,
         *,
         body: Any = None,
+        body_media: str = "application/json",
         result: Any = None,
         others: Sequence[Any] = (),
         streams: Any = None,
@@ -71,6 +73,7 @@ class Operation(Route):
         self.method, self.summary = method, summary
         self.query, self.failures = tuple(query), tuple(failures)
         self.body, self.streams, self.media = body, streams, media
+        self.body_media = body_media
         self.results = () if result is None else (result, *others)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,7 +156,7 @@ def described(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]
     if operation.body is not None:
         description["requestBody"] = {
             "required": True,
-            "content": {"application/json": schema(operation.body)},
+            "content": {operation.body_media: schema(operation.body)},
         }
     return description
 

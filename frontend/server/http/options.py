@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from pagewire.frontend.media.limits import MAX_SOURCE_BYTES
 from pagewire.frontend.server.http.limits import connection_limits
 from pagewire.frontend.server.parsing.detection import OFF
 from pagewire.frontend.server.parsing.dialects import DIALECTS
@@ -75,6 +76,11 @@ class ServerOptions:
     )
     max_request_bytes: int = option(
         16 << 20, "HTTP", "largest request body in bytes; a larger one gets status 413"
+    )
+    max_upload_bytes: int = option(
+        MAX_SOURCE_BYTES["audio"],
+        "HTTP",
+        "largest body with an uploaded recording in bytes; a larger one gets status 413",
     )
     max_connections: int | None = option(
         None,
@@ -251,6 +257,7 @@ class ServerOptions:
         check_types(self)
         check_int("port", self.port, 0, 65535)
         check_int("max_request_bytes", self.max_request_bytes, 1)
+        check_int("max_upload_bytes", self.max_upload_bytes, 1, MAX_SOURCE_BYTES["audio"])
         check_int("response_store_bytes", self.response_store_bytes, 0)
         for name in ("max_request_sequences", "max_request_tokens", "max_request_logprobs"):
             check_int(name, getattr(self, name), 1)

@@ -15,6 +15,7 @@ from pagewire.frontend.server.http.errors import APIError
 Header = tuple[bytes, bytes]
 
 JSON_HEADERS: list[Header] = [(b"content-type", b"application/json")]
+TEXT_HEADERS: list[Header] = [(b"content-type", b"text/plain; charset=utf-8")]
 # A client that reads an answer in parts more slowly is cut: others may wait for the memory.
 READ_BYTES_PER_SECOND = 256 << 10
 READ_GRACE_SECONDS = 60.0  # beside that, for a pause or a slow beginning
@@ -50,9 +51,15 @@ class HttpResponse:
 
     async def send_json(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         """Send a complete JSON response."""
+        await self._send_whole(status, body, [*JSON_HEADERS, *encoded(headers or {})])
+
+    async def send_text(self, text: str, headers: dict[str, str]) -> None:
+        """Send a complete response of plain text."""
+        await self._send_whole(200, text.encode(), [*TEXT_HEADERS, *encoded(headers)])
+
+    async def _send_whole(self, status: int, body: bytes, headers: list[Header]) -> None:
         self.complete = True
-        length = (b"content-length", str(len(body)).encode())
-        await self._start(status, [*JSON_HEADERS, length, *encoded(headers or {})])
+        await self._start(status, [*headers, (b"content-length", str(len(body)).encode())])
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def send_parts(self, parts: Iterator[bytes], headers: dict[str, str]) -> None:

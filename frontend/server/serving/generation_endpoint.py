@@ -1,6 +1,6 @@
 """Handling of a generation request, from its body to its log line.
 
-body --> checked struct --> answer(...) --> JSON, whole or in parts, or a stream of events
+body --> checked struct --> answer(...) --> JSON, whole or in parts, text, or a stream of events
                                ^ cancelled when the client disconnects or the deadline passes
 """
 
@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from pagewire.frontend.server.http.api_shapes import shape_of
-from pagewire.frontend.server.http.body import Decoder, decoded_body
+from pagewire.frontend.server.http.body import BodyDecoder, Decoder
 from pagewire.frontend.server.http.errors import APIError, api_error
 from pagewire.frontend.server.http.response import HttpResponse
 from pagewire.frontend.server.serving.exchange import Exchange
@@ -33,7 +33,8 @@ Events = AsyncGenerator[bytes, None]
 class GenerationEndpoint(Generic[T]):
     """An ASGI application that handles generation requests of one type.
 
-    answer: returns the JSON of the response, whole or in parts, or the encoded events of a stream.
+    kind: a struct for JSON, or what reads other bodies.
+    answer: returns the JSON of the response, whole or in parts, plain text, or the encoded events of a stream.
     prefix: prefix of request ids. translate: returns an error in the terms of the request's type.
     """
 
@@ -41,13 +42,13 @@ class GenerationEndpoint(Generic[T]):
         self,
         service: Service,
         prefix: str,
-        kind: type[T],
-        answer: Callable[[Service, T, Exchange], Awaitable[bytes | Iterator[bytes] | Events]],
+        kind: type[T] | BodyDecoder[T],
+        answer: Callable[[Service, T, Exchange], Awaitable[bytes | str | Iterator[bytes] | Events]],
         translate: Callable[[APIError], APIError] | None = None,
     ) -> None:
         self.service, self.prefix, self.answer = service, prefix, answer
         self._translate = translate
-        self.decoder = Decoder(kind)
+        self.decoder: BodyDecoder[T] = Decoder(kind) if isinstance(kind, type) else kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -58,7 +59,7 @@ class GenerationEndpoint(Generic[T]):
         self.service.open[exchange.id] = exchange
         try:
             exchange.lease.begin()
-            request = await decoded_body(scope, receive, self.decoder, self.service.options)
+            request = await self.decoder.read(scope, receive, self.service.options)
             exchange.body_decoded()
             self._name(exchange, request)
             service = self.service.of(getattr(request, "model", None))
@@ -101,6 +102,9 @@ class GenerationEndpoint(Generic[T]):
         answer = await self.answer(service, request, exchange)
         if isinstance(answer, bytes):
             await response.send_json(200, answer, {"Server-Timing": exchange.server_timing()})
+            return
+        if isinstance(answer, str):
+            await response.send_text(answer, {"Server-Timing": exchange.server_timing()})
             return
         if isinstance(answer, Iterator):
             await response.send_parts(answer, {"Server-Timing": exchange.server_timing()})

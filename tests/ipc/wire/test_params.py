@@ -63,6 +63,7 @@ DEFAULTS = {
     "early_stopping": False,
     "thinking_token_budget": None,
     "thinking": None,
+    "timestamps": None,
 }
 
 
@@ -151,6 +152,7 @@ OF_ANOTHER_TYPE: dict[str, list[Any]] = {
     "best_of": [1.0, True, "1"],
     "thinking_token_budget": [1.0, True, "1"],
     "thinking": ["<think>", 5],
+    "timestamps": ["<|0.00|>", 5],
     "use_beam_search": [1, None],
     "processed_logprobs": [1, None],
     "length_penalty": ["1", None],

@@ -1,0 +1,163 @@
+"""The endpoints /v1/audio/transcriptions and /v1/audio/translations."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager, aclosing
+from functools import partial
+from typing import Any
+
+from pagewire.frontend.requests.outputs import CompletionOutput
+from pagewire.frontend.server.audio.memory import RecordingMemory
+from pagewire.frontend.server.audio.protocol import (
+    NO_WORDS,
+    REFUSED,
+    TranscriptionRequest,
+    TranscriptTextDelta,
+    TranscriptTextDone,
+)
+from pagewire.frontend.server.http import sse
+from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.form import MEDIA_TYPE, FormDecoder
+from pagewire.frontend.server.http.openapi import Operation
+from pagewire.frontend.server.openai.sampling import salted
+from pagewire.frontend.server.serving.exchange import Exchange
+from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
+from pagewire.frontend.server.serving.service import Service
+from pagewire.frontend.speech.recording import Recording
+from pagewire.frontend.speech.transcriber import TEMPERATURES, Transcriber, TranscriptionParams
+from pagewire.frontend.speech.transcript import (
+    DurationUsage,
+    Transcription,
+    VerboseTranscription,
+    transcribe,
+    written,
+)
+from pagewire.frontend.speech.vocabulary import SpeechVocabulary
+from pagewire.ipc.wire.params import SamplingParams
+
+
+def routes(service: Service) -> list[Operation]:
+    """Return the routes of the endpoints."""
+    kinds = (
+        ("transcriptions", "transcribe", "Transcribe a recording."),
+        ("translations", "translate", "Translate a recording into English."),
+    )
+    memory = RecordingMemory(service.options)
+    decoder = FormDecoder(TranscriptionRequest, REFUSED, memory.uploads)
+    return [
+        Operation(
+            "POST",
+            f"/v1/audio/{path}",
+            GenerationEndpoint(service, f"{task}-", decoder, partial(answer, task, memory)),
+            text,
+            body=TranscriptionRequest,
+            body_media=MEDIA_TYPE,
+            result=Transcription,
+            others=(VerboseTranscription,),
+            streams=TranscriptTextDelta | TranscriptTextDone,
+            media="text/plain",
+        )
+        for path, task, text in kinds
+    ]
+
+
+async def answer(
+    task: str,
+    memory: RecordingMemory,
+    service: Service,
+    request: TranscriptionRequest,
+    exchange: Exchange,
+) -> bytes | str | Events:
+    """The transcription of a request's recording: JSON, plain text, or events.
+
+    Raises:
+        APIError, ValueError: the request is invalid, or the model does not hear. Exceptions of the engine.
+    """
+    service.model(request.model)
+    check_form(request)
+    tokenizer = service.optional_tokenizer(request.model)
+    vocabulary = SpeechVocabulary.of(service.info, tokenizer)
+    source = service.info.source
+    assert source is not None and tokenizer is not None, "there is a vocabulary"
+    transcriber = Transcriber(
+        vocabulary,
+        tokenizer,
+        source.max_target_tokens,
+        params_of(task, request),
+        RecordingRequests(service, request, exchange),
+    )
+    decoded = memory.decoded(request, source)
+    if request.stream:
+        return events(transcriber, decoded)
+    async with decoded as recording:
+        return written(await transcribe(transcriber, recording), request.response_format)
+
+
+def check_form(request: TranscriptionRequest) -> None:
+    """Check what the types of fields cannot say.
+
+    Raises:
+        APIError: fields contradict each other, or ask for what is not served.
+    """
+    param = "timestamp_granularities[]"
+    if "word" in request.timestamp_granularities:
+        raise APIError(400, NO_WORDS, param=param)
+    if request.timestamp_granularities and request.response_format != "verbose_json":
+        raise APIError(400, f"{param} needs response_format=verbose_json", param=param)
+    if request.stream and request.response_format not in ("json", "text"):
+        message = (
+            f"response_format={request.response_format} has no events: leave stream out, or ask for json"
+        )
+        raise APIError(400, message, param="stream")
+
+
+def params_of(task: str, request: TranscriptionRequest) -> TranscriptionParams:
+    """What a request asks for."""
+    return TranscriptionParams(
+        task=task,
+        language=request.language or None,
+        prompt=request.prompt or "",
+        temperatures=(request.temperature,) if request.temperature else TEMPERATURES,
+        compression_ratio_threshold=request.compression_ratio_threshold,
+        logprob_threshold=request.logprob_threshold,
+        no_speech_threshold=request.no_speech_threshold,
+        condition_on_previous_text=request.condition_on_previous_text,
+    )
+
+
+async def events(transcriber: Transcriber, decoded: AbstractAsyncContextManager[Recording]) -> Events:
+    """Yield the text of a recording, each segment once it is final; then the whole text."""
+    text = ""
+    async with decoded as recording, aclosing(transcriber.segments(recording)) as windows:
+        async for segments in windows:
+            for segment in segments:
+                delta = segment.text if text else segment.text.lstrip()
+                text += delta
+                yield sse.event(TranscriptTextDelta(delta))
+        yield sse.event(TranscriptTextDone(text.rstrip(), DurationUsage(recording.seconds)))
+
+
+class RecordingRequests:
+    """Submits the requests of one transcription to the engine, one after the other."""
+
+    def __init__(self, service: Service, request: TranscriptionRequest, exchange: Exchange) -> None:
+        self._service, self._request, self._exchange = service, request, exchange
+        self._number = 0
+
+    async def __call__(self, prompt: Any, params: SamplingParams) -> CompletionOutput:
+        """The output of a prompt. Raises exceptions of the engine, and APIError if the request was aborted."""
+        exchange, number = self._exchange, self._number
+        self._number += 1
+        stream = self._service.engine.generate_all(
+            [salted(prompt, self._request.cache_salt)],
+            params,
+            f"{exchange.id}-{number}",
+            priority=self._request.priority or 0,
+            trace_headers=exchange.headers,
+            admit=exchange.lease.admit,
+        )
+        async with aclosing(stream):
+            async for outputs in stream:
+                for _, output in outputs:
+                    exchange.count(number, output)
+        return output.outputs[0]
