@@ -27,7 +27,7 @@ CPU_SECONDS = 5.0  # of processor time
 MEMORY_BYTES = 1 << 30
 NUM_PARALLEL = 2  # contents that are decoded at the same time; others wait
 LIMITS = Limits(SECONDS, CPU_SECONDS, MEMORY_BYTES, answer_bytes=1 << 28)
-# 25 minutes of stereo MP3 took 4.2 s of a processor to decode and resample, and 1.4 s to be looked through for the peak.
+# 25 minutes of stereo MP3 took 4.2 s of a processor to decode and resample, and 1.4 s to be searched for the peak.
 SPEECH_LIMITS = Limits(2 * SECONDS, 3 * CPU_SECONDS, MEMORY_BYTES, answer_bytes=1 << 28)
 NAMES = {"image": "picture", "audio": "sound", "samples": "sound"}
 
