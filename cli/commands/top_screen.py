@@ -12,17 +12,17 @@ from textual.binding import Binding, BindingType
 from textual.widgets import DataTable, Footer, Sparkline, Static
 
 from pagewire.cli.commands.top_snapshot import (
-    COLUMNS,
     MAX_REQUESTS,
     CoreSnapshot,
     call,
-    cells,
+    fitted,
     printable,
     summary,
 )
 from pagewire.frontend.core.client import CoreClient
 
-HISTORY = 120  # snapshots in the graph of the speed
+HISTORY = 120  # snapshots in the graphs
+MARGIN = 6  # columns of the terminal beside the table: its border and bar
 
 # Sort keys by name; requests with equal keys are sorted by age, oldest first.
 ORDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -43,7 +43,8 @@ class Screen(App[None]):
     TITLE = "pagewire top"
     CSS = """
     #summary { height: 3; padding: 0 1; }
-    Sparkline { height: 2; margin: 0 1; }
+    .label { height: 1; padding: 0 1; }
+    Sparkline { height: 1; margin: 0 1; }
     DataTable { height: 1fr; border: round $primary; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -59,19 +60,20 @@ class Screen(App[None]):
         self.snapshot: CoreSnapshot | None = None
         self.order = "age"
         self._client, self._interval = client, interval
-        self._speeds: list[float] = []
+        self._past: list[CoreSnapshot] = []
         self._rows: list[dict[str, Any]] = []
 
     def compose(self) -> ComposeResult:
-        """Yield the widgets: summary, graph of the speed, table of requests, list of keys."""
+        """Yield the widgets: summary, graphs, table of requests, list of keys."""
         yield Static(id="summary", markup=False)
-        yield Sparkline([], summary_function=max)
+        for name in ("speed", "usage"):
+            yield Static(id=f"{name}-label", classes="label", markup=False)
+            yield Sparkline([], id=name, summary_function=max)
         yield DataTable(cursor_type="row", zebra_stripes=True)
         yield Footer()
 
     def on_mount(self) -> None:
-        """Set up the table and start taking snapshots."""
-        self._table.add_columns(*COLUMNS)
+        """Start taking snapshots."""
         self._table.focus()
         self.run_worker(self._attempt(self._watch()))
 
@@ -97,16 +99,27 @@ class Screen(App[None]):
     def show(self, snapshot: CoreSnapshot) -> None:
         """Show a snapshot; the cursor stays on its request."""
         self.query_one("#summary", Static).update("\n".join(summary(snapshot)))
-        self._speeds = [*self._speeds[1 - HISTORY :], snapshot.output_rate]
-        self.query_one(Sparkline).data = self._speeds
+        self._past = [*self._past[1 - HISTORY :], snapshot]
+        speeds, usages = [past.output_rate for past in self._past], [past.kv_usage for past in self._past]
+        span = f"of the last {self._past[-1].time - self._past[0].time:.0f} s"
+        self._graph(
+            "speed", speeds, f"tokens/s generated: {speeds[-1]:.0f}, at most {max(speeds):.0f} {span}"
+        )
+        self._graph("usage", usages, f"KV cache: {usages[-1]:.1%}, at most {max(usages):.1%} {span}")
         self._fill(snapshot.requests)
+
+    def _graph(self, name: str, values: list[float], label: str) -> None:
+        self.query_one(f"#{name}-label", Static).update(label)
+        self.query_one(f"#{name}", Sparkline).data = values
 
     def _fill(self, requests: list[dict[str, Any]]) -> None:
         table, selected = self._table, self.selected
         self._rows = sorted(requests, key=lambda request: (ORDERS[self.order](request), -request["age"]))
-        table.clear()
-        for request in self._rows:
-            table.add_row(*map(Text, cells(request)))
+        table.clear(columns=True)
+        columns, rows = fitted(self._rows, self.size.width - MARGIN)
+        table.add_columns(*columns)
+        for row in rows:
+            table.add_row(*map(Text, row))
         if selected is not None:
             places = [place for place, request in enumerate(self._rows) if same(request, selected)]
             table.move_cursor(row=places[0] if places else 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 ANSWER_SECONDS = 10.0  # a core that takes longer to answer a call counts as hung
 MAX_REQUESTS = 1000  # most requests that a snapshot lists: keeps the message and the table small
 NAME_WIDTH = 48  # names of models, frontends and requests are cut to this many characters
+WIDE, MIN_NAME = 110, 8  # of a table that has all columns, and of a request's name in a narrower one
+LEFT_OUT = ("PID", "CACHED", "OF")
 COLUMNS = ("FRONTEND", "PID", "REQUEST", "PHASE", "PROMPT", "CACHED", "OUTPUT", "OF", "AGE", "SINCE TOKEN")
 
 
@@ -168,6 +170,23 @@ def cells(request: dict[str, Any]) -> tuple[str, ...]:
         span(request["age"]),
         "-" if since is None else span(since),
     )
+
+
+def fitted(requests: Sequence[dict[str, Any]], width: int) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and rows of requests in a table of some width; what does not fit is left out or shortened.
+
+    Each column has a place beside it on both sides.
+    """
+    rows = list(map(cells, requests))
+    places = [place for place, name in enumerate(COLUMNS) if width >= WIDE or name not in LEFT_OUT]
+    widths = [max(len(row[place]) for row in (COLUMNS, *rows)) + 2 for place in places]
+    of_request = places.index(COLUMNS.index("REQUEST"))
+    room = max(MIN_NAME, width - sum(widths) + widths[of_request] - 2)
+    chosen = [[row[place] for place in places] for row in rows]
+    for row in chosen:
+        if len(row[of_request]) > room:
+            row[of_request] = row[of_request][: room - 1] + "…"
+    return [COLUMNS[place] for place in places], chosen
 
 
 def span(seconds: float) -> str:

@@ -111,12 +111,12 @@ def test_spans() -> None:
 
 
 @asynccontextmanager
-async def watching(address: str) -> AsyncIterator[tuple[Screen, Pilot[None]]]:
+async def watching(address: str, width: int = 140) -> AsyncIterator[tuple[Screen, Pilot[None]]]:
     """The live view of a core, with a pilot."""
     client = attach(build_parser().parse_args(["top", "--attach", address]))
     screen = Screen(client, 0.05)
     try:
-        async with screen.run_test(size=(140, 30)) as pilot:
+        async with screen.run_test(size=(width, 30)) as pilot:
             yield screen, pilot
     finally:
         client.close()
@@ -243,3 +243,34 @@ def test_without_textual_the_command_is_named(
     monkeypatch.setitem(sys.modules, "textual", None)
     assert main(["top"]) == 2
     assert "pip install 'pagewire[top]'; or use --once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_no_column_is_cut(address: str, width: int) -> None:
+    async def go() -> None:
+        async with watching(address, width) as (screen, pilot):
+            await until(pilot, lambda: screen.snapshot is not None)
+            screen.workers.cancel_all()
+            await pilot.pause()  # a snapshot may have been on its way
+            screen._past.clear()
+            old = request(
+                "chatcmpl-" + "0123456789abcdef" * 2, num_prompt_tokens=123456, max_output_tokens=1000
+            )
+            screen.show(CoreSnapshot(0.0, status(), [old], output_rate=12.0))
+            screen.show(CoreSnapshot(5.0, status(), [old] * 40, output_rate=8.0))
+            await pilot.pause()
+            table = screen.query_one(DataTable)
+            assert table.virtual_size.width <= table.size.width, "nothing is beyond the edge"
+            names = [str(column.label) for column in table.columns.values()]
+            assert ("PID" in names) == (width == 140) and {"REQUEST", "OUTPUT", "SINCE TOKEN"} <= set(names)
+            (name,) = {str(table.get_row_at(row)[names.index("REQUEST")]) for row in range(40)}
+            assert name == old["request_id"] or (
+                width == 80 and name.endswith("…") and name.startswith("chatcmpl")
+            )
+            label = str(screen.query_one("#speed-label", Static).render())
+            assert label == "tokens/s generated: 8, at most 12 of the last 5 s"
+            assert str(screen.query_one("#usage-label", Static).render()).startswith(
+                "KV cache: 25.0%, at most"
+            )
+
+    asyncio.run(go())
