@@ -75,7 +75,7 @@ def test_workers_are_processes_of_this_machine_if_it_has_the_devices(
     assert opened(tensor_parallel_size=2) is LocalLauncher
     assert opened(tensor_parallel_size=4, device="cpu") is LocalLauncher
     with pytest.raises(ValueError, match=r"tensor_parallel_size=4 takes a GPU for each worker, .* has 2"):
-        opened(tensor_parallel_size=4)
+        opened(tensor_parallel_size=4, distributed_executor_backend="mp")
 
 
 def test_workers_join_where_the_options_or_the_environment_say(
