@@ -38,15 +38,15 @@ FILES = ("processor_config.json", "preprocessor_config.json")
 
 PLAIN = MediaFamily()
 GRID = MediaFamily(positions=True)
-UNTRIED = MediaFamily(refused="its answers about pictures were not compared with those of transformers")
+HEARS = MediaFamily(("audio",))
 
 FAMILIES: Mapping[str, MediaFamily] = {
     "qwen2_vl": GRID,
     "qwen2_5_vl": GRID,
     "qwen3_vl": GRID,
-    "qwen3_vl_moe": UNTRIED,
+    "qwen3_vl_moe": GRID,
     "glm4v": GRID,
-    "glm4v_moe": UNTRIED,
+    "glm4v_moe": GRID,
     "llava": PLAIN,
     "llava_next": PLAIN,
     "mistral3": PLAIN,
@@ -54,7 +54,10 @@ FAMILIES: Mapping[str, MediaFamily] = {
     "idefics3": PLAIN,
     "smolvlm": PLAIN,
     "aya_vision": PLAIN,
-    "got_ocr2": UNTRIED,
+    "got_ocr2": MediaFamily(refused="its processor writes the whole prompt, of one picture of 256 tokens"),
+    "audioflamingo3": HEARS,
+    "glmasr": HEARS,
+    "qwen2_audio": HEARS,
     "chameleon": MediaFamily(arguments={"return_for_text_completion": True}),
     "gemma3": MediaFamily(whole=True),
     "paligemma": MediaFamily(refused="all tokens of its prompts attend both ways, text as well"),

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from pagewire import LLM, LoRARequest, SamplingParams
 from tests.end_to_end.test_adapters import matrices, write_adapter
-from tests.workers.media.checkpoints import BY_NAME
-from tests.workers.media.parity import Question, Reader, picture, transformers_answers, words
+from tests.workers.media.checkpoints import BY_NAME, HEARING
+from tests.workers.media.parity import Question, Reader, picture, sound, transformers_answers, words
 
 NUM_TOKENS = 24
 MODEL = BY_NAME["qwen2_vl"]
@@ -187,3 +187,20 @@ def test_a_processor_that_cannot_be_had_ends_the_start_with_its_reason(tmp_path:
     with LLM(str(folder), limit_mm_per_prompt="image=0", **options) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=2)
         assert llm.generate({"prompt_token_ids": [5, 6]}, params)[0].outputs[0].token_ids
+
+
+def test_a_sound_is_heard(tmp_path: Path) -> None:
+    (model,) = (model for model in HEARING if model.name == "qwen2_audio")
+    folder, samples = model.write(tmp_path), sound(1.5, 1)
+    reader = Reader(folder)
+    (answer,) = transformers_answers(folder, reader, [Question([words(5, 1), samples])], NUM_TOKENS)
+    place = reader.processor._tokens["audio"][0]
+    prompt: Any = {
+        "prompt_token_ids": [*words(5, 1), place],
+        "multi_modal_data": {"audio": (samples, 16_000)},
+    }
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM(str(folder), dtype="float32", max_model_len=256, num_gpu_blocks_override=64) as llm:
+        assert llm.generate(prompt, params)[0].outputs[0].token_ids == answer
+        with pytest.raises(ValueError, match="the model takes audio only"):
+            llm.generate(prompt | {"multi_modal_data": {"image": picture(20, 20, 1)}}, params)

@@ -1,6 +1,6 @@
 """The part of a model that encodes pictures or sound: transformers' own module, without the layers for text.
 
-features of the processor -> get_image_features -> embeddings [n, E], which are laid over the medium's places
+features of the processor -> get_image_features or get_audio_features -> embeddings [n, E], laid over its places
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from pagewire.ipc.wire.codec import Tensor as PlainTensor
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
+from pagewire.workers.media.encoders import ENCODERS
 from pagewire.workers.module.configuration import layer_windows, load_config, resolve_dtype
 from pagewire.workers.module.text_base import base_path
 from pagewire.workers.network.build_module import build_module
@@ -44,7 +46,7 @@ class EncodedMedium:
 
 @dataclass
 class Tower:
-    """A wrapper of transformers, whose `get_image_features` runs.
+    """A wrapper of transformers, whose `get_image_features` or `get_audio_features` runs.
 
     module: the wrapper, filled but for its layers for text; None: this rank is on a later stage, and only counts
     positions. place_ids: by kind, the token whose place takes an embedding. axes: see `axes_of`; None: tokens have
@@ -76,10 +78,11 @@ class Tower:
             )
 
     def _encode(self, kind: str, features: Mapping[str, PlainTensor]) -> EncodedMedium:
-        run = getattr(self.module, f"get_{kind}_features")
+        own = ENCODERS.get((type(self.module).__name__, kind))
+        run = getattr(self.module, f"get_{kind}_features") if own is None else partial(own, self.module)
         names = self._accepts.setdefault(kind, set(inspect.signature(inspect.unwrap(run)).parameters))
         given = {name: self._taken(value) for name, value in features.items() if name in names}
-        found = run(**given, return_dict=True)
+        found = run(**given) if own is not None else run(**given, return_dict=True)
         deep = [joined(part) for part in getattr(found, "deepstack_features", None) or ()]
         return EncodedMedium(joined(found.pooler_output), deep)
 

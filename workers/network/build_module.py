@@ -51,8 +51,8 @@ class ModelClass(NamedTuple):
     def load(self, config: Any) -> Any:
         """The class for a model of this configuration.
 
-        A language model that takes pictures as well is made as a whole, for so its checkpoint names its parts,
-        unless it is `APART`.
+        A language model that takes pictures or sound as well is made as a whole, for so its checkpoint names its
+        parts, unless it is `APART`.
 
         Raises:
             LoadError: transformers has no language model of this type, or the registered class cannot be used.
@@ -65,10 +65,10 @@ class ModelClass(NamedTuple):
         own = getattr(transformers, self.name)
         if self.name != CAUSAL.name or getattr(config, "auto_map", None):
             return own
-        wider = transformers.AutoModelForImageTextToText
-        is_wide = takes_more_than_text(config) and config.model_type not in APART
-        if is_wide and type(config) in wider._model_mapping:
-            return wider
+        if takes_more_than_text(config) and config.model_type not in APART and not config.is_encoder_decoder:
+            for wider in (transformers.AutoModelForImageTextToText, transformers.AutoModelForSeq2SeqLM):
+                if type(config) in wider._model_mapping:  # the second has those that hear
+                    return wider
         if type(config) in own._model_mapping:
             return own
         raise refuse(config, f"transformers has no language model of the type {config.model_type!r}")

@@ -38,7 +38,7 @@ class MediaModel:
 
     processor: its class. image, audio: the preprocessor's settings. settings: of the processor.
     tokens: special tokens by id. named: the tokenizer's attributes that have them. config: changes of the tiny
-    configuration, merged into it.
+    configuration, merged into it. hears: it takes sounds.
     """
 
     name: str
@@ -48,6 +48,7 @@ class MediaModel:
     settings: Mapping[str, Any] = field(default_factory=dict)
     named: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    hears: bool = False
 
     def write(self, folder: Path, seed: int = 0) -> Path:
         """A checkpoint with random weights, tokenizer and processor."""
@@ -59,7 +60,8 @@ class MediaModel:
         text["max_position_embeddings"] = 512
         made = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
         torch.manual_seed(seed)
-        model = transformers.AutoModelForImageTextToText.from_config(made, dtype=torch.float32)
+        kind = transformers.AutoModelForSeq2SeqLM if self.hears else transformers.AutoModelForImageTextToText
+        model = kind.from_config(made, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:
@@ -138,13 +140,33 @@ def idefics(name: str, processor: str, image_processor: str) -> MediaModel:
     )
 
 
+def hearing(name: str, processor: str, token: str) -> MediaModel:
+    """A model that hears by an encoder like Whisper's, up to 30 seconds at a time."""
+    return MediaModel(
+        name,
+        processor,
+        {127: token},
+        image={
+            "feature_extractor_type": "WhisperFeatureExtractor",
+            "feature_size": 128,
+            "sampling_rate": 16_000,
+            "chunk_length": 30,
+        },
+        settings={"audio_token": token},
+        hears=True,
+    )
+
+
 MODELS = [
     qwen("qwen2_vl", "Qwen2VLProcessor"),
     qwen("qwen2_5_vl", "Qwen2_5_VLProcessor", vision={"fullatt_block_indexes": [1], "window_size": 56}),
-    qwen(
-        "qwen3_vl",
-        "Qwen3VLProcessor",
-        vision={"depth": 3, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+    *(
+        qwen(
+            name,
+            "Qwen3VLProcessor",
+            vision={"depth": 3, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+        )
+        for name in ("qwen3_vl", "qwen3_vl_moe")
     ),
     MediaModel(
         "llava",
@@ -231,17 +253,20 @@ MODELS = [
     ),
     idefics("idefics3", "Idefics3Processor", "Idefics3ImageProcessor"),
     idefics("smolvlm", "SmolVLMProcessor", "SmolVLMImageProcessor"),
-    MediaModel(
-        "glm4v",
-        "Glm4vProcessor",
-        {127: "<|image|>", 126: "<|video|>", 125: "<|begin_of_image|>", 124: "<|end_of_image|>"},
-        image={
-            "image_processor_type": "Glm4vImageProcessor",
-            "patch_size": 14,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
-            "size": {"shortest_edge": 2 * 784, "longest_edge": 2 * 784 * 12},
-        },
+    *(
+        MediaModel(
+            name,
+            "Glm4vProcessor",
+            {127: "<|image|>", 126: "<|video|>", 125: "<|begin_of_image|>", 124: "<|end_of_image|>"},
+            image={
+                "image_processor_type": "Glm4vImageProcessor",
+                "patch_size": 14,
+                "merge_size": 2,
+                "temporal_patch_size": 2,
+                "size": {"shortest_edge": 2 * 784, "longest_edge": 2 * 784 * 12},
+            },
+        )
+        for name in ("glm4v", "glm4v_moe")
     ),
     MediaModel(
         "aya_vision",
@@ -280,4 +305,10 @@ MODELS = [
         settings={"image_seq_length": 16},
     ),
 ]
+HEARING = [
+    hearing("audioflamingo3", "AudioFlamingo3Processor", "<sound>"),
+    hearing("glmasr", "GlmAsrProcessor", "<|pad|>"),
+    hearing("qwen2_audio", "Qwen2AudioProcessor", "<|AUDIO|>"),
+]
+"""Models that take sounds."""
 BY_NAME = {model.name: model for model in MODELS}

@@ -1,4 +1,4 @@
-"""Greedy tokens of prompts with pictures, by the worker and by transformers."""
+"""Greedy tokens of prompts with pictures or sounds, by the worker and by transformers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.workers.driver import Driver, Request
 from tests.workers.media.checkpoints import NUM_WORDS
 
 Picture = NDArray[np.uint8]
+Sound = NDArray[np.float32]
 
 
 def picture(height: int, width: int, seed: int) -> Picture:
@@ -31,6 +32,11 @@ def picture(height: int, width: int, seed: int) -> Picture:
     return np.ascontiguousarray(np.repeat(tall, -(-width // 3), 1)[:, :width])
 
 
+def sound(seconds: float, seed: int) -> Sound:
+    """A random sound float32 [samples], 16,000 a second."""
+    return np.random.default_rng(seed).normal(0.0, 0.1, int(seconds * 16_000)).astype(np.float32)
+
+
 def words(count: int, seed: int) -> list[int]:
     """Random tokens of words."""
     return np.random.default_rng(seed).integers(3, NUM_WORDS, count).tolist()  # type: ignore[no-any-return]
@@ -38,13 +44,17 @@ def words(count: int, seed: int) -> list[int]:
 
 @dataclass
 class Question:
-    """A prompt whose parts are tokens and pictures."""
+    """A prompt whose parts are tokens, and pictures or sounds."""
 
-    parts: list[list[int] | Picture]
+    parts: list[list[int] | Picture | Sound]
 
     @property
-    def pictures(self) -> list[Picture]:
-        return [part for part in self.parts if not isinstance(part, list)]
+    def pictures(self) -> list[Any]:
+        return [part for part in self.parts if not isinstance(part, list) and part.dtype == np.uint8]
+
+    @property
+    def sounds(self) -> list[Any]:
+        return [part for part in self.parts if not isinstance(part, list) and part.dtype == np.float32]
 
 
 class Reader:
@@ -63,14 +73,17 @@ class Reader:
             if isinstance(part, list):
                 token_ids += part
                 continue
-            content = Tensor("uint8", part.shape, part.tobytes())
-            made = self.processor.process(ProcessMedium("image", Array("uint8", part.shape, part.tobytes())))
-            laid = self.processor.lay(Lay("image", part.shape))
+            kind, content = (
+                "image" if part.dtype == np.uint8 else "audio",
+                (str(part.dtype), part.shape, part.tobytes()),
+            )
+            made = self.processor.process(ProcessMedium(kind, Array(*content)))
+            laid = self.processor.lay(Lay(kind, part.shape))
             assert laid.token_ids == made.token_ids and not laid.features
-            name = media_name("image", content, "")
+            name = media_name(kind, Tensor(*content), "")
             self.features[name] = {k: Tensor(v.dtype, v.shape, v.data) for k, v in made.features.items()}
             grid = self.features[name].get("image_grid_thw", NOTHING)
-            media.append(Media(len(token_ids), len(made.token_ids), name, grid))
+            media.append(Media(len(token_ids), len(made.token_ids), name, grid, kind=kind))
             token_ids += made.token_ids
         return Prompt(token_ids, media)
 
@@ -115,9 +128,10 @@ def transformers_answers(
     folder: Path, reader: Reader, questions: Sequence[Question], num_tokens: int
 ) -> list[list[int]]:
     """What `generate` gives for each question, its pictures processed together."""
-    from transformers import AutoModelForImageTextToText
+    import transformers
 
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    model_class = getattr(transformers, reader.processor._config["architectures"][0])
+    model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     return [answer(model, reader, question, num_tokens) for question in questions]
 
@@ -128,13 +142,17 @@ def answer(model: Any, reader: Reader, question: Question, num_tokens: int) -> l
     from PIL import Image
 
     prompt = reader.prompt(question)
-    processor, place = reader.processor._processor, reader.processor._tokens["image"]
+    processor, (place, *_) = reader.processor._processor, reader.processor._tokens.values()
     ids = torch.tensor([prompt.token_ids])
     inputs: dict[str, Any] = {}
     if question.pictures:
         text = " ".join([place[1]] * len(question.pictures))
         images = [[Image.fromarray(x) for x in question.pictures]]
         inputs = dict(processor(text=[text], images=images, return_tensors="pt"))
+        del inputs["input_ids"]
+    if question.sounds:
+        (text, own) = place[1], {"sampling_rate": 16_000}
+        inputs = dict(processor(text=[text], audio=question.sounds, return_tensors="pt", **own))
         del inputs["input_ids"]
     for name in ("token_type_ids", "mm_token_type_ids"):
         if name in inputs:

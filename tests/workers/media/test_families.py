@@ -1,4 +1,4 @@
-"""Models that take pictures: token for token as transformers, in float32."""
+"""Models that take pictures or sounds: token for token as transformers, in float32."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.workers.driver import load_runner
-from tests.workers.media.checkpoints import MODELS, MediaModel
-from tests.workers.media.parity import MediaDriver, Question, Reader, picture, transformers_answers, words
+from tests.workers.media.checkpoints import HEARING, MODELS, MediaModel
+from tests.workers.media.parity import (
+    MediaDriver,
+    Question,
+    Reader,
+    picture,
+    sound,
+    transformers_answers,
+    words,
+)
 
 NUM_TOKENS = 8
 QUESTIONS = [
@@ -21,6 +29,13 @@ QUESTIONS = [
 ]
 
 
+SOUNDS = [
+    Question([words(5, 1), sound(1.5, 1), words(7, 2)]),
+    Question([words(9, 3)]),
+    Question([sound(2.2, 2), words(3, 4)]),
+]
+
+
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_answers_are_those_of_transformers(model: MediaModel, tmp_path: Path) -> None:
     """Several pictures, mixed with text, batched and in chunks that cut pictures."""
@@ -30,5 +45,17 @@ def test_answers_are_those_of_transformers(model: MediaModel, tmp_path: Path) ->
     runner, ready = load_runner(folder, media=True, max_model_len=512, num_blocks=600)
     assert ready.media
     prompts = [reader.prompt(question) for question in QUESTIONS]
+    assert MediaDriver(runner, reader, budget=13).generate(prompts, NUM_TOKENS) == expected
+    assert MediaDriver(runner, reader, budget=400).generate(prompts, NUM_TOKENS) == expected
+
+
+@pytest.mark.parametrize("model", HEARING, ids=lambda model: model.name)
+def test_answers_about_sounds_are_those_of_transformers(model: MediaModel, tmp_path: Path) -> None:
+    folder = model.write(tmp_path)
+    reader = Reader(folder)
+    expected = transformers_answers(folder, reader, SOUNDS, NUM_TOKENS)
+    runner, ready = load_runner(folder, media=True, max_model_len=512, num_blocks=600)
+    assert ready.media
+    prompts = [reader.prompt(question) for question in SOUNDS]
     assert MediaDriver(runner, reader, budget=13).generate(prompts, NUM_TOKENS) == expected
     assert MediaDriver(runner, reader, budget=400).generate(prompts, NUM_TOKENS) == expected
