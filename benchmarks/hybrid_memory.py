@@ -68,11 +68,16 @@ def resident_bytes() -> int:
 def grown_bytes(folder: Path) -> tuple[int, int, int]:
     """By how much the memory of a worker grows, and what it says of a block and of a state slot."""
     runner, ready = load_runner(
-        folder, max_model_len=LENGTH + 64, max_num_seqs=COUNT, block_size=BLOCK, num_blocks=BLOCKS
+        folder,
+        dtype="float32",
+        max_model_len=LENGTH + 64,
+        max_num_seqs=COUNT,
+        block_size=BLOCK,
+        num_blocks=BLOCKS,
     )
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, VOCABULARY, (COUNT, LENGTH), generator=generator).tolist()
-    Driver(runner, budget=BUDGET).generate([prompts[0][:BUDGET]], 2)  # what steps take beside it
+    Driver(runner, budget=BUDGET).generate(prompts[:1], 2)  # what steps take beside it
     before = resident_bytes()
     Driver(runner, budget=BUDGET).generate(prompts, 2)
     return resident_bytes() - before, ready.bytes_per_block, ready.bytes_per_state
@@ -86,7 +91,7 @@ def main() -> int:
         AutoModelForCausalLM.from_config(AutoConfig.for_model("bamba", **SIZES)).save_pretrained(folder)
         expected = footprint(read_headers(folder), REFERENCE, "float32")
         grown, block, slot = grown_bytes(folder)
-    used = BUDGET // BLOCK * BLOCK_BYTES + STATE_BYTES  # was there before
+    used = (LENGTH // BLOCK + 1) * BLOCK_BYTES + STATE_BYTES  # was there before
     by_hand = {"blocks": BLOCKS * BLOCK_BYTES, "states": SLOTS * STATE_BYTES}
     by_inspect = {"blocks": BLOCKS * BLOCK * expected.kv_token_bytes, "states": SLOTS * expected.state_bytes}
     by_worker = {"blocks": BLOCKS * block, "states": SLOTS * slot}
