@@ -41,7 +41,7 @@ def our_step(folder: Path, dtype: str, prompts: list[list[int]], most: int) -> S
         max_model_len=PROMPT + most + 16,
         skip_tokenizer_init=True,
         num_threads=torch.get_num_threads(),
-        kv_cache_memory_bytes=1 << 29,
+        kv_cache_memory_bytes=1 << 31,
     )
     config = EngineConfig.resolve(args).worker_config()
     runner, _ = Runner.start(config, lambda *_: None)
