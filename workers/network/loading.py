@@ -71,6 +71,7 @@ from pagewire.workers.network.proof import (
     MemoryShapes,
     check_config,
     check_scores,
+    permitted_by,
     permitted_difference,
     prove,
 )
@@ -477,7 +478,7 @@ class Transformation:
             head, output = self._head.shortened(device.torch_device, self._dtype)
         first = position_offset(self._base) if self._encodes else 0
         model = Model(base, head, self._path, output, self.stage, self._encodes, first)
-        permitted = permitted_difference(self._dtype, self.weights.schemes)
+        permitted = permitted_by(self.expected, permitted_difference(self._dtype, self.weights.schemes))
         shapes = prove(
             model,
             config,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.module_base import base_of
 from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.ranks.mixers import keeps_states
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -107,10 +109,14 @@ class Expected:
     """What the original module makes of each request of a dry run.
 
     results: logits [n, V], or hidden states [n, H] of a model that pools. scores: [1 or n, L] of a classifier.
+    echoes: the results again, after the embeddings of tokens were rounded otherwise; there are none of models whose
+        layers keep no states. States may carry a difference in the last bit from token to token, and magnify it in
+        each of them.
     """
 
     results: list[Tensor]
     scores: list[Tensor]
+    echoes: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -130,24 +136,58 @@ class Expected:
         """
         results: list[Tensor] = []
         scores: list[Tensor] = []
+        echoes: list[Tensor] = []
         if collective.rank == 0:
             if pools:
                 results, scores = reference_states(weights, run)
             elif run.sources:
                 results = target_logits(weights, run, features)
             else:
-                results = reference_logits(weights, run)
-        return cls(*(from_first(tensors, collective, device) for tensors in (results, scores)))
+                results, echoes = reference_logits(weights, run)
+        return cls(*(from_first(tensors, collective, device) for tensors in (results, scores, echoes)))
 
 
-def reference_logits(weights: Weights, run: DryRun) -> list[Tensor]:
-    """Logits [n, V] of each request by the original module; see `reference`."""
+def reference_logits(weights: Weights, run: DryRun) -> tuple[list[Tensor], list[Tensor]]:
+    """Logits [n, V] of each request by the original module, and their echoes; see `reference` and `Expected`."""
+    causal = weights.causal
 
     def forward(ids: Tensor, positions: Tensor) -> Tensor:
-        output = weights.causal(input_ids=ids, position_ids=positions, use_cache=False)
+        output = causal(input_ids=ids, position_ids=positions, use_cache=False)
         return output.logits[0]  # type: ignore[no-any-return]
 
-    return reference(weights, passes_of(weights, run, forward))
+    passes, echoes = passes_of(weights, run, forward), Echoes()
+    if not any(map(keeps_states, causal.modules())):
+        return reference(weights, passes), []
+    hook = causal.get_input_embeddings().register_forward_hook(echoes.embedded)
+    try:
+        found = reference(weights, passes + [partial(echoes.run, one_pass) for one_pass in passes])
+    finally:
+        hook.remove()
+    return found[: len(passes)], found[len(passes) :]
+
+
+class Echoes:
+    """Passes of a module, each in a thread of its own, in which embeddings are rounded otherwise."""
+
+    def __init__(self) -> None:
+        self._threads: set[int] = set()
+
+    def run(self, one_pass: Callable[[], Tensor]) -> Tensor:
+        """Run a pass so."""
+        self._threads.add(threading.get_ident())
+        try:
+            return one_pass()
+        finally:
+            self._threads.discard(threading.get_ident())
+
+    def embedded(self, _: Any, __: Any, output: Tensor) -> Tensor:
+        """Embeddings as they are or, in such a pass, each half a unit in the last place larger or smaller."""
+        if threading.get_ident() not in self._threads:
+            return output
+        generator = torch.Generator().manual_seed(1)
+        signs = 2 * torch.randint(0, 2, output.shape, generator=generator) - 1
+        unit = torch.finfo(output.dtype).eps / 2 * signs.to(output.device)
+        return (output.float() * (1 + unit)).to(output.dtype)
 
 
 def target_logits(weights: Weights, run: DryRun, features: Features | None) -> list[Tensor]:

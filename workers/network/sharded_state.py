@@ -118,7 +118,9 @@ def save_sharded_state(
 def _write_reference(weights: Weights, run: DryRun, path: Path) -> None:
     from safetensors.torch import save_file
 
-    tensors = {f"logits.{i}": logits.contiguous() for i, logits in enumerate(reference_logits(weights, run))}
+    logits, echoes = reference_logits(weights, run)
+    tensors = {f"logits.{i}": own.contiguous() for i, own in enumerate(logits)}
+    tensors |= {f"echoes.{i}": own.contiguous() for i, own in enumerate(echoes)}
     save_file(tensors | {f"token_ids.{i}": ids for i, ids in enumerate(run.token_ids)}, path)
 
 
@@ -264,7 +266,9 @@ class ShardedState:
         requests = range(len(self.manifest.offsets))
         token_ids = [source.read(f"token_ids.{i}").clone() for i in requests]
         run = DryRun(token_ids, self.manifest.offsets)
-        return run, Expected([source.read(f"logits.{i}").clone() for i in requests], [])
+        logits = [source.read(f"logits.{i}").clone() for i in requests]
+        echoes = [source.read(name).clone() for name in sorted(source.names) if name.startswith("echoes.")]
+        return run, Expected(logits, [], echoes)
 
 
 class ShardedWeights(CheckpointWeights):
