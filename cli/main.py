@@ -32,18 +32,28 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             flush_output()
     except UsageError as error:
-        show(f"{name}: {error}", stream=sys.stderr)
+        complain(name, str(error))
         return 2
     except ModuleNotFoundError as error:
-        show(f"{name}: {missing(error.name or '')}", stream=sys.stderr)
+        complain(name, missing(error.name or ""))
         return 1
     except BrokenPipeError:  # the reader of standard output has closed the pipe
         return 128 + signal.SIGPIPE
     except (EngineDeadError, EngineBusyError, ProtocolError, RequestError, ValueError, OSError) as error:
-        show(f"{name}: {error}", stream=sys.stderr)
+        complain(name, str(error))
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def complain(name: str, text: str) -> None:
+    """Say on standard error why a command has failed; its name is red on a terminal with colours."""
+    stream = sys.stderr
+    if stream is not None and stream.isatty() and not os.environ.get("NO_COLOR"):
+        print(f"\x1b[1;31m{name}:\x1b[0m ", end="", file=stream)
+        show(text, stream=stream)
+    else:
+        show(f"{name}: {text}", stream=stream)
 
 
 def missing(module: str) -> str:

@@ -267,3 +267,18 @@ def test_a_shell_completes_commands_options_and_values() -> None:
     )
     assert shell.returncode == 0, shell.stderr
     assert shell.stdout.split() == ["chat", "--max-num-batched-tokens", "zsh"]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_errors_are_red_on_a_terminal(plain: bool) -> None:
+    ours, theirs = pty.openpty()
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "NO_COLOR"}
+    environment |= {"NO_COLOR": "1"} if plain else {}
+    command = [*COMMAND, "generate", "--file", "/there/is/none"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs, env=environment)
+    os.close(theirs)
+    assert process.wait(60) == 2
+    said = os.read(ours, 4096).decode()
+    os.close(ours)
+    assert said.startswith("pagewire generate: " if plain else "\x1b[1;31mpagewire generate:\x1b[0m "), said
+    assert said.count("\n") == 1
