@@ -60,7 +60,8 @@ def test_every_option_says_what_it_is() -> None:
     names = [parser.prog for parser in parsers()]
     assert names == [
         "pagewire",
-        *(f"pagewire {c}" for c in ("generate", "chat", "embed", "rerank", "serve", "core", "route", "top")),
+        *(f"pagewire {c}" for c in ("generate", "chat", "transcribe", "embed", "rerank", "serve", "core")),
+        *("pagewire route", "pagewire top"),
         "pagewire run-batch",
     ] + [
         *("pagewire bench", *(f"pagewire bench {kind}" for kind in ("latency", "throughput", "serve"))),

@@ -141,7 +141,7 @@ async function generate(more = {}, opening = null) {
 /** Show what the answer in progress has more. */
 function grow(message) {
   const item = list.lastChild;
-  if (item.message !== message) return;
+  if (item?.message !== message) return; // another conversation is shown since the frame was asked for
   fill(item, message);
   const thoughts = item.querySelector(":scope > .thoughts");
   if (message.content && thoughts.open && !thoughts.dataset.closed) {
