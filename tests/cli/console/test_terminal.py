@@ -108,5 +108,5 @@ def test_what_a_core_refuses_with_is_shown(tmp_path: Path, monkeypatch: pytest.M
         answered = pool.submit(refuse)
         assert main(["top", "--once", "--attach", address]) == 1
         answered.result()
-        assert b"no \\x1b[2J" in (said := output(seen, b"\n")) and b"pagewire top: " in said
+        assert b"no \\x1b[2J" in (said := output(seen, b"\n")) and b"pagewire top:" in said
     context.destroy(0)
