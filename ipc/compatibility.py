@@ -98,6 +98,18 @@ class KnowsArguments(msgspec.StructMeta):
         return super().__call__(*args, **kwargs)
 
 
+def absent_name(module: str, name: str, by_import: bool) -> Exception:
+    """The error for a name that a module does not have, with the reason, if vLLM has it.
+
+    by_import: by `from module import name`, which shows the text of an ImportError, but not of an AttributeError.
+    """
+    full = f"{module}.{name}"
+    if (absent := NAMES.get(full)) is None:
+        return AttributeError(f"module {module!r} has no attribute {name!r}")
+    kind = ImportError if by_import else AttributeError
+    return kind(absent.refusal(full))
+
+
 class _KnowsClassAttributes(type):
     if not TYPE_CHECKING:  # type checkers shall go on to find attributes that do not exist
 
@@ -130,15 +142,7 @@ def absent_attribute(kind: type, name: str, message: str) -> AttributeError:
     return AttributeError(message)
 
 
-_MEDIA = Absent(
-    "models get text, token ids and embeddings, no images, audio or videos",
-    "give embeddings of them (enable_prompt_embeds)",
-    silent=("",),
-    pending=True,
-)
-
 OPTIONS: Mapping[str, Absent] = {
-    "mm_processor_kwargs": _MEDIA,
     "api_server_count": Absent(
         "a server is one process",
         "start `pagewire serve --attach ADDRESS` several times, on one core",
@@ -521,6 +525,17 @@ NAMES: Mapping[str, Absent] = {
     ),
     "StructuredOutputsConfig(reasoning_parser)": Absent(
         "the server reads the reasoning", "give `pagewire serve` --reasoning-parser", silent=("",)
+    ),
+    **dict.fromkeys(
+        (
+            *("pagewire.inputs.INPUT_REGISTRY", "pagewire.inputs.LLMInputs"),
+            *("pagewire.multimodal.MULTIMODAL_REGISTRY", "pagewire.multimodal.MultiModalInputs"),
+            *("pagewire.multimodal.MultiModalPlugin", "pagewire.multimodal.MultiModalRegistry"),
+        ),
+        Absent(
+            "media become a model's inputs by the Hugging Face processor of its folder, in processes of its own",
+            "put a processor into the model's folder, and its arguments into mm_processor_kwargs",
+        ),
     ),
     "pagewire.bc_linter_include": Absent("it marks functions for a linter of vLLM", "leave it out"),
     "pagewire.bc_linter_skip": Absent("it marks functions for a linter of vLLM", "leave it out"),

@@ -171,23 +171,20 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
-        raise _missing(name, sys._getframe(1).f_code.co_name == "_handle_fromlist")
+        raise _absent(__name__, name, 2)
     value = getattr(import_module(_HOME_OF[name]), name)
     globals()[name] = value  # asked for once
     return value
 
 
-def _missing(name: str, by_import: bool) -> Exception:
-    """The error for a name that is not here, with the reason, if vLLM has it.
+def _absent(module: str, name: str, depth: int) -> Exception:
+    """The error for a name that a module of this package does not have. depth: of the caller that asks for it."""
+    from opcode import opmap
 
-    by_import: by `from pagewire import name`, which shows the text of an ImportError, but not of an AttributeError.
-    """
-    from pagewire.ipc.compatibility import NAMES
+    from pagewire.ipc.compatibility import absent_name
 
-    if (absent := NAMES.get(f"pagewire.{name}")) is None:
-        return AttributeError(f"module 'pagewire' has no attribute {name!r}")
-    kind = ImportError if by_import else AttributeError
-    return kind(absent.refusal(f"pagewire.{name}"))
+    frame = sys._getframe(depth)
+    return absent_name(module, name, frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"])
 
 
 def __dir__() -> list[str]:

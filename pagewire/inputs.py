@@ -1,5 +1,8 @@
 """Types of prompts, where programs written for vLLM look for them."""
 
+from typing import Any
+
+from pagewire import _absent
 from pagewire.frontend.text.prompts import (
     DataPrompt,
     EmbedsPrompt,
@@ -21,3 +24,7 @@ __all__ = [
     "TokensPrompt",
     "zip_enc_dec_prompts",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise _absent(__name__, name, 2)

@@ -287,11 +287,17 @@ class EngineConfig:
 
 
 def taken_media(args: EngineArgs, path: Path, model: dict[str, Any]) -> MediaFamily | None:
-    """How a model takes pictures and sound; None if it takes none, has no processor, or is to take none."""
+    """How a model takes pictures and sound; None if it takes none, has no processor, or is to take none.
+
+    Raises:
+        ValueError: it takes none, and its processor is to have arguments.
+    """
     family, limits = media_family(model), args.media_limits()
-    if family is None or all(limits.get(kind) == 0 for kind in family.kinds):
+    if family is None or all(limits.get(kind) == 0 for kind in family.kinds) or not has_processor(path):
+        if args.mm_processor_kwargs:
+            raise ValueError("mm_processor_kwargs: the engine takes no pictures or sounds")
         return None
-    return family if has_processor(path) else None
+    return family
 
 
 def layer_partition(num_stages: int) -> tuple[int, ...]:

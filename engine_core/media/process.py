@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,25 @@ import msgspec
 from pagewire.engine_core.media.jobs import Array, Describe, Described, Job, Lay, Processed, ProcessMedium
 from pagewire.ipc.families.media import MediaFamily, media_family
 from pagewire.ipc.host.job_server import Handler, serve
+from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.codec import ITEM_SIZES
 
 JOBS_PER_PROCESS = 64  # media that one process takes, one after the other
 NOT_FEATURES = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"})
+BLANK = (224, 224, 3)  # the shape of a picture
 RATE = 16_000  # samples a second of a processor that does not say
 
 
 class Processor:
-    """A model's processor. folder: of the model. Raises ValueError: it takes no media, or cannot be loaded."""
+    """A model's processor.
 
-    def __init__(self, folder: Path) -> None:
+    folder: of the model. arguments: of the processor for each medium, unless a request gives others; as JSON.
+
+    Raises:
+        ValueError: the model takes no media, its processor cannot be loaded, or has no such argument.
+    """
+
+    def __init__(self, folder: Path, arguments: str = "") -> None:
         import torch
 
         torch.set_num_threads(1)
@@ -41,9 +50,13 @@ class Processor:
         self._family: MediaFamily = family
         self._processor = load_processor(folder)
         self._tokens = {kind: self._tokens_of(kind) for kind in family.kinds}
+        self._known = known_arguments(self._processor)
+        self._arguments = self._checked(arguments)
 
     def describe(self) -> Described:
-        """What it takes."""
+        """What it takes; arguments for each medium are tried on a blank one."""
+        for kind in self._tokens if self._arguments else ():
+            self.lay(Lay(kind, BLANK if kind == "image" else (self._rate,)))
         rate = self._rate if "audio" in self._family.kinds else 0
         return Described(self._tokens, rate)
 
@@ -70,9 +83,17 @@ class Processor:
         extractor = getattr(self._processor, "feature_extractor", None)
         return int(getattr(extractor, "sampling_rate", RATE))
 
+    @property
+    def _most_seconds(self) -> float:
+        """The length of sounds that the processor takes whole: of one window, or as many as it makes."""
+        window = getattr(getattr(self._processor, "feature_extractor", None), "chunk_length", None)
+        if not window:
+            return math.inf
+        return float(max(getattr(self._processor, "max_audio_len", 0) // window, 1) * window)
+
     def _run(self, kind: str, content: Any, options: str) -> Mapping[str, Any]:
         """The processor's outputs for a prompt that is one placeholder."""
-        given: dict[str, Any] = json.loads(options) if options else {}
+        given = self._arguments | self._checked(options)
         if kind not in self._tokens:
             raise ValueError(f"the model takes no {kind[:40]}")
         if kind == "image":
@@ -82,6 +103,11 @@ class Processor:
 
             given["images"] = [Image.fromarray(content)]
         else:
+            if len(content) > self._most_seconds * self._rate:
+                raise ValueError(
+                    f"a sound of {len(content) / self._rate:.1f} seconds: the model's processor takes "
+                    f"{self._most_seconds:g}, and would leave out the rest"
+                )
             given["audio"] = [content]
             given["sampling_rate"] = self._rate
         given |= self._family.arguments
@@ -90,6 +116,14 @@ class Processor:
             text=[text], return_tensors="pt", add_special_tokens=False, **given
         )
         return outputs
+
+    def _checked(self, options: str) -> dict[str, Any]:
+        """Arguments of the processor, from JSON; transformers would ignore those that it does not have."""
+        given: dict[str, Any] = json.loads(options) if options else {}
+        unknown = next((name for name in given if self._known and name not in self._known), None)
+        if unknown is not None:
+            raise ValueError(f"mm_processor_kwargs: the model's processor has no argument {quoted(unknown)}")
+        return given
 
     def _token_ids(self, kind: str, outputs: Mapping[str, Any]) -> list[int]:
         token_ids: list[int] = outputs["input_ids"][0].tolist()
@@ -125,6 +159,16 @@ def load_processor(folder: Path) -> Any:
     except Exception as error:
         text = str(error).partition("\n")[0]
         raise ValueError(f"the model's processor cannot be loaded from {folder}: {text}") from error
+
+
+def known_arguments(processor: Any) -> frozenset[str]:
+    """The names of a processor's arguments, and of its parts'; empty if it does not say."""
+    own = getattr(getattr(processor, "valid_processor_kwargs", None), "__annotations__", {})
+    parts = (getattr(processor, name, None) for name in ("tokenizer", "image_processor", "feature_extractor"))
+    typed = [*own.values(), *(getattr(part, "valid_kwargs", None) for part in parts)]
+    if not own:
+        return frozenset()
+    return frozenset(own).union(*(getattr(kwargs, "__annotations__", ()) for kwargs in typed))
 
 
 def without_videos() -> None:
@@ -208,13 +252,14 @@ def main() -> None:
         description="pagewire process that processes media (started by the core)"
     )
     parser.add_argument("folder", type=Path)
+    parser.add_argument("arguments")
     parser.add_argument("--control", type=int, required=True)
     parser.add_argument("--lifeline", type=int, required=True)
     options = parser.parse_args()
     serve(
         options.control,
         options.lifeline,
-        lambda: handler(Processor(options.folder)),
+        lambda: handler(Processor(options.folder, options.arguments)),
         lambda answer: answer(msgspec.msgpack.encode(Describe())),
         JOBS_PER_PROCESS,
     )

@@ -37,12 +37,12 @@ class MediaProcessor(Protocol):
 
 
 class ConfinedProcessor:
-    """The processor of the model in a folder."""
+    """The processor of the model in a folder. arguments: for each medium, as JSON; a request's go before them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, arguments: str = "") -> None:
         self._jobs = Confined(
             "pagewire.engine_core.media.process",
-            [str(folder)],
+            [str(folder), arguments],
             num_parallel=NUM_PARALLEL,
             start_seconds=START_SECONDS,
         )

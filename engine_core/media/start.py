@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pagewire.engine_core.media.jobs import Described
 from pagewire.engine_core.media.processor import ConfinedProcessor
 from pagewire.engine_core.media.store import MediaLimits, MediaStore
@@ -22,10 +24,13 @@ DEFAULT_LIMIT = 1  # media of a kind in a prompt
 
 
 class MediaStart:
-    """A processor that starts in the background. limits: of media in a prompt, by kind."""
+    """A processor that starts in the background.
 
-    def __init__(self, folder: Path, family: MediaFamily, limits: Mapping[str, int]) -> None:
-        self.processor = ConfinedProcessor(folder)
+    limits: of media in a prompt, by kind. arguments: see `ConfinedProcessor`.
+    """
+
+    def __init__(self, folder: Path, family: MediaFamily, limits: Mapping[str, int], arguments: str) -> None:
+        self.processor = ConfinedProcessor(folder, arguments)
         self._family, self._limits = family, limits
         self._described: Described | Exception
         self._thread = threading.Thread(target=self._describe, name="media start", daemon=True)
@@ -65,7 +70,9 @@ def start_media(config: EngineConfig) -> MediaStart | None:
     """The processor of an engine's model, which starts beside its workers; None if the model takes no media."""
     if config.media is None:
         return None
-    return MediaStart(config.model_path, config.media, config.args.media_limits())
+    args = config.args
+    arguments = msgspec.json.encode(args.mm_processor_kwargs).decode() if args.mm_processor_kwargs else ""
+    return MediaStart(config.model_path, config.media, args.media_limits(), arguments)
 
 
 def open_media(

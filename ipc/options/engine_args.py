@@ -143,7 +143,9 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
         self.structured_outputs_config = msgspec.to_builtins(
             StructuredOutputsConfig.read(self.structured_outputs_config)
         )
-        self.speculative_config = self.speculative_config or {}
+        for field in dataclasses.fields(self):
+            if field.default_factory is not dataclasses.MISSING and getattr(self, field.name) is None:
+                setattr(self, field.name, field.default_factory())
         given: Any = self.logits_processors or []
         self.logits_processors = [path_of(code) for code in (given if isinstance(given, list) else [given])]
         self.worker_extension = path_of(self.worker_extension)

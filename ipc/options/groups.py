@@ -154,6 +154,13 @@ class MediaOptions:
         'pictures and sounds in a prompt at most: image=16,audio=2, or JSON {"image": 16}; 0: none are taken, and '
         "nothing is loaded for them (default: 1 of each kind)",
     )
+    mm_processor_kwargs: dict[str, Any] = option(
+        None,
+        "Media",
+        "JSON of arguments for the model's processor of pictures and sounds, such as "
+        '{"size": {"longest_edge": 768}}; a request may give others',
+        make=dict,
+    )
 
     def media_limits(self) -> dict[str, int]:
         """The most media of each kind in a prompt, as far as they are given.

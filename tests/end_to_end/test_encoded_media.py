@@ -184,9 +184,18 @@ def test_a_processor_that_cannot_be_had_ends_the_start_with_its_reason(tmp_path:
     options: dict[str, Any] = {"num_gpu_blocks_override": 10, "max_model_len": 64}
     with pytest.raises(ValueError, match=r"processor cannot be loaded.*--limit-mm-per-prompt image=0"):
         LLM(str(folder), **options)
+    with pytest.raises(ValueError, match="mm_processor_kwargs: the engine takes no pictures"):
+        LLM(str(folder), limit_mm_per_prompt="image=0", mm_processor_kwargs={"do_resize": True}, **options)
     with LLM(str(folder), limit_mm_per_prompt="image=0", **options) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=2)
         assert llm.generate({"prompt_token_ids": [5, 6]}, params)[0].outputs[0].token_ids
+
+
+def test_arguments_of_the_engine_reach_the_processor(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="mm_processor_kwargs: the model's processor has no argument 'num_crop'"
+    ):
+        LLM(str(MODEL.write(tmp_path)), mm_processor_kwargs={"num_crop": 1})
 
 
 def test_a_sound_is_heard(tmp_path: Path) -> None:

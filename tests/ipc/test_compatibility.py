@@ -10,6 +10,7 @@ import os
 import re
 import typing
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -154,11 +155,11 @@ CONSTRUCTORS = [name for name in NAMES if name.partition("(")[0] in ("LLMEngine"
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_an_attribute_says_why_it_is_not_there(name: str) -> None:
-    owner, attribute = name.split(".")
-    if owner == "pagewire":
-        things: list[Any] = [pagewire]
+    owner, _, attribute = name.rpartition(".")
+    if owner.startswith("pagewire"):
+        things: list[Any] = [import_module(owner)]
         with pytest.raises(ImportError, match=re.escape(NAMES[name].instead)):
-            exec(f"from pagewire import {attribute}")
+            exec(f"from {owner} import {attribute}")
     else:
         kind = MetricList if owner == "MetricList" else getattr(pagewire, owner)
         things = [kind, kind.__new__(kind)]

@@ -37,6 +37,7 @@ WORKS: dict[str, tuple[list[str], dict[str, Any]]] = {  # flag: its values, and 
     "--ignore-patterns": (["original/**/*"], {"ignore_patterns": ["original/**/*"]}),
     "--kv-cache-dtype": (["fp8_e5m2"], {"kv_cache_dtype": "fp8_e5m2"}),
     "--limit-mm-per-prompt": (["image=2"], {"limit_mm_per_prompt": "image=2"}),
+    "--mm-processor-kwargs": (['{"size": 336}'], {"mm_processor_kwargs": {"size": 336}}),
     "--load-format": (["pt"], {"load_format": "pt"}),
     "--lora-dtype": (["bfloat16", "--enable-lora"], {"lora_dtype": "bfloat16"}),
     "--lora-extra-vocab-size": (["8", "--enable-lora"], {"lora_extra_vocab_size": 8}),

@@ -56,6 +56,7 @@ def test_every_option_has_a_group_and_a_text() -> None:
 def test_mutable_defaults_are_not_shared() -> None:
     EngineArgs().hf_overrides["a"] = 1
     assert EngineArgs().hf_overrides == {}
+    assert EngineArgs(hf_overrides=None).hf_overrides == {}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

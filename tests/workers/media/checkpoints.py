@@ -311,4 +311,4 @@ HEARING = [
     hearing("qwen2_audio", "Qwen2AudioProcessor", "<|AUDIO|>"),
 ]
 """Models that take sounds."""
-BY_NAME = {model.name: model for model in MODELS}
+BY_NAME = {model.name: model for model in (*MODELS, *HEARING)}
