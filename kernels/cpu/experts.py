@@ -26,6 +26,7 @@ ACTIVATION_CODES = {
     Activation.GELU_TANH: 1,
     Activation.CLAMPED_SWIGLU: 2,
     Activation.GELU: 3,
+    Activation.GELU_QUICK: 4,
 }
 """The numbers of activations in layers.cpp."""
 

@@ -107,6 +107,10 @@ struct Silu {
   static INLINE Floats activate(Floats x) { return x / (1.0f + exp(-x)); }
 };
 
+struct QuickGelu {
+  static INLINE Floats activate(Floats x) { return x * sigmoid(1.702f * x); }
+};
+
 struct GeluTanh {
   // 0.5 (1 + tanh u) is sigmoid(2u).
   static INLINE Floats activate(Floats x) {
@@ -275,21 +279,26 @@ EXPORT void pagewire_layer_norm(const void* x, const void* residual, const void*
   });
 }
 
-// x and out [rows, size], contiguous; they may be the same. activation: 0 SiLU, 1 GELU's tanh form, 3 GELU.
+// x and out [rows, size], contiguous; they may be the same. activation: 0 SiLU, 1 GELU's tanh form, 3 GELU,
+// 4 x sigmoid(1.702 x).
 EXPORT void pagewire_activate_each(const void* x, void* out, int64_t rows, int64_t size, int32_t activation,
                                    int32_t dtype, int32_t num_threads) {
-  const auto run = activation == 0 ? activate<Each<Silu>> : activation == 1 ? activate<Each<GeluTanh>> : activate<Each<Gelu>>;
+  const auto run = activation == 0   ? activate<Each<Silu>>
+                   : activation == 1 ? activate<Each<GeluTanh>>
+                   : activation == 3 ? activate<Each<Gelu>>
+                                     : activate<Each<QuickGelu>>;
   run(x, out, rows, size, size, size, dtype, num_threads);
 }
 
 // x [rows, 2 size], rows row_stride apart; out [rows, size], rows out_stride apart; they may be the same.
-// activation: 0 SiLU, 1 GELU's tanh form, 2 gpt-oss's, 3 GELU.
+// activation: 0 SiLU, 1 GELU's tanh form, 2 gpt-oss's, 3 GELU, 4 x sigmoid(1.702 x).
 EXPORT void pagewire_activate(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride,
                               int64_t out_stride, int32_t activation, int32_t dtype, int32_t num_threads) {
   const auto run = activation == 0   ? activate<HalfByHalf<Silu>>
                    : activation == 1 ? activate<HalfByHalf<GeluTanh>>
                    : activation == 2 ? activate<ClampedSwiglu>
-                                     : activate<HalfByHalf<Gelu>>;
+                   : activation == 3 ? activate<HalfByHalf<Gelu>>
+                                     : activate<HalfByHalf<QuickGelu>>;
   run(x, out, rows, size, row_stride, out_stride, dtype, num_threads);
 }
 

@@ -18,6 +18,8 @@ class Activation(Enum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     GELU = "gelu"
+    GELU_QUICK = "quick_gelu"
+    """x sigmoid(1.702 x), CLIP's."""
     CLAMPED_SWIGLU = "clamped_swiglu"
     """gpt-oss's: see `Kernels.activate_and_mul`."""
 

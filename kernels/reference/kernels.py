@@ -209,9 +209,12 @@ class Kernels:
         return functional.layer_norm(total, weight.shape, weight, bias, eps)
 
     def activate_each(self, x: Tensor, activation: Activation) -> Tensor:
-        """An activation of each element of x: SILU, GELU or GELU_TANH."""
+        """An activation of each element of x, without CLAMPED_SWIGLU."""
         if activation is Activation.SILU:
             return elementwise(functional.silu, x)
+        if activation is Activation.GELU_QUICK:
+            full = x.float()  # silu's form in PyTorch, which rounds once
+            return (full * elementwise(torch.sigmoid, 1.702 * full)).to(x.dtype)
         form = {Activation.GELU: "none", Activation.GELU_TANH: "tanh"}[activation]
         return elementwise(functional.gelu, x, approximate=form)
 

@@ -29,6 +29,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"gated": True, "quantised": True, "rotary": True},
     {"norm_first": True, "bias": False, "gated": True, "windowed": True, "rotary": True},
     {"norm_first": True, "input_norm": True, "quantised": True},
+    {"norm_first": True, "input_norm": True, "activation": Activation.GELU_QUICK},
     {"relative": True},
 ]
 

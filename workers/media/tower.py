@@ -24,6 +24,7 @@ from pagewire.workers.media.encoders import ENCODERS
 from pagewire.workers.module.configuration import layer_windows, load_config, resolve_dtype
 from pagewire.workers.module.text_base import base_path
 from pagewire.workers.network.build_module import build_module
+from pagewire.workers.network.encoder_layers import EncoderLayer, compile_layers
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -130,7 +131,9 @@ def load_tower(config: WorkerConfig, device: Device) -> Tower | None:
     axes = axes_of(causal.get_submodule(path)) if family.positions else None
     is_first = config.parallel.stage == 0
     without_layers(causal, path, wrapper)
+    layers = []
     if is_first:
+        layers = compile_layers(wrapper, weights, device.torch_device)
         weights.fill(wrapper)
         wrapper.to(device.torch_device)
         set_attention(wrapper)
@@ -142,9 +145,15 @@ def load_tower(config: WorkerConfig, device: Device) -> Tower | None:
         device.torch_device,
         dtype,
         axes,
-        sum(p.nbytes for p in wrapper.parameters() if p.device.type != "meta") if is_first else 0,
+        num_bytes_of(wrapper, layers) if is_first else 0,
         config.parallel.stages > 1,
     )
+
+
+def num_bytes_of(wrapper: nn.Module, layers: Sequence[EncoderLayer]) -> int:
+    """Bytes of a tower's weights. layers: whose modules are replaced."""
+    own = sum(parameter.nbytes for parameter in wrapper.parameters() if parameter.device.type != "meta")
+    return own + sum(layer.num_bytes for layer in layers)
 
 
 def against_two_ways(config: Any, device: Device) -> str:

@@ -57,15 +57,19 @@ def pack_linears(module: nn.Module, weights: Weights, device: torch.device) -> N
 
 
 def pack_joined(linears: Sequence[nn.Module], weights: Weights, device: torch.device) -> Linear:
-    """One linear layer on a device in place of several with the same input; all have a bias, or none.
+    """One linear layer on a device in place of several with the same input; a bias that one lacks is 0.
 
     Where weights are divided over several ranks, it is this rank's part: its outputs, or the sum over the ranks.
     """
-    biases = [bias for linear in linears if (bias := weights.part(linear, "bias")) is not None]
+    biases = [weights.part(linear, "bias") for linear in linears]
     matrices = [weights.matrix(linear) for linear in linears]
     matrix = joined(matrices)
     weights.note_joining(matrices, matrix)
-    product = packed(matrix, torch.cat(biases) if biases else None, device)
+    bias = None
+    if any(own is not None for own in biases):
+        pairs = zip(matrices, biases, strict=True)
+        bias = torch.cat([torch.zeros(m.shape[0], dtype=m.dtype) if own is None else own for m, own in pairs])
+    product = packed(matrix, bias, device)
     weights.let_go()
     return over_ranks(product, linears[0], weights)
 

@@ -51,6 +51,7 @@ from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.build import build_network
 from pagewire.workers.network.build_module import build_module
 from pagewire.workers.network.encoder_decoder import EncoderDecoder
+from pagewire.workers.network.encoder_layers import compile_layers
 from pagewire.workers.network.hybrids import HYBRIDS
 from pagewire.workers.network.loaded import LoadedModel, Phases
 from pagewire.workers.network.model import Head, Model
@@ -445,6 +446,7 @@ class Transformation:
         """The base, or this rank's part, transformed module by module."""
         cut = None
         if self._coders is not None:
+            compile_layers(self._coders[0], self.weights, self.device.torch_device)
             for module in self._coders:
                 transform_parts(module, self.weights, self.device.torch_device)
             return EncoderDecoder(*self._coders, self._arithmetic, self.features)

@@ -76,7 +76,7 @@ def test_layer_norm(kernels: CpuKernels, dtype: torch.dtype) -> None:
             assert torch.equal(kernels.layer_norm(x[3:4], weight, own, 1e-6, residual=row), out[3:4])
 
 
-@pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU, Activation.GELU_TANH])
+@pytest.mark.parametrize("activation", [a for a in Activation if a is not Activation.CLAMPED_SWIGLU])
 def test_activations_of_each_element(kernels: CpuKernels, dtype: torch.dtype, activation: Activation) -> None:
     x = torch.cat([torch.linspace(-12, 12, 5003), torch.tensor([0.0, -0.0, 1e-8, -30.0, 80.0])]).to(dtype)
     out = kernels.activate_each(x, activation)
