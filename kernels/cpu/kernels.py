@@ -245,7 +245,7 @@ class CpuKernels(Kernels):
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         rows = last_contiguous(x)
         bits = None if allowed is None else _bits_for(x, allowed)
-        values, columns = torch.empty(len(x)), torch.empty(len(x), dtype=torch.int64)
+        values, columns = torch.empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.int64)
         self._library.pagewire_largest(
             rows.data_ptr(),
             None if bits is None else bits.data_ptr(),

@@ -85,7 +85,7 @@ class PackedLinear:
             self.packed.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
             out.data_ptr(),
-            len(rows),
+            rows.shape[0],
             self.in_features,
             self.out_features,
             rows.stride(0),

@@ -59,19 +59,21 @@ def _set_batch(attention: ctypes.Structure, batch: AttentionBatch, num_tokens: i
     """
     starts, lens = batch.query_start_loc, batch.seq_lens
     table, slots = batch.block_table, batch.slot_mapping
+    # `shape[0]`, since `len` of a tensor is a function in Python.
+    num_requests = lens.shape[0]
     if (
         any(tensor.dtype != torch.int32 or not tensor.is_contiguous() for tensor in (starts, lens, table))
         or slots.dtype != torch.int64
         or slots.shape != (num_tokens,)
         or not slots.is_contiguous()
-        or len(starts) != len(lens) + 1
-        or len(table) < len(lens)
+        or starts.shape[0] != num_requests + 1
+        or table.shape[0] < num_requests
     ):
         raise ValueError(f"the batch does not fit {num_tokens} tokens")
     attention.query_start_loc, attention.seq_lens = starts.data_ptr(), lens.data_ptr()
     attention.block_table, attention.block_table_stride = table.data_ptr(), table.stride(0)
     attention.whole = None if batch.whole is None else batch.whole.data_ptr()
-    attention.num_tokens, attention.num_requests = num_tokens, len(lens)
+    attention.num_tokens, attention.num_requests = num_tokens, num_requests
     attention.max_blocks = table.shape[1]
     attention.num_threads = torch.get_num_threads()
     return slots.data_ptr()
@@ -284,7 +286,7 @@ class CompiledStack:
         Raises:
             ValueError: x, taps, the batch, the caches, the angles or the adapters do not fit.
         """
-        num_tokens, call = len(states), self._call
+        num_tokens, call = states.shape[0], self._call
         for each in (states, *taps.values()):
             self._check(each, num_tokens, self._hidden_size)
         self._check(states if x is None else x, num_tokens, self._input_size)
@@ -307,9 +309,10 @@ class CompiledStack:
         for name, size in zip(SCRATCH, sizes, strict=True):
             setattr(call, name, place)
             place += size * scratch.itemsize
-        ids = torch.empty(most, self._num_chosen, dtype=torch.int64)
-        weights = torch.empty(most, self._num_chosen)
-        call.ids, call.weights = ids.data_ptr(), weights.data_ptr()
+        if self._num_chosen:
+            ids = torch.empty(most, self._num_chosen, dtype=torch.int64)
+            weights = torch.empty(most, self._num_chosen)
+            call.ids, call.weights = ids.data_ptr(), weights.data_ptr()
         call.x = None if x is None else x.data_ptr()
         for number, tap in taps.items():
             self._structs[number - 1].tap = tap.data_ptr()

@@ -97,17 +97,17 @@ def num_pages(lengths: tuple[int, ...]) -> int:
 @lru_cache(maxsize=64)
 def paged_batch(lengths: tuple[int, ...]) -> AttentionBatch:
     """The batch of whole sequences of these lengths, one behind the other."""
-    own = [length for length in lengths if length]
-    sizes = torch.tensor(own, dtype=torch.int64)
+    filled = [length for length in lengths if length]
+    sizes = torch.tensor(filled, dtype=torch.int64)
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    positions = torch.cat([torch.arange(length) for length in own])
+    positions = torch.cat([torch.arange(length) for length in filled])
     batch = AttentionBatch(
         query_start_loc=ends.int(),
         seq_lens=sizes.int(),
-        block_table=torch.zeros(len(own), 1, dtype=torch.int32),
+        block_table=torch.zeros(len(filled), 1, dtype=torch.int32),
         slot_mapping=torch.zeros(len(positions), dtype=torch.int64),
-        max_query_len=max(own),
-        max_seq_len=max(own),
+        max_query_len=max(filled),
+        max_seq_len=max(filled),
     )
     return in_pages(batch, positions)
 
@@ -171,10 +171,8 @@ def parts_of(layer: nn.Module) -> tuple[LayerParts, Any]:
 def compile_layers(encoder: nn.Module, weights: Weights, device: torch.device) -> list[EncoderLayer]:
     """Replace the forward of an encoder's layers where the kernels of the device can, and drop their modules.
 
-    Layers that are divided over ranks stay, too.
-
-    On GPUs the modules stay: no GPU has run these layers. Nor do they replace layers in float16, whose sums
-    transformers clamps.
+    Modules stay on GPUs, which have not run these layers, where layers are divided over ranks, and in float16, in
+    which transformers clamps sums.
     """
     if device != CPU or weights.shards is not None:
         return []
@@ -202,11 +200,12 @@ def _tried(layer: Any, weights: Weights, pages: Pages) -> EncoderLayer:
     parts, _ = parts_of(layer)
     dtype = parts.out.weight.dtype
     require(dtype is not torch.float16)
-    states = torch.randn(TRIED_TOKENS, parts.out.out_features).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(TRIED_TOKENS, parts.out.out_features, generator=generator).to(dtype)
     taken = inspect.signature(layer.forward).parameters
     given: dict[str, Any] = {"attention_mask": None} if "attention_mask" in taken else {}
     if "position_embeddings" in taken:
-        angles = torch.randn(TRIED_TOKENS, parts.head_dim // 2).repeat(1, 2)
+        angles = torch.randn(TRIED_TOKENS, parts.head_dim // 2, generator=generator).repeat(1, 2)
         given["position_embeddings"] = angles.cos().to(dtype), angles.sin().to(dtype)
     if "cu_seqlens" in taken:
         given["cu_seqlens"] = torch.tensor([0, TRIED_TOKENS - 7, TRIED_TOKENS], dtype=torch.int32)

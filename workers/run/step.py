@@ -133,7 +133,11 @@ class RunningStep:
             return
         with runner.span("logits"):
             adapters = runner.adapter_rows(batch.sample_adapters)
-            self._sampled_hidden = self._hidden.index_select(0, batch.sample_indices)
+            self._sampled_hidden = self._hidden
+            # Indices are ascending: as many as tokens are all of them, as when all rows decode. On an asynchronous
+            # device the next step may overwrite the states.
+            if runner.device.asynchronous or batch.sample_indices.shape != self._hidden.shape[:1]:
+                self._sampled_hidden = self._hidden.index_select(0, batch.sample_indices)
             logits = runner.model.model.logits(self._sampled_hidden, adapters)
         with runner.span("masks"):
             allowed = TokenMasks.of(masks() if self.plan.masked else None).widened(logits.shape[1])
