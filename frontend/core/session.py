@@ -41,7 +41,7 @@ from pagewire.frontend.text.prompts import PromptType
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from pagewire.ipc.environment import check_environment
 from pagewire.ipc.errors import EngineDeadError
-from pagewire.ipc.files.hub import DEMO, model_folder
+from pagewire.ipc.files.hub import EMBEDDED, model_folder
 from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.calls import CALLS
 from pagewire.ipc.wire.messages import EngineInfo
@@ -420,7 +420,7 @@ def tokenizer_ahead(args: EngineArgs, source: dict[str, Any]) -> Future[Tokenize
     source: further options of `load_tokenizer`, whose errors the future has.
     """
     name = args.tokenizer or args.model
-    is_here = name == DEMO or os.path.exists(name)  # noqa: PTH110 - Path.exists fails for a name that is too long
+    is_here = name in EMBEDDED or os.path.exists(name)  # noqa: PTH110 - Path.exists fails for a name that is too long
     if args.skip_tokenizer_init or args.tokenizer_revision is not None or not is_here:
         return None
 

@@ -10,6 +10,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from pagewire.ipc.gguf.file import is_gguf, parts_of, read_gguf
 if TYPE_CHECKING:
     from pagewire.ipc.families.family import ForeignModel
 
-DEMO = "demo"
+EMBEDDED = {"demo": "pagewire.demo", "demo-vision": "pagewire.demo_vision"}
+"""The packages of models that come with pagewire, by the models' names."""
 TOKENIZER_FILES = [
     "tokenizer*",
     "special_tokens_map.json",
@@ -83,8 +85,9 @@ def model_folder(
     What can run code is downloaded only on request: .bin files (pickles) by `load_format`, .py files by
     `trust_remote_code`.
 
-    name: "demo" (the embedded model), a folder, a repository of the hub, s3://bucket/folder; or a GGUF file, also
-    as the only one of a folder, or as `owner/repository/file.gguf`. Of a split file any part may be named.
+    name: of an embedded model ("demo", "demo-vision"), a folder, a repository of the hub, s3://bucket/folder; or a
+    GGUF file, also as the only one of a folder, or as `owner/repository/file.gguf`. Of a split file any part may
+    be named.
     revision: branch, tag or commit of the repository. tokenizer_only: do not download weights.
     load_format: which weights, one of `WEIGHT_FILES` or "gguf". trust_remote_code: download Python code as well.
     ignore_patterns: files of the hub not to download. `*` stands for any characters, `**/` for any folders or none.
@@ -96,15 +99,13 @@ def model_folder(
     path = Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser fails for an unknown user
     is_folder = os.path.isdir(path)  # noqa: PTH112 - Path.is_dir fails for a name that is too long
     is_file = is_gguf(name) and os.path.isfile(path)  # noqa: PTH113 - as above
-    if revision is not None and (name == DEMO or is_folder or is_file):
+    if revision is not None and (name in EMBEDDED or is_folder or is_file):
         kind = "GGUF file" if is_file else "folder"
         raise ValueError(
             f"revision {revision!r}: {name} is a local {kind}, which has no revisions; leave the revision out"
         )
-    if name == DEMO:
-        import pagewire.demo
-
-        return Path(pagewire.demo.__path__[0])
+    if name in EMBEDDED:
+        return Path(import_module(EMBEDDED[name]).__path__[0])
     if is_gguf(name) and not is_folder:
         check_gguf_format(name, load_format)
         return parts_of(path.absolute())[0] if is_file else download_file(name, revision, token, cache_dir)

@@ -29,7 +29,9 @@ class ModelOptions:
     """Which model is served, where its files are, and how they are read."""
 
     model: str = option(
-        "demo", "Model", "model folder, Hugging Face id, s3://bucket/folder, or 'demo' (the embedded model)"
+        "demo",
+        "Model",
+        "model folder, Hugging Face id, s3://bucket/folder, or an embedded model ('demo'; 'demo-vision' sees)",
     )
     runner: Literal["auto", "generate", "pooling"] = option(
         "auto",

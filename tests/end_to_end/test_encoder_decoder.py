@@ -15,7 +15,7 @@ import torch
 
 from pagewire import LLM, AsyncLLM, EngineArgs, RequestOutputKind, SamplingParams
 from pagewire.inputs import ExplicitEncoderDecoderPrompt, zip_enc_dec_prompts
-from pagewire.ipc.files.hub import DEMO, model_folder
+from pagewire.ipc.files.hub import model_folder
 from tests.end_to_end.conftest import KV_BYTES
 from tests.workers.parity import make_prompts
 from tests.workers.seq2seq.test_parity import expected_tokens
@@ -76,7 +76,7 @@ def test_the_same_bits_in_a_batch_and_across_a_killed_worker(bart: tuple[Path, A
 
 def test_forms_of_prompts_and_what_is_refused(bart: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = bart
-    demo = Path(model_folder(DEMO))
+    demo = Path(model_folder("demo"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / name, folder)
     llm = LLM(
