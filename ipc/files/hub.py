@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from pagewire.ipc.environment import env_flag
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.gguf.config import generation_config, model_config
 from pagewire.ipc.gguf.file import is_gguf, parts_of, read_gguf
 
 if TYPE_CHECKING:
@@ -271,11 +270,12 @@ def read_configs(path: Path, trust_remote_code: bool = False) -> tuple[dict[str,
         ValueError: a file is broken, or the family is not served. ModelNotFoundError: it is a GGUF file of an
             architecture that is not served.
     """
+    from pagewire.ipc.families.registry import foreign_model  # a frontend that attaches reads no model
+    from pagewire.ipc.gguf.config import generation_config, model_config  # as above
+
     if is_gguf(path):
         file = read_gguf(path)
         return model_config(file), generation_config(file)
-    from pagewire.ipc.families.registry import foreign_model  # a frontend that attaches reads no model
-
     values = read_json(path / "config.json")
     foreign = foreign_model(values, trust_remote_code)
     config = values if foreign is None else dict(foreign.config)
