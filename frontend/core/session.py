@@ -18,18 +18,16 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial, wraps
-from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from pagewire.frontend.core.connection import CoreConnection, Cores, Owner
-from pagewire.frontend.core.core_source import RunningCores, SpawnedCores
+from pagewire.frontend.core.core_source import RunningCores
 from pagewire.frontend.core.mailbox import Mailbox
 from pagewire.frontend.core.metrics import Metric, read_metrics
 from pagewire.frontend.core.open_requests import OpenRequests
-from pagewire.frontend.core.spawn import SpawnedCore
 from pagewire.frontend.core.stat_loggers import StatLoggerBase, StatLoggers
 from pagewire.frontend.core.tracing import Tracer
 from pagewire.frontend.media.access import MediaAccess
-from pagewire.frontend.media.intake import media_intake
 from pagewire.frontend.requests.answer_budget import LogprobBudget
 from pagewire.frontend.requests.inputs import CheckedParams, Intake, Prepared
 from pagewire.frontend.requests.lora import AdapterBook, LoRARequest, UsedAdapter
@@ -42,12 +40,16 @@ from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_token
 from pagewire.ipc.environment import check_environment
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.files.hub import DEMO, model_folder
-from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.calls import CALLS
 from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.sockets import CurveKeys
+
+if TYPE_CHECKING:
+    from pagewire.frontend.core.spawn import SpawnedCore
+    from pagewire.frontend.media.intake import MediaIntake
+    from pagewire.ipc.options.engine_args import EngineArgs
 
 logger = logging.getLogger("pagewire.frontend")
 
@@ -100,6 +102,8 @@ class Session:
             ValueError, TypeError: bad options, or a model that cannot be loaded. ModelNotFoundError: no such model.
             EngineDeadError: the core failed while it started; the text is the cause.
         """
+        from pagewire.frontend.core.spawned_cores import SpawnedCores  # a frontend that attaches spawns none
+
         args.check()
         access = MediaAccess.read(args.allowed_local_media_path, args.allowed_media_domains)
         connect = partial(CoreConnection, SpawnedCores(args, restarts))
@@ -163,7 +167,7 @@ class Session:
         """
         try:
             tokenizer = tokenizer_of(self.info, name, source) if ahead is None else ahead.result()
-            self.media = media_intake(self.info.media, media, self.call)
+            self.media = media_of(self.info, media, self.call)
             self._intake = Intake(self.info, tokenizer, salt, self.media)
             self.adapters = AdapterBook(self.info, source.get("token"), source.get("cache_dir"))
             self.tokenizer = tokenizer
@@ -391,6 +395,15 @@ def state_of(
         item.num_virtual_tokens,
         item.source,
     )
+
+
+def media_of(info: EngineInfo, access: MediaAccess, call: Callable[..., Future[Any]]) -> MediaIntake | None:
+    """What puts media into prompts; None if the engine takes none. call: sends a call to the engine."""
+    if info.media is None:
+        return None
+    from pagewire.frontend.media.intake import media_intake  # most engines take no media
+
+    return media_intake(info.media, access, call)
 
 
 def tokenizer_of(info: EngineInfo, name: str | None, source: dict[str, Any]) -> Tokenizer | None:
