@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +82,7 @@ class LoRARequest(msgspec.Struct, metaclass=KnowsArguments, frozen=True):
         return self.lora_path
 
 
-@dataclass(frozen=True)
-class UsedAdapter:
+class UsedAdapter(msgspec.Struct, frozen=True):
     """The adapter of one request, as the program and the core name it, and its tokenizer if it has its own."""
 
     lora_request: LoRARequest
