@@ -323,15 +323,18 @@ def gguf_model_in(folder: Path, load_format: str) -> Path | None:
     # Projectors of pictures ("mmproj") are no models.
     files = (file for file in folder.iterdir() if is_gguf(file) and file.is_file())
     models = sorted({parts_of(file)[0] for file in files if not file.name.startswith("mmproj")})
-    has_other_files = (folder / "config.json").is_file() and (
-        any(folder.glob("*.safetensors")) or load_format == "dummy"
-    )
-    if load_format != "gguf" and (has_other_files or not models):
+    if load_format != "gguf" and (not models or has_other_files(folder, load_format)):
         return None
     if len(models) != 1:
         names = ", ".join(path.name for path in models[:10]) or "none"
         raise ModelNotFoundError(f"{folder} does not hold one GGUF model, but {names}; name the file itself")
     return models[0]
+
+
+def has_other_files(folder: Path, load_format: str) -> bool:
+    """True if `load_format` takes other files of a folder than GGUF files."""
+    is_model = (folder / "config.json").is_file()
+    return is_model and (load_format == "dummy" or any(folder.glob("*.safetensors")))
 
 
 def gguf_in_repository(name: str) -> tuple[str, str, list[str]] | None:
