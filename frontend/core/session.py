@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
@@ -39,7 +39,6 @@ from pagewire.frontend.text.prompts import PromptType
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from pagewire.ipc.environment import check_environment
 from pagewire.ipc.errors import EngineDeadError
-from pagewire.ipc.files.hub import DEMO, model_folder
 from pagewire.ipc.wire.calls import CALLS
 from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.params import SamplingParams
@@ -102,13 +101,13 @@ class Session:
             ValueError, TypeError: bad options, or a model that cannot be loaded. ModelNotFoundError: no such model.
             EngineDeadError: the core failed while it started; the text is the cause.
         """
-        from pagewire.frontend.core.spawned_cores import SpawnedCores  # a frontend that attaches spawns none
+        from pagewire.frontend.core import spawned_cores  # a frontend that attaches spawns none
 
         args.check()
         access = MediaAccess.read(args.allowed_local_media_path, args.allowed_media_domains)
-        connect = partial(CoreConnection, SpawnedCores(args, restarts))
-        source = tokenizer_source(args)
-        ahead = tokenizer_ahead(args, source)
+        connect = partial(CoreConnection, spawned_cores.SpawnedCores(args, restarts))
+        source = spawned_cores.tokenizer_source(args)
+        ahead = spawned_cores.tokenizer_ahead(args, source)
         session = cls(connect, args.otlp_traces_endpoint).with_tokenizer(None, 0, access, ahead, **source)
         session.stat_loggers = StatLoggers(stat_loggers or {}, session.get_metrics)
         return session
@@ -163,7 +162,7 @@ class Session:
     ) -> Session:
         """Load the tokenizer, unless `skip_tokenizer_init` is set and no `name` is given. Returns this session.
 
-        media: what may be fetched for prompts. ahead: loads the tokenizer already (see `tokenizer_ahead`).
+        media: what may be fetched for prompts. ahead: loads the tokenizer already (see `spawned_cores.py`).
         """
         try:
             tokenizer = tokenizer_of(self.info, name, source) if ahead is None else ahead.result()
@@ -415,36 +414,6 @@ def tokenizer_of(info: EngineInfo, name: str | None, source: dict[str, Any]) -> 
         return None
     revision = None if name else info.tokenizer_revision
     return load_tokenizer(name or info.tokenizer, info.tokenizer_mode, revision=revision, **source)
-
-
-def tokenizer_source(args: EngineArgs) -> dict[str, Any]:
-    """The options of `load_tokenizer` that an engine's options have."""
-    return {
-        "token": args.hf_token,
-        "cache_dir": args.download_dir,
-        "trust_remote_code": args.trust_remote_code,
-    }
-
-
-def tokenizer_ahead(args: EngineArgs, source: dict[str, Any]) -> Future[Tokenizer] | None:
-    """Load the tokenizer that the core of these options will name, while that core starts.
-
-    None if there is nothing to load, or if it is no folder or file yet, which the core downloads.
-    source: further options of `load_tokenizer`, whose errors the future has.
-    """
-    name = args.tokenizer or args.model
-    is_here = name == DEMO or os.path.exists(name)  # noqa: PTH110 - Path.exists fails for a name that is too long
-    if args.skip_tokenizer_init or args.tokenizer_revision is not None or not is_here:
-        return None
-
-    def load() -> Tokenizer:
-        folder = args.tokenizer or model_folder(args.model, load_format=args.load_format)
-        return load_tokenizer(folder, args.tokenizer_mode, **source)
-
-    threads = ThreadPoolExecutor(1, "tokenizer")
-    future = threads.submit(load)
-    threads.shutdown(wait=False)
-    return future
 
 
 def ignore_usage_context(usage_context: Any) -> None:
