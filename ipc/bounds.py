@@ -6,13 +6,12 @@ A bound stands once, in the annotation: `Annotated[int, msgspec.Meta(ge=1)]`. ms
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Sized
 from functools import cache, partial
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -91,10 +90,7 @@ def check_field(kind: type[msgspec.Struct], name: str, value: Any) -> None:
 @cache
 def field_checks(kind: type[msgspec.Struct]) -> tuple[tuple[str, Any, Check], ...]:
     """(name, default, check) of every field that has a check."""
-    hints = get_type_hints(kind, include_extras=True)
-    checks = (
-        (field.name, field.default, check_for(hints[field.name])) for field in msgspec.structs.fields(kind)
-    )
+    checks = ((field.name, field.default, check_for(field.type)) for field in msgspec.structs.fields(kind))
     return tuple((name, default, check) for name, default, check in checks if check is not None)
 
 
@@ -270,7 +266,9 @@ def all_within(values: Collection[Any], kind: Any) -> bool:
 
 def unknown_name(kind: str, name: Any, known: Iterable[str]) -> str:
     """The error message for an unknown name, with the nearest known one: unknown option 'a'; did you mean 'b'?"""
-    near = difflib.get_close_matches(str(name)[:MAX_QUOTED], known, n=1, cutoff=0.8)
+    from difflib import get_close_matches  # few programs have errors
+
+    near = get_close_matches(str(name)[:MAX_QUOTED], known, n=1, cutoff=0.8)
     return f"unknown {kind} {quoted(name)}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 

@@ -7,6 +7,7 @@ what the log holds, and how many lines of it there are.
 from __future__ import annotations
 
 import reprlib
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -27,9 +28,6 @@ _CONTROLS = (
     *range(0x2066, 0x206A),
     *range(0xD800, 0xE000),
 )
-ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
-# Control characters that `json.dumps` leaves as they are; within JSON only this spelling stands for them.
-_ESCAPED_IN_JSON = {code: f"\\u{code:04x}" for code in _CONTROLS if code >= 0x7F}
 
 
 def quoted(value: Any) -> str:
@@ -47,14 +45,26 @@ def shortened(text: str, limit: int = MAX_MESSAGE) -> str:
     return f"{text[:limit]}... ({len(text) - limit} more characters)"
 
 
+@cache
+def escapes() -> dict[int, str]:
+    """Return the spelling of each control character, for `str.translate`. Made when the first text has one."""
+    return {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
+
+
+@cache
+def _escapes_in_json() -> dict[int, str]:
+    """As `escapes`, of those that `json.dumps` leaves; within JSON only this spelling stands for them."""
+    return {code: f"\\u{code:04x}" for code in _CONTROLS if code >= 0x7F}
+
+
 def on_one_line(text: str) -> str:
     r"""Return a text with control characters and line ends escaped, such as `\x0a` for a newline."""
-    return text if text.isprintable() else text.translate(ESCAPED)
+    return text if text.isprintable() else text.translate(escapes())
 
 
 def escaped_json(text: str) -> str:
     r"""Return JSON with the control characters that JSON allows escaped: it means the same, and is safe to show."""
-    return text if text.isprintable() else text.translate(_ESCAPED_IN_JSON)
+    return text if text.isprintable() else text.translate(_escapes_in_json())
 
 
 class _BoundedRepr(reprlib.Repr):

@@ -1,6 +1,8 @@
 """Who may import whom, and what must stay out of a light frontend.
 
 frontend -> ipc <- engine_core        workers -> ipc        workers -> kernels        cli -> anything
+
+What one that attaches may import is held by `tests/frontend/api/test_attach.py`.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from pagewire.ipc.quoting import ESCAPED
+from pagewire.ipc.quoting import escapes
 
-_ESCAPED = {code: text for code, text in ESCAPED.items() if chr(code) not in "\n\t"}
+_ESCAPED = {code: text for code, text in escapes().items() if chr(code) not in "\n\t"}
 
 
 def safe_text(text: str) -> str:

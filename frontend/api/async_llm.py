@@ -30,7 +30,7 @@ from pagewire.frontend.api.loop_mailbox import LoopMailbox, OutputListener
 from pagewire.frontend.api.off_loop import OFF_LOOP_CHARS, media_work, num_chars, tokenizing
 from pagewire.frontend.core.session import Session, ignore_usage_context
 from pagewire.frontend.core.stat_loggers import StatLoggerBase, checked
-from pagewire.frontend.media.intake import has_media
+from pagewire.frontend.media.keys import has_media
 from pagewire.frontend.requests.answer_budget import LogprobBudget
 from pagewire.frontend.requests.inputs import CheckedParams, Prepared, is_embeds_prompt
 from pagewire.frontend.requests.lora import LoRARequest

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from pagewire.ipc.wire.messages import EngineInfo
 
 
-@dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(msgspec.Struct, frozen=True):
     """The model of an engine, with vLLM's names. `info` of an engine has more.
 
     model: as the options name it. tokenizer: folder or repository. tokenizer_mode: "auto" or "slow".
@@ -37,8 +36,7 @@ class ModelConfig:
         return self.vocab_size
 
 
-@dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(msgspec.Struct, frozen=True):
     """How a model is split. world_size: number of workers."""
 
     tensor_parallel_size: int
@@ -46,8 +44,7 @@ class ParallelConfig:
     world_size: int
 
 
-@dataclass(frozen=True)
-class SchedulerLimits:
+class SchedulerLimits(msgspec.Struct, frozen=True):
     """Limits of the scheduler, in tokens and sequences. policy: "fcfs" or "priority"."""
 
     max_num_batched_tokens: int
@@ -56,8 +53,7 @@ class SchedulerLimits:
     policy: str
 
 
-@dataclass(frozen=True)
-class DecodingConfig:
+class DecodingConfig(msgspec.Struct, frozen=True):
     """How structured output is made."""
 
     guided_decoding_backend: str = "llguidance"

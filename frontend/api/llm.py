@@ -19,7 +19,6 @@ from pagewire.frontend.requests.outputs import RequestOutput
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.text.prompts import PromptType, TextPrompt, TokensPrompt
 from pagewire.ipc.compatibility import NAMES
-from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.params import BeamSearchParams, SamplingParams
 
 
@@ -75,6 +74,8 @@ class LLM(OfflinePooling):
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in NOT_OPTIONS}
         options |= {"seed": seed or 0, "hf_overrides": hf_overrides or {}, **kwargs}
+        from pagewire.ipc.options.engine_args import EngineArgs  # attaching needs none
+
         args = EngineArgs.from_kwargs(options)
         self._use(LLMEngine.from_engine_args(args, restarts=restarts))
 

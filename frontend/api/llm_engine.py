@@ -7,7 +7,7 @@ import math
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pagewire.frontend.api.beam_requests import BeamRequest, EngineSearches
 from pagewire.frontend.api.local_engine import LocalEngine
@@ -21,9 +21,11 @@ from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest, ref
 from pagewire.frontend.text.prompts import PromptType
 from pagewire.ipc.bounds import check_number, meta_of, within
 from pagewire.ipc.compatibility import NAMES, settle
-from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.params import Age, SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
+
+if TYPE_CHECKING:
+    from pagewire.ipc.options.engine_args import EngineArgs
 
 logger = logging.getLogger("pagewire.frontend")
 

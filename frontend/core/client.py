@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pagewire.frontend.core.link import PING, Link, attach, core_exit
 from pagewire.frontend.core.open_calls import OpenCalls
@@ -33,7 +33,6 @@ from pagewire.ipc.errors import (
     EngineStoppedError,
     received_error,
 )
-from pagewire.ipc.host.lifeline import Child
 from pagewire.ipc.wire.messages import (
     Abort,
     Blocks,
@@ -50,6 +49,9 @@ from pagewire.ipc.wire.messages import (
     Welcome,
 )
 from pagewire.ipc.wire.sockets import CurveKeys
+
+if TYPE_CHECKING:
+    from pagewire.ipc.host.lifeline import Child
 
 logger = logging.getLogger("pagewire.frontend")
 

@@ -15,15 +15,18 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from pagewire.frontend.core.client import CoreClient
 from pagewire.frontend.core.core_source import Attached, CoreSource, Pauses
 from pagewire.frontend.core.link import START_ERRORS
-from pagewire.frontend.core.spawn import SpawnedCore
 from pagewire.ipc.errors import DetachedError, EngineDeadError
 from pagewire.ipc.wire.messages import Blocks, EngineInfo, Request, TokenDelta
+
+if TYPE_CHECKING:
+    from pagewire.frontend.core.spawn import SpawnedCore
 
 logger = logging.getLogger("pagewire.frontend")
 
@@ -101,8 +104,7 @@ class Owner(Protocol):
         """The core is lost, and no other will come. Called on the supervisor's thread."""
 
 
-@dataclass(frozen=True, eq=False)
-class Loss:
+class Loss(msgspec.Struct, frozen=True, eq=False):
     """The report of a client that its core is lost. number: of the client."""
 
     number: int

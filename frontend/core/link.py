@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from pagewire.ipc.errors import EngineDeadError, ProtocolError, received_error
 from pagewire.ipc.host.gate import Gate, owner_of
-from pagewire.ipc.host.lifeline import Child, exit_cause
 from pagewire.ipc.version import __version__
 from pagewire.ipc.wire.codec import Buffer, Codec
 from pagewire.ipc.wire.messages import PROTOCOL, CoreDying, Hello, Ping, Refused, ToFrontend, Welcome
 from pagewire.ipc.wire.sockets import CurveKeys, new_dealer, next_event, receive, send
+
+if TYPE_CHECKING:
+    from pagewire.ipc.host.lifeline import Child
 
 EXIT_SECONDS = 1.0  # wait for the exit status of a core that has closed the connection
 PING_SECONDS = 1.0  # interval of pings to a core that has not answered yet
@@ -197,10 +198,6 @@ def start_error(error: Exception) -> Exception:
 
 def core_exit(child: Child | None) -> str | None:
     """How a spawned core has ended, waiting up to `EXIT_SECONDS`; None if it runs, or was not spawned."""
-    if child is None:
+    if child is None or (cause := child.exit_cause(EXIT_SECONDS)) is None:
         return None
-    try:
-        status = child.process.wait(EXIT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return None
-    return f"the engine core (pid {child.pid}) {exit_cause(status)}"
+    return f"the engine core (pid {child.pid}) {cause}"

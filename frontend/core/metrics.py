@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from pagewire.ipc.compatibility import KnowsAttributes
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(msgspec.Struct, frozen=True):
     """Base class of all metrics.
 
     name: name as in /metrics, for a counter without `_total`. labels: values by name.
@@ -20,29 +20,25 @@ class Metric:
     labels: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Counter(Metric):
+class Counter(Metric, frozen=True):
     """A count that never decreases."""
 
     value: int
 
 
-@dataclass(frozen=True)
-class Gauge(Metric):
+class Gauge(Metric, frozen=True):
     """A current value, which may increase and decrease."""
 
     value: float
 
 
-@dataclass(frozen=True)
-class Vector(Metric):
+class Vector(Metric, frozen=True):
     """Counts by position."""
 
     values: list[int]
 
 
-@dataclass(frozen=True)
-class Histogram(Metric):
+class Histogram(Metric, frozen=True):
     """A distribution: `buckets` maps each upper bound (as text, "+Inf" last) to the count at or below it."""
 
     count: int

@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
+
+import msgspec
 
 from pagewire.ipc.errors import EngineDeadError, received_error
 from pagewire.ipc.wire.calls import CALLS, RunsIn
 from pagewire.ipc.wire.messages import CallAnswer
 
 
-@dataclass(slots=True)
-class OpenCall:
+class OpenCall(msgspec.Struct):
     """A call without an answer. due: until when the core must answer it; infinite before it is sent."""
 
     method: str
-    future: Future[Any] = field(default_factory=Future)
+    future: Future[Any] = msgspec.field(default_factory=Future)
     due: float = math.inf
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
+
+import msgspec
 
 from pagewire.ipc.wire.codec import Buffer
 from pagewire.ipc.wire.window import Load
@@ -41,16 +42,15 @@ class OutboxMessage(NamedTuple):
         return sum(map(len, self.frames))
 
 
-@dataclass(slots=True)
-class TenantQueue:
+class TenantQueue(msgspec.Struct):
     """Requests of one tenant. waiting: not sent yet. open: sent, and no fence after them is answered.
 
     unfenced: the part of the open ones after which no fence was sent.
     """
 
-    waiting: deque[OutboxMessage] = field(default_factory=deque)
-    open: Load = field(default_factory=Load)
-    unfenced: Load = field(default_factory=Load)
+    waiting: deque[OutboxMessage] = msgspec.field(default_factory=deque)
+    open: Load = msgspec.field(default_factory=Load)
+    unfenced: Load = msgspec.field(default_factory=Load)
 
     @property
     def may_send(self) -> bool:
@@ -60,8 +60,7 @@ class TenantQueue:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
+class Fence(msgspec.Struct, frozen=True):
     """A call whose answer says that the core has taken requests of a tenant. load: how many."""
 
     call_id: int

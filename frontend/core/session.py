@@ -16,20 +16,18 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial, wraps
-from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from pagewire.frontend.core.connection import CoreConnection, Cores, Owner
-from pagewire.frontend.core.core_source import RunningCores, SpawnedCores
+from pagewire.frontend.core.core_source import RunningCores
 from pagewire.frontend.core.mailbox import Mailbox
 from pagewire.frontend.core.metrics import Metric, read_metrics
 from pagewire.frontend.core.open_requests import OpenRequests
-from pagewire.frontend.core.spawn import SpawnedCore
 from pagewire.frontend.core.stat_loggers import StatLoggerBase, StatLoggers
 from pagewire.frontend.core.tracing import Tracer
 from pagewire.frontend.media.access import MediaAccess
-from pagewire.frontend.media.intake import media_intake
 from pagewire.frontend.requests.answer_budget import LogprobBudget
 from pagewire.frontend.requests.inputs import CheckedParams, Intake, Prepared
 from pagewire.frontend.requests.lora import AdapterBook, LoRARequest, UsedAdapter
@@ -41,13 +39,16 @@ from pagewire.frontend.text.prompts import PromptType
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from pagewire.ipc.environment import check_environment
 from pagewire.ipc.errors import EngineDeadError
-from pagewire.ipc.files.hub import EMBEDDED, model_folder
-from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.wire.calls import CALLS
 from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.sockets import CurveKeys
+
+if TYPE_CHECKING:
+    from pagewire.frontend.core.spawn import SpawnedCore
+    from pagewire.frontend.media.intake import MediaIntake
+    from pagewire.ipc.options.engine_args import EngineArgs
 
 logger = logging.getLogger("pagewire.frontend")
 
@@ -100,11 +101,13 @@ class Session:
             ValueError, TypeError: bad options, or a model that cannot be loaded. ModelNotFoundError: no such model.
             EngineDeadError: the core failed while it started; the text is the cause.
         """
+        from pagewire.frontend.core import spawned_cores  # a frontend that attaches spawns none
+
         args.check()
         access = MediaAccess.read(args.allowed_local_media_path, args.allowed_media_domains)
-        connect = partial(CoreConnection, SpawnedCores(args, restarts))
-        source = tokenizer_source(args)
-        ahead = tokenizer_ahead(args, source)
+        connect = partial(CoreConnection, spawned_cores.SpawnedCores(args, restarts))
+        source = spawned_cores.tokenizer_source(args)
+        ahead = spawned_cores.tokenizer_ahead(args, source)
         session = cls(connect, args.otlp_traces_endpoint).with_tokenizer(None, 0, access, ahead, **source)
         session.stat_loggers = StatLoggers(stat_loggers or {}, session.get_metrics)
         return session
@@ -159,11 +162,11 @@ class Session:
     ) -> Session:
         """Load the tokenizer, unless `skip_tokenizer_init` is set and no `name` is given. Returns this session.
 
-        media: what may be fetched for prompts. ahead: loads the tokenizer already (see `tokenizer_ahead`).
+        media: what may be fetched for prompts. ahead: loads the tokenizer already (see `spawned_cores.py`).
         """
         try:
             tokenizer = tokenizer_of(self.info, name, source) if ahead is None else ahead.result()
-            self.media = media_intake(self.info.media, media, self.call)
+            self.media = media_of(self.info, media, self.call)
             self._intake = Intake(self.info, tokenizer, salt, self.media)
             self.adapters = AdapterBook(self.info, source.get("token"), source.get("cache_dir"))
             self.tokenizer = tokenizer
@@ -393,6 +396,15 @@ def state_of(
     )
 
 
+def media_of(info: EngineInfo, access: MediaAccess, call: Callable[..., Future[Any]]) -> MediaIntake | None:
+    """What puts media into prompts; None if the engine takes none. call: sends a call to the engine."""
+    if info.media is None:
+        return None
+    from pagewire.frontend.media.intake import media_intake  # most engines take no media
+
+    return media_intake(info.media, access, call)
+
+
 def tokenizer_of(info: EngineInfo, name: str | None, source: dict[str, Any]) -> Tokenizer | None:
     """Load the tokenizer `name`, or the core's; None without a name if the core skips tokenizers.
 
@@ -402,36 +414,6 @@ def tokenizer_of(info: EngineInfo, name: str | None, source: dict[str, Any]) -> 
         return None
     revision = None if name else info.tokenizer_revision
     return load_tokenizer(name or info.tokenizer, info.tokenizer_mode, revision=revision, **source)
-
-
-def tokenizer_source(args: EngineArgs) -> dict[str, Any]:
-    """The options of `load_tokenizer` that an engine's options have."""
-    return {
-        "token": args.hf_token,
-        "cache_dir": args.download_dir,
-        "trust_remote_code": args.trust_remote_code,
-    }
-
-
-def tokenizer_ahead(args: EngineArgs, source: dict[str, Any]) -> Future[Tokenizer] | None:
-    """Load the tokenizer that the core of these options will name, while that core starts.
-
-    None if there is nothing to load, or if it is no folder or file yet, which the core downloads.
-    source: further options of `load_tokenizer`, whose errors the future has.
-    """
-    name = args.tokenizer or args.model
-    is_here = name in EMBEDDED or os.path.exists(name)  # noqa: PTH110 - Path.exists fails for a name that is too long
-    if args.skip_tokenizer_init or args.tokenizer_revision is not None or not is_here:
-        return None
-
-    def load() -> Tokenizer:
-        folder = args.tokenizer or model_folder(args.model, load_format=args.load_format)
-        return load_tokenizer(folder, args.tokenizer_mode, **source)
-
-    threads = ThreadPoolExecutor(1, "tokenizer")
-    future = threads.submit(load)
-    threads.shutdown(wait=False)
-    return future
 
 
 def ignore_usage_context(usage_context: Any) -> None:

@@ -11,8 +11,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from pagewire.frontend.core.metrics import Counter, Gauge, Metric
 from pagewire.ipc.bounds import check_number
@@ -24,8 +25,7 @@ MIN_INTERVAL = 0.1
 STOP_SECONDS = 2.0  # how long `stop` waits for a logger that is at work
 
 
-@dataclass(frozen=True)
-class Stats:
+class Stats(msgspec.Struct, frozen=True):
     """The figures of an engine, over all its frontends.
 
     Those that end in `_iter` count from the logger's last call, the others are values of now, named as in vLLM.

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
+
+import msgspec
 
 from pagewire.ipc.quoting import quoted
 
@@ -59,8 +60,7 @@ def is_public(address: Address) -> bool:
     return address in GLOBAL_UNICAST and not any(address in network for network in NOT_PUBLIC_IPV6)
 
 
-@dataclass(frozen=True)
-class MediaAccess:
+class MediaAccess(msgspec.Struct, frozen=True):
     """The rules; `read` makes them from options.
 
     hosts: names of hosts that may be fetched from, *.NAME for all below it; None: any.

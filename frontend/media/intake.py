@@ -14,6 +14,7 @@ from pagewire.frontend.media.access import MediaAccess
 from pagewire.frontend.media.cache import RecentKeys
 from pagewire.frontend.media.errors import MediaError
 from pagewire.frontend.media.items import Decoded, MediaItem
+from pagewire.frontend.media.keys import KEYS
 from pagewire.frontend.media.layout import LaidOut, lay_out
 from pagewire.frontend.media.loader import MediaLoader
 from pagewire.frontend.media.objects import item_of
@@ -24,22 +25,12 @@ from pagewire.ipc.wire.embeddings import PLACEHOLDER
 from pagewire.ipc.wire.items import Media
 from pagewire.ipc.wire.media import MAX_OPTIONS_CHARS, MediaInfo, MediaLayout, uuid_name
 
-KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
-"""The keys of a prompt that are about its media."""
 LAYOUT_SECONDS = 3600.0
 MAX_LAYOUTS = 4096
 MAX_UUIDS = 1 << 14
-NOT_TAKEN = "the model takes no pictures or sounds: give text, token ids or embeddings"
 
 # Asks the engine what stands for a medium of this kind and shape, with these arguments of its processor.
 AskLayout = Callable[[str, Sequence[int], str], MediaLayout]
-
-
-def has_media(prompt: Any) -> bool:
-    """True for a prompt with pictures or sounds; those of an encoder-decoder are in its part for the encoder."""
-    if not isinstance(prompt, Mapping):
-        return False
-    return bool(prompt.get(KEYS[0]) or prompt.get(KEYS[1])) or has_media(prompt.get("encoder_prompt"))
 
 
 class MediaIntake:
@@ -110,12 +101,8 @@ class MediaIntake:
         return token_ids
 
 
-def media_intake(
-    info: MediaInfo | None, access: MediaAccess, call: Callable[..., Future[Any]]
-) -> MediaIntake | None:
-    """What puts media into the prompts of an engine; None if that takes none. call: sends a call to the engine."""
-    if info is None:
-        return None
+def media_intake(info: MediaInfo, access: MediaAccess, call: Callable[..., Future[Any]]) -> MediaIntake:
+    """What puts media into the prompts of an engine. call: sends a call to the engine."""
     layout = CALLS["media_layout"]
 
     def ask(kind: str, shape: Sequence[int], options: str) -> MediaLayout:

@@ -1,11 +1,7 @@
-"""Budgets of what is kept for answers: log probabilities of each one, and pooled results of all together."""
+"""The budget of the log probabilities that are kept for one answer."""
 
 from __future__ import annotations
 
-import asyncio
-
-from pagewire.ipc.errors import EngineBusyError
-from pagewire.ipc.wire.budget import MAX_WAITING_ANSWERS
 from pagewire.ipc.wire.messages import Request, TokenDelta
 
 
@@ -61,47 +57,6 @@ class LogprobBudget:
                 f"{name}: the answer has {number} log probabilities or more; at most {self._limit} are kept for a "
                 f"request (--max-request-logprobs): {advice}"
             )
-
-
-class AnswerMemory:
-    """The memory that the results of all open answers may take together, in bytes.
-
-    An answer takes its part before anything is submitted, and gives it back when the client has read it. For use on
-    one event loop.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = self._free = num_bytes
-        self._num_waiting = 0
-        self._first = (
-            asyncio.Lock()
-        )  # of the answer that waits for memory; the others wait for the lock, in order
-        self._freed = asyncio.Event()
-
-    async def take(self, num_bytes: int) -> None:
-        """Take memory for an answer; if too little is free, wait until all that asked before have theirs.
-
-        Raises:
-            AnswerTooLargeError: it is more than all there is. EngineBusyError: too many answers are waiting.
-        """
-        if num_bytes > self._num_bytes:
-            raise AnswerTooLargeError(f"the answer takes {num_bytes} bytes; all may take {self._num_bytes}")
-        if self._num_waiting >= MAX_WAITING_ANSWERS:
-            raise EngineBusyError(f"{self._num_waiting} large answers are already waiting for memory")
-        self._num_waiting += 1
-        try:
-            async with self._first:
-                while num_bytes > self._free:
-                    self._freed.clear()
-                    await self._freed.wait()
-                self._free -= num_bytes
-        finally:
-            self._num_waiting -= 1
-
-    def give_back(self, num_bytes: int) -> None:
-        """Give memory back that an answer took."""
-        self._free += num_bytes
-        self._freed.set()
 
 
 def num_logprobs(delta: TokenDelta) -> int:

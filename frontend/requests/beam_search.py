@@ -9,12 +9,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pagewire.frontend.media.intake import has_media
+from pagewire.frontend.media.keys import has_media
 from pagewire.frontend.requests.inputs import GENERATED, salt_of
 from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.text.logprobs import token_text
@@ -43,8 +42,7 @@ Steps = Generator[
 ]
 
 
-@dataclass
-class BeamSearchSequence:
+class BeamSearchSequence(msgspec.Struct):
     """One beam.
 
     Attributes:
@@ -61,7 +59,7 @@ class BeamSearchSequence:
     text: str = ""
     finish_reason: str | None = None
     stop_reason: int | None = None
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = []
 
     @property
     def cum_logprob(self) -> float:
@@ -78,8 +76,7 @@ class BeamSearchSequence:
         return BeamSearchSequence([*self.token_ids, token_id], self.cumulative_logprob + logprob)
 
 
-@dataclass
-class BeamSearchOutput:
+class BeamSearchOutput(msgspec.Struct):
     """The beams of one prompt, best first."""
 
     sequences: list[BeamSearchSequence]

@@ -11,15 +11,13 @@ import copy
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pagewire.frontend.media.intake import KEYS as MEDIA_KEYS
-from pagewire.frontend.media.intake import NOT_TAKEN, MediaIntake, has_media
-from pagewire.frontend.media.items import Decoded
+from pagewire.frontend.media.keys import KEYS as MEDIA_KEYS
+from pagewire.frontend.media.keys import NOT_TAKEN, has_media
 from pagewire.frontend.requests.embeds import KEY as EMBEDS_KEY
 from pagewire.frontend.requests.embeds import NO_TOKENS, check_embeds_params, embeddings_of
 from pagewire.frontend.requests.lora import UsedAdapter
@@ -40,6 +38,10 @@ from pagewire.ipc.wire.messages import EngineInfo, Request
 from pagewire.ipc.wire.params import Name, RequestOutputKind, SamplingParams, check_logit_edits, check_turn
 from pagewire.ipc.wire.sources import NO_PROMPT_LOGPROBS, SourceInfo
 from pagewire.ipc.wire.thinking import ThinkingMarks
+
+if TYPE_CHECKING:
+    from pagewire.frontend.media.intake import MediaIntake
+    from pagewire.frontend.media.items import Decoded
 
 MASK = 2**64 - 1  # for the 64-bit arithmetic of seeds
 NAME = meta_of(Name)
@@ -66,8 +68,7 @@ def is_embeds_prompt(prompt: Any) -> bool:
     return isinstance(prompt, Mapping) and "prompt_embeds" in prompt and "prompt_token_ids" not in prompt
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """A request to be sent to the core, the text of its prompt, if known, and its adapter, if it has one.
 
     num_virtual_tokens: tokens of a prompt adapter or a source before the prompt, which outputs do not show.
@@ -81,8 +82,7 @@ class Prepared:
     source: SourceText | None = None
 
 
-@dataclass(frozen=True)
-class CheckedParams:
+class CheckedParams(msgspec.Struct, frozen=True):
     """Sampling parameters that an engine takes, completed; made by `Intake.check`, and not changed any more.
 
     stops: the search for their stop strings, so that it is made once for all prompts.

@@ -5,10 +5,8 @@ LoRARequest --AdapterBook.use--> UsedAdapter (AdapterSource, tokenizer) --> Requ
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import msgspec
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.bounds import check_int, converted
 from pagewire.ipc.compatibility import KnowsArguments
+from pagewire.ipc.digest import sha256_of
 from pagewire.ipc.files.adapter_files import adapter_folder, adapter_version
 from pagewire.ipc.files.hub import TOKENIZER_FILES, read_file
 from pagewire.ipc.quoting import quoted
@@ -83,8 +82,7 @@ class LoRARequest(msgspec.Struct, metaclass=KnowsArguments, frozen=True):
         return self.lora_path
 
 
-@dataclass(frozen=True)
-class UsedAdapter:
+class UsedAdapter(msgspec.Struct, frozen=True):
     """The adapter of one request, as the program and the core name it, and its tokenizer if it has its own."""
 
     lora_request: LoRARequest
@@ -216,11 +214,11 @@ def tokenizer_digest(folder: Path) -> bytes:
     """
     if not any((folder / name).is_file() for name in VOCABULARIES):
         return b""
-    digest = hashlib.sha256()
-    for path in sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}):
-        if path.name not in NOT_TOKENIZERS and path.is_file():
-            digest.update(str(path.relative_to(folder)).encode() + b"\0" + read_file(path))
-    return digest.digest()
+    return sha256_of(
+        str(path.relative_to(folder)).encode() + b"\0" + read_file(path)
+        for path in sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)})
+        if path.name not in NOT_TOKENIZERS and path.is_file()
+    )
 
 
 def for_each(lora_request: Any, num_prompts: int) -> list[LoRARequest | None]:

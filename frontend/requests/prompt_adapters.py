@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,7 @@ OTHER_KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class PromptAdapterRequest:
+class PromptAdapterRequest(msgspec.Struct, frozen=True):
     """A prompt adapter for a request: a folder that PEFT's `save_pretrained` has written.
 
     prompt_adapter_name, prompt_adapter_id: what the caller calls it; they need not differ between adapters, since
@@ -70,8 +68,7 @@ class PromptAdapterRequest:
         return self.prompt_adapter_name
 
 
-@dataclass(frozen=True)
-class PromptAdapter:
+class PromptAdapter(msgspec.Struct, frozen=True):
     """A prompt adapter that has been read: its embeddings, as media at the beginning of a prompt."""
 
     media: tuple[Media, ...]
@@ -135,7 +132,7 @@ class PromptAdapters:
             if name in requests or name in taken:
                 raise ValueError(f"prompt_adapters: the name {quoted(name)} is given twice")
             request = PromptAdapterRequest(name, number, folder)
-            requests[name] = replace(
+            requests[name] = msgspec.structs.replace(
                 request, prompt_adapter_num_virtual_tokens=self.get(request).num_virtual_tokens
             )
         return requests

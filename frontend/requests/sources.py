@@ -7,32 +7,33 @@ the encoder's and the prompt the decoder's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pagewire.frontend.media.items import Decoded
+import msgspec
+
 from pagewire.frontend.text.prompts import PromptType
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.sources import SOUND, SourceInfo, sound_source, text_source, with_source
 
+if TYPE_CHECKING:
+    from pagewire.frontend.media.items import Decoded
+
 Tokenize = Callable[[PromptType, bool], tuple[list[int], str | None]]
 """Token ids and text of a prompt; False: without the tokens that a tokenizer puts around texts."""
-Hear = Callable[[Mapping[str, Any]], list[Decoded]]
+Hear = Callable[[Mapping[str, Any]], "list[Decoded]"]
 """The sounds of a prompt, fetched and decoded."""
 HEARD = ("multi_modal_data", "multi_modal_uuids", "cache_salt")
 ENCODER, DECODER, MEDIA = "encoder_prompt", "decoder_prompt", "multi_modal_data"
 
 
-@dataclass(frozen=True)
-class SourceText:
+class SourceText(msgspec.Struct, frozen=True):
     """What an encoder reads, as outputs show it. text: None if it was given as token ids, or is a sound."""
 
     token_ids: list[int]
     text: str | None
 
 
-@dataclass(frozen=True)
-class SourcedPrompt:
+class SourcedPrompt(msgspec.Struct, frozen=True):
     """A prompt with its source. text: of the decoder's part, if known."""
 
     prompt: Prompt

@@ -12,7 +12,6 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.requests.answer_budget import AnswerMemory
 from pagewire.frontend.server import models
 from pagewire.frontend.server.anthropic import routes as anthropic
 from pagewire.frontend.server.audio import routes as audio
@@ -31,6 +30,7 @@ from pagewire.frontend.server.operate import admin, cores, monitoring, served
 from pagewire.frontend.server.page import page_routes
 from pagewire.frontend.server.pooling import routes as pooling
 from pagewire.frontend.server.responses import routes as responses
+from pagewire.frontend.server.serving.answer_memory import AnswerMemory
 from pagewire.frontend.server.serving.service import Service
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 from pagewire.ipc.wire.budget import MAX_OPEN_POOLED_BYTES

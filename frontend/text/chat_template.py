@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from pagewire.frontend.media.intake import NOT_TAKEN
+from pagewire.frontend.media.keys import NOT_TAKEN
 from pagewire.frontend.media.parts import take_media
 from pagewire.frontend.text.conversation import Conversation, compile_template, render_source
 from pagewire.frontend.text.length import encode_within

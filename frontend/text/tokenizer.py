@@ -21,7 +21,6 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 
 from pagewire.ipc.files.hub import check_files, model_folder, read_file, read_json
 from pagewire.ipc.gguf.file import is_gguf, read_metadata
-from pagewire.ipc.gguf.tokenizer import tokenizer_config, tokenizer_json
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONG_TEXT = 4096  # characters, from which a text is tokenized without holding up other threads
@@ -284,6 +283,8 @@ def load_gguf(path: Path, mode: str) -> FastTokenizer:
     Raises:
         ModelNotFoundError: the file is broken. ValueError: it has no tokenizer that can be read, or mode is "slow".
     """
+    from pagewire.ipc.gguf.tokenizer import tokenizer_config, tokenizer_json  # most models are folders
+
     if mode == "slow":
         raise ValueError(
             f"tokenizer_mode='slow' needs the files of a tokenizer of transformers, which {path} does not hold; "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
+from pagewire.ipc.digest import sha256_of
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.files.hub import TOKENIZER_FILES, download, is_s3
 from pagewire.ipc.wire.lora import ADAPTER_FILES
@@ -44,4 +44,4 @@ def adapter_version(folder: Path) -> str:
         parts.append(
             f"{name} {info.st_dev} {info.st_ino} {info.st_size} {info.st_mtime_ns} {info.st_ctime_ns}"
         )
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    return sha256_of(["\n".join(parts).encode()]).hex()[:32]

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from pagewire.ipc.environment import env_flag
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.gguf.config import generation_config, model_config
 from pagewire.ipc.gguf.file import is_gguf, parts_of, read_gguf
 
 if TYPE_CHECKING:
@@ -272,11 +271,12 @@ def read_configs(path: Path, trust_remote_code: bool = False) -> tuple[dict[str,
         ValueError: a file is broken, or the family is not served. ModelNotFoundError: it is a GGUF file of an
             architecture that is not served.
     """
+    from pagewire.ipc.families.registry import foreign_model  # a frontend that attaches reads no model
+    from pagewire.ipc.gguf.config import generation_config, model_config  # as above
+
     if is_gguf(path):
         file = read_gguf(path)
         return model_config(file), generation_config(file)
-    from pagewire.ipc.families.registry import foreign_model  # a frontend that attaches reads no model
-
     values = read_json(path / "config.json")
     foreign = foreign_model(values, trust_remote_code)
     config = values if foreign is None else dict(foreign.config)
@@ -324,15 +324,18 @@ def gguf_model_in(folder: Path, load_format: str) -> Path | None:
     # Projectors of pictures ("mmproj") are no models.
     files = (file for file in folder.iterdir() if is_gguf(file) and file.is_file())
     models = sorted({parts_of(file)[0] for file in files if not file.name.startswith("mmproj")})
-    has_other_files = (folder / "config.json").is_file() and (
-        any(folder.glob("*.safetensors")) or load_format == "dummy"
-    )
-    if load_format != "gguf" and (has_other_files or not models):
+    if load_format != "gguf" and (not models or has_other_files(folder, load_format)):
         return None
     if len(models) != 1:
         names = ", ".join(path.name for path in models[:10]) or "none"
         raise ModelNotFoundError(f"{folder} does not hold one GGUF model, but {names}; name the file itself")
     return models[0]
+
+
+def has_other_files(folder: Path, load_format: str) -> bool:
+    """True if `load_format` takes other files of a folder than GGUF files."""
+    is_model = (folder / "config.json").is_file()
+    return is_model and (load_format == "dummy" or any(folder.glob("*.safetensors")))
 
 
 def gguf_in_repository(name: str) -> tuple[str, str, list[str]] | None:

@@ -12,9 +12,10 @@ import re
 import stat
 import struct
 from array import array
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.quoting import quoted
@@ -77,8 +78,7 @@ class GgufError(ModelNotFoundError):
     """The file is no GGUF file, or is broken; the text says how."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(msgspec.Struct, frozen=True):
     """A tensor of a GGUF file."""
 
     name: str
@@ -93,8 +93,7 @@ class TensorInfo:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class GgufFile:
+class GgufFile(msgspec.Struct, frozen=True):
     """A model's metadata and tensors, of one GGUF file or of all parts of a split one."""
 
     path: Path

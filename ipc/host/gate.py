@@ -15,9 +15,9 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import zmq
 from zmq.utils import z85
 
@@ -30,8 +30,7 @@ CREDENTIALS = re.compile(r":(\d+):\d+:\d+$")  # uid, gid and pid at the end of t
 LOG_SECONDS = 1.0  # between two log lines about refused peers, who may try again all the time
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
+class Peer(msgspec.Struct, frozen=True):
     """What is known about the other side of a new connection.
 
     host: its address, for TCP. user: its user id, for ipc. key: its CURVE public key (Z85).

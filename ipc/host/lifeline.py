@@ -76,6 +76,13 @@ class Child:
         """Exit status; None while it is running."""
         return self.process.poll()
 
+    def exit_cause(self, seconds: float) -> str | None:
+        """How it has ended, as `exit_cause`, waiting up to `seconds` for that; None if it runs."""
+        try:
+            return exit_cause(self.process.wait(seconds))
+        except subprocess.TimeoutExpired:
+            return None
+
     def stop(self, timeout: float) -> int:
         """Close the pipe, wait up to `timeout` seconds for the exit, then kill. Returns the exit status."""
         self.release()

@@ -10,7 +10,6 @@ import errno
 import grp
 import os
 import pwd
-import socket
 import stat
 from pathlib import Path
 
@@ -126,6 +125,8 @@ def remove_socket(path: Path) -> None:
 
 def is_listening(path: Path) -> bool:
     """True unless the connection to a UNIX socket is refused, because no process listens there."""
+    import socket  # a frontend that attaches asks ZeroMQ
+
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

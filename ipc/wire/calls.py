@@ -16,8 +16,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
+from types import NoneType
 from typing import Annotated, Any, Concatenate, ParamSpec, TypedDict, TypeVar, get_type_hints
 
 import msgspec
@@ -57,15 +57,13 @@ class Right(Enum):
     """Pause the engine and put it to sleep, end the requests of others, call and profile workers."""
 
 
-@dataclass(frozen=True)
-class RemoteCall:
-    """One call.
+class RemoteCall(msgspec.Struct, frozen=True, dict=True):
+    """One call. What its method's signature says is read when the call is first made.
 
     Attributes:
-        name: on the wire. runs_in: the process that implements it. documentation: of the method that declares it.
-        right: what a frontend needs to make it.
-        signature: the method's, without `self`. sent: the same without what stays in the frontend.
-        types: by argument, bounds and description included. result: type that the method returns.
+        name: on the wire. runs_in: the process that implements it. right: what a frontend needs to make it.
+        method: declares it, by its signature and docstring. unsent: arguments that stay in the frontend.
+        bounds: of arguments, with their descriptions.
         seconds: time limit; None: that of a step (`PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S`). Then the core answers
             TimeoutError; a worker that has not answered counts as hung. It does so sooner if it shows no progress
             for the time limit of a step, whatever is declared. A core that runs the call itself, and does not
@@ -76,13 +74,37 @@ class RemoteCall:
     name: str
     runs_in: RunsIn
     right: Right
-    documentation: str
-    signature: inspect.Signature
-    sent: inspect.Signature
-    types: Mapping[str, Any]
-    result: Any
-    seconds: float | None = None
-    overtakes: bool = False
+    method: Callable[..., Any]
+    unsent: tuple[str, ...]
+    bounds: Mapping[str, Meta]
+    seconds: float | None
+    overtakes: bool
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        """The method's, without `self`."""
+        _, *parameters = inspect.signature(self.method).parameters.values()
+        return inspect.Signature(parameters)
+
+    @functools.cached_property
+    def sent(self) -> inspect.Signature:
+        """The same without what stays in the frontend."""
+        parameters = self.signature.parameters.values()
+        return inspect.Signature([each for each in parameters if each.name not in self.unsent])
+
+    @functools.cached_property
+    def types(self) -> Mapping[str, Any]:
+        """The types of all arguments by name, with bounds and description."""
+        return {
+            name: Annotated[kind, self.bounds[name]] if name in self.bounds else kind
+            for name, kind in get_type_hints(self.method).items()
+            if name != "return"
+        }
+
+    @functools.cached_property
+    def result(self) -> Any:
+        """The type that the method returns; NoneType: nothing."""
+        return get_type_hints(self.method)["return"]
 
     @property
     def shows_progress(self) -> bool:
@@ -126,7 +148,7 @@ class RemoteCall:
         Raises:
             ProtocolError: an answer of another type.
         """
-        if self.result is None:
+        if self.result is NoneType:
             return None
         try:
             return msgspec.convert(result, self.result)
@@ -181,8 +203,8 @@ def remote(
     """
 
     def declare(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
-        call = described(method, runs_in, right, name or method.__name__, local, arguments)
-        call = replace(call, seconds=seconds, overtakes=overtakes)
+        name_sent = name or method.__name__
+        call = RemoteCall(name_sent, runs_in, right, method, local, arguments, seconds, overtakes)
         CALLS[call.name] = call
 
         @functools.wraps(method)
@@ -194,31 +216,6 @@ def remote(
         return wait
 
     return declare
-
-
-def described(
-    method: Callable[..., Any],
-    runs_in: RunsIn,
-    right: Right,
-    name: str,
-    local: tuple[str, ...],
-    arguments: Mapping[str, Meta],
-) -> RemoteCall:
-    """The call that a method declares by its signature and docstring."""
-    hints = get_type_hints(method)
-    result = hints.pop("return")
-    types = {k: Annotated[kind, arguments[k]] if k in arguments else kind for k, kind in hints.items()}
-    _, *parameters = inspect.signature(method).parameters.values()
-    return RemoteCall(
-        name,
-        runs_in,
-        right,
-        inspect.getdoc(method) or "",
-        signature=inspect.Signature(parameters),
-        sent=inspect.Signature([parameter for parameter in parameters if parameter.name not in local]),
-        types=types,
-        result=None if result is type(None) else result,
-    )
 
 
 class EngineCalls(Caller):

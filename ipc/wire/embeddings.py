@@ -8,10 +8,10 @@ prompts share what they begin with. Their token ids are placeholders.
 from __future__ import annotations
 
 from collections import Counter
-from hashlib import sha256
 
 import msgspec
 
+from pagewire.ipc.digest import sha256_of
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_EMBEDDINGS_BYTES
 from pagewire.ipc.wire.codec import Tensor
@@ -49,9 +49,7 @@ class EmbeddingsInfo(msgspec.Struct, omit_defaults=True, frozen=True):
 
 def name_of(embeddings: Tensor) -> bytes:
     """The name of embeddings (32 bytes): equal ones have equal dtypes, shapes and bytes."""
-    digest = sha256(f"embeddings|{embeddings.dtype}|{embeddings.shape}|".encode())
-    digest.update(embeddings.data)
-    return digest.digest()
+    return sha256_of([f"embeddings|{embeddings.dtype}|{embeddings.shape}|".encode(), embeddings.data])
 
 
 def media_of(embeddings: Tensor, start: int = 0) -> list[Media]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from hashlib import sha256
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from pagewire.ipc.digest import sha256_of
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_MEDIUM_BYTES, MAX_TOKENS
 from pagewire.ipc.wire.codec import Tensor
@@ -84,15 +84,10 @@ def media_name(kind: str, data: Tensor, options: str) -> bytes:
     kind, data: decoded content: "image": uint8 [height, width, 3]; "audio": float32 [samples].
     options: the processor's arguments as canonical JSON (keys sorted, no spaces); empty for none.
     """
-    digest = sha256(
-        msgspec.json.encode(
-            ["media", kind, data.dtype, list(data.shape), options]
-        )  # no two are equal as text
-    )
-    digest.update(data.data)
-    return digest.digest()
+    described = msgspec.json.encode(["media", kind, data.dtype, list(data.shape), options])
+    return sha256_of([described, data.data])  # no two descriptions are equal as text
 
 
 def uuid_name(kind: str, cache_salt: str, uuid: str, options: str) -> bytes:
     """The name of a medium (32 bytes) that a caller has named, which holds beside one cache salt only."""
-    return sha256(msgspec.json.encode(["uuid", kind, cache_salt, uuid, options])).digest()
+    return sha256_of([msgspec.json.encode(["uuid", kind, cache_salt, uuid, options])])

@@ -10,14 +10,12 @@ import ipaddress
 import os
 import stat
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
 import zmq
-import zmq.auth
 
 from pagewire.ipc.host.owned import open_owned
 from pagewire.ipc.wire.codec import MAX_MESSAGE_BYTES, Buffer
@@ -26,8 +24,7 @@ MAX_IPC_PATH = 107  # size of sockaddr_un.sun_path less its NUL
 HIGH_WATER = 1000  # messages that ZeroMQ queues per peer, in each direction, before sending fails or waits
 
 
-@dataclass(frozen=True)
-class CurveKeys:
+class CurveKeys(msgspec.Struct, frozen=True):
     """CURVE keys (Z85) of one side: its own pair and, for the connecting side, the server's public key."""
 
     public: bytes
@@ -42,13 +39,15 @@ class CurveKeys:
             ValueError: `own` has no secret key. PermissionError: other users can change a file.
             OSError: a file cannot be read.
         """
+        from zmq.auth import load_certificate  # few frontends have keys
+
         for path in (own, server):
             if path is not None and path.exists():
                 os.close(open_owned(path.resolve()))
-        public, secret = zmq.auth.load_certificate(own)
+        public, secret = load_certificate(own)
         if secret is None:
             raise ValueError(f"{own} holds no secret key: use the .key_secret file")
-        return cls(public, secret, zmq.auth.load_certificate(server)[0] if server else None)
+        return cls(public, secret, load_certificate(server)[0] if server else None)
 
 
 def runtime_dir() -> Path:
@@ -57,8 +56,10 @@ def runtime_dir() -> Path:
     Raises:
         PermissionError: it exists, but has another owner or is accessible to others.
     """
+    from tempfile import gettempdir  # a frontend that attaches has no sockets of its own
+
     base = os.environ.get("PAGEWIRE_RPC_BASE_PATH") or os.environ.get("XDG_RUNTIME_DIR")
-    path = Path(base) / "pagewire" if base else Path(tempfile.gettempdir()) / f"pagewire-{os.getuid()}"
+    path = Path(base) / "pagewire" if base else Path(gettempdir()) / f"pagewire-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:

@@ -8,15 +8,14 @@ before it. A frontend that does not keep to this is detached.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 WINDOW_REQUESTS = 512
 WINDOW_BYTES = 1 << 19
 FENCES = 4  # in a window that is full
 
 
-@dataclass(slots=True)
-class Load:
+class Load(msgspec.Struct):
     """Requests of one tenant, and the bytes of their messages."""
 
     num_requests: int = 0

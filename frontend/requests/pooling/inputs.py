@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from pagewire.frontend.media.intake import has_media
+import msgspec
+
+from pagewire.frontend.media.keys import has_media
 from pagewire.frontend.requests.embeds import check_embeds_params
 from pagewire.frontend.requests.inputs import Intake, Prepared, check_keys, check_place, salt_of
 from pagewire.frontend.requests.lora import UsedAdapter
@@ -22,8 +23,7 @@ from pagewire.ipc.wire.pooling import PoolingInfo, PoolingParams
 TOKEN_TYPES = "token_type_ids"
 
 
-@dataclass(frozen=True)
-class TextPair:
+class TextPair(msgspec.Struct, frozen=True):
     """Two texts that a cross-encoder scores together."""
 
     first: str

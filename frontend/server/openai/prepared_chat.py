@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from pagewire.frontend.api.off_loop import media_work, off_loop, tokenizing
-from pagewire.frontend.media.intake import has_media
+from pagewire.frontend.media.keys import has_media
 from pagewire.frontend.requests.inputs import check_generates, salt_of
 from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http.errors import APIError

@@ -15,11 +15,11 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from pagewire.frontend.requests.answer_budget import AnswerMemory
 from pagewire.frontend.requests.outputs import RequestMetrics, RequestOutput
 from pagewire.frontend.server.http.body import ClientLeftError
 from pagewire.frontend.server.http.errors import NO_RETRY, APIError
 from pagewire.frontend.server.http.tenants import Lease, tenant_of
+from pagewire.frontend.server.serving.answer_memory import AnswerMemory
 from pagewire.frontend.server.serving.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from pagewire.ipc.quoting import MAX_QUOTED, shortened
 from pagewire.ipc.wire.budget import SMALL_POOLED_BYTES

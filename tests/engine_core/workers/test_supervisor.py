@@ -7,9 +7,9 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -76,7 +76,7 @@ def limit_health(core: RunningCore, seconds: float) -> None:
 
 
 def limit_call(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> None:
-    monkeypatch.setitem(CALLS, name, replace(CALLS[name], seconds=seconds))
+    monkeypatch.setitem(CALLS, name, msgspec.structs.replace(CALLS[name], seconds=seconds))
 
 
 # ---------------------------------------------------------------- starts

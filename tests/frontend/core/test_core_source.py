@@ -6,9 +6,10 @@ import threading
 
 import pytest
 
-from pagewire.frontend.core import core_source
+from pagewire.frontend.core import core_source, spawned_cores
 from pagewire.frontend.core.client import CoreClient
-from pagewire.frontend.core.core_source import Attached, Pauses, SpawnedCores
+from pagewire.frontend.core.core_source import Attached, Pauses
+from pagewire.frontend.core.spawned_cores import SpawnedCores
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.options.engine_args import EngineArgs
 
@@ -49,7 +50,7 @@ def replace(source: SpawnedCores, closing: threading.Event) -> Attached:
 
 def test_a_core_that_does_not_start_is_tried_again_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as restarts are left; the text names what was lost, and why no other came."""
-    monkeypatch.setattr(core_source, "spawn_core", fail_to_spawn)
+    monkeypatch.setattr(spawned_cores, "spawn_core", fail_to_spawn)
     closing, source = RecordedWaits(), SpawnedCores(EngineArgs(), restarts=4)
     with pytest.raises(
         EngineDeadError, match=r"it was killed; another core did not start: too many open files"
@@ -61,7 +62,7 @@ def test_a_core_that_does_not_start_is_tried_again_after_a_pause(monkeypatch: py
 
 
 def test_closing_ends_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_source, "spawn_core", fail_to_spawn)
+    monkeypatch.setattr(spawned_cores, "spawn_core", fail_to_spawn)
     closing = RecordedWaits(closes=2)
     with pytest.raises(EngineDeadError):
         replace(SpawnedCores(EngineArgs(), restarts=9), closing)

@@ -12,7 +12,8 @@ import pytest
 
 from pagewire.frontend.core import session as session_module
 from pagewire.frontend.core.mailbox import Inbox
-from pagewire.frontend.core.session import Session, tokenizer_ahead
+from pagewire.frontend.core.session import Session
+from pagewire.frontend.core.spawned_cores import tokenizer_ahead
 from pagewire.frontend.requests.outputs import RequestOutput
 from pagewire.frontend.text import tokenizer as tokenizer_module
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer

@@ -1,16 +1,13 @@
-"""What is kept of answers stays within its budget: log probabilities of each, and the memory of all."""
+"""The log probabilities that are kept for an answer stay within its budget."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
-from pagewire.frontend.requests.answer_budget import AnswerMemory, AnswerTooLargeError, LogprobBudget
+from pagewire.frontend.requests.answer_budget import AnswerTooLargeError, LogprobBudget
 from pagewire.frontend.requests.outputs import Outputs, RequestState
-from pagewire.ipc.errors import EngineBusyError
-from pagewire.ipc.wire.budget import MAX_WAITING_ANSWERS
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.messages import Abort, Request, TokenDelta
 from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams
@@ -67,32 +64,3 @@ def test_what_a_stream_has_delivered_does_not_count() -> None:
     state.apply(delta(0, num_tokens=5))
     with pytest.raises(AnswerTooLargeError):  # the reader is too slow
         state.apply(delta(0))
-
-
-def test_memory_is_given_out_in_order_and_few_wait_for_it() -> None:
-    async def scenario() -> None:
-        memory, taken = AnswerMemory(100), []
-
-        async def take(num_bytes: int) -> None:
-            await memory.take(num_bytes)
-            taken.append(num_bytes)
-
-        await take(60)
-        waiting = [asyncio.create_task(take(number)) for number in (50, 10, *[1] * (MAX_WAITING_ANSWERS - 2))]
-        await asyncio.sleep(0)
-        with pytest.raises(EngineBusyError, match="already waiting"):
-            await memory.take(1)
-        assert taken == [60], "10 would fit, but 50 asked before"
-        waiting[0].cancel()
-        await asyncio.wait(waiting[:2])
-        assert taken[:2] == [60, 10]
-        memory.give_back(60)
-        await asyncio.gather(*waiting[1:])
-        assert sum(taken) == 70 + MAX_WAITING_ANSWERS - 2
-
-    asyncio.run(scenario())
-
-
-def test_memory_that_there_is_not_is_refused() -> None:
-    with pytest.raises(AnswerTooLargeError, match="takes 101 bytes; all may take 100"):
-        asyncio.run(AnswerMemory(100).take(101))

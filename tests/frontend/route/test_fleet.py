@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -430,7 +429,7 @@ def test_an_answer_of_another_type_is_the_failure_of_its_core_alone(
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frontends that wait for answers of cores for a fraction of a second."""
     monkeypatch.setenv("PAGEWIRE_HEARTBEAT_TIMEOUT_S", "0.5")
-    monkeypatch.setitem(CALLS, "fence", dataclasses.replace(CALLS["fence"], seconds=0.1))
+    monkeypatch.setitem(CALLS, "fence", msgspec.structs.replace(CALLS["fence"], seconds=0.1))
     monkeypatch.setattr("pagewire.frontend.route.fleet.PROBE_SECONDS", 0.05)
     monkeypatch.setattr("pagewire.frontend.route.replica.PROOF_SECONDS", 0.2)
     monkeypatch.setattr("pagewire.frontend.core.core_source.RETRY_SECONDS", 0.02)

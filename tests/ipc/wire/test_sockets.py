@@ -12,7 +12,6 @@ import zmq
 import zmq.auth
 
 from pagewire.ipc.host.gate import Gate
-from pagewire.ipc.wire import sockets
 from pagewire.ipc.wire.codec import INLINE_BYTES, MAX_MESSAGE_BYTES, Codec, Tensor
 from pagewire.ipc.wire.items import LogprobRows
 from pagewire.ipc.wire.messages import CallAnswer
@@ -169,7 +168,7 @@ def test_where_the_runtime_directory_is(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert runtime_dir() == tmp_path / "pagewire"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
-    monkeypatch.setattr(sockets.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     assert runtime_dir() == tmp_path / f"pagewire-{os.getuid()}"
 
 

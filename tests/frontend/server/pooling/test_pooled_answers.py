@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.requests.answer_budget import AnswerMemory
 from pagewire.frontend.server.http import response as http_response
 from pagewire.frontend.server.http.api_shapes import OPENAI
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.response import HttpResponse
 from pagewire.frontend.server.pooling.results import as_dtype
+from pagewire.frontend.server.serving.answer_memory import AnswerMemory
 from pagewire.ipc.wire.budget import MAX_HTTP_POOLED_BYTES, SMALL_POOLED_BYTES
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.messages import Request, Submit
