@@ -310,8 +310,8 @@ class CompiledStack:
             setattr(call, name, place)
             place += size * scratch.itemsize
         if self._num_chosen:
-            ids = torch.empty(most, self._num_chosen, dtype=torch.int64)
-            weights = torch.empty(most, self._num_chosen)
+            chosen = most, self._num_chosen
+            ids, weights = torch.empty(chosen, dtype=torch.int64), torch.empty(chosen)
             call.ids, call.weights = ids.data_ptr(), weights.data_ptr()
         call.x = None if x is None else x.data_ptr()
         for number, tap in taps.items():

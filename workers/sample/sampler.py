@@ -201,12 +201,10 @@ def sample(
 
 def _largest(logits: torch.Tensor, allowed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """As `kernels.ops.largest`, a part of the rows at a time: on a GPU each takes scratch memory."""
-    num_rows, step = logits.shape[0], max(1, PART // logits.shape[1])
-    if num_rows <= step:
-        return largest(logits, allowed)
+    step = max(1, PART // logits.shape[1])
     parts = [
         largest(logits[start : start + step], None if allowed is None else allowed[start : start + step])
-        for start in range(0, num_rows, step)
+        for start in range(0, len(logits), step)
     ]
     return torch.cat([values for values, _ in parts]), torch.cat([columns for _, columns in parts])
 
