@@ -1,6 +1,7 @@
 """Train the embedded demo model that sees: a tiny LLaVA on pictures of coloured shapes.
 
     python -m benchmarks.train_demo_vision --out pagewire/demo_vision --minutes 15
+    python -m benchmarks.train_demo_vision --out pagewire/demo_vision --minutes 9 --more  # trains it further
 
 Pictures are drawn while it trains: one to three shapes, from left to right, on plain or noisy grounds. Questions
 and answers are sentences about them. The model card is written with what was really reached on pictures that it was
@@ -13,13 +14,12 @@ import argparse
 import json
 import random
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
@@ -30,107 +30,26 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from benchmarks.scenes import COLOURS, SHAPES, Scene, exchanges, random_scene
 from benchmarks.train_demo import learning_rate, make_optimizers
 
 SIDE, PATCH = 60, 12  # pixels of what the model sees
 NUM_PLACES = (SIDE // PATCH) ** 2
-CANVAS = 224  # pixels of what is drawn
 SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<image>"]
 PAD, BOS, EOS, IM_START, IM_END, PLACE = range(6)
 VOCAB_SIZE = 512
-COLOURS = {
-    "red": (220, 40, 40),
-    "green": (40, 170, 60),
-    "blue": (40, 80, 220),
-    "yellow": (240, 210, 30),
-    "purple": (150, 50, 190),
-    "orange": (245, 135, 20),
-}
-SHAPES = ("circle", "square", "triangle")
-NUMBERS = ("no", "one", "two", "three")
-GROUNDS = ((255, 255, 255), (235, 235, 235), (20, 20, 20), (60, 60, 70), (225, 235, 250))
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}"
-    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<image>\n{% endif %}"
-    "{% endfor %}{% endif %}<|im_end|>\n"
+    "{% for part in message['content'] if part['type'] != 'text' %}<image>\n{% endfor %}"
+    "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}"
+    "{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+RECORD = "training.json"
+"""In a model's folder: the pictures that it has seen, and the minutes that it was trained for."""
 ROWS, PEAK = 48, 2e-3
 TURNS = 4  # questions about a picture
-Thing = tuple[str, str]
-"""A colour and a shape."""
-
-
-@dataclass(frozen=True)
-class Scene:
-    """A picture, and the things in it from left to right."""
-
-    picture: Image.Image
-    things: tuple[Thing, ...]
-
-
-def draw(things: tuple[Thing, ...], rng: random.Random, ground: tuple[int, ...] | None = None) -> Scene:
-    """A scene of these things. ground: the colour behind them; None: any."""
-    ground = ground or rng.choice(GROUNDS)
-    picture = Image.new("RGB", (CANVAS, CANVAS), ground)
-    pen = ImageDraw.Draw(picture)
-    width = CANVAS / len(things)
-    for place, (colour, shape) in enumerate(things):
-        radius = rng.uniform(0.3, 0.48) * min(width, CANVAS / 2)
-        x = width * place + rng.uniform(radius, width - radius)
-        y = rng.uniform(radius, CANVAS - radius)
-        fill = tuple(min(255, max(0, value + rng.randint(-20, 20))) for value in COLOURS[colour])
-        box = (x - radius, y - radius, x + radius, y + radius)
-        if shape == "circle":
-            pen.ellipse(box, fill=fill)
-        elif shape == "square":
-            pen.rectangle(box, fill=fill)
-        else:
-            pen.polygon([(x, y - radius), (box[0], box[3]), (box[2], box[3])], fill=fill)
-    if rng.random() < 0.3:
-        noise = np.random.default_rng(rng.getrandbits(32)).normal(0.0, 8.0, (CANVAS, CANVAS, 3))
-        noisy = np.asarray(picture, np.float32) + noise
-        picture = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
-    return Scene(picture, things)
-
-
-def random_scene(rng: random.Random) -> Scene:
-    """A scene of one to three things."""
-    count = rng.choice((1, 1, 2, 2, 3))
-    return draw(tuple((rng.choice(list(COLOURS)), rng.choice(SHAPES)) for _ in range(count)), rng)
-
-
-def named(thing: Thing) -> str:
-    """A thing with its article."""
-    return f"{'an' if thing[0][0] in 'aeiou' else 'a'} {thing[0]} {thing[1]}"
-
-
-def listed(things: tuple[Thing, ...]) -> str:
-    """All things as a sentence."""
-    names = [named(thing) for thing in things]
-    text = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def exchanges(things: tuple[Thing, ...]) -> list[tuple[str, str]]:
-    """Questions about things, with their answers."""
-    number = len(things)
-    count = f"There is {NUMBERS[number]} shape." if number == 1 else f"There are {NUMBERS[number]} shapes."
-    found = [
-        *((question, listed(things)) for question in ("What is in the picture?", "What do you see?")),
-        ("Describe the picture.", listed(things)),
-        ("How many shapes are there?", count),
-        ("What is on the left?", listed(things[:1])),
-        ("What is on the right?", listed(things[-1:])),
-    ]
-    for shape in SHAPES:
-        own = [thing for thing in things if thing[1] == shape]
-        if len(own) == 1:
-            found.append((f"What colour is the {shape}?", f"The {shape} is {own[0][0]}."))
-        found.append((f"Is there a {shape}?", "Yes." if own else "No."))
-    return found
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -235,9 +154,11 @@ def loss_of(model: Any, ids: Tensor, labels: Tensor, pixels: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits.float(), labels[:, 1:][counts])
 
 
-def train(model: Any, tokenizer: PreTrainedTokenizerFast, minutes: float) -> tuple[int, float]:
-    """Train for so many minutes; returns the pictures seen, and the last loss."""
-    rng = random.Random(0)
+def train(
+    model: Any, tokenizer: PreTrainedTokenizerFast, minutes: float, peak: float, seed: int
+) -> tuple[int, float]:
+    """Train for so many minutes; returns the pictures seen, and the last loss. peak: of the learning rate."""
+    rng = random.Random(seed)
     model.set_attn_implementation("eager")  # PyTorch's fused attention takes twice as long backwards
     optimizers = make_optimizers(model)
     begin, step, smooth = time.monotonic(), 0, 0.0
@@ -250,7 +171,7 @@ def train(model: Any, tokenizer: PreTrainedTokenizerFast, minutes: float) -> tup
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(elapsed / (minutes * 60), PEAK)
+                group["lr"] = learning_rate(elapsed / (minutes * 60), peak)
             optimizer.step()
         step += 1
         smooth = loss.item() if step == 1 else 0.98 * smooth + 0.02 * loss.item()
@@ -332,18 +253,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the embedded demo model that sees.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--more", action="store_true", help="train the model in the folder further")
     parser.add_argument("--pictures", type=int, default=200, help="new ones, for the card")
     options = parser.parse_args()
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
-    model = make_model(len(tokenizer))
+    record, before = options.out / RECORD, {"pictures": 0, "minutes": 0.0}
+    model: Any = make_model(len(tokenizer))
+    if options.more:
+        before = json.loads(record.read_text())
+        model = LlavaForConditionalGeneration.from_pretrained(options.out, dtype=torch.float32)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{num_parameters:,} parameters, {len(tokenizer)} tokens")
-    seen, loss = train(model, tokenizer, options.minutes)
+    peak = PEAK / 2 if options.more else PEAK
+    seen, loss = train(model, tokenizer, options.minutes, peak, seed=int(before["pictures"]))
     print(f"{seen:,} pictures, loss {loss:.4f}")
     save(options.out, model, tokenizer)
+    trained = {"pictures": before["pictures"] + seen, "minutes": before["minutes"] + options.minutes}
+    record.write_text(json.dumps(trained) + "\n")
     right = accuracy(options.out, options.pictures, seed=1)
-    write_card(options.out, num_parameters, seen, options.minutes, right)
+    write_card(options.out, num_parameters, int(trained["pictures"]), trained["minutes"], right)
     print((options.out / "README.md").read_text())
 
 

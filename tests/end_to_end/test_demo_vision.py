@@ -16,11 +16,12 @@ import torch
 from openai import OpenAI
 from PIL import Image
 
-from benchmarks.train_demo_vision import Scene, draw, exchanges, listed, random_scene
 from pagewire import LLM, SamplingParams
 from pagewire.ipc.files.hub import model_folder
+from tests.benchmarks.loading import load
 from tests.end_to_end.server_process import ServerProcess
 
+scenes = load("scenes")
 QUESTION = "Describe the picture."
 WHITE = (255, 255, 255)
 PAIRS = [
@@ -30,7 +31,7 @@ PAIRS = [
     ("yellow", "square"),
     ("purple", "circle"),
 ]
-SCENES = [draw((thing,), random.Random(i), WHITE) for i, thing in enumerate(PAIRS)]
+SCENES = [scenes.draw((thing,), random.Random(i), WHITE) for i, thing in enumerate(PAIRS)]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def png(picture: Image.Image) -> bytes:
 def test_answers_over_http_are_true(server: ServerProcess) -> None:
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
 
-        def ask(scene: Scene, question: str) -> str:
+        def ask(scene: Any, question: str) -> str:
             url = f"data:image/png;base64,{base64.b64encode(png(scene.picture)).decode()}"
             parts: list[Any] = [
                 {"type": "image_url", "image_url": {"url": url}},
@@ -79,7 +80,7 @@ def test_answers_over_http_are_true(server: ServerProcess) -> None:
             return answer.choices[0].message.content or ""
 
         for scene in SCENES:
-            assert ask(scene, QUESTION) == listed(scene.things)
+            assert ask(scene, QUESTION) == scenes.listed(scene.things)
         (_, shape) = PAIRS[0]
         assert ask(SCENES[0], f"What colour is the {shape}?") == "The circle is red."
         assert ask(SCENES[0], "Is there a triangle?") == "No."
@@ -88,8 +89,8 @@ def test_answers_over_http_are_true(server: ServerProcess) -> None:
 
 def test_most_answers_about_new_pictures_are_true(llm: LLM) -> None:
     rng = random.Random(77)
-    scenes = [random_scene(rng) for _ in range(40)]
-    asked = [(scene, *rng.choice(exchanges(scene.things))) for scene in scenes]
+    pictures = [scenes.random_scene(rng) for _ in range(40)]
+    asked = [(scene, *rng.choice(scenes.exchanges(scene.things))) for scene in pictures]
     chats: list[list[Any]] = [
         [
             {
@@ -134,4 +135,4 @@ def test_a_chat_in_a_terminal_sees(llm: LLM, tmp_path: Path) -> None:
     done = subprocess.run(
         command, input=f"{QUESTION}\n", capture_output=True, text=True, timeout=120, check=True
     )
-    assert listed(SCENES[1].things) in done.stdout
+    assert scenes.listed(SCENES[1].things) in done.stdout
