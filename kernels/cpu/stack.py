@@ -309,10 +309,9 @@ class CompiledStack:
         for name, size in zip(SCRATCH, sizes, strict=True):
             setattr(call, name, place)
             place += size * scratch.itemsize
-        if self._num_chosen:
-            chosen = most, self._num_chosen
-            ids, weights = torch.empty(chosen, dtype=torch.int64), torch.empty(chosen)
-            call.ids, call.weights = ids.data_ptr(), weights.data_ptr()
+        ids = torch.empty(most, self._num_chosen, dtype=torch.int64)
+        weights = torch.empty(most, self._num_chosen)
+        call.ids, call.weights = ids.data_ptr(), weights.data_ptr()
         call.x = None if x is None else x.data_ptr()
         for number, tap in taps.items():
             self._structs[number - 1].tap = tap.data_ptr()
