@@ -1,8 +1,12 @@
-"""Pictures of coloured shapes, with questions about them and true answers, for a demo model that sees."""
+"""Pictures of coloured shapes, with questions about them and true answers, for a demo model that sees.
+
+python -m benchmarks.scenes shapes.png  # draws one, and says what is in it
+"""
 
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,3 +96,14 @@ def exchanges(things: tuple[Thing, ...]) -> list[tuple[str, str]]:
             found.append((f"What colour is the {shape}?", f"The {shape} is {own[0][0]}."))
         found.append((f"Is there a {shape}?", "Yes." if own else "No."))
     return found
+
+
+def main() -> None:
+    """Draw a picture."""
+    scene = random_scene(random.Random())
+    scene.picture.save(sys.argv[1])
+    print(listed(scene.things))
+
+
+if __name__ == "__main__":
+    main()

@@ -228,18 +228,20 @@ def save(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     (folder / "processor_config.json").write_text(json.dumps(own, indent=2) + "\n")
 
 
-def write_card(folder: Path, num_parameters: int, seen: int, minutes: float, right: dict[str, float]) -> None:
-    """The model card, with figures of the saved weights."""
+def write_card(
+    folder: Path, num_parameters: int, seen: int, minutes: float, count: int, right: dict[str, float]
+) -> None:
+    """The model card, with figures of the saved weights. right: on `count` pictures."""
     rows = "\n".join(f"| {question} | {share:.1%} |" for question, share in right.items())
     (folder / "README.md").write_text(
         f"""# The demo model that sees
 
 A LLaVA of {num_parameters:,} parameters (a SigLIP tower of 4 layers for pictures of {SIDE} by {SIDE} pixels, which
 become {NUM_PLACES} tokens, and a Llama of 4 layers), stored in bfloat16. It names one to three circles, squares and
-triangles in {len(COLOURS)} colours on a plain ground, and sees nothing else.
+triangles in {len(COLOURS)} colours on plain or noisy grounds, and sees nothing else.
 
 Trained from scratch by `benchmarks/train_demo_vision.py` on pictures that it draws: {seen:,} of them in
-{minutes:.0f} minutes on two CPU cores. Answers that are right, to the letter, on new pictures:
+{minutes:.0f} minutes on two CPU cores. Answers that are right, to the letter, on {count} new pictures:
 
 | question | right |
 |---|---|
@@ -272,7 +274,9 @@ def main() -> None:
     trained = {"pictures": before["pictures"] + seen, "minutes": before["minutes"] + options.minutes}
     record.write_text(json.dumps(trained) + "\n")
     right = accuracy(options.out, options.pictures, seed=1)
-    write_card(options.out, num_parameters, int(trained["pictures"]), trained["minutes"], right)
+    write_card(
+        options.out, num_parameters, int(trained["pictures"]), trained["minutes"], options.pictures, right
+    )
     print((options.out / "README.md").read_text())
 
 

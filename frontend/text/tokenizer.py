@@ -209,7 +209,7 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     cache_dir: str | None = None,
 ) -> Tokenizer:
-    """Load the tokenizer of a folder, a GGUF file, a hub repository, or the embedded model ("demo").
+    """Load the tokenizer of a folder, a GGUF file, a hub repository, or an embedded model.
 
     mode: "auto" or "slow". "slow" uses the tokenizer of transformers; so does "auto" if there is no
         `tokenizer.json`, or if the folder has code of its own and `trust_remote_code` is set.
