@@ -15,12 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.layer import Activation, Layer, LayerNorm, Norm
 from pagewire.kernels.data.paging import AttentionBatch, LogitTerms
+from pagewire.kernels.data.weight import dense_weight
+from pagewire.kernels.linear import Linear, dense
 from pagewire.kernels.ops import activate_each
 from pagewire.kernels.stack import Stack
 from pagewire.workers.caches.kv import PAGE, Pages, in_pages
+from pagewire.workers.module.products import packed
 from pagewire.workers.module.transforms import pack_joined
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.build import kv_shape
@@ -36,6 +41,7 @@ from pagewire.workers.network.structures import (
 logger = logging.getLogger("pagewire.worker")
 
 TRIED_TOKENS = 24
+HEAD_STEP = 32  # elements: what matrix units multiply at a time in bfloat16
 CPU = torch.device("cpu")
 
 
@@ -242,9 +248,10 @@ def _stack(layer: Any, weights: Weights) -> Stack:
     parts, activation = parts_of(layer)
     first, second = (norm_of(norm, weights) for norm in parts.norms)
     num_heads = parts.out.in_features // parts.head_dim
+    qkv, out, head_dim = around_attention(parts, weights)
     own = Layer(
-        qkv=pack_joined(parts.qkv, weights, CPU),
-        out=pack_joined([parts.out], weights, CPU),
+        qkv=qkv,
+        out=out,
         attention_norm=second,
         up=pack_joined(parts.up, weights, CPU),
         down=pack_joined([parts.down], weights, CPU),
@@ -253,12 +260,37 @@ def _stack(layer: Any, weights: Weights) -> Stack:
         gated=parts.gated,
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=parts.head_dim,
+        head_dim=head_dim,
         scale=parts.head_dim**-0.5,
         angles=0 if "position_embeddings" in inspect.signature(layer.forward).parameters else None,
         terms=LogitTerms.two_sided(),
     )
     return Stack(first, [own])
+
+
+def around_attention(parts: LayerParts, weights: Weights) -> tuple[Linear, Linear, int]:
+    """The products before and behind attention, and the size of a head.
+
+    Heads of plain numbers of 16 bits get zeros up to the next multiple of `HEAD_STEP`: what attention gains is more
+    than what the products lose.
+    """
+    linears = [*parts.qkv, parts.out]
+    matrices = [weights.matrix(linear) for linear in linears]
+    more = -parts.head_dim % HEAD_STEP if matrices[0].dtype.itemsize == 2 else 0
+    if not more or any(isinstance(matrix.scheme, Integers) for matrix in matrices):
+        return pack_joined(parts.qkv, weights, CPU), pack_joined([parts.out], weights, CPU), parts.head_dim
+    *rows, columns = (dense(matrix) for matrix in matrices)
+    size = parts.head_dim
+    heads = torch.cat(rows).reshape(-1, size, rows[0].shape[1])
+    wider = functional.pad(heads, (0, 0, 0, more)).flatten(0, 1)
+    longer = functional.pad(columns.reshape(len(columns), -1, size), (0, more)).flatten(1)
+    biases = [
+        matrix.new_zeros(len(matrix)) if (bias := weights.part(linear, "bias")) is None else bias
+        for linear, matrix in zip(parts.qkv, rows, strict=True)
+    ]
+    bias = functional.pad(torch.cat(biases).reshape(-1, size), (0, more)).flatten()
+    qkv = packed(dense_weight(wider), bias, CPU)
+    return qkv, packed(dense_weight(longer), weights.part(parts.out, "bias"), CPU), size + more
 
 
 def norm_of(module: nn.Module, weights: Weights) -> Norm | LayerNorm:
