@@ -252,12 +252,6 @@ OPTIONS: Mapping[str, Absent] = {
         silent=(0,),
         warned=int,
     ),
-    "num_scheduler_steps": Absent(
-        "a step is planned while another one runs, and its tokens reach it on the device",
-        "async_scheduling, the default, does this",
-        silent=(1,),
-        warned=int,
-    ),
     "override_neuron_config": Absent("Neuron devices are not served", "use device='cuda' or 'cpu'"),
     "override_generation_config": Absent(
         "default sampling parameters are those of the model's generation_config.json",

@@ -216,7 +216,18 @@ class EngineConfig:
             num_states=ready.num_states,
             checkpoint_tokens=checkpoint_tokens(ready, args.block_size),
             encoder_capacity=KEPT_EMBEDDINGS if ready.media else 0,
+            launch_steps=self._launch_steps(ready),
         )
+
+    def _launch_steps(self, ready: Ready) -> int:
+        """The most steps that one plan is for: several where one worker on a CPU samples all tokens by itself.
+
+        A GPU gets the next step while one runs, and states have a slot for each plan.
+        """
+        args = self.args
+        alone = args.num_workers == 1 and self.speculation is None
+        plain = ready.device == "cpu" and ready.pooling is None and not ready.num_states
+        return args.num_scheduler_steps if alone and plain and args.async_scheduling else 1
 
     def engine_info(self, ready: Ready, media: MediaInfo | None = None) -> EngineInfo:
         """The description of the engine that every frontend gets when it attaches. media: that it takes."""

@@ -36,6 +36,7 @@ from pagewire.engine_core.schedule.deltas import error_delta, pooled_delta
 from pagewire.engine_core.schedule.encoder_cache import EncoderCache
 from pagewire.engine_core.schedule.fairness import HANDOVER_SECONDS
 from pagewire.engine_core.schedule.kv_cache import CacheGroup, KVCache
+from pagewire.engine_core.schedule.launches import LaunchLength
 from pagewire.engine_core.schedule.micro_batches import micro_batch
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.sequence_table import SequenceTable, by_arrival, by_priority
@@ -54,6 +55,7 @@ class SchedulerConfig:
     """Limits of a scheduler.
 
     depth: maximum number of steps in flight. stages: of the pipeline of workers (`micro_batches`).
+    launch_steps: maximum number of steps that one plan is for (`launches`).
     watermark: fraction of the blocks that must stay free when a sequence is admitted, for running ones to grow.
     num_states: state slots; 0: the model keeps no states. checkpoint_tokens: of a long prompt between two
         checkpoints of its states; rounded up to whole blocks.
@@ -72,6 +74,7 @@ class SchedulerConfig:
     num_states: int = 0
     checkpoint_tokens: int = CHECKPOINT_TOKENS
     encoder_capacity: int = 0
+    launch_steps: int = 1
 
     def __post_init__(self) -> None:
         if self.num_blocks * self.block_size < self.max_model_len:
@@ -109,6 +112,7 @@ class Scheduler:
         self.speculation = speculation or NoSpeculation()
         self.stats = SchedulerStats(speculation=self.speculation.stats)
         self.kv = KVCache(config.num_blocks, config.block_size, config.groups())
+        self._launches = LaunchLength(config.launch_steps)
         order = by_priority if config.policy == "priority" else by_arrival
         self.sequences = SequenceTable(self.kv, config.max_num_seqs, order, self.speculation, self.stats)
         self.running, self.waiting = self.sequences.running, self.sequences.waiting
@@ -158,11 +162,14 @@ class Scheduler:
             self._plan_waiting(step, newcomer, now)
         if not step.rows:
             return None
+        if self.config.launch_steps > 1 and not self.waiting:
+            self._launches.prolong(step, self.running, self.kv)
         self._next_step_id += 1
         self.stats.num_steps += 1
         self.stats.num_prompt_tokens += step.num_prompt_tokens
         self.in_flight.append(step)
-        plan = StepPlan(step.step_id, step.rows, step.inits, self.sequences.take_freed_slots(), step.masked)
+        freed = self.sequences.take_freed_slots()
+        plan = StepPlan(step.step_id, step.rows, step.inits, freed, step.masked, num_steps=step.num_steps)
         if (encoder := self.kv.encoder) is not None:
             plan.encodes, plan.freed_entries = encoder.take()
         self.kv.settle()
@@ -196,9 +203,12 @@ class Scheduler:
         for sequence, row, row_result in zip(step.sequences, step.rows, result.rows, strict=True):
             sequence.land()
             if not sequence.finished:
+                if step.num_steps > 1:
+                    self.kv.verify(sequence, row, step.num_steps - max(1, len(row_result.token_ids)))
                 delta = self._commit_row(sequence, row, row_result, now)
                 if delta is not None:
                     outcomes.append((sequence, delta))
+        self._launches.measure(step, result)
         self.speculation.measure(step, result, goes_on=bool(self.running))
         return outcomes
 

@@ -45,7 +45,7 @@ class Sequence:
     client: the frontend's identity. request: what it submitted. index: 0 to n - 1.
     arrival: position in the order of arrival. max_output: maximum number of output tokens.
     tenant: whose sequence it is. turn: its place among those of the tenant, while it waits.
-    in_flight: for each step in flight that runs this sequence, oldest first, how many tokens it samples.
+    in_flight: for each plan in flight that runs this sequence, oldest first, how many tokens it samples.
     num_crashes, num_relapses: worker crashes with this sequence in flight, since its last token; and since it was
         last cleared of them by running alone. num_survived: steps that it has run alone since the last.
     namespace: prefixes are shared within a namespace only; empty for that of all requests.
@@ -167,7 +167,7 @@ class Sequence:
 
     @property
     def verifying(self) -> bool:
-        """True while a step in flight samples several tokens; not all of them need count."""
+        """True while a plan in flight samples several tokens; not all of them need count or come."""
         return bool(self.in_flight) and self.in_flight[-1] > 1
 
     @property
@@ -186,6 +186,12 @@ class Sequence:
         self.in_flight.append(num_samples)
         self.computed += num_tokens
         self.num_pending += num_samples
+
+    def prolong(self, num_steps: int) -> None:
+        """Record that the step just launched is followed by more, each with one token and one sample."""
+        self.in_flight[-1] += num_steps
+        self.computed += num_steps
+        self.num_pending += num_steps
 
     def land(self) -> None:
         """Record that the oldest step in flight has returned."""

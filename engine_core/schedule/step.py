@@ -19,6 +19,7 @@ class PlannedStep:
     budget: tokens that may still be added. num_prompt_tokens: prompt tokens among those of the rows.
     masked: some row samples under a grammar. late: it is planned with no other in flight, although that is allowed.
     num_drafts: tokens of its rows that are drafts. num_asked: drafts that its worker is asked for.
+    num_steps: that its plan is for; it is the first of them.
     """
 
     step_id: int
@@ -31,6 +32,7 @@ class PlannedStep:
     late: bool = False
     num_drafts: int = 0
     num_asked: int = 0
+    num_steps: int = 1
 
     def add(self, sequence: Sequence, row: Row) -> None:
         """Add a row of a sequence."""
@@ -73,7 +75,10 @@ class PlannedStep:
         if len(result.rows) != len(self.rows):
             raise ValueError(f"step {self.step_id} of {len(self.rows)} rows returned {len(result.rows)}")
         for sequence, row, row_result in zip(self.sequences, self.rows, result.rows, strict=True):
-            check_result(row, row_result, row.start + row.num_tokens == sequence.num_prompt_tokens)
+            if self.num_steps > 1:
+                check_launch(row_result, self.num_steps)
+            else:
+                check_result(row, row_result, row.start + row.num_tokens == sequence.num_prompt_tokens)
 
 
 @dataclass
@@ -116,6 +121,18 @@ def check_result(row: Row, result: RowResult, ends_prompt: bool) -> None:
         raise ValueError(f"a row returned {result.token_ids}, but its drafts are {row.drafts}")
     if (result.pooled is not None) != (row.pool and ends_prompt):
         raise ValueError("a row returned a pooled result without need, or none where there must be one")
+
+
+def check_launch(result: RowResult, num_steps: int) -> None:
+    """Check that a worker's result fits a row of a plan for several steps.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if result.error is None and not 0 < len(result.token_ids) <= num_steps:
+        raise ValueError(f"a row of {num_steps} steps returned {len(result.token_ids)} tokens")
+    if result.drafts or result.pooled is not None:
+        raise ValueError("a row of several steps returned what none of them was asked for")
 
 
 def slot_init(sequence: Sequence) -> SlotInit:

@@ -9,10 +9,8 @@ from pagewire.engine_core.schedule.sequence import Sequence
 
 
 def stop_ids(sequence: Sequence) -> list[int]:
-    """Tokens that end the sequence, which the sampler excludes until `min_tokens` are generated; then none."""
+    """Tokens that end the sequence, which the sampler excludes until `min_tokens` are generated."""
     params, eos_token_id = sequence.params, sequence.request.eos_token_id
-    if sequence.num_output_tokens >= params.min_tokens:
-        return []
     ids = list(params.stop_token_ids or [])
     if eos_token_id is not None and not params.ignore_eos:
         ids.append(eos_token_id)

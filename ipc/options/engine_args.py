@@ -155,7 +155,7 @@ class EngineArgs(  # the last base has the first options: dataclasses collect fi
         if callable(self.hf_overrides):
             raise TypeError(NAMES["LLM(hf_overrides=function)"].refusal("hf_overrides=function"))
         check_types(self)
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "num_scheduler_steps"):
             check_int(name, getattr(self, name), 1)
         for name in ("num_threads", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_model_len"):
             if getattr(self, name) is not None:

@@ -333,6 +333,11 @@ class SchedulerOptions:
         choices=("fcfs", "priority"),
     )
     async_scheduling: bool = option(True, "Scheduler", "plan the next step while one runs")
+    num_scheduler_steps: int = option(
+        32,
+        "Scheduler",
+        "maximum steps that a worker on a CPU runs by itself while nothing can change between them",
+    )
     max_waiting: int = option(
         100_000, "Scheduler", "maximum sequences that may wait; further requests are refused"
     )

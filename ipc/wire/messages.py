@@ -33,7 +33,7 @@ from pagewire.ipc.wire.params import Name, SamplingParams
 from pagewire.ipc.wire.pooling import PoolingInfo
 from pagewire.ipc.wire.sources import SourceInfo
 
-PROTOCOL = 10
+PROTOCOL = 11
 
 
 class EngineInfo(Message):

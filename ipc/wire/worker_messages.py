@@ -128,7 +128,7 @@ class SlotInit(Item):
     task: or the index of the init of the same plan that has it (`ipc.tasks`).
     media: those of the prompt, embeddings without their content; of pictures, `data` is their grid int64 [n, 3] of
         time, height and width, or empty. seed: of this sequence.
-    stop_ids: EOS and stop tokens, excluded until `min_tokens` are generated.
+    stop_ids: EOS and stop tokens, which end the sequence; excluded until `min_tokens` are generated.
     adapter: index of the adapter that it runs with, which is loaded; 0: none.
     """
 
@@ -188,6 +188,9 @@ class StepPlan(Message, tag="plan"):
 
     masked: wait for the step's `Masks` before sampling; the core sends them when it knows the tokens of earlier
         steps.
+    num_steps: if it is more than 1, each row is one token and one sample: run them this many times, each with the
+        tokens that the time before has sampled. The next message ends this behind the step that runs, and so does a
+        token of a row's `SlotInit.stop_ids`. The rows have the KV blocks for all of it.
     """
 
     step_id: int
@@ -197,6 +200,7 @@ class StepPlan(Message, tag="plan"):
     masked: bool = False
     encodes: list[Encode] = []
     freed_entries: list[int] = []
+    num_steps: int = 1
 
 
 class Masks(Message, tag="masks"):
@@ -292,6 +296,7 @@ class RowResult(Item):
     """The result of a row.
 
     token_ids: 1 to `Row.num_samples` tokens; all but the last are the row's drafts, in order. None without samples.
+        Of a plan for several steps: 1 to `StepPlan.num_steps` tokens.
     logprobs: of these tokens. prompt_logprobs: as many as the row says. pooled: if the row ends a prompt to pool.
     error: why the row has no tokens; the other fields are then empty. error_type: name of an exception, or None.
     drafts: up to `Row.num_drafts` tokens that the worker's drafter proposes to follow `token_ids`.

@@ -33,6 +33,7 @@ SOURCES = (  # the slowest to compile first
     "adapters.cpp",
     "experts.cpp",
     "stack.cpp",
+    "decode.cpp",
     "integers.cpp",
     "collective.cpp",
     "team.cpp",

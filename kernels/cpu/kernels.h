@@ -91,6 +91,20 @@ EXPORT void pagewire_only_allowed(const void* x, const uint32_t* allowed, float*
 
 EXPORT void pagewire_fixed_point_probabilities(const float* depths, int64_t* masses, int64_t size, int32_t num_threads);
 
+// How a row's token is drawn; workers/sample/fixed_point.py says what it means.
+struct Draw {
+  int64_t seed;
+  int64_t position;   // the number of tokens before it
+  int64_t min_mass;   // smaller ones count as none
+  int64_t top_k;      // 0: all
+  double top_p;       // 1: all
+  float temperature;  // 0: the likeliest token
+  int32_t unused;
+};
+
+EXPORT void pagewire_draw(const void* x, const float* peaks, const Draw* draws, int64_t* ids, int64_t rows,
+                          int64_t size, int64_t row_stride, int32_t dtype, int32_t num_threads);
+
 EXPORT void pagewire_pack(const void* weight, void* packed, int64_t n, int64_t k, int64_t row_stride, int32_t dtype,
                           int32_t num_threads);
 
@@ -393,3 +407,37 @@ struct StackCall {
 };
 
 EXPORT int pagewire_stack(const StackCall* call);
+
+// ---- decode.cpp ----
+
+// How the sequence of a slot goes on.
+struct DecodeSlot {
+  Draw draw;            // but for its position
+  const int64_t* ends;  // tokens that end it
+  int64_t num_ends;
+};
+
+struct DecodeCall {
+  const StackCall* stack;        // but for what differs between steps
+  Matrix head;
+  const void* embeddings;        // [head.n or more, hidden]
+  const Angles* tables;          // of all positions, of each kind
+  int64_t num_tables;
+  // By slot.
+  const DecodeSlot* sequences;
+  int64_t* tokens;               // [slots, max_tokens]; those that are sampled are added
+  int64_t* num_tokens;
+  const int64_t* long_from;      // see `Slots`
+  const int32_t* block_table;    // [slots, max_blocks]
+  int64_t max_tokens, max_blocks;
+  // Of the rows.
+  const int64_t* slots;          // [rows]
+  const int64_t* starts;         // [rows]: the place of the token that each runs first
+  int64_t rows, steps;
+  void* logits;                  // scratch [rows, head.n]
+  int64_t* chosen;               // [steps, rows]: the tokens sampled
+  const int32_t* descriptors;    // a step that is not the first begins only while none of them can be read
+  int64_t num_descriptors;       // at most 2
+};
+
+EXPORT int64_t pagewire_decode(const DecodeCall* call);

@@ -29,6 +29,7 @@ C_TYPES: dict[str, Any] = {
     "int32_t": ctypes.c_int32,
     "int64_t": ctypes.c_int64,
     "float": ctypes.c_float,
+    "double": ctypes.c_double,
     POINTER: ctypes.c_void_p,
 }
 

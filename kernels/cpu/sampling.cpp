@@ -1,5 +1,8 @@
 // The kernels that look through logits.
 
+#include <algorithm>
+#include <vector>
+
 #include "kernels.h"
 #include "parallel.h"
 #include "simd.h"
@@ -112,6 +115,116 @@ INLINE Floats scaled_probability(Floats depth) {
   return p * bit_cast<Floats>(exponent << 23);
 }
 
+// 2^53 times a number between 0 and 1, which is odd: Philox4x32-10 of a seed and a position.
+uint64_t uniform(uint64_t seed, uint64_t position) {
+  uint64_t c0 = uint32_t(position), c1 = position >> 32, c2 = 0, c3 = 0;
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+  for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9, k1 += 0xBB67AE85) {
+    const uint64_t p0 = 0xD2511F53 * c0, p1 = 0xCD9E8D57 * c2;
+    c0 = p1 >> 32 ^ c1 ^ k0;
+    c2 = p0 >> 32 ^ c3 ^ k1;
+    c1 = uint32_t(p1);
+    c3 = uint32_t(p0);
+  }
+  return (c0 >> 6 << 26 | c1 >> 6) * 2 + 1;
+}
+
+// The masses of a row's tokens, of which truncation leaves the first ones of an order: most likely first, ties by
+// lower id. workers/sample/fixed_point.py is the reference, to the bit.
+template <class T>
+class Masses {
+ public:
+  Masses(const T* x, int64_t size, float peak, const Draw& draw)
+      : x_(x), size_(size), draw_(draw), truncates_(draw.top_k > 0 || draw.top_p < 1), masses_(padded(size)) {
+    if (truncates_) bins_.resize(padded(size));
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const Floats depth = (broadcast(peak) - load_or_least(x + i, size - i)) / broadcast(draw.temperature);
+      const Floats p = scaled_probability(depth);
+      for (int lane = 0; lane < kLanes; ++lane) masses_[i + lane] = int64_t(p[lane]);
+      if (!truncates_) continue;
+      const Ints bins = min(max((bit_cast<Ints>(depth) >> kBinShift) - kFirstBin, Ints{}), broadcast(kBins - 1));
+      for (int lane = 0; lane < kLanes; ++lane) bins_[i + lane] = int16_t(bins[lane]);
+    }
+    if (draw.min_mass > 0)
+      for (int64_t& mass : masses_) mass = mass < draw.min_mass ? 0 : mass;
+  }
+
+  // The first token by id at which the sum of masses is more than a random part of it all.
+  int64_t token() {
+    if (draw_.top_k > 0) {
+      const auto present = [](int64_t mass) { return int64_t(mass > 0); };
+      const int64_t count = sum(present);
+      if (draw_.top_k < count) keep(present, draw_.top_k);
+    }
+    const auto itself = [](int64_t mass) { return mass; };
+    int64_t total = sum(itself);
+    if (draw_.top_p < 1) {
+      keep(itself, std::min(std::max(int64_t(std::ceil(draw_.top_p * double(total))), int64_t(1)), total));
+      total = sum(itself);
+    }
+    const uint64_t part = uniform(uint64_t(draw_.seed), uint64_t(draw_.position));
+    const int64_t target = int64_t((unsigned __int128)part * uint64_t(total) >> 53);
+    int64_t reached = 0, i = 0;
+    for (; i < size_; i += kLanes) {
+      int64_t next = reached;
+      for (int lane = 0; lane < kLanes; ++lane) next += masses_[i + lane];
+      if (next > target) break;
+      reached = next;
+    }
+    while ((reached += masses_[i]) <= target) ++i;
+    return i;
+  }
+
+ private:
+  static constexpr int32_t kBinShift = 17, kFirstBin = (127 - 12) << 6, kBins = 18 << 6;
+
+  // Whole vectors; what is behind the row has no mass.
+  static size_t padded(int64_t size) { return size_t((size + kLanes - 1) / kLanes * kLanes); }
+
+  template <class Weight>
+  int64_t sum(const Weight& weight) const {
+    int64_t total = 0;
+    for (const int64_t mass : masses_) total += weight(mass);
+    return total;
+  }
+
+  // Leaves the shortest prefix of the order whose weights sum up to `need`. A histogram finds the bin in which that is
+  // reached; within it, halves are left out until one token is left.
+  template <class Weight>
+  void keep(const Weight& weight, int64_t need) {
+    std::vector<int64_t> in_bin(kBins);
+    for (int64_t i = 0; i < size_; ++i) in_bin[bins_[i]] += weight(masses_[i]);
+    int32_t edge = 0;
+    for (; in_bin[edge] < need; ++edge) need -= in_bin[edge];
+    std::vector<std::pair<float, int64_t>> order;
+    for (int64_t i = 0; i < size_; ++i) {
+      if (bins_[i] == edge && masses_[i] > 0) order.emplace_back(-load(x_ + i, 1)[0], i);
+      if (bins_[i] > edge) masses_[i] = 0;
+    }
+    auto first = order.begin(), last = order.end();
+    while (last - first > 1) {
+      const auto middle = first + (last - first) / 2;
+      std::nth_element(first, middle, last);
+      int64_t before = 0;
+      for (auto entry = first; entry != middle; ++entry) before += weight(masses_[entry->second]);
+      if (before >= need) {
+        last = middle;
+      } else {
+        need -= before;
+        first = middle;
+      }
+    }
+    for (; last != order.end(); ++last) masses_[last->second] = 0;
+  }
+
+  const T* x_;
+  int64_t size_;
+  Draw draw_;
+  bool truncates_;
+  std::vector<int64_t> masses_;
+  std::vector<int16_t> bins_;
+};
+
 }  // namespace
 
 // x [rows, size], rows row_stride apart; allowed [rows, ceil(size / 32)] or null; values and ids [rows].
@@ -156,5 +269,18 @@ EXPORT void pagewire_fixed_point_probabilities(const float* depths, int64_t* mas
       const Floats p = scaled_probability(left >= kLanes ? load(depths + i) : load(depths + i, left));
       for (int lane = 0; lane < (left < kLanes ? int(left) : kLanes); ++lane) masses[i + lane] = int64_t(p[lane]);
     }
+  });
+}
+
+// x [rows, size], rows row_stride apart; peaks [rows], their largest; draws [rows]; ids [rows]: the tokens drawn. Rows
+// with temperature 0 keep theirs.
+EXPORT void pagewire_draw(const void* x, const float* peaks, const Draw* draws, int64_t* ids, int64_t rows,
+                          int64_t size, int64_t row_stride, int32_t dtype, int32_t num_threads) {
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    parallel_for(rows, num_threads, [&](int64_t row) {
+      if (draws[row].temperature > 0)
+        ids[row] = Masses<T>(static_cast<const T*>(x) + row * row_stride, size, peaks[row], draws[row]).token();
+    });
   });
 }

@@ -79,6 +79,74 @@ def _set_batch(attention: ctypes.Structure, batch: AttentionBatch, num_tokens: i
     return slots.data_ptr()
 
 
+def _mixture(
+    mixture: Mixture, experts: CompiledExperts, hidden_size: int, matrices: dict[str, ctypes.Structure]
+) -> ctypes.Structure:
+    """The experts of a layer; matrices: of the layer, of which those that are the mixture's are taken out.
+
+    Raises:
+        ValueError: they do not fit the states, or there are too few.
+    """
+    router = mixture.router
+    if experts.hidden_size != hidden_size or not 0 < router.num_chosen <= len(mixture.experts.up):
+        raise ValueError(f"{router.num_chosen} experts of states of {experts.hidden_size} cannot be chosen")
+    gates = {name: matrices.pop(name) for name in ("router", "shared_gate") if name in matrices}
+    return MixtureParameters(
+        **gates,
+        experts=experts.struct,
+        num_chosen=router.num_chosen,
+        normalised=router.normalised,
+        rounded=router.rounded,
+    )
+
+
+def _scratch_widths(
+    layers: Sequence[Layer],
+    of_layers: Sequence[CompiledExperts | None],
+    sizes: tuple[int, int, int],
+    *,
+    norm_first: bool,
+) -> tuple[int, ...]:
+    """Elements per token of the buffers in `SCRATCH`.
+
+    of_layers: the experts of each. sizes: of the result of the first product, of attention, and of a state.
+    """
+    qkv_size, attended_size, hidden_size = sizes
+    mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
+    of_experts = (
+        mixture.router.num_chosen * experts.scratch_width
+        for mixture, experts in zip(mixtures, filter(None, of_layers), strict=True)
+    )
+    is_shared = any(mixture.shared_gate is not None for mixture in mixtures)
+    return (
+        qkv_size if norm_first else max(qkv_size, hidden_size),
+        attended_size,
+        max((layer.up.out_features for layer in layers if layer.up is not None), default=0),
+        hidden_size if is_shared else 0,
+        max((mixture.router.linear.out_features for mixture in mixtures), default=0),
+        max(of_experts, default=0),
+    )
+
+
+def _set_scratch(
+    call: ctypes.Structure, widths: Sequence[int], num_chosen: int, num_tokens: int, states: Tensor
+) -> tuple[Tensor, ...]:
+    """Point a `StackCall` to scratch for tokens; returns what must live until it is over.
+
+    widths: see `SCRATCH`. num_chosen: experts of a token. states: a tensor of the layers' dtype.
+    """
+    sizes = [-(-num_tokens * width // ALIGNMENT) * ALIGNMENT for width in widths]
+    scratch = states.new_empty(sum(sizes))
+    place = scratch.data_ptr()
+    for name, size in zip(SCRATCH, sizes, strict=True):
+        setattr(call, name, place)
+        place += size * scratch.itemsize
+    ids = torch.empty(num_tokens, num_chosen, dtype=torch.int64)
+    weights = torch.empty(num_tokens, num_chosen)
+    call.ids, call.weights = ids.data_ptr(), weights.data_ptr()
+    return scratch, ids, weights
+
+
 @dataclass(frozen=True)
 class Stretch:
     """Halves of layers that run in one call, from the first to before the last.
@@ -161,12 +229,17 @@ class CompiledStack:
         self._qkv_size = self._attended_size + 2 * form.num_kv_heads * form.head_dim
         self._hidden_size = len(first.attention_norm.weight)
         self._input_size = self._hidden_size if first.qkv is None else first.qkv.in_features
-        self._dtype = first.attention_norm.weight.dtype
+        self.dtype = first.attention_norm.weight.dtype
         self._experts = [
             None if layer.mixture is None else CompiledExperts.of(library, layer.mixture.experts)
             for layer in layers
         ]
-        self._widths = self._scratch_widths(layers)
+        self._widths = _scratch_widths(
+            layers,
+            self._experts,
+            (self._qkv_size, self._attended_size, self._hidden_size),
+            norm_first=norm_first,
+        )
         mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
         self._num_chosen = max((mixture.router.num_chosen for mixture in mixtures), default=0)
         num_tables = 1 + max(-1 if layer.angles is None else layer.angles for layer in layers)
@@ -188,7 +261,7 @@ class CompiledStack:
             q_head_stride=self._head_dim,
             num_heads=layer.num_heads,
             head_dim=self._head_dim,
-            dtype=DTYPES[self._dtype],
+            dtype=DTYPES[self.dtype],
         )
         call = StackCall(
             layers=ctypes.addressof(self._structs),
@@ -197,25 +270,8 @@ class CompiledStack:
             attention=attention,
         )
         if input_norm is not None:
-            call.input_norm = _norm(input_norm, self._hidden_size, self._dtype)
+            call.input_norm = _norm(input_norm, self._hidden_size, self.dtype)
         return call
-
-    def _scratch_widths(self, layers: Sequence[Layer]) -> tuple[int, ...]:
-        """Elements per token of the buffers in `SCRATCH`."""
-        mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
-        of_experts = (
-            mixture.router.num_chosen * experts.scratch_width
-            for mixture, experts in zip(mixtures, filter(None, self._experts), strict=True)
-        )
-        is_shared = any(mixture.shared_gate is not None for mixture in mixtures)
-        return (
-            self._qkv_size if self._norm_first else max(self._qkv_size, self._hidden_size),
-            self._attended_size,
-            max((layer.up.out_features for layer in layers if layer.up is not None), default=0),
-            self._hidden_size if is_shared else 0,
-            max((mixture.router.linear.out_features for mixture in mixtures), default=0),
-            max(of_experts, default=0),
-        )
 
     def _struct(self, layer: Layer, experts: CompiledExperts | None) -> ctypes.Structure:
         linears, hidden = layer.linears(), self._hidden_size
@@ -239,7 +295,7 @@ class CompiledStack:
                 raise ValueError(f"{name}: a weight {shape} expected")
         matrices = {name: matrix(linear) for name, linear in linears.items()}
         if layer.mixture is not None and experts is not None:
-            matrices["mixture"] = self._mixture(layer.mixture, experts, matrices)
+            matrices["mixture"] = _mixture(layer.mixture, experts, hidden, matrices)
         norms = {"attention_norm": (layer.attention_norm, hidden), "output_norm": (layer.output_norm, hidden)}
         for name, norm in zip(("query_norm", "key_norm"), layer.head_norms or (), strict=False):
             norms[name] = norm, self._head_dim
@@ -247,29 +303,12 @@ class CompiledStack:
         self._owners += owners
         return LayerParameters(
             **matrices,
-            **{name: _norm(norm, size, self._dtype) for name, (norm, size) in norms.items()},
+            **{name: _norm(norm, size, self.dtype) for name, (norm, size) in norms.items()},
             terms=terms,
             angles=-1 if layer.angles is None else layer.angles,
             scale=layer.scale,
             activation=ACTIVATION_CODES[layer.activation],
             gated=layer.gated,
-        )
-
-    def _mixture(
-        self, mixture: Mixture, experts: CompiledExperts, matrices: dict[str, ctypes.Structure]
-    ) -> ctypes.Structure:
-        router = mixture.router
-        if experts.hidden_size != self._hidden_size or not 0 < router.num_chosen <= len(mixture.experts.up):
-            raise ValueError(
-                f"{router.num_chosen} experts of states of {experts.hidden_size} cannot be chosen"
-            )
-        gates = {name: matrices.pop(name) for name in ("router", "shared_gate") if name in matrices}
-        return MixtureParameters(
-            **gates,
-            experts=experts.struct,
-            num_chosen=router.num_chosen,
-            normalised=router.normalised,
-            rounded=router.rounded,
         )
 
     def __call__(
@@ -293,7 +332,7 @@ class CompiledStack:
         held = self._take_angles(angles, num_tokens)
         self._take_caches(caches)
         call.slots = _set_batch(call.attention, batch, num_tokens)
-        adapters = self._rows.take(num_tokens, self._dtype)
+        adapters = self._rows.take(num_tokens, self.dtype)
         call.adapters = None if adapters is None else ctypes.addressof(adapters)
         normed = torch.empty_like(states) if self._norm_first else states
         call.states, call.normed = states.data_ptr(), normed.data_ptr() if self._norm_first else None
@@ -303,15 +342,7 @@ class CompiledStack:
             most = min(call.group_tokens, num_tokens)
         else:
             call.group_tokens = 0
-        sizes = [-(-most * width // ALIGNMENT) * ALIGNMENT for width in self._widths]
-        scratch = states.new_empty(sum(sizes))
-        place = scratch.data_ptr()
-        for name, size in zip(SCRATCH, sizes, strict=True):
-            setattr(call, name, place)
-            place += size * scratch.itemsize
-        ids = torch.empty(most, self._num_chosen, dtype=torch.int64)
-        weights = torch.empty(most, self._num_chosen)
-        call.ids, call.weights = ids.data_ptr(), weights.data_ptr()
+        scratch = _set_scratch(call, self._widths, self._num_chosen, most, states)
         call.x = None if x is None else x.data_ptr()
         for number, tap in taps.items():
             self._structs[number - 1].tap = tap.data_ptr()
@@ -320,8 +351,36 @@ class CompiledStack:
         finally:
             for number in taps:
                 self._structs[number - 1].tap = None
-        del held
+        del held, scratch
         return normed
+
+    @property
+    def is_single(self) -> bool:
+        """True if all layers are one call, and this rank alone computes them."""
+        return len(self._stretches) == 1 and not any(self._is_mixed) and self._sum is None
+
+    def call_for(
+        self, num_rows: int, angles: Sequence[Angles], caches: Sequence[Cache | None]
+    ) -> tuple[ctypes.Structure, object]:
+        """A call for up to num_rows tokens that has all but them; and what must live as long as it.
+
+        angles: places [num_rows, rot_dim] for those of the tokens.
+
+        Raises:
+            ValueError: the caches or the angles do not fit.
+        """
+        held = self._take_angles(angles, num_rows)
+        self._take_caches(caches)
+        call = StackCall.from_buffer_copy(self._call)
+        tables = type(self._tables).from_buffer_copy(self._tables)
+        call.angles, call.x, call.adapters, call.group_tokens = ctypes.addressof(tables), None, None, 0
+        call.first_half, call.last_half, call.given = 0, self._stretches[0].last, None
+        states = torch.empty(num_rows, self._hidden_size, dtype=self.dtype)
+        normed = torch.empty_like(states) if self._norm_first else None
+        call.states, call.normed = states.data_ptr(), None if normed is None else normed.data_ptr()
+        scratch = _set_scratch(call, self._widths, self._num_chosen, num_rows, states)
+        call.attention.whole, call.attention.num_threads = None, torch.get_num_threads()
+        return call, (held, tables, states, normed, scratch)
 
     def _run(self, normed: Tensor) -> None:
         """Run the call that is set up, stretch by stretch. normed: [T, H], its result; and what halves take.
@@ -345,8 +404,8 @@ class CompiledStack:
 
     def _check(self, x: Tensor, num_tokens: int, size: int) -> None:
         """Raises ValueError unless x is a contiguous tensor [num_tokens, size] of the layers' dtype."""
-        if x.shape != (num_tokens, size) or x.dtype != self._dtype or not x.is_contiguous():
-            raise ValueError(f"contiguous states [T, {size}] of {self._dtype} expected")
+        if x.shape != (num_tokens, size) or x.dtype != self.dtype or not x.is_contiguous():
+            raise ValueError(f"contiguous states [T, {size}] of {self.dtype} expected")
 
     def _take_angles(self, angles: Sequence[Angles], num_tokens: int) -> object:
         """Point the call to tables of cosines and sines; returns what must live until it is over."""
@@ -357,8 +416,8 @@ class CompiledStack:
         for table, (cos, sin) in zip(self._tables, angles, strict=False):
             if cos.shape != (num_tokens, size) or sin.shape != cos.shape or size > self._head_dim or size % 2:
                 raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} for {num_tokens} tokens")
-            if not cos.dtype == sin.dtype == self._dtype:
-                raise ValueError(f"angles of {self._dtype} expected")
+            if not cos.dtype == sin.dtype == self.dtype:
+                raise ValueError(f"angles of {self.dtype} expected")
             cos, sin = cos.contiguous(), sin.contiguous()
             table.cos, table.sin = cos.data_ptr(), sin.data_ptr()
             held += [cos, sin]
@@ -377,8 +436,8 @@ class CompiledStack:
             return
         self._known_caches = []
         k_first, v_first = caches[0].k, caches[0].v
-        if k_first.dtype not in (self._dtype, KV_CODES):
-            raise ValueError(f"caches of {k_first.dtype} for layers of {self._dtype}")
+        if k_first.dtype not in (self.dtype, KV_CODES):
+            raise ValueError(f"caches of {k_first.dtype} for layers of {self.dtype}")
         for struct, cache in zip(self._structs, of_layers, strict=True):
             if cache is None:
                 continue

@@ -60,6 +60,7 @@ from pagewire.workers.weight_cache.ahead import WeightsAhead
 
 if TYPE_CHECKING:
     from pagewire.workers.adapters.loader import Adapters
+    from pagewire.workers.run.decoding import DecodedStep
     from pagewire.workers.run.runner import Runner
     from pagewire.workers.run.step import RunningStep
 
@@ -138,6 +139,15 @@ class CoreSession:
             quiet = next(spare, None) if until is None else 0
         return self._early.popleft()
 
+    def is_quiet(self) -> bool:
+        """True if neither a message nor a call of `wake` waits."""
+        return not self._early and not self._poller.poll(0)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """File descriptors of which one becomes readable when it is no longer quiet, if it was when last asked."""
+        return [int(self._socket.getsockopt(zmq.FD)), self._alarm]
+
     def receive_masks(self, step_id: int) -> Masks | None:
         """The masks of a step; None if the core sends `Shutdown` first. Keeps other messages for `receive`."""
         while True:
@@ -213,8 +223,11 @@ class Pipeline:
     """Overlaps the steps of a runner: the next is launched before the running one is finished."""
 
     def __init__(self, connection: CoreSession, runner: Runner) -> None:
+        from pagewire.workers.run.decoding import Quiet  # imports torch, as the runner has by now
+
         self._connection, self._runner = connection, runner
-        self.running: RunningStep | None = None
+        self._quiet = Quiet(connection.is_quiet, connection.descriptors)
+        self.running: RunningStep | DecodedStep | None = None
         self._idle_since = runner.device.record_event()
 
     def reached(self) -> bool:
@@ -223,7 +236,7 @@ class Pipeline:
 
     def launch(self, plan: StepPlan) -> None:
         """Launch a plan and finish the step before it, whose tokens are needed to sample this one."""
-        step = self._runner.launch(plan)
+        step = self._runner.launch(plan, self._quiet)
         self.finish()
         step.sample(lambda: self._connection.receive_masks(plan.step_id))
         self.running = step
@@ -234,8 +247,13 @@ class Pipeline:
         """Wait for the running step, if any, and send its result."""
         if (step := self.running) is not None:
             self.running = None
-            self._connection.send(step.finish(self._idle_since))
+            result = step.finish(self._idle_since)
             self._idle_since = step.end
+            if step.num_further:
+                from pagewire.workers.run.launch import go_on  # imports torch, as the runner has by now
+
+                self._idle_since = go_on(self._runner, step, result, self._quiet)
+            self._connection.send(result)
 
 
 def start(connection: CoreSession, config: WorkerConfig, listener: socket.socket | None = None) -> Runner:

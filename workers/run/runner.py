@@ -28,8 +28,10 @@ from pagewire.workers.module.overlay import both
 from pagewire.workers.network.loaded import LoadedModel, Phases
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.single import SingleRank
+from pagewire.workers.run.decoding import DecodedStep, Decoding, Quiet
 from pagewire.workers.run.extension import WorkerExtension
 from pagewire.workers.run.graphs import DecodeGraphs
+from pagewire.workers.run.launch import go_on
 from pagewire.workers.run.processors import LogitsProcessors
 from pagewire.workers.run.step import RunningStep
 from pagewire.workers.run.trial_steps import GREEDY, TrialSteps, check_room, of_first_stage
@@ -105,6 +107,31 @@ def drafter_of(runner: Runner, target: LoadedModel) -> Drafter:
     )
 
 
+def described(runner: Runner) -> Ready:
+    """The message that describes a worker's model and its memory."""
+    loaded = runner.model
+    return Ready(
+        architecture=loaded.architecture,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=runner.device.name,
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        num_blocks=runner.num_blocks,
+        bytes_per_block=runner.block_bytes,
+        num_states=runner.num_states,
+        bytes_per_state=runner.state_bytes,
+        weight_bytes=runner.weight_bytes,
+        eos_token_id=loaded.eos_token_id,
+        startup_seconds=dict(runner.phases.seconds),
+        memory=runner.memory(),
+        pooling=None if loaded.pooler is None else loaded.pooler.info,
+        embedding_size=runner.embedding_size,
+        short_length=loaded.short_length,
+        source=loaded.source,
+        media=runner.media is not None,
+    )
+
+
 class Runner:
     """A loaded model with its KV cache, states and slots.
 
@@ -144,6 +171,7 @@ class Runner:
         self.states: list[Tensor] = []
         self.graphs: DecodeGraphs | None = None
         self.profile: Any = None
+        self.decoding = Decoding(self)
         self.embedding_size = 0
         self.num_blocks, self.num_states = self._size_kv(self.loaded)
         self.allocate_kv()
@@ -176,27 +204,7 @@ class Runner:
 
     def ready(self) -> Ready:
         """The message that describes the loaded model and its memory."""
-        loaded = self.model
-        return Ready(
-            architecture=loaded.architecture,
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            device=self.device.name,
-            vocab_size=loaded.vocab_size,
-            max_model_len=loaded.max_model_len,
-            num_blocks=self.num_blocks,
-            bytes_per_block=self.block_bytes,
-            num_states=self.num_states,
-            bytes_per_state=self.state_bytes,
-            weight_bytes=self.weight_bytes,
-            eos_token_id=loaded.eos_token_id,
-            startup_seconds=dict(self.phases.seconds),
-            memory=self.memory(),
-            pooling=None if loaded.pooler is None else loaded.pooler.info,
-            embedding_size=self.embedding_size,
-            short_length=loaded.short_length,
-            source=loaded.source,
-            media=self.media is not None,
-        )
+        return described(self)
 
     @property
     def model(self) -> LoadedModel:
@@ -242,19 +250,26 @@ class Runner:
         return self.adapters is not None and self.adapters.advance()
 
     def step(self, plan: StepPlan, masks: Callable[[], Masks | None] = lambda: None) -> StepResult:
-        """Launch, sample and finish a plan. masks: see `RunningStep.sample`."""
+        """Launch, sample and finish a plan, with all of its steps. masks: see `RunningStep.sample`."""
         step = self.launch(plan)
         step.sample(masks)
-        return step.finish()
+        result = step.finish()
+        go_on(self, step, result)
+        return result
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> RunningStep:
-        """Launch the model for a plan. Tokens that the previous step still samples are taken from the device."""
+    def launch(self, plan: StepPlan, quiet: Quiet | None = None) -> RunningStep | DecodedStep:
+        """Launch the model for a plan. Tokens that the previous step still samples are taken from the device.
+
+        quiet: a plan of several steps goes on only as long as this is so; None: it is.
+        """
         model = self.model.model
         self.slots.apply(plan, with_tokens=not model.is_last)
         self.drafter.apply(plan)
         if self.media is not None:
             self.media.apply(plan)
+        if plan.rows and (decoded := self.decoding.run(plan, quiet)) is not None:
+            return decoded
         received = model.received(sum(row.num_tokens for row in plan.rows)) if plan.rows else None
         step = RunningStep(self, plan, self.device.record_event())
         if plan.rows:

@@ -80,7 +80,7 @@ class PromptLogprobsRequest:
 class RunningStep:
     """A plan whose model work has been launched; made by `Runner.launch`.
 
-    errors: of rows whose media could not be encoded, by row.
+    errors: of rows whose media could not be encoded, by row. num_further: steps of the plan that are left.
     """
 
     def __init__(self, runner: ModelOnDevice, plan: StepPlan, begin: Event) -> None:
@@ -97,6 +97,7 @@ class RunningStep:
         self._prompts: list[PromptLogprobsRequest] = []
         self._prompt_logprobs: dict[int, LogprobRows] = {}  # by row
         self._pooled: list[tuple[int, PoolingSlot]] = []
+        self.num_further = plan.num_steps - 1
 
     def run(self, batch: Batch, hidden: Tensor) -> None:
         """Take over the launched work. batch: on the device. hidden: its final hidden states [T or more, H]."""

@@ -153,6 +153,11 @@ class LogitEdits:
         lasting = self.tables.lasting or self.counts is not None or self.timestamps is not None
         return lasting or held_back or self.forced is not None
 
+    @property
+    def may_act(self) -> bool:
+        """True if it is active, or may come to be."""
+        return self.active or self._thinking is not None
+
     def forbidden(self) -> NDArray[np.int64]:
         """Tokens [n] that must not come next: ends of bad words, and stop tokens before min_tokens."""
         if self.forced is not None:

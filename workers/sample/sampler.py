@@ -90,7 +90,7 @@ GREEDY = Stages(edits=False, draw=False, min_p=False, top_k=False, top_p=False)
 class SamplingSlot:
     """The sampler's state of one sequence while it has a slot.
 
-    params: of the request. seed: of this sequence, taken modulo 2**64. stop_ids: tokens that are excluded until
+    params: of the request. seed: of this sequence, taken modulo 2**64. stop_ids: tokens that end it, excluded until
     `min_tokens` are generated. tokens: integers; the first num_tokens are the sequence so far, of which
     num_prompt_tokens are the prompt; the others were generated before a preemption or restart. `NO_TOKEN` in the
     prompt is no token: no penalty applies to it, and it is in no bad word. vocab_size: V.
@@ -114,7 +114,7 @@ class SamplingSlot:
         with_history: bool = False,
     ) -> None:
         self.params, self.seed, self.num_tokens = without(params, TABLED), seed, num_tokens
-        self.temperature = bounded(params.temperature)
+        self.temperature, self.stop_ids = bounded(params.temperature), frozenset(stop_ids)
         self.candidate: Candidate | None = None
         self.history = NO_HISTORY
         if with_history:
@@ -153,6 +153,11 @@ class SamplingSlot:
         for token_id in token_ids:
             state.append(token_id)
         return state
+
+    @property
+    def is_plain(self) -> bool:
+        """True if no token of it needs changed logits, and nothing but tokens is asked for."""
+        return self.params.logprobs is None and self.history is NO_HISTORY and not self.edits.may_act
 
     @property
     def stages(self) -> Stages:

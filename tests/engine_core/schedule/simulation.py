@@ -195,6 +195,7 @@ class ModelWorker:
         self.entries: dict[int, tuple[bytes, int]] = {}  # name and size of media, by entry
         self.states: list[int | None] = [None] * num_states
         self.random = Random(num_blocks)
+        self.step_us = 0  # what a step takes; 0: anything, and launches end at any step
         self.sent: dict[int, list[int]] = {}
         self.kv: list[int | None] = [None] * (num_blocks * block_size)
         self.slots: dict[int, Slot] = {}
@@ -220,7 +221,25 @@ class ModelWorker:
             here = [allowed.get(num_samples + i) for i in range(row.num_samples)]
             num_samples += row.num_samples
             result.rows.append(self._read(row, here))
+        self._go_on(plan, result)
         return result
+
+    def _go_on(self, plan: StepPlan, result: StepResult) -> None:
+        """Run the further steps of a plan for several, or some: anything may end it."""
+        result.busy_us = self.step_us or self.random.randint(1, 4000)
+        for number in range(1, plan.num_steps):
+            ends = [self.slots[row.slot].init.stop_ids for row in plan.rows]
+            if any(own.token_ids[-1] in ids for own, ids in zip(result.rows, ends, strict=True)):
+                return
+            if not self.step_us and not self.random.randrange(6):
+                return
+            result.busy_us += self.step_us
+            rows = [Row(row.slot, row.start + number, 1, num_samples=1) for row in plan.rows]
+            for row in rows:
+                self._write(row)
+            for row, own in zip(rows, result.rows, strict=True):
+                own.token_ids += self._read(row, [None]).token_ids
+                own.logprobs = logprob_rows(own.token_ids)
 
     def _encode(self, plan: StepPlan) -> None:
         """What is kept never takes more than its room, and has each medium once."""
@@ -772,7 +791,7 @@ class Simulation:
         for step in scheduler.in_flight:
             for sequence, row in zip(step.sequences, step.rows, strict=True):
                 rows[sequence] += 1
-                samples[sequence] += row.num_samples
+                samples[sequence] += row.num_samples * step.num_steps
         for sequence, stream in self.streams.items():
             assert sequence.finished == stream.ended
             assert (sequence in scheduler.running) == (sequence.state is State.RUNNING)

@@ -78,6 +78,7 @@ class SchedulerLife(RuleBasedStateMachine):
         checkpoint_tokens=st.integers(1, 9),
         encoder_capacity=st.sampled_from([0, 0, 3, 6, 12]),
         cuts_media=st.booleans(),
+        launch_steps=st.sampled_from([1, 2, 5, 40]),
         drafts=st.none()
         | st.tuples(
             st.sampled_from(["random", "ngram", "suffix", "worker"]), st.integers(0, 2**16), st.integers(1, 5)
@@ -93,6 +94,7 @@ class SchedulerLife(RuleBasedStateMachine):
         checkpoint_tokens: int,
         encoder_capacity: int,
         cuts_media: bool,
+        launch_steps: int,
         drafts: tuple[str, int, int] | None,
     ) -> None:
         block_size = config["block_size"]
@@ -109,6 +111,7 @@ class SchedulerLife(RuleBasedStateMachine):
             checkpoint_tokens=checkpoint_tokens,
             encoder_capacity=encoder_capacity,
             cuts_media=cuts_media,
+            launch_steps=1 if drafts or num_states or config["stages"] != 1 else launch_steps,
         )
 
     @rule(

@@ -1,0 +1,143 @@
+// Steps in which each request runs one token and samples the next one, without anything but kernels in between.
+//
+// The same kernels in the same order as `Runner.launch` and `RunningStep.sample` in Python, so the bits are the same.
+
+#include <poll.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+#include "matrix.h"
+
+namespace {
+
+// The rows of a call, step by step.
+class Decoding {
+ public:
+  explicit Decoding(const DecodeCall& call)
+      : call_(call),
+        stack_(*call.stack),
+        rows_(call.rows),
+        element_(stack_.attention.dtype == 0 ? 4 : 2),
+        starts_(call.starts, call.starts + rows_),
+        seq_lens_(rows_),
+        query_start_loc_(rows_ + 1),
+        slots_(rows_),
+        peaks_(rows_),
+        draws_(rows_) {
+    for (int64_t row = 0; row <= rows_; ++row) query_start_loc_[row] = int32_t(row);
+    AttentionCall& attention = stack_.attention;
+    attention.num_tokens = attention.num_requests = rows_;
+    attention.query_start_loc = query_start_loc_.data();
+    attention.seq_lens = seq_lens_.data();
+    stack_.slots = slots_.data();
+    lay_blocks();
+  }
+
+  // Runs a step; 0, as `pagewire_stack`, or -1: a row's logits cannot be sampled, and nothing was.
+  int step(int64_t* chosen) {
+    for (int64_t row = 0; row < rows_; ++row) lay(row);
+    if (const int failure = pagewire_stack(&stack_)) return failure;
+    const int64_t vocab = call_.head.n;
+    const AttentionCall& attention = stack_.attention;
+    const void* const x = stack_.normed ? stack_.normed : stack_.states;
+    multiply(call_.head, x, stack_.hidden, call_.logits, rows_, attention.dtype, attention.num_threads);
+    pagewire_largest(call_.logits, nullptr, peaks_.data(), chosen, rows_, vocab, vocab, attention.dtype,
+                     attention.num_threads);
+    for (const float peak : peaks_)
+      if (!std::isfinite(peak)) return -1;
+    pagewire_draw(call_.logits, peaks_.data(), draws_.data(), chosen, rows_, vocab, vocab, attention.dtype,
+                  attention.num_threads);
+    for (int64_t row = 0; row < rows_; ++row) take(row, chosen[row]);
+    return 0;
+  }
+
+  // True if a row has just sampled a token that ends it.
+  bool has_ended(const int64_t* chosen) const {
+    for (int64_t row = 0; row < rows_; ++row) {
+      const DecodeSlot& slot = call_.sequences[call_.slots[row]];
+      if (std::find(slot.ends, slot.ends + slot.num_ends, chosen[row]) != slot.ends + slot.num_ends) return true;
+    }
+    return false;
+  }
+
+ private:
+  // Points to the rows' block numbers; those of several rows are put together, as far as the steps need them.
+  void lay_blocks() {
+    AttentionCall& attention = stack_.attention;
+    const int64_t last = *std::max_element(starts_.begin(), starts_.end()) + call_.steps;
+    attention.max_blocks = (last + attention.block_size - 1) / attention.block_size;
+    attention.block_table = call_.block_table + call_.slots[0] * call_.max_blocks;
+    attention.block_table_stride = call_.max_blocks;
+    if (rows_ == 1) return;
+    const int64_t width = attention.max_blocks;
+    blocks_.resize(rows_ * width);
+    for (int64_t row = 0; row < rows_; ++row)
+      std::copy_n(call_.block_table + call_.slots[row] * call_.max_blocks, width, blocks_.data() + row * width);
+    attention.block_table = blocks_.data();
+    attention.block_table_stride = width;
+  }
+
+  // Lays the next token of a row: its embedding, its angles, and where its keys and values go.
+  void lay(int64_t row) {
+    const AttentionCall& attention = stack_.attention;
+    const int64_t start = starts_[row], slot = call_.slots[row];
+    const DecodeSlot& sequence = call_.sequences[slot];
+    const int64_t token = call_.tokens[slot * call_.max_tokens + start];
+    copy_row(stack_.states, row, call_.embeddings, token, stack_.hidden * element_);
+    const int64_t size = 2 * stack_.rotary_half * element_, position = start + call_.long_from[slot];
+    for (int64_t i = 0; i < call_.num_tables; ++i) {
+      const Angles& all = call_.tables[i];
+      copy_row(const_cast<void*>(stack_.angles[i].cos), row, all.cos, position, size);
+      copy_row(const_cast<void*>(stack_.angles[i].sin), row, all.sin, position, size);
+    }
+    const int64_t block = attention.block_table[row * attention.block_table_stride + start / attention.block_size];
+    slots_[row] = block * attention.block_size + start % attention.block_size;
+    seq_lens_[row] = int32_t(start + 1);
+    draws_[row] = sequence.draw;
+    draws_[row].position = start + 1;
+  }
+
+  void take(int64_t row, int64_t token) {
+    const int64_t slot = call_.slots[row];
+    call_.tokens[slot * call_.max_tokens + ++starts_[row]] = token;
+    ++call_.num_tokens[slot];
+  }
+
+  static void copy_row(void* to, int64_t row, const void* from, int64_t number, int64_t size) {
+    std::memcpy(static_cast<char*>(to) + row * size, static_cast<const char*>(from) + number * size, size_t(size));
+  }
+
+  const DecodeCall& call_;
+  StackCall stack_;
+  int64_t rows_, element_;
+  std::vector<int64_t> starts_;
+  std::vector<int32_t> seq_lens_, query_start_loc_, blocks_;
+  std::vector<int64_t> slots_;
+  std::vector<float> peaks_;
+  std::vector<Draw> draws_;
+};
+
+// True if one of the descriptors can be read.
+bool is_disturbed(const DecodeCall& call) {
+  pollfd found[2];
+  const int64_t count = std::min<int64_t>(call.num_descriptors, 2);
+  for (int64_t i = 0; i < count; ++i) found[i] = {call.descriptors[i], POLLIN, 0};
+  return count > 0 && poll(found, nfds_t(count), 0) > 0;
+}
+
+}  // namespace
+
+// Returns the number of steps that were run, from 0 on, or -1 - what `pagewire_stack` has returned.
+EXPORT int64_t pagewire_decode(const DecodeCall* call) {
+  Decoding decoding(*call);
+  for (int64_t step = 0; step < call->steps; ++step) {
+    int64_t* const chosen = call->chosen + step * call->rows;
+    if (step > 0 && (decoding.has_ended(chosen - call->rows) || is_disturbed(*call))) return step;
+    if (const int failure = decoding.step(chosen)) return failure < 0 ? step : -1 - failure;
+  }
+  return call->steps;
+}

@@ -1,0 +1,144 @@
+"""Steps of decoding in one call: see decode.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagewire.kernels.cpu.experts import is_packed, matrix
+from pagewire.kernels.cpu.library import structure
+from pagewire.kernels.cpu.stack import CompiledStack
+from pagewire.kernels.data.deltas import AdaptedLinear
+from pagewire.kernels.data.layer import Angles
+from pagewire.kernels.data.paging import Cache
+from pagewire.kernels.data.weight import Linear
+
+AnglesParameters, DecodeSlot, DecodeCall = map(structure, ("Angles", "DecodeSlot", "DecodeCall"))
+
+
+@dataclass(frozen=True)
+class SequenceArrays:
+    """What the sequences of a worker's slots are; the arrays stay the same ones.
+
+    tokens: int64 [slots, max_tokens]. num_tokens, long_from: int64 [slots]. block_table: int32 [slots, max_blocks].
+    """
+
+    tokens: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    long_from: NDArray[np.int64]
+    block_table: NDArray[np.int32]
+
+
+class CompiledDecoder:
+    """Embedding, layers, output layer and sampling of rows that each run one token, several steps in one call.
+
+    embeddings: [V or more, H]. angles: cosines and sines [P, rot_dim] by position, of each kind. head: the output
+    layer. caches: of the layers.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        library: ctypes.CDLL,
+        stack: CompiledStack,
+        embeddings: Tensor,
+        angles: Sequence[Angles],
+        head: Linear,
+        caches: Sequence[Cache | None],
+        sequences: SequenceArrays,
+    ) -> CompiledDecoder | None:
+        """None if the layers are not one call, or their dtypes differ from those of the embeddings or the head."""
+        tensors = [embeddings, *(part for pair in angles for part in pair)]
+        alike = {tensor.dtype for tensor in tensors} == {head.dtype} == {stack.dtype}
+        if not stack.is_single or not is_packed(head) or isinstance(head, AdaptedLinear) or not alike:
+            return None
+        if not all(tensor.is_contiguous() for tensor in tensors) or embeddings.shape[1] != head.in_features:
+            return None
+        return cls(library, stack, embeddings, angles, head, caches, sequences)
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        stack: CompiledStack,
+        embeddings: Tensor,
+        angles: Sequence[Angles],
+        head: Linear,
+        caches: Sequence[Cache | None],
+        sequences: SequenceArrays,
+    ) -> None:
+        self._library, self._stack, self._angles = library, stack, angles
+        self._caches, self._head, self._vocab_size = caches, head, head.out_features
+        self._owners: list[object] = [embeddings, sequences]
+        self._tables = (AnglesParameters * max(1, len(angles)))()
+        for table, (cos, sin) in zip(self._tables, angles, strict=False):
+            table.cos, table.sin = cos.data_ptr(), sin.data_ptr()
+        self.slots = (DecodeSlot * len(sequences.tokens))()
+        """How the sequence of each slot goes on; see `DecodeSlot` in kernels.h."""
+        self._call = DecodeCall(
+            head=matrix(head),
+            embeddings=embeddings.data_ptr(),
+            tables=ctypes.addressof(self._tables),
+            num_tables=len(angles),
+            sequences=ctypes.addressof(self.slots),
+            tokens=sequences.tokens.ctypes.data,
+            num_tokens=sequences.num_tokens.ctypes.data,
+            long_from=sequences.long_from.ctypes.data,
+            block_table=sequences.block_table.ctypes.data,
+            max_tokens=sequences.tokens.shape[1],
+            max_blocks=sequences.block_table.shape[1],
+        )
+        self._capacity = 0
+        self._held: object = None
+
+    def __call__(
+        self,
+        slots: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        num_steps: int,
+        descriptors: NDArray[np.int32],
+    ) -> NDArray[np.int64]:
+        """The tokens that rows sample, int64 [steps, R]; they are in the slots' sequences already.
+
+        There are fewer than num_steps where a row has sampled one of its ends, or a descriptor became readable, and
+        where a row's logits cannot be sampled: the step in which that is so, which may be the first, has not been.
+
+        Args:
+            slots: [R]. starts: [R], the place of the token that each runs first; it is known.
+            num_steps: from 1 on; there are blocks for them. descriptors: [at most 2].
+
+        Raises:
+            ValueError: lengths or block numbers do not fit the caches.
+        """
+        num_rows, call = len(slots), self._call
+        if num_rows > self._capacity or num_rows * 4 < self._capacity:
+            self._reserve(num_rows)
+        chosen = np.empty((num_steps, num_rows), np.int64)
+        call.slots, call.starts, call.rows, call.steps = (
+            slots.ctypes.data,
+            starts.ctypes.data,
+            num_rows,
+            num_steps,
+        )
+        call.chosen = chosen.ctypes.data
+        call.descriptors, call.num_descriptors = descriptors.ctypes.data, len(descriptors)
+        done = self._library.pagewire_decode(ctypes.byref(call))
+        if done < 0:
+            raise ValueError("lengths, slots or block numbers of the batch do not fit its tensors")
+        return chosen[:done]
+
+    def _reserve(self, num_rows: int) -> None:
+        """Take memory for steps of this many rows."""
+        angles = [
+            (cos.new_empty(num_rows, cos.shape[1]), sin.new_empty(num_rows, sin.shape[1]))
+            for cos, sin in self._angles
+        ]
+        stack, held = self._stack.call_for(num_rows, angles, self._caches)
+        logits = torch.empty(num_rows, self._vocab_size, dtype=self._head.dtype)
+        self._call.stack, self._call.logits = ctypes.addressof(stack), logits.data_ptr()
+        self._held, self._capacity = (stack, held, logits), num_rows

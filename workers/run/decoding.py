@@ -1,0 +1,186 @@
+"""Steps that only decode, in one call of the compiled kernels: from the plan's rows to their tokens.
+
+It takes plans in which each row runs one token and samples the next one, without drafts, masks, adapters, media and
+changed logits, of a model that is one compiled stack between a table of embeddings and an output layer. All others
+go the way of `Runner.launch` and `RunningStep`, which is the reference: the tokens are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, StepPlan, StepResult, WorkerConfig
+from pagewire.kernels.cpu import kernels as cpu_kernels
+from pagewire.kernels.cpu.decode import CompiledDecoder, SequenceArrays
+from pagewire.kernels.cpu.stack import CompiledStack
+from pagewire.kernels.data.paging import Cache
+from pagewire.workers.batch.slots import Slots
+from pagewire.workers.device.interface import Device, Event
+from pagewire.workers.network.loaded import LoadedModel
+from pagewire.workers.network.module_base import ModuleHead
+from pagewire.workers.network.network import Network
+from pagewire.workers.sample.fixed_point import ONE
+from pagewire.workers.sample.sampler import SamplingSlot
+
+
+class ModelToDecode(Protocol):
+    """The part of a runner that decoding needs."""
+
+    config: WorkerConfig
+    device: Device
+    slots: Slots
+    loaded: LoadedModel | None
+    caches: list[Cache]
+    profile: Any
+
+    @property
+    def model(self) -> LoadedModel:
+        """The loaded model."""
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """Whether the core wants nothing.
+
+    check: true if it does not. descriptors: at most two files; one can be read once it does, if check was called.
+    """
+
+    check: Callable[[], bool]
+    descriptors: Sequence[int]
+
+
+@dataclass
+class DecodedStep:
+    """A plan that has run to its end; as a `RunningStep`."""
+
+    plan: StepPlan
+    result: StepResult
+    begin: Event
+    end: Event
+    num_further = 0
+
+    def reached(self) -> bool:
+        """True: the work is done."""
+        return True
+
+    def sample(self, masks: Callable[[], Masks | None]) -> None:
+        """Nothing: the tokens are sampled."""
+
+    def finish(self, since: Event | None = None) -> StepResult:
+        """See `RunningStep.finish`."""
+        self.result.busy_us = int(self.end.seconds_since(self.begin) * 1e6)
+        if since is not None:
+            self.result.idle_us = max(0, int(self.begin.seconds_since(since) * 1e6))
+        return self.result
+
+
+class Decoding:
+    """Runs the plans of a runner that it takes."""
+
+    def __init__(self, runner: ModelToDecode) -> None:
+        self._runner = runner
+        self._of: tuple[object, object] = (None, None)
+        self._decoder: CompiledDecoder | None = None
+        self._known: dict[int, SamplingSlot] = {}
+        self._plain: dict[int, bool] = {}
+        self._ends: dict[int, NDArray[np.int64]] = {}
+
+    def run(self, plan: StepPlan, quiet: Quiet | None) -> DecodedStep | None:
+        """Run a plan that was applied to the slots; None if it is for the other way. quiet: None: it stays so."""
+        rows, slots = plan.rows, self._runner.slots
+        if plan.masked or not all(map(decodes, rows)):
+            return None
+        decoder = self._current()
+        if decoder is None or not all(self._takes(decoder, row) for row in rows):
+            return None
+        begin = self._runner.device.record_event()
+        num_steps = plan.num_steps if quiet is None or quiet.check() else 1
+        about = np.array([[row.slot for row in rows], [row.start for row in rows]], np.int64)
+        descriptors = np.array([] if quiet is None else quiet.descriptors, np.int32)
+        chosen = decoder(about[0], about[1], num_steps, descriptors)
+        if not len(chosen):
+            return None
+        result = StepResult(plan.step_id, [RowResult(tokens) for tokens in chosen.T.tolist()])
+        for row, own in zip(rows, result.rows, strict=True):
+            sequence = slots.sampling[row.slot]
+            for token_id in own.token_ids:
+                sequence.append(token_id)
+        return DecodedStep(plan, result, begin, self._runner.device.record_event())
+
+    def _current(self) -> CompiledDecoder | None:
+        """The decoder of the model with its present caches; None if the model has none, or a profiler looks on."""
+        runner = self._runner
+        if runner.profile is not None:
+            return None
+        if self._of[0] is not runner.loaded or self._of[1] is not runner.caches:
+            self._of = runner.loaded, runner.caches
+            self._decoder = open_decoder(runner)
+            self._known.clear()
+        return self._decoder
+
+    def _takes(self, decoder: CompiledDecoder, row: Row) -> bool:
+        """True if the sequence of a row is sampled from the model's own logits, and has the row's token."""
+        slot, slots = row.slot, self._runner.slots
+        sequence = slots.sampling[slot]
+        if self._known.get(slot) is not sequence:
+            self._known[slot], self._plain[slot] = sequence, sequence.is_plain and not slots.adapters[slot]
+            self._describe(decoder, slot, sequence)
+        return self._plain[slot] and sequence.num_tokens == row.start + 1
+
+    def _describe(self, decoder: CompiledDecoder, slot: int, sequence: SamplingSlot) -> None:
+        ends = self._ends[slot] = np.array(sorted(sequence.stop_ids), np.int64)
+        described, params, stages = decoder.slots[slot], sequence.params, sequence.stages
+        described.ends, described.num_ends = ends.ctypes.data, len(ends)
+        described.draw.seed = sequence.seed
+        described.draw.min_mass = math.ceil(params.min_p * ONE) if stages.min_p else 0
+        described.draw.top_k = params.top_k if stages.top_k else 0
+        described.draw.top_p = params.top_p if stages.top_p else 1.0
+        described.draw.temperature = sequence.temperature if stages.draw else 0.0
+
+
+def decodes(row: Row) -> bool:
+    """True if a row runs one token and samples the next one, and nothing else is asked for."""
+    return (
+        row.num_tokens == row.num_samples == 1
+        and not row.drafts
+        and not row.num_drafts
+        and not row.states
+        and not row.media
+        and not row.entries
+    )
+
+
+def open_decoder(runner: ModelToDecode) -> CompiledDecoder | None:
+    """The decoder of a runner's model; None if it has none."""
+    kernels, config = cpu_kernels.load(), runner.config
+    if (
+        kernels is None
+        or runner.device.asynchronous
+        or config.speculative is not None
+        or config.logits_processors
+    ):
+        return None
+    model = runner.model.model
+    network, head = model.base, model.head
+    if not isinstance(network, Network) or model.stage is not None or model.encodes:
+        return None
+    if head is None or isinstance(head, ModuleHead):
+        return None
+    embedding, compiled = network.embedding, network.stack.compiled
+    if embedding is None or not isinstance(compiled, CompiledStack) or network.taps:
+        return None
+    words: Any = embedding.words
+    is_table = type(words) is torch.nn.Embedding and embedding == type(embedding)(words)
+    caches = [None if place is None else runner.caches[place.layer] for place in network.places]
+    if not is_table:
+        return None
+    slots = runner.slots
+    arrays = SequenceArrays(slots.tokens, slots.num_tokens, slots.long_from, slots.block_table)
+    return kernels.decoder(compiled, words.weight, network.angles, head, caches, arrays)
