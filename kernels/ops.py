@@ -25,6 +25,7 @@ add_gated = dispatched(Kernels.add_gated)
 largest = dispatched(Kernels.largest)
 only_allowed = dispatched(Kernels.only_allowed)
 fixed_point_probabilities = dispatched(Kernels.fixed_point_probabilities)
+draw = dispatched(Kernels.draw)
 
 causal_conv = dispatched_states(StateKernels.causal_conv)
 gated_delta_rule = dispatched_states(StateKernels.gated_delta_rule)

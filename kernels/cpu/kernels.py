@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cpu import adapters, attention, integers
+from pagewire.kernels.cpu import adapters, attention, drawing, integers
 from pagewire.kernels.cpu.build import InstructionSet
 from pagewire.kernels.cpu.decode import CompiledDecoder, SequenceArrays
 from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts
@@ -18,6 +18,7 @@ from pagewire.kernels.cpu.stack import CompiledStack
 from pagewire.kernels.cpu.states import CpuStateKernels
 from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous, of_size
 from pagewire.kernels.data.deltas import AdapterRows
+from pagewire.kernels.data.drawing import Draw
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.layer import Activation, Angles, Experts, Layer, LayerNorm, Norm, Router
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
@@ -292,6 +293,9 @@ class CpuKernels(Kernels):
             depths.data_ptr(), masses.data_ptr(), depths.numel(), torch.get_num_threads()
         )
         return masses
+
+    def draw(self, x: Tensor, peaks: Tensor, draws: Sequence[Draw]) -> list[int]:
+        return drawing.draw(self._library, x, peaks, draws)
 
 
 def _bits_for(x: Tensor, allowed: Tensor) -> Tensor:

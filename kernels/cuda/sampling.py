@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.source import Variant, parameter_dtype
-from pagewire.kernels.reference.kernels import FRACTION_BITS
+from pagewire.kernels.data.drawing import FRACTION_BITS
 
 SOURCE, LOGPROB_SOURCE = "sampling.cu", "sampling_logprobs.cu"
 DTYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -7,7 +7,6 @@ go the way of `Runner.launch` and `RunningStep`, which is the reference: the tok
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, StepPlan, StepResult, WorkerConfig
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.decode import CompiledDecoder, SequenceArrays
+from pagewire.kernels.cpu.drawing import parameters
 from pagewire.kernels.cpu.stack import CompiledStack
 from pagewire.kernels.data.paging import Cache
 from pagewire.workers.batch.slots import Slots
@@ -26,7 +26,6 @@ from pagewire.workers.device.interface import Device, Event
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.module_base import ModuleHead
 from pagewire.workers.network.network import Network
-from pagewire.workers.sample.fixed_point import ONE
 from pagewire.workers.sample.sampler import SamplingSlot
 
 
@@ -136,13 +135,11 @@ class Decoding:
 
     def _describe(self, decoder: CompiledDecoder, slot: int, sequence: SamplingSlot) -> None:
         ends = self._ends[slot] = np.array(sorted(sequence.stop_ids), np.int64)
-        described, params, stages = decoder.slots[slot], sequence.params, sequence.stages
+        described = decoder.slots[slot]
         described.ends, described.num_ends = ends.ctypes.data, len(ends)
-        described.draw.seed = sequence.seed
-        described.draw.min_mass = math.ceil(params.min_p * ONE) if stages.min_p else 0
-        described.draw.top_k = params.top_k if stages.top_k else 0
-        described.draw.top_p = params.top_p if stages.top_p else 1.0
-        described.draw.temperature = sequence.temperature if stages.draw else 0.0
+        described.draw = parameters(sequence.draw)
+        if not sequence.stages.draw:
+            described.draw.temperature = 0.0
 
 
 def decodes(row: Row) -> bool:

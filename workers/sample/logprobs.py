@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import LogprobRows
-from pagewire.workers.sample.fixed_point import ONE, depths_below, fixed_point_probabilities, top_tokens
+from pagewire.kernels.data.drawing import ONE
+from pagewire.kernels.ops import fixed_point_probabilities
+from pagewire.kernels.reference.drawing import depths_below, top_tokens
 
 CHUNK = 2**20  # logits processed at a time, which limits scratch memory
 

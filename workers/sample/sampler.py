@@ -2,7 +2,7 @@
 
     logits -> grammar                                                  (masks.py)
            -> allowed tokens, bias, bad words, penalties, min_tokens   (logit_edits.py)
-           -> temperature -> min_p -> top_k -> top_p -> draw           (fixed_point.py, random.py)
+           -> temperature -> min_p -> top_k -> top_p -> draw           (`Kernels.draw`)
            -> a draft in the place of the drawn token, if it is typical (typical.py)
 
 Rows that need the same stages are processed together, a few at a time to limit scratch memory; stages that no
@@ -25,22 +25,14 @@ from numpy.typing import NDArray
 from pagewire.ipc.wire.items import LogprobRows
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.tasks import without
+from pagewire.kernels import ops
+from pagewire.kernels.data.drawing import Draw
 from pagewire.kernels.ops import largest, only_allowed
-from pagewire.workers.sample.fixed_point import (
-    depth_bins,
-    depths_below,
-    draw,
-    fixed_point_probabilities,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-    top_tokens,
-)
+from pagewire.kernels.reference.drawing import tokens_of, truncated
 from pagewire.workers.sample.history import NO_HISTORY, TokenHistory
 from pagewire.workers.sample.logit_edits import FLOAT32_MAX, LogitEdits, apply_edits, bounded
 from pagewire.workers.sample.logprobs import logprob_rows, logprobs_of
 from pagewire.workers.sample.masks import TokenMasks
-from pagewire.workers.sample.random import uniform
 from pagewire.workers.sample.token_tables import TABLED
 from pagewire.workers.sample.typical import Candidate, accept_typical
 
@@ -48,7 +40,6 @@ __all__ = ["SampleOutput", "SamplingSlot", "logprob_rows", "sample"]
 
 CHUNK = 2**20  # logits processed at a time
 PART = 2**24  # logits whose maxima are found at a time
-FEW = 32  # a top_k of at most 1 / FEW of the vocabulary is small
 
 NO_TOKEN_POSSIBLE = (
     "no token can be generated: the grammar, allowed_token_ids, bad_words and min_tokens exclude all of them"
@@ -129,6 +120,7 @@ class SamplingSlot:
             top_k=random and 0 < params.top_k < vocab_size,
             top_p=random and params.top_p < 1,
         )
+        self._truncation = (params.top_k if self._stages.top_k else 0, params.top_p, params.min_p)
         self._stages_with_edits = self._stages._replace(edits=True)
 
     def append(self, token_id: int) -> None:
@@ -158,6 +150,11 @@ class SamplingSlot:
     def is_plain(self) -> bool:
         """True if no token of it needs changed logits, and nothing but tokens is asked for."""
         return self.params.logprobs is None and self.history is NO_HISTORY and not self.edits.may_act
+
+    @property
+    def draw(self) -> Draw:
+        """How the next token is drawn, if it is."""
+        return Draw(self.seed, self.num_tokens, self.temperature, *self._truncation)
 
     @property
     def stages(self) -> Stages:
@@ -239,36 +236,21 @@ def _sample_rows(
         x[empty] = peaks[empty] = 0
         for i in empty.tolist():
             output.errors[rows[i]] = NO_TOKEN_POSSIBLE
-    token_ids = _draw(x, peaks, chosen, stages) if stages.draw else firsts.tolist()
+    token_ids = _draw(x, peaks, chosen) if stages.draw else firsts.tolist()
     for row, token_id in zip(rows, token_ids, strict=True):
         if row not in output.errors:
             output.token_ids[row] = token_id
 
 
-def _draw(x: torch.Tensor, peaks: torch.Tensor, slots: Sequence[SamplingSlot], stages: Stages) -> list[int]:
-    """A random token per row of x [n, V]; peaks: its row maxima [n], finite.
-
-    If all top_k are small, only the max(top_k) largest logits are processed. The other tokens would get mass 0, so
-    the result is the same.
-    """
-    ids = None
-    if stages.top_k and (max_k := max(slot.params.top_k for slot in slots)) * FEW <= x.shape[1]:
-        values, columns = top_tokens(x.float(), max_k)
-        ids = np.sort(columns, 1)
-        x = torch.from_numpy(np.take_along_axis(values, np.argsort(columns, 1), 1))
-        peaks = peaks.cpu()
-    depths = depths_below(x, peaks, [slot.temperature for slot in slots])
-    masses = fixed_point_probabilities(depths)
-    if stages.min_p:
-        keep_min_p(masses, [slot.params.min_p for slot in slots])
-    bins = depth_bins(depths) if stages.top_k or stages.top_p else depths
-    if stages.top_k:
-        keep_top_k(x, bins, masses, [slot.params.top_k for slot in slots])
-    if stages.top_p:
-        keep_top_p(x, bins, masses, [slot.params.top_p for slot in slots])
-    drawn = draw(masses, uniform([slot.seed for slot in slots], [slot.num_tokens for slot in slots]))
-    token_ids = drawn if ids is None else [int(row[i]) for row, i in zip(ids, drawn, strict=True)]
-    accept_typical(token_ids, [slot.candidate for slot in slots], depths, masses, ids)
+def _draw(x: torch.Tensor, peaks: torch.Tensor, slots: Sequence[SamplingSlot]) -> list[int]:
+    """A random token per row of x [n, V]; peaks: its row maxima [n], finite."""
+    draws = [slot.draw for slot in slots]
+    candidates = [slot.candidate for slot in slots]
+    if not any(candidates):
+        return ops.draw(x, peaks, draws)
+    found = truncated(x, peaks, draws, ops.fixed_point_probabilities)
+    token_ids = tokens_of(found, draws)
+    accept_typical(token_ids, candidates, found.depths, found.masses, found.ids)
     return token_ids
 
 

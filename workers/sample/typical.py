@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from pagewire.ipc.speculative import SpeculativeConfig
-from pagewire.workers.sample.fixed_point import ONE
+from pagewire.kernels.data.drawing import ONE
 
 DEEPEST = 64.0  # depths beyond about 30 have mass 0; infinite ones would give inf * 0
 

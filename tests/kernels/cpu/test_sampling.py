@@ -8,7 +8,8 @@ import torch
 
 from pagewire.kernels import ops
 from pagewire.kernels.cpu.kernels import CpuKernels
-from pagewire.kernels.reference.kernels import FRACTION_BITS, reference
+from pagewire.kernels.data.drawing import FRACTION_BITS, Draw
+from pagewire.kernels.reference.kernels import reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 3, 16, 100, 4096, 4097, 32001]
@@ -124,3 +125,41 @@ def test_fixed_point_probabilities(kernels: CpuKernels, dtype: torch.dtype, size
     assert (masses[places].diff() <= 0).all()
     exact = torch.exp(-ordered.double()) * 2**FRACTION_BITS
     assert ((masses[places] - exact).abs() <= exact * 8e-8 + 1).all()
+
+
+def random_draw(random: np.random.Generator, size: int) -> Draw:
+    """Any seed, position, temperature and truncation."""
+    return Draw(
+        seed=int(random.integers(-(2**63), 2**63 - 1)),
+        position=int(random.integers(0, 2**40)),
+        temperature=float(random.choice([1e-30, 1e-3, 0.3, 1.0, 5.0, 1e30])),
+        top_k=int(random.choice([0, 0, 1, 5, 40, size, size + 7])),
+        top_p=float(random.choice([1.0, 1.0, 1e-9, 0.1, 0.9, 0.999])),
+        min_p=float(random.choice([0.0, 0.0, 1e-4, 0.1, 1.0])),
+    )
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 4.0, 30.0])
+@pytest.mark.parametrize("size", SIZES)
+def test_draws_are_those_of_the_reference(
+    kernels: CpuKernels, dtype: torch.dtype, size: int, spread: float
+) -> None:
+    """With ties, with logits that exclude tokens, and with truncation of every kind."""
+    torch.manual_seed(size)
+    random = np.random.default_rng([size, int(10 * spread)])
+    x = (spread * torch.randn(12, size + 3)).to(dtype)[:, :size]
+    x[3, torch.rand(size) < 0.5] = -math.inf
+    x[4] = x[4].round()
+    x[3, 0] = 1.0
+    peaks, _ = reference.largest(x)
+    draws = [random_draw(random, size) for _ in range(12)]
+    assert kernels.draw(x, peaks, draws) == reference.draw(x, peaks, draws)
+    assert kernels.draw(x[:0], peaks[:0], []) == []
+
+
+def test_draws_that_do_not_fit_the_rows(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    x = torch.zeros(2, 8, dtype=dtype)
+    with pytest.raises(ValueError, match="2 rows with 1 peaks"):
+        kernels.draw(x, torch.zeros(1), [Draw(1, 0, 1.0)] * 2)
+    with pytest.raises(ValueError, match="and 1 draws"):
+        kernels.draw(x, torch.zeros(2), [Draw(1, 0, 1.0)])

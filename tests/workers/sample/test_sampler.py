@@ -16,11 +16,12 @@ from transformers.generation import logits_process as hf
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Masks
+from pagewire.kernels import ops
+from pagewire.kernels.reference import drawing as m
 from pagewire.kernels.reference.kernels import reference
-from pagewire.workers.sample import fixed_point as m
+from pagewire.kernels.reference.random import uniform
 from pagewire.workers.sample import sampler
 from pagewire.workers.sample.masks import TokenMasks
-from pagewire.workers.sample.random import uniform
 from pagewire.workers.sample.sampler import SamplingSlot, sample
 
 INF = math.inf
@@ -250,17 +251,17 @@ def test_truncations_keep_what_hugging_face_keeps(scale: float) -> None:
 
     def compare(masses: torch.Tensor, warper: Any) -> None:
         kept = torch.isfinite(warper(torch.zeros(20, 1, dtype=torch.long), x.clone()))
-        assert torch.equal(masses > 0, kept & (m.fixed_point_probabilities(depths) > 0))
+        assert torch.equal(masses > 0, kept & (ops.fixed_point_probabilities(depths) > 0))
 
     for k in (1, 5, 100):
-        masses = m.fixed_point_probabilities(depths)
+        masses = ops.fixed_point_probabilities(depths)
         m.keep_top_k(x, bins, masses, [k] * 20)
         compare(masses, hf.TopKLogitsWarper(k))
     for p in (0.05, 0.5, 0.95):
-        masses = m.fixed_point_probabilities(depths)
+        masses = ops.fixed_point_probabilities(depths)
         m.keep_top_p(x, bins, masses, [p] * 20)
         compare(masses, hf.TopPLogitsWarper(p))
-        masses = m.fixed_point_probabilities(depths)
+        masses = ops.fixed_point_probabilities(depths)
         m.keep_min_p(masses, [p] * 20)
         compare(masses, hf.MinPLogitsWarper(p))
 

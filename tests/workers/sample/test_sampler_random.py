@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.workers.sample.random import philox4x32, uniform
+from pagewire.kernels.reference.random import philox4x32, uniform
 
 # Known answers that the authors publish with Random123 (counter, key, result).
 KNOWN = [

@@ -1,4 +1,4 @@
-"""Sampling from token probabilities in 64-bit fixed point.
+"""Draws tokens by their probabilities in 64-bit fixed point: the reference of `Kernels.draw`.
 
 A token's *mass* is its unnormalised probability as a 64-bit fixed-point number, `exp(z) * 2**44` rounded down,
 where z is its logit minus the row's largest, divided by the temperature. Integer sums are exact, so no sum depends
@@ -14,16 +14,17 @@ by setting its mass to 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagewire.kernels import ops
-from pagewire.kernels.reference.kernels import FRACTION_BITS
+from pagewire.kernels.data.drawing import ONE, Draw
+from pagewire.kernels.reference.random import uniform
 
-ONE = 2**FRACTION_BITS
+FEW = 32  # a top_k of at most 1 / FEW of the vocabulary is small
 BLOCK = 256  # tokens per partial sum when the drawn token is searched
 
 # Bins of z: float32's exponent and top 6 bits of fraction, from 2**-12 to 2**6. Logarithmic, so that a bin
@@ -31,6 +32,59 @@ BLOCK = 256  # tokens per partial sum when the drawn token is searched
 BIN_SHIFT = 17
 FIRST_BIN = (127 - 12) << 6
 NUM_BINS = 18 << 6
+
+
+class Masses(NamedTuple):
+    """What tokens are drawn from: depths float32 [n, m] and masses int64 [n, m], 0 where truncation leaves nothing.
+
+    ids: int64 [n, m], the tokens of the columns, ascending; None: each is its own, and m is V.
+    """
+
+    depths: torch.Tensor
+    masses: torch.Tensor
+    ids: NDArray[np.int64] | None
+
+
+def truncated(
+    x: torch.Tensor,
+    peaks: torch.Tensor,
+    draws: Sequence[Draw],
+    probabilities: Callable[[torch.Tensor], torch.Tensor],
+) -> Masses:
+    """The masses of rows of logits x [n, V], any float dtype, with finite row maxima `peaks` [n].
+
+    probabilities: see `Kernels.fixed_point_probabilities`.
+
+    If all top_k are small, only the max(top_k) largest logits are processed. The other tokens would get mass 0, so
+    the result is the same.
+    """
+    size, ids = x.shape[1], None
+    top_k = [min(draw.top_k or size, size) for draw in draws]
+    if max(top_k) * FEW <= size:
+        values, columns = top_tokens(x.float(), max(top_k))
+        ids = np.sort(columns, 1)
+        x = torch.from_numpy(np.take_along_axis(values, np.argsort(columns, 1), 1))
+        peaks = peaks.cpu()
+    depths = depths_below(x, peaks, [draw.temperature for draw in draws])
+    masses = probabilities(depths)
+    if any(draw.min_p > 0 for draw in draws):
+        keep_min_p(masses, [draw.min_p for draw in draws])
+    by_k, by_p = min(top_k) < size, any(draw.top_p < 1 for draw in draws)
+    bins = depth_bins(depths) if by_k or by_p else depths
+    if by_k:
+        keep_top_k(x, bins, masses, top_k)
+    if by_p:
+        keep_top_p(x, bins, masses, [draw.top_p for draw in draws])
+    return Masses(depths, masses, ids)
+
+
+def tokens_of(found: Masses, draws: Sequence[Draw]) -> list[int]:
+    """The token of each row."""
+    uniforms = uniform([draw.seed for draw in draws], [draw.position for draw in draws])
+    columns = draw(found.masses, uniforms)
+    if found.ids is None:
+        return columns
+    return [int(row[i]) for row, i in zip(found.ids, columns, strict=True)]
 
 
 def depths_below(x: torch.Tensor, peaks: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor:
@@ -41,11 +95,6 @@ def depths_below(x: torch.Tensor, peaks: torch.Tensor, temperatures: Sequence[fl
     """
     divisors = torch.tensor(temperatures, dtype=torch.float32, device=x.device)
     return (peaks.float()[:, None] - x.float()).div_(divisors[:, None])
-
-
-def fixed_point_probabilities(depths: torch.Tensor) -> torch.Tensor:
-    """Probabilities int64 [n, V] of `depths`: `ONE` for the most likely token, others in proportion."""
-    return ops.fixed_point_probabilities(depths)
 
 
 def keep_min_p(masses: torch.Tensor, min_p: Sequence[float]) -> None:
@@ -69,7 +118,10 @@ def keep_top_k(x: torch.Tensor, bins: torch.Tensor, masses: torch.Tensor, top_k:
 def keep_top_p(x: torch.Tensor, bins: torch.Tensor, masses: torch.Tensor, top_p: Sequence[float]) -> None:
     """Keep the shortest prefix with `top_p` [n] of the mass left (Holtzman et al. 2019), at least one token."""
     totals = masses.sum(1).tolist()
-    needs = [min(max(math.ceil(p * total), 1), total) for p, total in zip(top_p, totals, strict=True)]
+    needs = [
+        total if p >= 1 else min(max(math.ceil(p * total), 1), total)
+        for p, total in zip(top_p, totals, strict=True)
+    ]
     _keep_prefix(x, bins, masses, masses, needs)
 
 

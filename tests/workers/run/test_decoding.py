@@ -1,0 +1,216 @@
+"""Plans that only decode: compiled tokens are those of `RunningStep`, and launches end when they must."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, StepResult
+from pagewire.kernels.cpu import kernels as cpu_kernels
+from pagewire.workers.run.decoding import DecodedStep, Decoding, Quiet
+from pagewire.workers.run.launch import go_on
+from pagewire.workers.run.runner import Runner
+from tests.workers.architectures import EXPERTS, GROUPED, SERVED, VOCAB_SIZE, Architecture
+from tests.workers.driver import GREEDY, Driver, load_runner
+from tests.workers.parity import make_prompts, transformers_tokens
+
+TAKEN = [
+    Architecture("llama", GROUPED),
+    Architecture("qwen2", GROUPED),
+    Architecture("qwen3_moe", GROUPED | EXPERTS),
+    Architecture("mistral", GROUPED | {"sliding_window": 7}),
+    Architecture("qwen3", GROUPED),
+]
+LEFT = ["gpt2", "gemma3_text", "mamba2"]
+PARAMS = [
+    GREEDY,
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_k=3),
+    SamplingParams(temperature=1.5, top_p=0.8, min_p=0.05),
+]
+OTHERS = [
+    SamplingParams(temperature=1.0, presence_penalty=1.0),
+    SamplingParams(temperature=0.0, logprobs=2),
+    SamplingParams(temperature=0.0, logit_bias={5: 4.0}),
+]
+
+pytestmark = pytest.mark.skipif(cpu_kernels.load() is None, reason="no compiled kernels here")
+
+
+class Count:
+    """How many plans went which way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.taken = self.left = 0
+        self.is_on = True
+        run = Decoding.run
+
+        def counted(decoding: Decoding, plan: StepPlan, quiet: Quiet | None) -> DecodedStep | None:
+            decoded = run(decoding, plan, quiet) if self.is_on else None
+            self.taken += decoded is not None
+            self.left += decoded is None
+            return decoded
+
+        monkeypatch.setattr(Decoding, "run", counted)
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> Count:
+    return Count(monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", TAKEN, ids=lambda a: a.name)
+def test_both_ways_sample_the_same_tokens(
+    architecture: Architecture, dtype: str, count: Count, tmp_path: Path
+) -> None:
+    runner, _ = load_runner(architecture.write(tmp_path), dtype=dtype)
+    prompts = make_prompts(VOCAB_SIZE, [3, 9, 1, 14, 6])
+    for number, params in enumerate([PARAMS + PARAMS[:1], [*PARAMS[:3], *OTHERS[:2]]]):
+        seeds = [7, -5, 2**60, 3 + number, 1]
+        count.is_on = True
+        found = Driver(runner).generate(prompts, 12, params, seeds)
+        count.is_on = False
+        assert found == Driver(runner).generate(prompts, 12, params, seeds)
+    assert count.taken >= 10
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_other_models_go_the_other_way(name: str, count: Count, tmp_path: Path) -> None:
+    folder = SERVED[name].write(tmp_path)
+    prompts = make_prompts(VOCAB_SIZE, [3, 9])
+    assert Driver(load_runner(folder)[0]).generate(prompts, 6) == transformers_tokens(folder, prompts, 6)
+    assert count.taken == 0
+
+
+@pytest.mark.parametrize("params", OTHERS)
+def test_sequences_with_changed_logits_go_the_other_way(
+    runner: Runner, params: SamplingParams, count: Count
+) -> None:
+    Driver(runner).generate(make_prompts(VOCAB_SIZE, [3]), 4, params)
+    assert count.taken == 0
+
+
+# ---------------------------------------------------------------- several steps
+
+
+def begin(
+    runner: Runner, lengths: list[int], params: SamplingParams, ends: list[int] | None = None
+) -> list[int]:
+    """Run prompts in one step; their lengths, where each goes on."""
+    prompts = make_prompts(VOCAB_SIZE, lengths)
+    inits = [
+        SlotInit(i, prompt, len(prompt), list(range(1 + 10 * i, 11 + 10 * i)), params, 11 * i, ends or [])
+        for i, prompt in enumerate(prompts)
+    ]
+    rows = [Row(i, 0, len(prompt), num_samples=1) for i, prompt in enumerate(prompts)]
+    runner.step(StepPlan(0, rows, inits))
+    return lengths
+
+
+def launch(runner: Runner, starts: list[int], num_steps: int, quiet: Quiet | None = None) -> StepResult:
+    """The result of a plan for several steps."""
+    rows = [Row(i, start, 1, num_samples=1) for i, start in enumerate(starts)]
+    step = runner.launch(StepPlan(1, rows, num_steps=num_steps), quiet)
+    step.sample(lambda: None)
+    result = step.finish()
+    go_on(runner, step, result, quiet)
+    return result
+
+
+def tokens(result: StepResult) -> list[list[int]]:
+    return [row.token_ids for row in result.rows]
+
+
+@pytest.fixture(params=[True, False], ids=["compiled", "python"])
+def either_way(request: pytest.FixtureRequest, count: Count) -> Iterator[Count]:
+    count.is_on = request.param
+    yield count
+    assert bool(count.taken) == request.param
+
+
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.usefixtures("either_way")
+def test_a_launch_samples_what_single_steps_sample(
+    runner: Runner, llama: Path, params: SamplingParams
+) -> None:
+    lengths = [4, 9, 6]
+    starts = begin(runner, lengths, params)
+    found = tokens(launch(runner, starts, 8))
+    more = tokens(launch(runner, [start + 8 for start in starts], 3))
+    other, _ = load_runner(llama)
+    starts = begin(other, lengths, params)
+    each = [tokens(launch(other, [start + i for start in starts], 1)) for i in range(11)]
+    assert [a + b for a, b in zip(found, more, strict=True)] == [
+        [row[i][0] for row in each] for i in range(3)
+    ]
+    assert runner.slots.num_tokens[:3].tolist() == [length + 12 for length in lengths]
+    assert [runner.slots.sampling[i].num_tokens for i in range(3)] == [length + 12 for length in lengths]
+
+
+@pytest.mark.usefixtures("either_way")
+def test_a_launch_ends_behind_an_end_token(runner: Runner, llama: Path) -> None:
+    whole = tokens(launch(runner, begin(runner, [4, 9], GREEDY), 8))
+    end = whole[1][3]
+    assert end not in whole[0][:4] + whole[1][:3], "another seed of the weights is wanted"
+    other, _ = load_runner(llama)
+    starts = begin(other, [4, 9], GREEDY, [end])
+    assert tokens(launch(other, starts, 8)) == [row[:4] for row in whole]
+
+
+@pytest.mark.usefixtures("either_way")
+def test_a_launch_ends_when_the_core_wants_something(runner: Runner) -> None:
+    starts = begin(runner, [4, 9], GREEDY)
+    quiet = [True]
+    asked = Quiet(lambda: quiet[0], [])
+    assert [len(row) for row in tokens(launch(runner, starts, 5, asked))] == [5, 5]
+    quiet[0] = False
+    assert [len(row) for row in tokens(launch(runner, [9, 14], 5, asked))] == [1, 1]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_descriptor_ends_a_compiled_launch(runner: Runner, count: Count, place: int) -> None:
+    descriptors = [os.eventfd(0), os.eventfd(0)]
+    try:
+        starts = begin(runner, [4], GREEDY)
+        assert len(tokens(launch(runner, starts, 5, Quiet(lambda: True, descriptors)))[0]) == 5
+        os.eventfd_write(descriptors[place], 1)
+        assert len(tokens(launch(runner, [9], 5, Quiet(lambda: True, descriptors)))[0]) == 1
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    assert count.taken == 2
+
+
+def test_rows_that_fail_later_keep_what_they_have(llama: Path, either_way: Count) -> None:
+    """A token's embedding is not a number: the step that runs it has no result, and the next plan the error."""
+    runner, _ = load_runner(llama)
+    whole = tokens(launch(runner, begin(runner, [4, 9], GREEDY), 6))
+    poison = whole[1][2]
+    assert poison not in whole[0] + whole[1][:2], "another seed of the weights is wanted"
+    broken, _ = load_runner(llama)
+    starts = begin(broken, [4, 9], GREEDY)
+    words: Any = broken.model.model.base.words
+    with torch.inference_mode():
+        words.weight[poison] = float("nan")
+    found = launch(broken, starts, 6)
+    assert found.rows[1].token_ids == whole[1][:3] and found.rows[1].error is None
+    kept = len(found.rows[0].token_ids)
+    assert found.rows[0].token_ids == whole[0][:kept] and kept in (3, 4)
+    after = launch(broken, [4 + kept, 12], 6)
+    assert after.rows[1].error is not None and "cannot be sampled" in after.rows[1].error
+    assert after.rows[0].token_ids == whole[0][kept : kept + 1]
+
+
+def test_the_memory_for_rows_follows_their_number(runner: Runner, count: Count) -> None:
+    prompts = make_prompts(VOCAB_SIZE, [3, 4, 5, 6, 7, 8, 9])
+    assert Driver(runner, budget=64).generate(prompts, 5) == [
+        Driver(runner).generate([prompt], 5)[0] for prompt in prompts
+    ]
+    assert count.taken >= 4 * 8
