@@ -21,8 +21,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagewire.kernels.data.drawing import ONE, Draw
+from pagewire.kernels.data.drawing import FRACTION_BITS, ONE, Draw
 from pagewire.kernels.reference.random import uniform
+
+LOG2_E = 1.44269504
+LN_2 = (0.693359375, -2.12194440e-4)  # in two parts: the first has so few bits that its products are exact
+EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 FEW = 32  # a top_k of at most 1 / FEW of the vocabulary is small
 BLOCK = 256  # tokens per partial sum when the drawn token is searched
@@ -32,6 +36,20 @@ BLOCK = 256  # tokens per partial sum when the drawn token is searched
 BIN_SHIFT = 17
 FIRST_BIN = (127 - 12) << 6
 NUM_BINS = 18 << 6
+
+
+def probabilities(depths: torch.Tensor) -> torch.Tensor:
+    """See `Kernels.fixed_point_probabilities`."""
+    # exp(r - n log 2) is 2**-n times Cephes' polynomial for exp(r).
+    depths = depths.clamp(max=32)
+    n = (depths * LOG2_E).round()
+    r = (n * LN_2[0] - depths) + n * LN_2[1]
+    p = torch.full_like(r, EXP[0])
+    for coefficient in EXP[1:]:
+        p = p.mul_(r).add_(coefficient)
+    p = p.mul_(r * r).add_(r).add_(1)
+    power = (n.neg_().int().add_(127 + FRACTION_BITS) << 23).view(torch.float32)
+    return p.mul_(power).long()
 
 
 class Masses(NamedTuple):

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from pagewire.kernels.data import integers
 from pagewire.kernels.data.deltas import AdapterRows, adapt_with
-from pagewire.kernels.data.drawing import FRACTION_BITS, Draw
+from pagewire.kernels.data.drawing import Draw
 from pagewire.kernels.data.elementwise import elementwise
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.layer import (
@@ -33,10 +33,6 @@ from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight
 from pagewire.kernels.reference import attention, drawing
 from pagewire.kernels.reference.quantised import UnpackedQuantisedLinear
 from pagewire.kernels.reference.states import StateKernels
-
-LOG2_E = 1.44269504
-LN_2 = (0.693359375, -2.12194440e-4)  # in two parts: the first has so few bits that its products are exact
-EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 ROWS = 16
 """Rows of every product in `Kernels.linear`."""
@@ -344,29 +340,14 @@ class Kernels:
         Returns:
             int64, of the same shape, from 0 to 2**FRACTION_BITS.
         """
-        # exp(r - n log 2) is 2**-n times Cephes' polynomial for exp(r).
-        depths = depths.clamp(max=32)
-        n = (depths * LOG2_E).round()
-        r = (n * LN_2[0] - depths) + n * LN_2[1]
-        p = torch.full_like(r, EXP[0])
-        for coefficient in EXP[1:]:
-            p = p.mul_(r).add_(coefficient)
-        p = p.mul_(r * r).add_(r).add_(1)
-        power = (n.neg_().int().add_(127 + FRACTION_BITS) << 23).view(torch.float32)
-        return p.mul_(power).long()
+        return drawing.probabilities(depths)
 
     def draw(self, x: Tensor, peaks: Tensor, draws: Sequence[Draw]) -> list[int]:
         """A random token of each row, by its probability at the temperature and after truncation.
 
-        All implementations draw the same tokens.
-
-        Args:
-            x: [n, V], any float dtype, V contiguous.
-            peaks: float32 [n], the largest of each row, finite.
-            draws: [n].
+        x: [n, V], any float dtype, V contiguous. peaks: float32 [n], the largest of each row, finite. draws: [n].
         """
-        found = drawing.truncated(x, peaks, draws, self.fixed_point_probabilities)
-        return drawing.tokens_of(found, draws)
+        return drawing.tokens_of(drawing.truncated(x, peaks, draws, self.fixed_point_probabilities), draws)
 
 
 reference = Kernels()
