@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pagewire.ipc.wire.pooling import PoolerConfig, PoolingParams
+from pagewire.ipc.wire.pooling import PoolerConfig, PoolingInfo, PoolingParams
 from pagewire.workers.errors import LoadError
 from pagewire.workers.network.network import Network
-from pagewire.workers.network.pooler import PoolingSlot
+from pagewire.workers.network.pooler import Pooler, PoolingSlot
+from pagewire.workers.network.pooling_spec import PoolingSpec
 from pagewire.workers.network.structures import STRUCTURES
 from tests.frontend.word_pieces import write_tokenizer
 from tests.workers import pooled
@@ -152,6 +153,29 @@ def test_what_is_not_finite_is_no_result(tmp_path: Path) -> None:
     for task in (MEAN, TOKENS):
         with pytest.raises(ValueError, match="are not finite"):
             pooler.add(PoolingSlot(task, 2), torch.full((2, 64), float("nan")), 0)
+
+
+@pytest.mark.parametrize("pooling_type", ["MEAN", "CLS", "LAST"])
+def test_prompts_that_are_pooled_together(pooling_type: str) -> None:
+    """To the bits of each by itself; where they want different things, or one is not finite, not at all."""
+    spec = PoolingSpec("embed", pooling_type, encoder=True)
+    info = PoolingInfo(["embed"], pooling_type, 24)
+    pooler = Pooler(spec, info, [], None, torch.float32)
+    lengths = [3, 1, 40, 7]
+    hidden, ends = torch.randn(sum(lengths), 24), torch.tensor(lengths).cumsum(0)
+    for task in (
+        EMBED,
+        PoolingParams(task="embed", dimensions=5),
+        PoolingParams(task="embed", normalize=False),
+    ):
+        slots = [PoolingSlot(task, length) for length in lengths]
+        found = pooler.together(slots, hidden, ends)
+        each = [pooler.add(s, x, 0) for s, x in zip(slots, hidden.split(lengths), strict=True)]
+        assert found is not None and torch.equal(found, torch.stack([x for x in each if x is not None]))
+        mixed = [PoolingSlot(PoolingParams(task="embed", dimensions=3), 3), *slots[1:]]
+        assert pooler.together(mixed, hidden, ends) is None
+    hidden[3] = float("inf")  # the second prompt
+    assert pooler.together(slots, hidden, ends) is None
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ A mean is a sum of integers, which may be added in any order: hidden states are 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,6 +75,38 @@ class Pooler:
         if not slot.finite:
             raise ValueError(NOT_FINITE)
         return self._finish(pooled[None], slot.task)[0]
+
+    def together(self, slots: Sequence[PoolingSlot], hidden: Tensor, ends: Tensor) -> Tensor | None:
+        """The embeddings [n, D] of whole prompts that stand one behind the other, as `add` returns each.
+
+        None where each is to be added by itself: they do not want the same, a layer follows the pooling, or some
+        states are not finite.
+
+        Args:
+            slots: [n]. hidden: [T, H], of all their tokens. ends: int64 [n], of the prompts in it, ascending.
+        """
+        task = slots[0].task
+        if self.spec.kind != "embed" or self.dense or task.task in TOKEN_TASKS:
+            return None
+        if any(slot.task is not task and slot.task != task for slot in slots):
+            return None
+        starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+        if self.spec.pooling_type != "MEAN":
+            places = starts if self.spec.pooling_type == "CLS" else ends - 1
+            states = hidden.index_select(0, places).float()
+        else:
+            scaled = hidden.double() * FRACTION
+            if not finite(scaled):
+                return None
+            sums = scaled.round_().long().cumsum(0).index_select(0, ends - 1)
+            totals = torch.cat(
+                (sums[:1], sums.diff(dim=0))
+            )  # integers that wrap around, and back in the difference
+            states = (totals.double() / FRACTION / (ends - starts)[:, None]).float()
+        try:
+            return self._finish(states, task)
+        except ValueError:
+            return None
 
     def _pool(self, slot: PoolingSlot, hidden: Tensor, start: int) -> Tensor:
         """The pooled state float32 [H] of the tokens so far; it counts once they are all."""

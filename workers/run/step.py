@@ -28,7 +28,7 @@ from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.interface import Device, Event, PendingTokens, TokenSampler
 from pagewire.workers.device.kv_size import LOGIT_CHUNK
 from pagewire.workers.network.loaded import LoadedModel
-from pagewire.workers.network.pooler import PoolingSlot
+from pagewire.workers.network.pooler import Pooler, PoolingSlot
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.run.processors import LogitsProcessors
 from pagewire.workers.sample.masks import TokenMasks
@@ -180,6 +180,10 @@ class RunningStep:
         pooler, batch = self._runner.model.pooler, self._batch
         assert pooler is not None and batch is not None, "rows to pool are of a model that pools"
         with self._runner.span("pool"):
+            if (together := self._pool_together(pooler)) is not None:
+                for (i, _), values in zip(self._pooled, together.numpy(), strict=True):
+                    result.rows[i].pooled = PlainTensor("float32", values.shape, values.tobytes())
+                return
             for i, slot in self._pooled:
                 row, first = self.plan.rows[i], batch.starts[i]
                 ids = torch.from_numpy(
@@ -195,6 +199,17 @@ class RunningStep:
                     data = values.numpy().tobytes()
                     result.rows[i].pooled = PlainTensor("float32", tuple(values.shape), data)
         self._end = self._runner.device.record_event()
+
+    def _pool_together(self, pooler: Pooler) -> Tensor | None:
+        """The embeddings [n, D] of rows to pool, on the host, if all rows are whole prompts; None: one by one."""
+        rows, slots = self.plan.rows, [slot for _, slot in self._pooled]
+        if len(rows) < 2 or len(slots) < len(rows):
+            return None
+        if any(row.num_tokens < slot.num_tokens for row, slot in zip(rows, slots, strict=True)):
+            return None
+        ends = torch.tensor([row.num_tokens for row in rows], device=self._hidden.device).cumsum(0)
+        pooled = pooler.together(slots, self._hidden[: sum(row.num_tokens for row in rows)], ends)
+        return None if pooled is None else pooled.cpu().contiguous()
 
     @property
     def end(self) -> Event:
