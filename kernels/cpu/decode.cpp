@@ -87,7 +87,7 @@ class Decoding {
     const int64_t start = starts_[row], slot = call_.slots[row];
     const DecodeSlot& sequence = call_.sequences[slot];
     const int64_t token = call_.tokens[slot * call_.max_tokens + start];
-    copy_row(stack_.states, row, call_.embeddings, token, stack_.hidden * element_);
+    embed(token, static_cast<char*>(stack_.states) + row * stack_.hidden * element_);
     const int64_t size = 2 * stack_.rotary_half * element_, position = start + call_.long_from[slot];
     for (int64_t i = 0; i < call_.num_tables; ++i) {
       const Angles& all = call_.tables[i];
@@ -99,6 +99,19 @@ class Decoding {
     seq_lens_[row] = int32_t(start + 1);
     draws_[row] = sequence.draw;
     draws_[row].position = start + 1;
+  }
+
+  void embed(int64_t token, char* to) const {
+    const EmbeddingRows& from = call_.embeddings;
+    const char* const numbers = static_cast<const char*>(from.rows) + token * from.row_bytes;
+    if (!from.form) {
+      std::memcpy(to, numbers, size_t(from.row_bytes));
+      return;
+    }
+    const int64_t before = token * from.scale_bytes;
+    pagewire_dequantise(reinterpret_cast<const uint8_t*>(numbers), static_cast<const char*>(from.scales) + before,
+                        from.offsets ? static_cast<const char*>(from.offsets) + before : nullptr, to, 1, stack_.hidden,
+                        from.form, stack_.attention.dtype, 1);
   }
 
   void take(int64_t row, int64_t token) {

@@ -9,17 +9,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from pagewire.kernels.cpu.experts import is_packed, matrix
+from pagewire.kernels.cpu.integers import SchemeStruct
 from pagewire.kernels.cpu.library import structure
 from pagewire.kernels.cpu.stack import CompiledStack
 from pagewire.kernels.data.deltas import AdaptedLinear
+from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.layer import Angles
 from pagewire.kernels.data.paging import Cache
-from pagewire.kernels.data.weight import Linear
+from pagewire.kernels.data.weight import DENSE, Linear, Weight
 
-AnglesParameters, DecodeSlot, DecodeCall = map(structure, ("Angles", "DecodeSlot", "DecodeCall"))
+AnglesParameters, EmbeddingRows, DecodeSlot, DecodeCall = map(
+    structure, ("Angles", "EmbeddingRows", "DecodeSlot", "DecodeCall")
+)
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,8 @@ class SequenceArrays:
 class CompiledDecoder:
     """Embedding, layers, output layer and sampling of rows that each run one token, several steps in one call.
 
-    embeddings: [V or more, H]. angles: cosines and sines [P, rot_dim] by position, of each kind. head: the output
-    layer. caches: of the layers.
+    embeddings: [V or more, H], dense or integers. angles: cosines and sines [P, rot_dim] by position, of each kind.
+    head: the output layer. caches: of the layers.
     """
 
     @classmethod
@@ -47,17 +50,24 @@ class CompiledDecoder:
         cls,
         library: ctypes.CDLL,
         stack: CompiledStack,
-        embeddings: Tensor,
+        embeddings: Weight,
         angles: Sequence[Angles],
         head: Linear,
         caches: Sequence[Cache | None],
         sequences: SequenceArrays,
     ) -> CompiledDecoder | None:
         """None if the layers are not one call, or their dtypes differ from those of the embeddings or the head."""
-        tensors = [embeddings, *(part for pair in angles for part in pair)]
-        alike = {tensor.dtype for tensor in tensors} == {head.dtype} == {stack.dtype}
-        if not stack.is_single or not is_packed(head) or isinstance(head, AdaptedLinear) or not alike:
+        dtypes = {
+            embeddings.dtype,
+            head.dtype,
+            stack.dtype,
+            *(part.dtype for pair in angles for part in pair),
+        }
+        if not stack.is_single or not is_packed(head) or isinstance(head, AdaptedLinear) or len(dtypes) > 1:
             return None
+        if not (isinstance(embeddings.scheme, Integers) or embeddings.scheme is DENSE):
+            return None
+        tensors = [*embeddings.parts, *(part for pair in angles for part in pair)]
         if not all(tensor.is_contiguous() for tensor in tensors) or embeddings.shape[1] != head.in_features:
             return None
         return cls(library, stack, embeddings, angles, head, caches, sequences)
@@ -66,7 +76,7 @@ class CompiledDecoder:
         self,
         library: ctypes.CDLL,
         stack: CompiledStack,
-        embeddings: Tensor,
+        embeddings: Weight,
         angles: Sequence[Angles],
         head: Linear,
         caches: Sequence[Cache | None],
@@ -82,7 +92,7 @@ class CompiledDecoder:
         """How the sequence of each slot goes on; see `DecodeSlot` in kernels.h."""
         self._call = DecodeCall(
             head=matrix(head),
-            embeddings=embeddings.data_ptr(),
+            embeddings=self._rows(embeddings),
             tables=ctypes.addressof(self._tables),
             num_tables=len(angles),
             sequences=ctypes.addressof(self.slots),
@@ -95,6 +105,22 @@ class CompiledDecoder:
         )
         self._capacity = 0
         self._held: object = None
+
+    def _rows(self, embeddings: Weight) -> ctypes.Structure:
+        rows, *others = embeddings.parts
+        scheme, form = embeddings.scheme, None
+        if isinstance(scheme, Integers):
+            form = SchemeStruct(scheme, others[0].dtype, len(others) > 1)
+            self._owners.append(form)
+        scales, offsets = (*(part.data_ptr() for part in others), None, None)[:2]
+        return EmbeddingRows(
+            rows=rows.data_ptr(),
+            scales=scales,
+            offsets=offsets,
+            form=None if form is None else form.address,
+            row_bytes=rows.stride(0) * rows.itemsize,
+            scale_bytes=others[0].stride(0) * others[0].itemsize if others else 0,
+        )
 
     def __call__(
         self,

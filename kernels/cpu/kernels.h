@@ -417,10 +417,19 @@ struct DecodeSlot {
   int64_t num_ends;
 };
 
+// The embeddings of tokens: rows of numbers, or of codes with scales.
+struct EmbeddingRows {
+  const void* rows;      // [vocab, hidden], or codes [vocab, hidden * bits / 8]
+  const void* scales;    // [vocab, groups]
+  const void* offsets;   // the same, or null
+  const Integers* form;  // null: numbers
+  int64_t row_bytes, scale_bytes;  // from row to row
+};
+
 struct DecodeCall {
   const StackCall* stack;        // but for what differs between steps
   Matrix head;
-  const void* embeddings;        // [head.n or more, hidden]
+  EmbeddingRows embeddings;
   const Angles* tables;          // of all positions, of each kind
   int64_t num_tables;
   // By slot.

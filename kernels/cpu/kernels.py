@@ -210,7 +210,7 @@ class CpuKernels(Kernels):
     def decoder(
         self,
         stack: CompiledStack,
-        embeddings: Tensor,
+        embeddings: Weight,
         angles: Sequence[Angles],
         head: Linear,
         caches: Sequence[Cache | None],

@@ -21,8 +21,10 @@ from pagewire.kernels.cpu.decode import CompiledDecoder, SequenceArrays
 from pagewire.kernels.cpu.drawing import parameters
 from pagewire.kernels.cpu.stack import CompiledStack
 from pagewire.kernels.data.paging import Cache
+from pagewire.kernels.data.weight import Weight, dense_weight
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.interface import Device, Event
+from pagewire.workers.module.transforms import QuantisedEmbedding
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.module_base import ModuleHead
 from pagewire.workers.network.network import Network
@@ -157,27 +159,34 @@ def decodes(row: Row) -> bool:
 def open_decoder(runner: ModelToDecode) -> CompiledDecoder | None:
     """The decoder of a runner's model; None if it has none."""
     kernels, config = cpu_kernels.load(), runner.config
-    if (
-        kernels is None
-        or runner.device.asynchronous
-        or config.speculative is not None
-        or config.logits_processors
-    ):
+    if kernels is None or runner.device.asynchronous or config.logits_processors:
         return None
+    if config.speculative is not None and not config.speculative.in_core:
+        return None  # the drafter sees every step
     model = runner.model.model
     network, head = model.base, model.head
     if not isinstance(network, Network) or model.stage is not None or model.encodes:
         return None
-    if head is None or isinstance(head, ModuleHead):
+    compiled, rows = network.stack.compiled, embedding_rows(network)
+    if (
+        rows is None
+        or head is None
+        or isinstance(head, ModuleHead)
+        or not isinstance(compiled, CompiledStack)
+    ):
         return None
-    embedding, compiled = network.embedding, network.stack.compiled
-    if embedding is None or not isinstance(compiled, CompiledStack) or network.taps:
-        return None
-    words: Any = embedding.words
-    is_table = type(words) is torch.nn.Embedding and embedding == type(embedding)(words)
     caches = [None if place is None else runner.caches[place.layer] for place in network.places]
-    if not is_table:
-        return None
     slots = runner.slots
     arrays = SequenceArrays(slots.tokens, slots.num_tokens, slots.long_from, slots.block_table)
-    return kernels.decoder(compiled, words.weight, network.angles, head, caches, arrays)
+    return kernels.decoder(compiled, rows, network.angles, head, caches, arrays)
+
+
+def embedding_rows(network: Network) -> Weight | None:
+    """The embeddings [V, H] that tokens begin with, if they are nothing but the rows of a table."""
+    embedding = network.embedding
+    if embedding is None or embedding != type(embedding)(embedding.words):
+        return None
+    words: Any = embedding.words
+    if isinstance(words, QuantisedEmbedding):
+        return words.rows
+    return dense_weight(words.weight) if type(words) is torch.nn.Embedding else None

@@ -13,11 +13,13 @@ import torch
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, StepResult
 from pagewire.kernels.cpu import kernels as cpu_kernels
+from pagewire.workers.module.transforms import QuantisedEmbedding
 from pagewire.workers.run.decoding import DecodedStep, Decoding, Quiet
 from pagewire.workers.run.launch import go_on
 from pagewire.workers.run.runner import Runner
 from tests.workers.architectures import EXPERTS, GROUPED, SERVED, VOCAB_SIZE, Architecture
 from tests.workers.driver import GREEDY, Driver, load_runner
+from tests.workers.gguf_files import write_gguf
 from tests.workers.parity import make_prompts, transformers_tokens
 
 TAKEN = [
@@ -79,6 +81,25 @@ def test_both_ways_sample_the_same_tokens(
         count.is_on = False
         assert found == Driver(runner).generate(prompts, 12, params, seeds)
     assert count.taken >= 10
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_embeddings_that_stay_quantised(kind: str, count: Count, tmp_path: Path) -> None:
+    folder = TAKEN[0].write(tmp_path / "checkpoint")
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        folder,
+        TAKEN[0].config(),
+        "llama",
+        kind=lambda name, values: "F32" if values.ndim == 1 or values.shape[1] % 32 else kind,
+    )
+    runner, _ = load_runner(path)
+    assert isinstance(runner.model.model.base.words, QuantisedEmbedding)
+    prompts = make_prompts(VOCAB_SIZE, [3, 9])
+    found = Driver(runner).generate(prompts, 8)
+    assert count.taken == 7
+    count.is_on = False
+    assert found == Driver(runner).generate(prompts, 8)
 
 
 @pytest.mark.parametrize("name", LEFT)
