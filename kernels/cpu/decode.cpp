@@ -5,14 +5,63 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "kernels.h"
 #include "matrix.h"
+#include "parallel.h"
+#include "simd.h"
 
 namespace {
+
+// A sequence whose next logits are changed: its tokens, and what it wants.
+struct Penalised {
+  const DecodeSlot& slot;
+  const int64_t* tokens;  // [length]
+  int64_t length;
+
+  bool is_penalised() const { return slot.repetition != 1 || slot.frequency != 0 || slot.presence != 0; }
+  bool is_held_back() const { return length < slot.least && slot.num_ends > 0; }
+
+  // Changes logits [size]. times [size]: zeros, which it leaves so.
+  void edit(float* logits, int64_t size, std::vector<int32_t>& times) const {
+    if (is_penalised()) penalise(logits, size, times.data());
+    if (!is_held_back()) return;
+    for (int64_t i = 0; i < slot.num_ends; ++i)
+      if (slot.ends[i] >= 0 && slot.ends[i] < size) logits[slot.ends[i]] = -INFINITY;
+  }
+
+ private:
+  // `times` counts the tokens of the output from 1 on, and has 1 for those of the prompt alone: each is changed once.
+  void penalise(float* logits, int64_t size, int32_t* times) const {
+    for (int64_t i = slot.num_prompt; i < length; ++i)
+      if (tokens[i] < size) times[tokens[i]] += times[tokens[i]] ? 1 : 2;
+    for (int64_t i = slot.num_prompt; i < length; ++i)
+      if (tokens[i] < size && times[tokens[i]] > 0) change(logits + tokens[i], times + tokens[i]);
+    if (slot.repetition != 1)
+      for (int64_t i = 0; i < slot.num_prompt; ++i)
+        if (tokens[i] < size && times[tokens[i]] == 0) {
+          times[tokens[i]] = 1;
+          change(logits + tokens[i], times + tokens[i]);
+        }
+    for (int64_t i = 0; i < length; ++i)
+      if (tokens[i] < size) times[tokens[i]] = 0;
+  }
+
+  // Changes a logit, and marks it as changed.
+  void change(float* logit, int32_t* times) const {
+    const float count = float(*times - 1);
+    float value = *logit < 0 ? *logit * slot.repetition : *logit / slot.repetition;
+    value = value - slot.frequency * count;
+    value = value - slot.presence * float(count > 0);
+    *logit = std::min(value, std::numeric_limits<float>::max());
+    *times = -1;
+  }
+};
 
 // The rows of a call, step by step.
 class Decoding {
@@ -49,6 +98,7 @@ class Decoding {
                      attention.num_threads);
     for (const float peak : peaks_)
       if (!std::isfinite(peak)) return -1;
+    if (edits_ && !sample_edited(chosen)) return -1;
     pagewire_draw(call_.logits, peaks_.data(), draws_.data(), chosen, rows_, vocab, vocab, attention.dtype,
                   attention.num_threads);
     for (int64_t row = 0; row < rows_; ++row) take(row, chosen[row]);
@@ -81,6 +131,39 @@ class Decoding {
     attention.block_table_stride = width;
   }
 
+  // Samples the rows whose logits are changed; false if one has no token left. `pagewire_draw` leaves these out then.
+  bool sample_edited(int64_t* chosen) {
+    const int64_t vocab = call_.head.n;
+    std::atomic<bool> failed{false};
+    parallel_for(rows_, stack_.attention.num_threads, [&](int64_t row) {
+      const Penalised sequence = sequence_of(row);
+      if (!sequence.is_penalised() && !sequence.is_held_back()) return;
+      thread_local std::vector<float> logits;
+      thread_local std::vector<int32_t> times;
+      logits.resize(size_t(vocab));
+      times.resize(size_t(vocab));
+      dispatch(stack_.attention.dtype, [&](auto element) {
+        const auto* const from = static_cast<const decltype(element)*>(call_.logits) + row * vocab;
+        for (int64_t i = 0; i < vocab; i += kLanes)
+          vocab - i >= kLanes ? store(&logits[i], load(from + i)) : store(&logits[i], load(from + i, vocab - i), vocab - i);
+      });
+      sequence.edit(logits.data(), vocab, times);
+      pagewire_largest(logits.data(), nullptr, &peaks_[row], chosen + row, 1, vocab, vocab, 0, 1);
+      if (peaks_[row] == -INFINITY)
+        failed = true;
+      else
+        pagewire_draw(logits.data(), &peaks_[row], &draws_[row], chosen + row, 1, vocab, vocab, 0, 1);
+      draws_[row].temperature = 0;
+    });
+    return !failed;
+  }
+
+  // With the token that this step runs.
+  Penalised sequence_of(int64_t row) const {
+    const int64_t slot = call_.slots[row];
+    return {call_.sequences[slot], call_.tokens + slot * call_.max_tokens, starts_[row] + 1};
+  }
+
   // Lays the next token of a row: its embedding, its angles, and where its keys and values go.
   void lay(int64_t row) {
     const AttentionCall& attention = stack_.attention;
@@ -99,6 +182,8 @@ class Decoding {
     seq_lens_[row] = int32_t(start + 1);
     draws_[row] = sequence.draw;
     draws_[row].position = start + 1;
+    const Penalised changed = sequence_of(row);
+    edits_ = edits_ || changed.is_penalised() || changed.is_held_back();
   }
 
   void embed(int64_t token, char* to) const {
@@ -127,6 +212,7 @@ class Decoding {
   const DecodeCall& call_;
   StackCall stack_;
   int64_t rows_, element_;
+  bool edits_ = false;  // some row's logits may be changed
   std::vector<int64_t> starts_;
   std::vector<int32_t> seq_lens_, query_start_loc_, blocks_;
   std::vector<int64_t> slots_;

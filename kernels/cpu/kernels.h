@@ -413,8 +413,12 @@ EXPORT int pagewire_stack(const StackCall* call);
 // How the sequence of a slot goes on.
 struct DecodeSlot {
   Draw draw;            // but for its position
-  const int64_t* ends;  // tokens that end it
-  int64_t num_ends;
+  const int64_t* ends;  // tokens that end it, which must not come before it has `least` tokens
+  int64_t num_ends, least;
+  int64_t num_prompt;   // tokens of its prompt
+  float repetition;     // penalties, see workers/sample/logit_edits.py; 1 and 0: none
+  float frequency, presence;
+  int32_t unused;
 };
 
 // The embeddings of tokens: rows of numbers, or of codes with scales.

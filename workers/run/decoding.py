@@ -1,8 +1,9 @@
 """Steps that only decode, in one call of the compiled kernels: from the plan's rows to their tokens.
 
-It takes plans in which each row runs one token and samples the next one, without drafts, masks, adapters, media and
-changed logits, of a model that is one compiled stack between a table of embeddings and an output layer. All others
-go the way of `Runner.launch` and `RunningStep`, which is the reference: the tokens are the same.
+It takes plans in which each row runs one token and samples the next one, without drafts, masks, adapters and media,
+and whose logits are changed by penalties and min_tokens alone; of a model that is one compiled stack between a table
+of embeddings and an output layer. All others go the way of `Runner.launch` and `RunningStep`, which is the
+reference: the tokens are the same.
 """
 
 from __future__ import annotations
@@ -139,6 +140,10 @@ class Decoding:
         ends = self._ends[slot] = np.array(sorted(sequence.stop_ids), np.int64)
         described = decoder.slots[slot]
         described.ends, described.num_ends = ends.ctypes.data, len(ends)
+        described.least = sequence.num_prompt_tokens + sequence.params.min_tokens
+        described.num_prompt = sequence.num_prompt_tokens
+        described.repetition = sequence.edits.repetition
+        described.frequency, described.presence = sequence.edits.frequency, sequence.edits.presence
         described.draw = parameters(sequence.draw)
         if not sequence.stages.draw:
             described.draw.temperature = 0.0

@@ -111,8 +111,10 @@ class LogitEdits:
         self.repetition = bounded(params.repetition_penalty)
         self.frequency, self.presence = params.frequency_penalty, params.presence_penalty
         self.counts: PenaltyCounts | None = None
+        self._has_gaps = False
         if self.repetition != 1 or self.frequency or self.presence:
             prompt_ids = history[: num_prompt_tokens if self.repetition != 1 else 0]
+            self._has_gaps = bool((prompt_ids == NO_TOKEN).any())
             self.counts = PenaltyCounts(prompt_ids[prompt_ids != NO_TOKEN], history[num_prompt_tokens:])
 
     def add(self, token_id: int) -> None:
@@ -154,9 +156,10 @@ class LogitEdits:
         return lasting or held_back or self.forced is not None
 
     @property
-    def may_act(self) -> bool:
-        """True if it is active, or may come to be."""
-        return self.active or self._thinking is not None
+    def is_countable(self) -> bool:
+        """True if all changes are penalties by the sequence's own tokens, and stop tokens that are held back."""
+        others = self.tables.lasting or self.timestamps is not None or self._thinking is not None
+        return not others and not self._has_gaps
 
     def forbidden(self) -> NDArray[np.int64]:
         """Tokens [n] that must not come next: ends of bad words, and stop tokens before min_tokens."""

@@ -105,6 +105,7 @@ class SamplingSlot:
         with_history: bool = False,
     ) -> None:
         self.params, self.seed, self.num_tokens = without(params, TABLED), seed, num_tokens
+        self.num_prompt_tokens = num_prompt_tokens
         self.temperature, self.stop_ids = bounded(params.temperature), frozenset(stop_ids)
         self.candidate: Candidate | None = None
         self.history = NO_HISTORY
@@ -148,8 +149,8 @@ class SamplingSlot:
 
     @property
     def is_plain(self) -> bool:
-        """True if no token of it needs changed logits, and nothing but tokens is asked for."""
-        return self.params.logprobs is None and self.history is NO_HISTORY and not self.edits.may_act
+        """True if nothing but tokens is asked for, and changes of logits are those of `LogitEdits.is_countable`."""
+        return self.params.logprobs is None and self.history is NO_HISTORY and self.edits.is_countable
 
     @property
     def draw(self) -> Draw:

@@ -35,9 +35,12 @@ PARAMS = [
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.7, top_k=3),
     SamplingParams(temperature=1.5, top_p=0.8, min_p=0.05),
+    SamplingParams(temperature=1.0, repetition_penalty=1.3),
+    SamplingParams(temperature=0.0, repetition_penalty=0.5, presence_penalty=-1.0, frequency_penalty=0.7),
+    SamplingParams(temperature=0.8, frequency_penalty=1.5, top_k=20),
 ]
 OTHERS = [
-    SamplingParams(temperature=1.0, presence_penalty=1.0),
+    SamplingParams(temperature=1.0, bad_words_token_ids=[[5]]),
     SamplingParams(temperature=0.0, logprobs=2),
     SamplingParams(temperature=0.0, logit_bias={5: 4.0}),
 ]
@@ -73,9 +76,9 @@ def test_both_ways_sample_the_same_tokens(
     architecture: Architecture, dtype: str, count: Count, tmp_path: Path
 ) -> None:
     runner, _ = load_runner(architecture.write(tmp_path), dtype=dtype)
-    prompts = make_prompts(VOCAB_SIZE, [3, 9, 1, 14, 6])
-    for number, params in enumerate([PARAMS + PARAMS[:1], [*PARAMS[:3], *OTHERS[:2]]]):
-        seeds = [7, -5, 2**60, 3 + number, 1]
+    prompts = make_prompts(VOCAB_SIZE, [3, 9, 1, 14, 6, 8, 2])
+    for number, params in enumerate([PARAMS, [*PARAMS[2:], *OTHERS[:2]]]):
+        seeds = [7, -5, 2**60, 3 + number, 1, 2, 6]
         count.is_on = True
         found = Driver(runner).generate(prompts, 12, params, seeds)
         count.is_on = False
@@ -149,6 +152,16 @@ def tokens(result: StepResult) -> list[list[int]]:
     return [row.token_ids for row in result.rows]
 
 
+def single_steps(
+    folder: Path, lengths: list[int], params: SamplingParams, ends: list[int], num_steps: int
+) -> list[list[int]]:
+    """What single steps of another runner give."""
+    runner, _ = load_runner(folder)
+    starts = begin(runner, lengths, params, ends)
+    each = [tokens(launch(runner, [start + i for start in starts], 1)) for i in range(num_steps)]
+    return [[row[i][0] for row in each] for i in range(len(lengths))]
+
+
 @pytest.fixture(params=[True, False], ids=["compiled", "python"])
 def either_way(request: pytest.FixtureRequest, count: Count) -> Iterator[Count]:
     count.is_on = request.param
@@ -165,12 +178,7 @@ def test_a_launch_samples_what_single_steps_sample(
     starts = begin(runner, lengths, params)
     found = tokens(launch(runner, starts, 8))
     more = tokens(launch(runner, [start + 8 for start in starts], 3))
-    other, _ = load_runner(llama)
-    starts = begin(other, lengths, params)
-    each = [tokens(launch(other, [start + i for start in starts], 1)) for i in range(11)]
-    assert [a + b for a, b in zip(found, more, strict=True)] == [
-        [row[i][0] for row in each] for i in range(3)
-    ]
+    assert [a + b for a, b in zip(found, more, strict=True)] == single_steps(llama, lengths, params, [], 11)
     assert runner.slots.num_tokens[:3].tolist() == [length + 12 for length in lengths]
     assert [runner.slots.sampling[i].num_tokens for i in range(3)] == [length + 12 for length in lengths]
 
@@ -183,6 +191,17 @@ def test_a_launch_ends_behind_an_end_token(runner: Runner, llama: Path) -> None:
     other, _ = load_runner(llama)
     starts = begin(other, [4, 9], GREEDY, [end])
     assert tokens(launch(other, starts, 8)) == [row[:4] for row in whole]
+
+
+def test_end_tokens_that_are_held_back(runner: Runner, llama: Path, either_way: Count) -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=5, presence_penalty=0.1)
+    whole = tokens(launch(runner, begin(runner, [4, 9], params), 8))
+    ends = [whole[0][0], whole[1][2], whole[0][6]]  # and one beyond the vocabulary
+    other, _ = load_runner(llama)
+    found = tokens(launch(other, begin(other, [4, 9], params, [*ends, VOCAB_SIZE + 3]), 8))
+    assert not {token_id for row in found for token_id in row[:4]} & set(ends)
+    either_way.is_on = False
+    assert found == single_steps(llama, [4, 9], params, [*ends, VOCAB_SIZE + 3], len(found[0]))
 
 
 @pytest.mark.usefixtures("either_way")
