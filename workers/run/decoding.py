@@ -1,8 +1,8 @@
 """Steps that only decode, in one call of the compiled kernels: from the plan's rows to their tokens.
 
 It takes plans in which each row runs one token and samples the next one, without drafts, masks, adapters and media,
-and whose logits are changed by penalties and min_tokens alone; of a model that is one compiled stack between a table
-of embeddings and an output layer. All others go the way of `Runner.launch` and `RunningStep`, which is the
+and whose logits are changed by penalties and min_tokens alone; of a model that is one compiled stack between a
+table of embeddings and an output layer. All others go the way of `Runner.launch` and `RunningStep`, which is the
 reference: the tokens are the same.
 """
 
