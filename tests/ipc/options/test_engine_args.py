@@ -166,7 +166,16 @@ def test_values_of_another_type_are_named(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, 0) for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "max_model_len")),
+        *(
+            (name, 0)
+            for name in (
+                "max_num_batched_tokens",
+                "max_num_seqs",
+                "max_waiting",
+                "num_scheduler_steps",
+                "max_model_len",
+            )
+        ),
         *((name, -1) for name in ("num_threads", "kv_cache_memory_bytes", "num_gpu_blocks_override", "seed")),
         ("seed", 2**63),
         ("max_model_len", 2**63),
