@@ -155,6 +155,37 @@ DEVICE u32 multiply_pairs(u32 x, u32 y) {
 #endif
 }
 
+// The sums of two pairs.
+template <class T>
+DEVICE u32 add_pairs(u32 x, u32 y) {
+#ifdef EMULATED
+    const float2 a = unpack<T>(x), b = unpack<T>(y);
+    return pack<T>(a.x + b.x, a.y + b.y);
+#else
+    u32 pair;
+    if constexpr (is_same<T, bf16>)
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(x), "r"(0x3f803f80u), "r"(y));  // x * 1 + y
+    else
+        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(x), "r"(y));
+    return pair;
+#endif
+}
+
+// Four bytes of eight: byte i of the result is the byte of `low` (0 to 3) or `high` (4 to 7) that digit i of `which` names,
+// a hexadecimal digit below 8. Digits from the fifth on are ignored.
+DEVICE u32 permute_bytes(u32 low, u32 high, u32 which) {
+#ifdef EMULATED
+    const u64 bytes = u64(high) << 32 | low;
+    u32 result = 0;
+    for (int i = 0; i < 4; i++) result |= u32(bytes >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+#else
+    u32 result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(which));
+    return result;
+#endif
+}
+
 // Two fp8, in the lower 16 bits of `two`, as a pair of 16-bit floats. Exact: T has every value of an fp8.
 template <class T, class F8>
 DEVICE u32 widen(u32 two) {

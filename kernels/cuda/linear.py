@@ -1,0 +1,213 @@
+"""Products with integer weights that stay packed in the GPU's memory. See `pagewire.kernels.linear.pack`.
+
+A weight is brought into the order in which the kernels read it once, when it is packed: a warp's codes of a step are
+contiguous, 16 bytes by each lane (linear.cu). Sums are float32, and their order follows from the number of columns
+alone: a row's bits do not depend on how many rows there are.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pagewire.kernels.cuda.launch import KernelLauncher, pack
+from pagewire.kernels.cuda.norms import DTYPES
+from pagewire.kernels.cuda.source import Variant
+from pagewire.kernels.data.integers import Integers
+from pagewire.kernels.data.weight import Weight, check_rows
+
+SOURCE = "linear.cu"
+STEP, OUTPUTS, SLICES = 32, 32, 16
+"""Columns of a step, outputs of a warp, and slices of the columns. As in linear.cu."""
+MOST_FEW = 64
+"""Rows for which each slice has a warp, at most. Weights are read for every 16 of them. No GPU has been asked yet."""
+FEW_ROWS, FEW_STAGES, MANY_ROWS, MANY_WARPS, MANY_STAGES = 16, 6, 64, 4, 4
+TOTAL_STRIDE = 40
+CODES = ("half_codes", "table_codes", "byte_codes")
+SPANS = (0, 32, 16)
+"""Columns of a step that have one scale; 0: a row of the weight has one."""
+BLOCK = 1 << 22
+"""About how many codes are ordered at a time: they take several times the room of the weight."""
+
+
+@functools.cache
+def variant(kernel: str, dtype: torch.dtype, codes: str, scale_dtype: torch.dtype, span: int) -> Variant:
+    """One of the kernels, "few" or "many", for a dtype of rows, one of `CODES` and one of `SPANS`."""
+    scale = "float" if span == 0 else DTYPES[scale_dtype]
+    return Variant(SOURCE, f"linear_{kernel}<{DTYPES[dtype]}, {codes}, {scale}, {span}>", "Product")
+
+
+def variants() -> list[Variant]:
+    """Both kernels for each dtype, codes and scales."""
+    kinds = [(torch.float32, 0), *((dtype, span) for dtype in DTYPES for span in SPANS[1:])]
+    return [
+        variant(kernel, dtype, codes, *kind)
+        for dtype in DTYPES
+        for codes in CODES
+        for kind in kinds
+        for kernel in ("few", "many")
+    ]
+
+
+def why_not(weight: Weight) -> str | None:
+    """Why a weight has no kernel, so that it is made dense when it is packed; None if it has one.
+
+    Integers of 8 or 4 bits have kernels, and tables of 4 bits (NF4, MXFP4, GGUF's IQ types), with scales and offsets
+    of 16 bits for groups of 16 columns or more, or one scale for a row. Dense weights stay as they are; floats of 8
+    bits become dense.
+    """
+    scheme, num_in = weight.scheme, weight.shape[1]
+    if not isinstance(scheme, Integers):
+        return f"{scheme.name} weights are not integers"
+    if weight.dtype not in DTYPES:
+        return f"products are bfloat16 or float16, not {weight.dtype}"
+    if num_in % STEP:
+        return f"{num_in} columns are no multiple of {STEP}"
+    if scheme.group is not None and weight.parts[1].dtype not in DTYPES:
+        return f"scales of groups are bfloat16 or float16, not {weight.parts[1].dtype}"
+    if scheme.group is None and len(weight.parts) > 2:
+        return "a row without groups has no offset"
+    if _codes(scheme) == "half_codes" and scheme.zero >= 128:
+        return f"4 bits less {scheme.zero} are no numbers of bfloat16"
+    return None
+
+
+def _codes(scheme: Integers) -> str:
+    """The name in `CODES`."""
+    return "byte_codes" if scheme.bits == 8 else "half_codes" if scheme.table is None else "table_codes"
+
+
+class IntegerLinear:
+    """A linear layer over an integer weight [N, K] that stays packed: see `pagewire.kernels.linear.pack`.
+
+    Rows are multiplied with the integers, and sums with the scales: nothing but the result is rounded to the rows'
+    dtype. Its parts lie on the weight's device.
+    """
+
+    def __init__(self, launcher: KernelLauncher, weight: Weight, bias: Tensor | None) -> None:
+        """bias: [N], of the weight's dtype.
+
+        Raises:
+            ValueError: the weight has no kernel, see `why_not`.
+            CompileError: see `KernelLauncher.load`.
+        """
+        if reason := why_not(weight):
+            raise ValueError(f"no kernel for this weight: {reason}")
+        scheme = weight.scheme
+        assert isinstance(scheme, Integers)
+        self.out_features, self.in_features = weight.shape
+        self.dtype, self.bias = weight.dtype, bias
+        self._launcher, self._scheme = launcher, scheme
+        self._codes = packed_codes(weight)
+        scales = [part if scheme.group is None else packed_scales(part) for part in weight.parts[1:]]
+        self._scales = scales[0].float().flatten() if scheme.group is None else scales[0]
+        self._offsets = scales[1] if len(scales) > 1 else None
+        span = 0 if scheme.group is None else min(scheme.group, STEP)
+        kind = (weight.dtype, _codes(scheme), weight.parts[1].dtype, span)
+        self._few, self._many = variant("few", *kind), variant("many", *kind)
+        self._stage_bytes = _stage_bytes(scheme.bits, span)
+        launcher.load([self._few, self._many])  # nothing may be loaded while a graph is recorded
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed weight and the bias."""
+        parts = (self._codes, self._scales, self._offsets, self.bias)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., K] to [..., N], both in `dtype`. A row's bits do not depend on the others.
+
+        Raises:
+            ValueError: x has another size or dtype.
+        """
+        check_rows(x, self.in_features, self.dtype)
+        rows = x.reshape(-1, self.in_features)
+        if rows.stride(1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
+            rows = rows.clone(memory_format=torch.contiguous_format)
+        out = torch.empty(len(rows), self.out_features, dtype=x.dtype, device=x.device)
+        if len(rows):
+            self._launch(rows, out)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def _launch(self, rows: Tensor, out: Tensor) -> None:
+        scheme, num_blocks = self._scheme, len(self._codes)
+        low, high = (bytes((scheme.table or (0,) * 16)[half : half + 8]) for half in (0, 8))
+        kernel = self._few if len(rows) <= MOST_FEW else self._many
+        parameters = pack(
+            kernel,
+            x=rows,
+            codes=self._codes,
+            scales=self._scales,
+            offsets=self._offsets,
+            bias=self.bias,
+            out=out,
+            low_values=int.from_bytes(low, "little"),
+            high_values=int.from_bytes(high, "little"),
+            x_stride=rows.stride(0),
+            m=len(rows),
+            n=self.out_features,
+            steps=self.in_features // STEP,
+            groups=self.in_features // (scheme.group or self.in_features),
+            group_shift=max(0, ((scheme.group or STEP) // STEP).bit_length() - 1),
+            zero=scheme.zero,
+        )
+        if kernel is self._few:
+            grid, threads = (-(-len(rows) // FEW_ROWS), num_blocks), 32 * SLICES
+            stages = FEW_STAGES * 4 // scheme.bits
+            shared = SLICES * max(stages * self._stage_bytes, FEW_ROWS * TOTAL_STRIDE * 4)
+        else:
+            grid, threads = (-(-len(rows) // MANY_ROWS), -(-num_blocks // MANY_WARPS)), 32 * MANY_WARPS
+            tile_bytes, total_bytes = MANY_ROWS * 2 * STEP, 4 * MANY_ROWS * OUTPUTS * MANY_WARPS
+            shared = MANY_STAGES * (tile_bytes + MANY_WARPS * self._stage_bytes) + total_bytes
+        self._launcher.launch(kernel, grid, (threads,), parameters, shared)
+
+
+def _stage_bytes(bits: int, span: int) -> int:
+    """Bytes of a warp's codes, scales and offsets of a step."""
+    return OUTPUTS * STEP * bits // 8 + (2 * 2 * OUTPUTS * STEP // span if span else 0)
+
+
+def packed_codes(weight: Weight) -> Tensor:
+    """The codes of a weight [N, K] in the order of linear.cu: uint8 [N / 32, K / 32, bytes of a step], N rounded up.
+
+    Column `16 h + 4 t + 2 i + e` and output `8 j + g` of a step are in word j of lane `4 g + t`. A word has the codes
+    of both halves h in half bytes `4 e + 2 h + i`, or with a table `4 h + 2 i + e`; with 8 bits each half has words of
+    its own, with byte `2 i + e`. Outputs that are added have code 0, and their scale is 0.
+    """
+    scheme, (num_out, num_in) = weight.scheme, weight.shape
+    assert isinstance(scheme, Integers)
+    codes = weight.parts[0]
+    num_blocks = -(-num_out // OUTPUTS)
+    packed = codes.new_empty(num_blocks, num_in // STEP, OUTPUTS * STEP * scheme.bits // 8)
+    blocks = max(1, BLOCK // (OUTPUTS * num_in))
+    for start in range(0, num_blocks, blocks):
+        part = codes[start * OUTPUTS : (start + blocks) * OUTPUTS]
+        part = functional.pad(part, (0, 0, 0, -len(part) % OUTPUTS))
+        packed[start : start + blocks] = _ordered(part, scheme).view(-1, *packed.shape[1:])
+    return packed
+
+
+def _ordered(codes: Tensor, scheme: Integers) -> Tensor:
+    """`packed_codes` of whole blocks of outputs, as one run of bytes."""
+    if scheme.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    # block, j, g, step, h, t, i, e
+    axes = codes.view(len(codes) // OUTPUTS, 4, 8, -1, 2, 4, 2, 2)
+    if scheme.bits == 8:
+        return axes.permute(0, 3, 4, 2, 5, 1, 6, 7).reshape(-1)
+    inner = (7, 4, 6) if scheme.table is None else (4, 6, 7)
+    halves = axes.permute(0, 3, 2, 5, 1, *inner).reshape(-1, 2)
+    return halves[:, 0] | halves[:, 1] << 4
+
+
+def packed_scales(scales: Tensor) -> Tensor:
+    """Scales or offsets [N, groups] in the order of linear.cu: [N / 32, groups, 32], N rounded up.
+
+    Output `8 j + 2 t + e` of a block is in place `8 t + 2 j + e`.
+    """
+    padded = functional.pad(scales, (0, 0, 0, -len(scales) % OUTPUTS))
+    axes = padded.view(-1, 4, 4, 2, scales.shape[1])  # block, j, t, e, group
+    return axes.permute(0, 4, 2, 1, 3).reshape(len(axes), scales.shape[1], OUTPUTS)
