@@ -35,7 +35,7 @@ struct Product {
     int zero;
 };
 
-constexpr int SLICES = 16;
+constexpr int SLICES = 8;
 constexpr int OUTPUTS = 32;     // of a warp
 constexpr int HALF_BYTES = 512;  // of a warp's codes, 16 bytes by each lane: of a step, or with 8 bits of half a step
 constexpr int TOTAL_STRIDE = 40;  // between rows of sums in shared memory: eight rows begin in different banks
@@ -135,14 +135,26 @@ DEVICE void copy_step(const Product& p, int block, int step, unsigned char* stag
     }
 }
 
-// The scales, or offsets, of the lane's outputs 8 j + 2 t + e at 2 j + e.
+// The scales, or offsets, of a lane's outputs, as they are stored until they are used.
 template <class S>
-DEVICE void load_scales(const unsigned char* scales, float (&to)[8]) {
-    const uint4 chunk = *reinterpret_cast<const uint4*>(scales + 16 * (threadIdx.x % 4));
-    const float2 a = unpack<S>(chunk.x), b = unpack<S>(chunk.y), c = unpack<S>(chunk.z), d = unpack<S>(chunk.w);
-    to[0] = a.x, to[1] = a.y, to[2] = b.x, to[3] = b.y;
-    to[4] = c.x, to[5] = c.y, to[6] = d.x, to[7] = d.y;
-}
+struct Factors {
+    u32 pairs[4];  // of outputs 8 j + 2 t and the next
+
+    DEVICE explicit Factors(const unsigned char* scales) {
+        const uint4 chunk = *reinterpret_cast<const uint4*>(scales + 16 * (threadIdx.x % 4));
+        pairs[0] = chunk.x, pairs[1] = chunk.y, pairs[2] = chunk.z, pairs[3] = chunk.w;
+    }
+    // Adds products [m][i] of outputs 8 j to 8 j + 7, times the factors, to sums.
+    template <int TILES>
+    DEVICE void add(const float (&products)[TILES][4], int j, float (&sums)[TILES][4][4]) const {
+        const float2 factors = unpack<S>(pairs[j]);
+#pragma unroll
+        for (int m = 0; m < TILES; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                sums[m][j][i] = __fmaf_rn(products[m][i], i & 1 ? factors.y : factors.x, sums[m][j][i]);
+    }
+};
 
 // The fragments of x of a step: TILES times 16 rows, two half steps.
 template <int TILES>
@@ -168,27 +180,16 @@ DEVICE void multiply_eight(const Product& p, const Codes<K>& codes, int j, const
     }
 }
 
-// sums += products * factors, where products of eight outputs are at [m][i].
-template <int TILES>
-DEVICE void add_scaled(const float (&products)[TILES][4], const float (&factors)[8], int j, Sums<TILES>& sums) {
-#pragma unroll
-    for (int m = 0; m < TILES; m++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            sums[m][j][i] = __fmaf_rn(products[m][i], factors[2 * j + (i & 1)], sums[m][j][i]);
-}
-
 // Adds half steps FIRST to before LAST, which have the scales and offsets of a span.
 template <class K, int FIRST, int LAST, int TILES>
 DEVICE void add_span(const Product& p, const unsigned char* scales, const Codes<K>& codes, const Rows<TILES>& x,
                      Sums<TILES>& sums) {
-    float factors[8];
-    load_scales<typename K::Scale>(scales, factors);
+    const Factors<typename K::Scale> factors(scales);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         float products[TILES][4] = {};
         multiply_eight<K, FIRST, LAST, TILES>(p, codes, j, x, products);
-        add_scaled<TILES>(products, factors, j, sums);
+        factors.template add<TILES>(products, j, sums);
     }
     if (!p.offsets) return;
     constexpr u32 ONES = is_same<typename K::T, bf16> ? 0x3f803f80u : 0x3c003c00u;
@@ -198,9 +199,9 @@ DEVICE void add_span(const Product& p, const unsigned char* scales, const Codes<
     for (int half = FIRST; half < LAST; half++)
 #pragma unroll
         for (int m = 0; m < TILES; m++) mma<typename K::T>(of_rows[m], x[m][half], ones);
-    load_scales<typename K::Scale>(scales + K::SCALE_BYTES, factors);
+    const Factors<typename K::Scale> offsets(scales + K::SCALE_BYTES);
 #pragma unroll
-    for (int j = 0; j < 4; j++) add_scaled<TILES>(of_rows, factors, j, sums);
+    for (int j = 0; j < 4; j++) offsets.template add<TILES>(of_rows, j, sums);
 }
 
 // Adds the products of a step.
@@ -244,49 +245,50 @@ DEVICE void store(const Product& p, int row, int output, float total) {
 template <class K>
 struct Few {
     static constexpr int ROWS = 16, THREADS = 32 * SLICES;
-    static constexpr int STAGES = 6 / K::WORDS;  // steps of a warp in shared memory
+    static constexpr int STAGES = K::WORDS == 1 ? 8 : 6;  // steps of a warp in shared memory
 };
 
-// Four columns of a row, for each half step; of the rows g and g + 8 of the tile.
+// The fragments of a step's rows, the tile's first one being `first`. Those after the last are zeros.
 template <class T>
-DEVICE void load_rows(const Product& p, int first, int step, uint2 (&x)[2][2]) {
-    const int lane = threadIdx.x % 32;
+DEVICE void load_rows(const Product& p, int first, int step, Rows<1>& x) {
+    const int lane = threadIdx.x % 32, upper = first + lane / 4;
+    const T* from = static_cast<const T*>(p.x) + upper * p.x_stride + 32 * step + 4 * (lane % 4);
+    auto load = [&](int down, int half) {
+        if (upper + down >= p.m) return make_uint2(0, 0);
+        return __ldg(reinterpret_cast<const uint2*>(from + down * p.x_stride + 16 * half));
+    };
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int row = first + lane / 4 + 8 * i;
-        const T* from = static_cast<const T*>(p.x) + row * p.x_stride + 32 * step + 4 * (lane % 4);
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            x[half][i] = row < p.m ? __ldg(reinterpret_cast<const uint2*>(from + 16 * half)) : make_uint2(0, 0);
-    }
+    for (int half = 0; half < 2; half++) set_fragment(x[0][half], load(0, half), load(8, half));
 }
 
 // The sums of a slice, by a warp. ring: STAGES stages of its own.
 template <class K>
 DEVICE void sum_slice(const Product& p, int first_row, int block, int slice, unsigned char* ring, Sums<1>& sums) {
     constexpr int STAGES = Few<K>::STAGES;
+    auto next_stage = [](int at) { return at == (STAGES - 1) * K::STAGE_BYTES ? 0 : at + K::STAGE_BYTES; };
     const int begin = slice_begin(p, slice), end = slice_begin(p, slice + 1);
+    int filled = 0, read = 0;  // stages, in bytes
     auto copy = [&](int step) {
-        if (step < end) copy_step<K>(p, block, step, ring + (step - begin) % STAGES * K::STAGE_BYTES);
+        if (step < end) copy_step<K>(p, block, step, ring + filled);
         commit_copies();
+        filled = next_stage(filled);
     };
     for (int step = begin; step < begin + STAGES - 1; step++) copy(step);
-    uint2 next[2][2];
-    if (begin < end) load_rows<typename K::T>(p, first_row, begin, next);
+#pragma unroll 1  // more steps at a time would need more registers than three blocks have
     for (int step = begin; step < end; step++) {
         Rows<1> x;
-        for (int half = 0; half < 2; half++) set_fragment(x[0][half], next[half][0], next[half][1]);
+        load_rows<typename K::T>(p, first_row, step, x);
         wait_for_copies<STAGES - 2>();
         __syncwarp();  // the step's scales are there for all lanes, and the stage before it is read
         copy(step + STAGES - 1);
-        if (step + 1 < end) load_rows<typename K::T>(p, first_row, step + 1, next);
-        add_step<K, 1>(p, ring + (step - begin) % STAGES * K::STAGE_BYTES, x, sums);
+        add_step<K, 1>(p, ring + read, x, sums);
+        read = next_stage(read);
     }
 }
 
 // A block computes 16 rows and OUTPUTS outputs, a warp one slice of them. Grid: tiles of rows, blocks of outputs.
 template <class T, class Code, class Scale, int SPAN>
-__global__ void __launch_bounds__(32 * SLICES) linear_few(const __grid_constant__ Product p) {
+__global__ void __launch_bounds__(32 * SLICES, 3) linear_few(const __grid_constant__ Product p) {
     using K = Kind<T, Code, Scale, SPAN>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first_row = Few<K>::ROWS * blockIdx.x, block = blockIdx.y;
@@ -303,11 +305,13 @@ __global__ void __launch_bounds__(32 * SLICES) linear_few(const __grid_constant_
             totals[row * TOTAL_STRIDE + 8 * j + 2 * (lane % 4) + (i & 1)] = sums[0][j][i];
         }
     __syncthreads();
-    float total = 0.0f;  // of row `warp` and output `lane`
+    for (int row = warp; row < min(Few<K>::ROWS, p.m - first_row); row += SLICES) {
+        float total = 0.0f;  // of output `lane`
 #pragma unroll
-    for (int slice = 0; slice < SLICES; slice++)
-        total += totals[(slice * Few<K>::ROWS + warp) * TOTAL_STRIDE + lane];
-    store<K>(p, first_row + warp, OUTPUTS * block + lane, total);
+        for (int slice = 0; slice < SLICES; slice++)
+            total += totals[(slice * Few<K>::ROWS + row) * TOTAL_STRIDE + lane];
+        store<K>(p, first_row + row, OUTPUTS * block + lane, total);
+    }
 }
 
 // ---------------------------------------------------------------- many rows
@@ -370,7 +374,7 @@ struct Totals {
 
 // A block computes ROWS rows and OUTPUTS outputs by each warp. Grid: tiles of rows, tiles of outputs.
 template <class T, class Code, class Scale, int SPAN>
-__global__ void __launch_bounds__(Many::THREADS) linear_many(const __grid_constant__ Product p) {
+__global__ void __launch_bounds__(Many::THREADS, 2) linear_many(const __grid_constant__ Product p) {
     using K = Kind<T, Code, Scale, SPAN>;
     constexpr int STAGES = Many::STAGES, TILES = Many::TILES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -388,6 +392,7 @@ __global__ void __launch_bounds__(Many::THREADS) linear_many(const __grid_consta
     };
     for (int step = 0; step < STAGES - 1; step++) copy(step);
     Sums<TILES> sums = {};
+#pragma unroll 1  // more steps at a time would need more registers
     for (int step = 0, slice = 0; step < p.steps; step++) {
         wait_for_copies<STAGES - 2>();
         __syncthreads();  // the step is there for all threads, and the stage before it is read

@@ -8,6 +8,7 @@ alone: a row's bits do not depend on how many rows there are.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +21,10 @@ from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.weight import Weight, check_rows
 
 SOURCE = "linear.cu"
-STEP, OUTPUTS, SLICES = 32, 32, 16
+STEP, OUTPUTS, SLICES = 32, 32, 8
 """Columns of a step, outputs of a warp, and slices of the columns. As in linear.cu."""
 MOST_FEW = 64
 """Rows for which each slice has a warp, at most. Weights are read for every 16 of them. No GPU has been asked yet."""
-FEW_ROWS, FEW_STAGES, MANY_ROWS, MANY_WARPS, MANY_STAGES = 16, 6, 64, 4, 4
-TOTAL_STRIDE = 40
 CODES = ("half_codes", "table_codes", "byte_codes")
 SPANS = (0, 32, 16)
 """Columns of a step that have one scale; 0: a row of the weight has one."""
@@ -40,12 +39,12 @@ def variant(kernel: str, dtype: torch.dtype, codes: str, scale_dtype: torch.dtyp
     return Variant(SOURCE, f"linear_{kernel}<{DTYPES[dtype]}, {codes}, {scale}, {span}>", "Product")
 
 
-def variants() -> list[Variant]:
-    """Both kernels for each dtype, codes and scales."""
-    kinds = [(torch.float32, 0), *((dtype, span) for dtype in DTYPES for span in SPANS[1:])]
+def variants(*dtypes: torch.dtype) -> list[Variant]:
+    """Both kernels for each dtype (by default for all), codes and scales."""
+    kinds = [(torch.float32, 0), *((scales, span) for scales in DTYPES for span in SPANS[1:])]
     return [
         variant(kernel, dtype, codes, *kind)
-        for dtype in DTYPES
+        for dtype in dtypes or DTYPES
         for codes in CODES
         for kind in kinds
         for kernel in ("few", "many")
@@ -96,26 +95,14 @@ class IntegerLinear:
         """
         if reason := why_not(weight):
             raise ValueError(f"no kernel for this weight: {reason}")
-        scheme = weight.scheme
-        assert isinstance(scheme, Integers)
+        assert isinstance(weight.scheme, Integers)
         self.out_features, self.in_features = weight.shape
-        self.dtype, self.bias = weight.dtype, bias
-        self._launcher, self._scheme = launcher, scheme
-        self._codes = packed_codes(weight)
-        scales = [part if scheme.group is None else packed_scales(part) for part in weight.parts[1:]]
-        self._scales = scales[0].float().flatten() if scheme.group is None else scales[0]
-        self._offsets = scales[1] if len(scales) > 1 else None
-        span = 0 if scheme.group is None else min(scheme.group, STEP)
-        kind = (weight.dtype, _codes(scheme), weight.parts[1].dtype, span)
-        self._few, self._many = variant("few", *kind), variant("many", *kind)
-        self._stage_bytes = _stage_bytes(scheme.bits, span)
-        launcher.load([self._few, self._many])  # nothing may be loaded while a graph is recorded
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the packed weight and the bias."""
-        parts = (self._codes, self._scales, self._offsets, self.bias)
-        return sum(part.nbytes for part in parts if part is not None)
+        self.dtype = weight.dtype
+        self._launcher, self._few, self._many = launcher, *_launches(weight)
+        launcher.load([self._few.kernel, self._many.kernel])  # nothing may be loaded while a graph is recorded
+        self._parts = _parts(weight) | {"bias": bias}
+        self._sizes = _sizes(weight)
+        self.num_bytes = sum(part.nbytes for part in self._parts.values() if part is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N], both in `dtype`. A row's bits do not depend on the others.
@@ -129,45 +116,64 @@ class IntegerLinear:
             rows = rows.clone(memory_format=torch.contiguous_format)
         out = torch.empty(len(rows), self.out_features, dtype=x.dtype, device=x.device)
         if len(rows):
-            self._launch(rows, out)
+            launch = self._few if len(rows) <= MOST_FEW else self._many
+            of_rows = {"x": rows, "x_stride": rows.stride(0), "m": len(rows), "out": out}
+            parameters = pack(launch.kernel, **of_rows, **self._parts, **self._sizes)
+            grid = (-(-len(rows) // launch.rows), -(-self.out_features // launch.outputs))
+            self._launcher.launch(launch.kernel, grid, (launch.threads,), parameters, launch.shared_bytes)
         return out.view(*x.shape[:-1], self.out_features)
 
-    def _launch(self, rows: Tensor, out: Tensor) -> None:
-        scheme, num_blocks = self._scheme, len(self._codes)
-        low, high = (bytes((scheme.table or (0,) * 16)[half : half + 8]) for half in (0, 8))
-        kernel = self._few if len(rows) <= MOST_FEW else self._many
-        parameters = pack(
-            kernel,
-            x=rows,
-            codes=self._codes,
-            scales=self._scales,
-            offsets=self._offsets,
-            bias=self.bias,
-            out=out,
-            low_values=int.from_bytes(low, "little"),
-            high_values=int.from_bytes(high, "little"),
-            x_stride=rows.stride(0),
-            m=len(rows),
-            n=self.out_features,
-            steps=self.in_features // STEP,
-            groups=self.in_features // (scheme.group or self.in_features),
-            group_shift=max(0, ((scheme.group or STEP) // STEP).bit_length() - 1),
-            zero=scheme.zero,
-        )
-        if kernel is self._few:
-            grid, threads = (-(-len(rows) // FEW_ROWS), num_blocks), 32 * SLICES
-            stages = FEW_STAGES * 4 // scheme.bits
-            shared = SLICES * max(stages * self._stage_bytes, FEW_ROWS * TOTAL_STRIDE * 4)
-        else:
-            grid, threads = (-(-len(rows) // MANY_ROWS), -(-num_blocks // MANY_WARPS)), 32 * MANY_WARPS
-            tile_bytes, total_bytes = MANY_ROWS * 2 * STEP, 4 * MANY_ROWS * OUTPUTS * MANY_WARPS
-            shared = MANY_STAGES * (tile_bytes + MANY_WARPS * self._stage_bytes) + total_bytes
-        self._launcher.launch(kernel, grid, (threads,), parameters, shared)
+
+class _Launch(NamedTuple):
+    """A kernel and its block: the rows and outputs that one computes, its threads, and its shared memory."""
+
+    kernel: Variant
+    rows: int
+    outputs: int
+    threads: int
+    shared_bytes: int
 
 
-def _stage_bytes(bits: int, span: int) -> int:
-    """Bytes of a warp's codes, scales and offsets of a step."""
-    return OUTPUTS * STEP * bits // 8 + (2 * 2 * OUTPUTS * STEP // span if span else 0)
+def _launches(weight: Weight) -> tuple[_Launch, _Launch]:
+    """The launches for few and for many rows. Numbers as in linear.cu."""
+    scheme, scale_dtype = weight.scheme, weight.parts[1].dtype
+    assert isinstance(scheme, Integers)
+    span = 0 if scheme.group is None else min(scheme.group, STEP)
+    kind = (weight.dtype, _codes(scheme), scale_dtype, span)
+    scale_bytes = OUTPUTS * STEP // span * scale_dtype.itemsize if span else 0
+    stage_bytes = OUTPUTS * STEP * scheme.bits // 8 + 2 * scale_bytes  # of a warp: codes, scales, offsets
+    stages, stride = (8 if scheme.bits == 4 else 6), 40
+    shared = SLICES * max(stages * stage_bytes, 16 * stride * 4)  # the sums of slices come after the stages
+    few = _Launch(variant("few", *kind), 16, OUTPUTS, 32 * SLICES, shared)
+    rows, warps, stages = 64, 4, 4
+    shared = stages * (rows * 2 * STEP + warps * stage_bytes) + rows * warps * OUTPUTS * 4  # rows, stages, sums
+    return few, _Launch(variant("many", *kind), rows, warps * OUTPUTS, 32 * warps, shared)
+
+
+def _parts(weight: Weight) -> dict[str, Tensor | None]:
+    """The tensors of a weight as the kernels read them, by their names in linear.cu."""
+    scheme, (_, scales, *offsets) = weight.scheme, weight.parts
+    assert isinstance(scheme, Integers)
+    if scheme.group is None:
+        return {"codes": packed_codes(weight), "scales": scales.float().flatten(), "offsets": None}
+    others = {"scales": packed_scales(scales), "offsets": packed_scales(offsets[0]) if offsets else None}
+    return {"codes": packed_codes(weight), **others}
+
+
+def _sizes(weight: Weight) -> dict[str, int]:
+    """The numbers of a weight, by their names in linear.cu."""
+    scheme, (num_out, num_in) = weight.scheme, weight.shape
+    assert isinstance(scheme, Integers)
+    group, values = scheme.group or num_in, bytes(scheme.table or 16)
+    return {
+        "low_values": int.from_bytes(values[:8], "little"),
+        "high_values": int.from_bytes(values[8:], "little"),
+        "n": num_out,
+        "steps": num_in // STEP,
+        "groups": num_in // group,
+        "group_shift": 0 if scheme.group is None else max(group // STEP, 1).bit_length() - 1,
+        "zero": scheme.zero,
+    }
 
 
 def packed_codes(weight: Weight) -> Tensor:
