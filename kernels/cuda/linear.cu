@@ -325,15 +325,15 @@ struct Many {
 // parts are in different banks.
 DEVICE int chunk_place(int row, int chunk) { return row * Many::ROW_BYTES + 16 * (chunk ^ (row & 2)); }
 
-// Starts to copy a step of the block's rows. Those after the last become zeros.
+// Starts to copy a step of the block's rows. Instead of those after the last one, which nobody stores, it is copied.
 template <class T>
 DEVICE void copy_rows(const Product& p, int first, int step, unsigned char* to) {
     constexpr int CHUNKS = Many::ROW_BYTES / 16;
 #pragma unroll
     for (int i = threadIdx.x; i < Many::ROWS * CHUNKS; i += Many::THREADS) {
-        const int row = i / CHUNKS, chunk = i % CHUNKS, last = p.m - 1 - first;
-        const T* from = static_cast<const T*>(p.x) + (first + min(row, last)) * p.x_stride + 32 * step + 8 * chunk;
-        copy_async_16(to + chunk_place(row, chunk), from, row <= last);
+        const int row = i / CHUNKS, chunk = i % CHUNKS;
+        const T* from = static_cast<const T*>(p.x) + min(first + row, p.m - 1) * p.x_stride + 32 * step + 8 * chunk;
+        copy_async_16(to + chunk_place(row, chunk), from, true);
     }
 }
 

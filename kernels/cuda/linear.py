@@ -1,8 +1,8 @@
 """Products with integer weights that stay packed in the GPU's memory. See `pagewire.kernels.linear.pack`.
 
-A weight is brought into the order in which the kernels read it once, when it is packed: a warp's codes of a step are
-contiguous, 16 bytes by each lane (linear.cu). Sums are float32, and their order follows from the number of columns
-alone: a row's bits do not depend on how many rows there are.
+A weight is brought into the order in which the kernels read it once, when it is packed: a warp's codes of a step
+are contiguous, 16 bytes by each lane (linear.cu). Sums are float32, and their order follows from the number of
+columns alone: a row's bits do not depend on how many rows there are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SOURCE = "linear.cu"
 STEP, OUTPUTS, SLICES = 32, 32, 8
 """Columns of a step, outputs of a warp, and slices of the columns. As in linear.cu."""
 MOST_FEW = 64
-"""Rows for which each slice has a warp, at most. Weights are read for every 16 of them. No GPU has been asked yet."""
+"""Rows for which each slice has a warp, at most. Weights are read for every 16 of them. A guess: no GPU ran it."""
 CODES = ("half_codes", "table_codes", "byte_codes")
 SPANS = (0, 32, 16)
 """Columns of a step that have one scale; 0: a row of the weight has one."""
@@ -54,9 +54,9 @@ def variants(*dtypes: torch.dtype) -> list[Variant]:
 def why_not(weight: Weight) -> str | None:
     """Why a weight has no kernel, so that it is made dense when it is packed; None if it has one.
 
-    Integers of 8 or 4 bits have kernels, and tables of 4 bits (NF4, MXFP4, GGUF's IQ types), with scales and offsets
-    of 16 bits for groups of 16 columns or more, or one scale for a row. Dense weights stay as they are; floats of 8
-    bits become dense.
+    Integers of 8 or 4 bits have kernels, and tables of 4 bits (MXFP4, GGUF's IQ types), with scales and offsets of
+    16 bits for groups of 16 columns or more, or one scale for a row. Groups with scales in float32 are rare. Dense
+    weights stay as they are, and cuBLAS multiplies them. Other schemes, such as floats of 8 bits, have none yet.
     """
     scheme, num_in = weight.scheme, weight.shape[1]
     if not isinstance(scheme, Integers):
@@ -99,7 +99,9 @@ class IntegerLinear:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self._launcher, self._few, self._many = launcher, *_launches(weight)
-        launcher.load([self._few.kernel, self._many.kernel])  # nothing may be loaded while a graph is recorded
+        launcher.load(
+            [self._few.kernel, self._many.kernel]
+        )  # nothing may be loaded while a graph is recorded
         self._parts = _parts(weight) | {"bias": bias}
         self._sizes = _sizes(weight)
         self.num_bytes = sum(part.nbytes for part in self._parts.values() if part is not None)
@@ -116,12 +118,16 @@ class IntegerLinear:
             rows = rows.clone(memory_format=torch.contiguous_format)
         out = torch.empty(len(rows), self.out_features, dtype=x.dtype, device=x.device)
         if len(rows):
-            launch = self._few if len(rows) <= MOST_FEW else self._many
-            of_rows = {"x": rows, "x_stride": rows.stride(0), "m": len(rows), "out": out}
-            parameters = pack(launch.kernel, **of_rows, **self._parts, **self._sizes)
-            grid = (-(-len(rows) // launch.rows), -(-self.out_features // launch.outputs))
-            self._launcher.launch(launch.kernel, grid, (launch.threads,), parameters, launch.shared_bytes)
+            self.multiply(rows, out)
         return out.view(*x.shape[:-1], self.out_features)
+
+    def multiply(self, rows: Tensor, out: Tensor) -> None:
+        """Write the product of rows [M, K], M > 0, aligned to 16 bytes, to out [M, N], contiguous."""
+        launch = self._few if len(rows) <= MOST_FEW else self._many
+        of_rows = {"x": rows, "x_stride": rows.stride(0), "m": len(rows), "out": out}
+        parameters = pack(launch.kernel, **of_rows, **self._parts, **self._sizes)
+        grid = (-(-len(rows) // launch.rows), -(-self.out_features // launch.outputs))
+        self._launcher.launch(launch.kernel, grid, (launch.threads,), parameters, launch.shared_bytes)
 
 
 class _Launch(NamedTuple):
@@ -146,7 +152,9 @@ def _launches(weight: Weight) -> tuple[_Launch, _Launch]:
     shared = SLICES * max(stages * stage_bytes, 16 * stride * 4)  # the sums of slices come after the stages
     few = _Launch(variant("few", *kind), 16, OUTPUTS, 32 * SLICES, shared)
     rows, warps, stages = 64, 4, 4
-    shared = stages * (rows * 2 * STEP + warps * stage_bytes) + rows * warps * OUTPUTS * 4  # rows, stages, sums
+    shared = (
+        stages * (rows * 2 * STEP + warps * stage_bytes) + rows * warps * OUTPUTS * 4
+    )  # rows, stages, sums
     return few, _Launch(variant("many", *kind), rows, warps * OUTPUTS, 32 * warps, shared)
 
 
@@ -177,11 +185,12 @@ def _sizes(weight: Weight) -> dict[str, int]:
 
 
 def packed_codes(weight: Weight) -> Tensor:
-    """The codes of a weight [N, K] in the order of linear.cu: uint8 [N / 32, K / 32, bytes of a step], N rounded up.
+    """The codes of a weight [N, K] in the order of linear.cu: uint8 [N / 32, K / 32, bytes of a step].
 
-    Column `16 h + 4 t + 2 i + e` and output `8 j + g` of a step are in word j of lane `4 g + t`. A word has the codes
-    of both halves h in half bytes `4 e + 2 h + i`, or with a table `4 h + 2 i + e`; with 8 bits each half has words of
-    its own, with byte `2 i + e`. Outputs that are added have code 0, and their scale is 0.
+    N is rounded up; outputs that are added have code 0, and their scale is 0. Column `16 h + 4 t + 2 i + e` and
+    output `8 j + g` of a step are in word j of lane `4 g + t`. A word has the codes of both halves h in half bytes
+    `4 e + 2 h + i`, or with a table `4 h + 2 i + e`. With 8 bits each half has words of its own, whose byte is
+    `2 i + e`.
     """
     scheme, (num_out, num_in) = weight.scheme, weight.shape
     assert isinstance(scheme, Integers)

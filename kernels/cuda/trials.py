@@ -39,7 +39,11 @@ HEADS, KV_HEADS, BLOCK_SIZE = 8, 2, 16
 TABLE = tuple(range(0, 240, 15))
 SCHEMES = {
     f"{title}, {f'groups of {group}' if group else 'no groups'}": Integers(bits, group, zero, table)
-    for title, bits, zero, table in (("4 bits", 4, 8, None), ("a table", 4, 99, TABLE), ("8 bits", 8, 128, None))
+    for title, bits, zero, table in (
+        ("4 bits", 4, 8, None),
+        ("a table", 4, 99, TABLE),
+        ("8 bits", 8, 128, None),
+    )
     for group in (None, 64, 16)
 } | {"4 bits, groups of 64": Integers(4, 64, 0), "8 bits, groups of 16": Integers(8, 16, 0)}
 """A scheme for each kind of kernel for products with integers. With zero 0 there are offsets."""
