@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import Tensor
 
 from pagewire.kernels.cuda.linear import MOST_FEW, _launches
 from pagewire.kernels.cuda.source import read_source
@@ -22,6 +21,7 @@ from tests.kernels.cuda.test_linear import (
     FP32,
     TABLE,
     check,
+    make_bias,
     make_linear,
     make_rows_of_x,
     make_weight,
@@ -40,15 +40,15 @@ WEIGHTS = {
 """Of every way in which codes become numbers and scales are applied. Some slices have more steps than stages."""
 
 
-@functools.cache
-def bias_of(num_out: int, dtype: torch.dtype) -> Tensor:
-    return 3 * torch.randn(num_out, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-
 def check_all(kind: str, count: int, launcher: EmulatedLauncher) -> None:
     weight = WEIGHTS[kind]
-    x, bias = make_rows_of_x(count, weight.shape[1], weight.dtype), bias_of(weight.shape[0], weight.dtype)
-    check(weight, x, multiply(make_linear(launcher, weight, bias), x), bias)
+    x, bias = make_rows_of_x(count, weight.shape[1], weight.dtype), make_bias(weight)
+    layer = make_linear(launcher, weight, bias)
+    result = multiply(layer, x)
+    check(weight, x, result, bias)
+    if count == FEW:
+        layer._few = layer._many
+    assert torch.equal(multiply(layer, x[:FEW]), result[:FEW])  # by the other kernel
 
 
 LINEAR, WAIT = "linear.cu", "wait_for_copies<STAGES - %d>();\n        "
@@ -111,6 +111,11 @@ FAULTS = [
         "const float*>(p.scales)[output]",
         "const float*>(p.scales)[0]",
     ),
+    # Orders of sums.
+    ("halves", FEW, "(slice * Few<K>::ROWS + row)", "((SLICES - 1 - slice) * Few<K>::ROWS + row)"),
+    ("bytes", FEW, "(slice * Few<K>::ROWS + row)", "((slice ^ 1) * Few<K>::ROWS + row)"),
+    ("fine", MANY, "== step + 1) totals", "== step + 1 && slice % 2) totals"),
+    ("bytes", MANY, "slice_begin(p, slice + 1) == step + 1", "step % 8 == 7 || step + 1 == p.steps"),
     # Rows, outputs and slices.
     ("halves", FEW, "if (upper + down >= p.m) return make_uint2(0, 0);", ""),
     ("halves", FEW, "down * p.x_stride + 16 * half", "down * p.x_stride + 8 * half"),
