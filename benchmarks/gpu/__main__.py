@@ -31,12 +31,13 @@ TRIED = {
     "gates": ("activate_and_mul",),
     "cache writes": ("store_kv", "rotate_and_store"),
     "attention": ("paged_attention",),
+    "products": ("pack",),
     "adapters": ("adapt",),
 }
 """The methods of the kernels that are tried together."""
 REHEARSAL = 5
 """How many times as long everything may take in a rehearsal."""
-GROUPS = ("decode", "prefill", "write", "rows", "sampling", "lora", "encoder")
+GROUPS = ("decode", "prefill", "write", "rows", "sampling", "linear", "lora", "encoder")
 
 
 def parts(is_gpu: bool) -> list[Part]:
