@@ -56,6 +56,12 @@ struct Kind {
 
 DEVICE int slice_begin(const Product& p, int slice) { return slice * p.steps / SLICES; }
 
+// The stage after another one, of a ring.
+template <int STAGES>
+DEVICE int after(int stage) {
+    return stage == STAGES - 1 ? 0 : stage + 1;
+}
+
 // ---------------------------------------------------------------- codes to fragments
 
 // Four bytes less `zero` as two pairs. Exact, for the differences are integers up to 256.
@@ -265,13 +271,12 @@ DEVICE void load_rows(const Product& p, int first, int step, Rows<1>& x) {
 template <class K>
 DEVICE void sum_slice(const Product& p, int first_row, int block, int slice, unsigned char* ring, Sums<1>& sums) {
     constexpr int STAGES = Few<K>::STAGES;
-    auto next_stage = [](int at) { return at == (STAGES - 1) * K::STAGE_BYTES ? 0 : at + K::STAGE_BYTES; };
     const int begin = slice_begin(p, slice), end = slice_begin(p, slice + 1);
-    int filled = 0, read = 0;  // stages, in bytes
+    int filled = 0, read = 0;  // stages
     auto copy = [&](int step) {
-        if (step < end) copy_step<K>(p, block, step, ring + filled);
+        if (step < end) copy_step<K>(p, block, step, ring + filled * K::STAGE_BYTES);
         commit_copies();
-        filled = next_stage(filled);
+        filled = after<STAGES>(filled);
     };
     for (int step = begin; step < begin + STAGES - 1; step++) copy(step);
 #pragma unroll 1  // more steps at a time would need more registers than three blocks have
@@ -281,8 +286,8 @@ DEVICE void sum_slice(const Product& p, int first_row, int block, int slice, uns
         wait_for_copies<STAGES - 2>();
         __syncwarp();  // the step's scales are there for all lanes, and the stage before it is read
         copy(step + STAGES - 1);
-        add_step<K, 1>(p, ring + read, x, sums);
-        read = next_stage(read);
+        add_step<K, 1>(p, ring + read * K::STAGE_BYTES, x, sums);
+        read = after<STAGES>(read);
     }
 }
 
@@ -317,7 +322,7 @@ __global__ void __launch_bounds__(32 * SLICES, 3) linear_few(const __grid_consta
 // ---------------------------------------------------------------- many rows
 
 struct Many {
-    static constexpr int TILES = 4, ROWS = 16 * TILES, WARPS = 4, THREADS = 32 * WARPS, STAGES = 4;
+    static constexpr int TILES = 4, ROWS = 16 * TILES, WARPS = 4, THREADS = 32 * WARPS, STAGES = 6;
     static constexpr int ROW_BYTES = 64, TILE_BYTES = ROWS * ROW_BYTES;  // of x, in a step
 };
 
@@ -383,12 +388,14 @@ __global__ void __launch_bounds__(Many::THREADS, 2) linear_many(const __grid_con
     unsigned char* const tiles = shared_memory();
     unsigned char* const ring = tiles + STAGES * Many::TILE_BYTES + warp * STAGES * K::STAGE_BYTES;
     Totals totals(tiles + STAGES * (Many::TILE_BYTES + Many::WARPS * K::STAGE_BYTES));
+    int filled = 0, read = 0;  // stages
     auto copy = [&](int step) {
         if (step < p.steps) {
-            copy_rows<T>(p, first_row, step, tiles + step % STAGES * Many::TILE_BYTES);
-            copy_step<K>(p, present, step, ring + step % STAGES * K::STAGE_BYTES);
+            copy_rows<T>(p, first_row, step, tiles + filled * Many::TILE_BYTES);
+            copy_step<K>(p, present, step, ring + filled * K::STAGE_BYTES);
         }
         commit_copies();
+        filled = after<STAGES>(filled);
     };
     for (int step = 0; step < STAGES - 1; step++) copy(step);
     Sums<TILES> sums = {};
@@ -398,8 +405,9 @@ __global__ void __launch_bounds__(Many::THREADS, 2) linear_many(const __grid_con
         __syncthreads();  // the step is there for all threads, and the stage before it is read
         copy(step + STAGES - 1);
         Rows<TILES> x;
-        read_rows(tiles + step % STAGES * Many::TILE_BYTES, x);
-        add_step<K, TILES>(p, ring + step % STAGES * K::STAGE_BYTES, x, sums);
+        read_rows(tiles + read * Many::TILE_BYTES, x);
+        add_step<K, TILES>(p, ring + read * K::STAGE_BYTES, x, sums);
+        read = after<STAGES>(read);
         while (slice_begin(p, slice + 1) <= step) slice++;
         if (slice_begin(p, slice + 1) == step + 1) totals.take(sums);
     }

@@ -24,7 +24,7 @@ SOURCE = "linear.cu"
 STEP, OUTPUTS, SLICES = 32, 32, 8
 """Columns of a step, outputs of a warp, and slices of the columns. As in linear.cu."""
 MOST_FEW = 64
-"""Rows for which each slice has a warp, at most. Weights are read for every 16 of them. A guess: no GPU ran it."""
+"""Rows for which each slice has a warp, at most. The weight is read for every 16 of them."""
 CODES = ("half_codes", "table_codes", "byte_codes")
 SPANS = (0, 32, 16)
 """Columns of a step that have one scale; 0: a row of the weight has one."""
@@ -123,11 +123,20 @@ class IntegerLinear:
 
     def multiply(self, rows: Tensor, out: Tensor) -> None:
         """Write the product of rows [M, K], M > 0, aligned to 16 bytes, to out [M, N], contiguous."""
-        launch = self._few if len(rows) <= MOST_FEW else self._many
+        launch = self._launch_for(len(rows))
         of_rows = {"x": rows, "x_stride": rows.stride(0), "m": len(rows), "out": out}
         parameters = pack(launch.kernel, **of_rows, **self._parts, **self._sizes)
         grid = (-(-len(rows) // launch.rows), -(-self.out_features // launch.outputs))
         self._launcher.launch(launch.kernel, grid, (launch.threads,), parameters, launch.shared_bytes)
+
+    def _launch_for(self, num_rows: int) -> _Launch:
+        """The faster kernel for a number of rows; results are equal. By reckoning: no GPU has run them yet.
+
+        With up to 64 rows the kernel for many reads the weight once, but has few blocks if there are few outputs.
+        """
+        fills_device = -(-self.out_features // self._many.outputs) >= self._launcher.multiprocessors
+        few = num_rows <= (self._few.rows if fills_device else MOST_FEW)
+        return self._few if few else self._many
 
 
 class _Launch(NamedTuple):
@@ -151,7 +160,7 @@ def _launches(weight: Weight) -> tuple[_Launch, _Launch]:
     stages, stride = (8 if scheme.bits == 4 else 6), 40
     shared = SLICES * max(stages * stage_bytes, 16 * stride * 4)  # the sums of slices come after the stages
     few = _Launch(variant("few", *kind), 16, OUTPUTS, 32 * SLICES, shared)
-    rows, warps, stages = 64, 4, 4
+    rows, warps, stages = 64, 4, 6
     shared = (
         stages * (rows * 2 * STEP + warps * stage_bytes) + rows * warps * OUTPUTS * 4
     )  # rows, stages, sums

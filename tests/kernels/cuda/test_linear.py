@@ -249,6 +249,20 @@ def test_adapters_change_packed_products() -> None:
     assert adapted.num_bytes == layer.num_bytes and torch.equal(result[1], layer(x)[1])
 
 
+def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the number of rows, and by how many blocks the kernel for many rows would have."""
+    launched: list[str] = []
+    monkeypatch.setattr(
+        EmulatedLauncher, "launch", lambda self, variant, *_: launched.append(variant.name[7:11])
+    )
+    for num_out, multiprocessors in ((257, 4), (257, 3)):
+        weight = make_weight(Integers(8, None, 128), num_out, 32, FP16, FP32, False)
+        layer = IntegerLinear(EmulatedLauncher(multiprocessors=multiprocessors), weight, None)
+        for count in (1, 16, 17, 64, 65):
+            layer(torch.zeros(count, 32).half())
+    assert launched == ["few<", "few<", "few<", "few<", "many", "few<", "few<", "many", "many", "many"]
+
+
 def test_no_launch_needs_a_kernel_that_is_not_loaded() -> None:
     """Graphs are recorded of what is loaded; packing loads both kernels."""
     loaded: list[str] = []

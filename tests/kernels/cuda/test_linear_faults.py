@@ -65,7 +65,7 @@ FAULTS = [
         "        copy(step + STAGES - 1);\n        add_step",
         "        copy(step + STAGES);\n        add_step",
     ),
-    ("wide", FEW, "at == (STAGES - 1) * K::STAGE_BYTES", "at == (STAGES - 2) * K::STAGE_BYTES"),
+    ("wide", FEW, "stage == STAGES - 1 ?", "stage == STAGES - 2 ?"),
     ("halves", MANY, f"{WAIT % 2}__syncthreads", f"{WAIT % 1}__syncthreads"),
     ("halves", MANY, "        __syncthreads();  // the step is there", "        // the step is there"),
     (
