@@ -233,17 +233,33 @@ DEVICE void add_step(const Product& p, const unsigned char* stage, const Rows<TI
     }
 }
 
-// Stores the sum of all slices.
+// The result of the sum of all slices.
+template <class K>
+DEVICE float finished(const Product& p, int output, float total) {
+    const float bias = p.bias ? to_float(static_cast<const typename K::T*>(p.bias)[output]) : 0.0f;
+    if constexpr (K::GROUPED)
+        return total + bias;
+    else
+        return __fmaf_rn(total, static_cast<const float*>(p.scales)[output], bias);
+}
+
 template <class K>
 DEVICE void store(const Product& p, int row, int output, float total) {
     if (row >= p.m || output >= p.n) return;
-    const float bias = p.bias ? to_float(static_cast<const typename K::T*>(p.bias)[output]) : 0.0f;
-    float value;
-    if constexpr (K::GROUPED)
-        value = total + bias;
-    else
-        value = __fmaf_rn(total, static_cast<const float*>(p.scales)[output], bias);
+    const float value = finished<K>(p, output, total);
     static_cast<typename K::T*>(p.out)[i64(row) * p.n + output] = from_float<typename K::T>(value);
+}
+
+// Stores two outputs, the first of which has an even number.
+template <class K>
+DEVICE void store_two(const Product& p, int row, int output, float first, float second) {
+    if (p.n % 2) {  // rows that are not aligned
+        store<K>(p, row, output, first);
+        store<K>(p, row, output + 1, second);
+    } else if (row < p.m && output < p.n) {
+        const u32 pair = pack<typename K::T>(finished<K>(p, output, first), finished<K>(p, output + 1, second));
+        reinterpret_cast<u32*>(p.out)[(i64(row) * p.n + output) / 2] = pair;
+    }
 }
 
 // ---------------------------------------------------------------- few rows
@@ -415,9 +431,7 @@ __global__ void __launch_bounds__(Many::THREADS, 2) linear_many(const __grid_con
     for (int i = 0; i < 4 * TILES; i++) {
         const float4 total = totals.own[i * Many::THREADS];
         const int row = first_row + i / 4 * 16 + lane / 4, output = OUTPUTS * block + i % 4 * 8 + 2 * (lane % 4);
-        store<K>(p, row, output, total.x);
-        store<K>(p, row, output + 1, total.y);
-        store<K>(p, row + 8, output, total.z);
-        store<K>(p, row + 8, output + 1, total.w);
+        store_two<K>(p, row, output, total.x, total.y);
+        store_two<K>(p, row + 8, output, total.z, total.w);
     }
 }

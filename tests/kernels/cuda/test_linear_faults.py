@@ -32,7 +32,7 @@ FEW, MANY = 21, MOST_FEW + 21
 """Rows: the last tile of neither is full."""
 WEIGHTS = {
     "halves": make_weight(Integers(4, 64, 0), 150, 2624, BF16, FP16, True),
-    "fine": make_weight(Integers(4, 16, 8), 75, 1088, FP16, BF16, True),
+    "fine": make_weight(Integers(4, 16, 8), 74, 1088, FP16, BF16, True),
     "table": make_weight(Integers(4, 32, 130, TABLE), 75, 640, BF16, FP16, False),
     "bytes": make_weight(Integers(8, None, 128), 75, 1088, FP16, FP32, False),
     "wide": make_weight(Integers(8, 32, 100), 75, 1856, BF16, BF16, True),
@@ -134,7 +134,11 @@ FAULTS = [
     ("halves", FEW, "p.bias ? to_float", "false ? to_float"),
     ("halves", MANY, "min(first + row, p.m - 1) * p.x_stride", "(first + row) * p.x_stride"),
     ("halves", MANY, "min(block, (p.n - 1) / OUTPUTS)", "block"),
-    ("halves", MANY, "if (row >= p.m || output >= p.n) return;", "if (output >= p.n) return;"),
+    ("halves", MANY, "} else if (row < p.m && output < p.n) {", "} else if (output < p.n) {"),
+    ("halves", MANY, "} else if (row < p.m && output < p.n) {", "} else if (row < p.m) {"),
+    ("bytes", MANY, "if (row >= p.m || output >= p.n) return;", "if (output >= p.n) return;"),
+    ("bytes", MANY, "store<K>(p, row, output + 1, second);", ""),
+    ("fine", MANY, "finished<K>(p, output + 1, second));", "finished<K>(p, output, second));"),
     ("halves", MANY, "== step + 1) totals.take(sums);", "== step) totals.take(sums);"),
     ("halves", MANY, "sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;", ""),
     ("wide", MANY, "tile + chunk_place(row + 8, chunk)", "tile + chunk_place(row, chunk)"),
