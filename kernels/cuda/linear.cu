@@ -174,15 +174,16 @@ DEVICE void set_fragment(u32 (&a)[4], uint2 upper, uint2 lower) {
     a[0] = upper.x, a[1] = lower.x, a[2] = upper.y, a[3] = lower.y;
 }
 
-// Adds the products of the rows with FIRST to before LAST half step, and eight outputs.
+// The products of the rows with half steps FIRST to before LAST of eight outputs.
 template <class K, int FIRST, int LAST, int TILES>
 DEVICE void multiply_eight(const Product& p, const Codes<K>& codes, int j, const Rows<TILES>& x, float (&to)[TILES][4]) {
+    using T = typename K::T;
 #pragma unroll
     for (int half = FIRST; half < LAST; half++) {
         u32 b[2];
         codes.fragment(p, half, j, b);
 #pragma unroll
-        for (int m = 0; m < TILES; m++) mma<typename K::T>(to[m], x[m][half], b);
+        for (int m = 0; m < TILES; m++) half == FIRST ? multiply<T>(to[m], x[m][half], b) : mma<T>(to[m], x[m][half], b);
     }
 }
 
@@ -193,7 +194,7 @@ DEVICE void add_span(const Product& p, const unsigned char* scales, const Codes<
     const Factors<typename K::Scale> factors(scales);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        float products[TILES][4] = {};
+        float products[TILES][4];
         multiply_eight<K, FIRST, LAST, TILES>(p, codes, j, x, products);
         factors.template add<TILES>(products, j, sums);
     }

@@ -229,6 +229,7 @@ DEVICE int opaque(int x) {
 // ---------------------------------------------------------------- tensor cores: m16n8k16
 // Lane l = 4 g + t. A [16 x 16]: a[i] holds the pair at row g + 8 (i & 1), columns 2 t + 8 (i >> 1).
 // B [16 x 8]: b[i] the pair at rows 2 t + 8 i, column g. D [16 x 8]: d[i] at row g + 8 (i >> 1), column 2 t + (i & 1).
+// `mma` adds A B to D, `multiply` sets D to A B.
 
 #ifdef EMULATED
 
@@ -250,10 +251,28 @@ DEVICE void mma(float d[4], const u32 a[4], const u32 b[2]) {
         }
     }
 }
+template <class T>
+DEVICE void multiply(float d[4], const u32 a[4], const u32 b[2]) {
+    d[0] = d[1] = d[2] = d[3] = 0.0f;
+    mma<T>(d, a, b);
+}
 
 #else
 
 template <class T> DEVICE void mma(float d[4], const u32 a[4], const u32 b[2]);
+template <class T> DEVICE void multiply(float d[4], const u32 a[4], const u32 b[2]);
+template <> DEVICE void multiply<bf16>(float d[4], const u32 a[4], const u32 b[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+}
+template <> DEVICE void multiply<fp16>(float d[4], const u32 a[4], const u32 b[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+}
 template <> DEVICE void mma<bf16>(float d[4], const u32 a[4], const u32 b[2]) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -198,14 +198,14 @@ def linear_trials(dtype: torch.dtype) -> Iterator[Trial]:
             exact = functional.linear(x.float(), matrix, bias.float())
             return torch.cat([exact, torch.zeros_like(exact)])
         product = kernels.pack(weight, bias)
-        many, few = product(x), torch.cat([product(rows) for rows in x.split(20)])
+        many, few = product(x), torch.cat([product(x[i : i + 20]) for i in range(0, num_rows, 20)])
         return torch.cat([many, few - many])
 
     for name, scheme in SCHEMES.items():
         groups = (num_out, num_in // (scheme.group or num_in))
         scales = (1 + normal(*groups, seed=3).abs()) / 1000
         factors = [scales, -9 * scales] if scheme.zero == 0 else [scales]
-        for scale_dtype in [torch.float32] if scheme.group is None else linear.DTYPES:
+        for scale_dtype in [torch.float32] if scheme.group is None else norms.DTYPES:
             parts = [codes[:, : num_in * scheme.bits // 8], *(factor.to(scale_dtype) for factor in factors)]
             bias = -Weight(scheme, tuple(parts), (num_out, num_in), torch.float32).dense() @ row
             inputs = [x, bias.to(dtype), *parts]
