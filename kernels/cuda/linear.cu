@@ -35,7 +35,7 @@ struct Product {
     int zero;
 };
 
-constexpr int SLICES = 8;
+constexpr int SLICES = 8;       // of the steps
 constexpr int OUTPUTS = 32;     // of a warp
 constexpr int HALF_BYTES = 512;  // of a warp's codes, 16 bytes by each lane: of a step, or with 8 bits of half a step
 constexpr int TOTAL_STRIDE = 40;  // between rows of sums in shared memory: eight rows begin in different banks
@@ -267,7 +267,7 @@ DEVICE void store_two(const Product& p, int row, int output, float first, float 
 
 template <class K>
 struct Few {
-    static constexpr int ROWS = 16, THREADS = 32 * SLICES;
+    static constexpr int ROWS = 16;
     static constexpr int STAGES = K::WORDS == 1 ? 8 : 6;  // steps of a warp in shared memory
 };
 
