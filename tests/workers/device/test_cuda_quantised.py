@@ -75,6 +75,19 @@ def test_weights_stay_packed(
     assert narrow.weight_bytes < (0.5 if quantization == "int4" else 0.8) * wide.weight_bytes
 
 
+def test_experts_stay_packed(tmp_path: Path, device: EmulatedCudaDevice, packed: list[Weight]) -> None:
+    """Each is a product of its own on a GPU."""
+    sizes = HEADS | {"num_local_experts": 4}
+    folder = Architecture("mixtral", sizes).write(tmp_path, dtype="bfloat16")
+    narrow, _ = load_runner(folder, **SIZES, quantization="int4")
+    found = prompt_logprobs(narrow)
+    assert len(packed) >= 2 * (2 + 4 * 2)  # in each layer: attention, and two products of each expert
+    device.kernels.replace("pack")
+    wide, _ = load_runner(folder, **SIZES, quantization="int4")
+    assert np.abs(found - prompt_logprobs(wide)).max() < 0.2
+    assert narrow.weight_bytes < 0.5 * wide.weight_bytes
+
+
 def test_dense_models_have_no_packed_products(
     llama: Path, device: EmulatedCudaDevice, packed: list[Weight]
 ) -> None:
