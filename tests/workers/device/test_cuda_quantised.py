@@ -84,7 +84,8 @@ def test_experts_stay_packed(tmp_path: Path, device: EmulatedCudaDevice, packed:
     assert len(packed) >= 2 * (2 + 4 * 2)  # in each layer: attention, and two products of each expert
     device.kernels.replace("pack")
     wide, _ = load_runner(folder, **SIZES, quantization="int4")
-    assert np.abs(found - prompt_logprobs(wide)).max() < 0.2
+    # Rounding a weight may choose another expert for a token.
+    assert 0 < np.median(np.abs(found - prompt_logprobs(wide))) < 0.05
     assert narrow.weight_bytes < 0.5 * wide.weight_bytes
 
 
