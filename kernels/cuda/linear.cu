@@ -12,8 +12,8 @@
 // groups the scale is applied after that. `linear_few` has a warp for each slice, so few rows use many warps; `linear_many`
 // has all slices in turn.
 //
-// Lane 4 g + t. Columns are in the order in which a lane's are contiguous in x: the fragments of a half step h, 16 columns,
-// have at place (i, e) of lane t (pair i, element e) column 16 h + 4 t + 2 i + e.
+// Lane 4 g + t. The fragment of a half step h, 16 columns, has columns 16 h + 8 i + 2 t + e: pair i, element e of lane t.
+#include "layout.cuh"
 #include "ptx.cuh"
 
 // Codes: a byte; half a byte; half a byte that is the index of a value from 0 to 255.
@@ -51,6 +51,7 @@ struct Kind {
     static constexpr int WORDS = is_same<Code, byte_codes> ? 2 : 1;
     static constexpr int CODE_BYTES = WORDS * HALF_BYTES;  // of a step, as are these
     static constexpr int SCALE_BYTES = GROUPED ? SPANS * OUTPUTS * int(sizeof(Scale)) : 0;
+    static constexpr int GROUP_BYTES = SCALE_BYTES / SPANS;
     static constexpr int STAGE_BYTES = CODE_BYTES + 2 * SCALE_BYTES;
 };
 
@@ -86,7 +87,7 @@ DEVICE void widen_bytes(u32 bytes, u32 zero, u32 (&to)[2]) {
 template <class T>
 DEVICE u32 widen_nibbles(u32 word, int pair, u32 zero) {
     constexpr u32 BASE = is_same<T, bf16> ? 0x43004300u : 0x64006400u;  // 128, 1024: numbers whose last bit counts 1
-    return add_pairs<T>((word >> 4 * pair & 0x000f000fu) | BASE, (BASE | 0x80008000u) + zero * 0x10001u);
+    return add_pairs<T>(and_or(word >> 4 * pair, 0x000f000fu, BASE), (BASE | 0x80008000u) + zero * 0x10001u);
 }
 
 // The bytes of a table for four half bytes, the lower ones of `codes`.
@@ -124,22 +125,34 @@ struct Codes {
 
 // ---------------------------------------------------------------- a step of a warp
 
-// Starts to copy a step's codes, scales and offsets of OUTPUTS outputs. A lane's codes are its own; scales are all lanes'.
+// What a lane copies of the weights of OUTPUTS outputs: its codes, and some of the scales or offsets, which all lanes read.
 template <class K>
-DEVICE void copy_step(const Product& p, int block, int step, unsigned char* stage) {
-    const int lane = threadIdx.x % 32;
-    const auto* codes = static_cast<const unsigned char*>(p.codes) + (i64(block) * p.steps + step) * K::CODE_BYTES;
-#pragma unroll
-    for (int i = 16 * lane; i < K::CODE_BYTES; i += HALF_BYTES) copy_async_16(stage + i, codes + i, true);
-    if constexpr (K::GROUPED) {
-        constexpr int CHUNKS = K::SCALE_BYTES / 16, GROUP_BYTES = K::SCALE_BYTES / K::SPANS;
-        const i64 begin = (i64(block) * p.groups + K::SPANS * (step >> p.group_shift)) * GROUP_BYTES;
-        const void* from = lane < CHUNKS ? p.scales : p.offsets;
-        const i64 chunk = begin + 16 * (lane % CHUNKS);
-        if (lane < 2 * CHUNKS && from)
-            copy_async_16(stage + K::CODE_BYTES + 16 * lane, static_cast<const unsigned char*>(from) + chunk, true);
+struct LaneWeights {
+    const unsigned char* codes;
+    const unsigned char* factors;  // null: the lane copies none
+
+    DEVICE LaneWeights(const Product& p, int block) {
+        const int lane = threadIdx.x % 32;
+        codes = static_cast<const unsigned char*>(p.codes) + i64(block) * p.steps * K::CODE_BYTES + 16 * lane;
+        factors = nullptr;
+        if constexpr (K::GROUPED) {
+            constexpr int CHUNKS = K::SCALE_BYTES / 16;
+            const void* from = lane < CHUNKS ? p.scales : p.offsets;
+            const i64 begin = i64(block) * p.groups * K::GROUP_BYTES + 16 * (lane % CHUNKS);
+            if (lane < 2 * CHUNKS && from) factors = static_cast<const unsigned char*>(from) + begin;
+        }
     }
-}
+    // Starts to copy a step. stage: its codes, scales and offsets.
+    DEVICE void copy(const Product& p, int step, unsigned char* stage) const {
+        unsigned char* const own = stage + 16 * (threadIdx.x % 32);
+#pragma unroll
+        for (int i = 0; i < K::CODE_BYTES; i += HALF_BYTES)
+            copy_async_16(own + i, codes + i64(step) * K::CODE_BYTES + i, true);
+        if constexpr (K::GROUPED)
+            if (factors)
+                copy_async_16(own + K::CODE_BYTES, factors + i64(step >> p.group_shift) * K::SCALE_BYTES, true);
+    }
+};
 
 // The scales, or offsets, of a lane's outputs, as they are stored until they are used.
 template <class S>
@@ -168,11 +181,6 @@ using Rows = u32[TILES][2][4];
 // Sums of TILES times 16 rows and OUTPUTS outputs.
 template <int TILES>
 using Sums = float[TILES][4][4];
-
-// The fragment of rows g (upper) and g + 8 (lower): four columns of the lane each.
-DEVICE void set_fragment(u32 (&a)[4], uint2 upper, uint2 lower) {
-    a[0] = upper.x, a[1] = lower.x, a[2] = upper.y, a[3] = lower.y;
-}
 
 // The products of the rows with half steps FIRST to before LAST of eight outputs.
 template <class K, int FIRST, int LAST, int TILES>
@@ -271,27 +279,40 @@ struct Few {
     static constexpr int STAGES = K::WORDS == 1 ? 8 : 6;  // steps of a warp in shared memory
 };
 
-// The fragments of a step's rows, the tile's first one being `first`. Those after the last are zeros.
-template <class T>
-DEVICE void load_rows(const Product& p, int first, int step, Rows<1>& x) {
-    const int lane = threadIdx.x % 32, upper = first + lane / 4;
-    const T* from = static_cast<const T*>(p.x) + upper * p.x_stride + 32 * step + 4 * (lane % 4);
-    auto load = [&](int down, int half) {
-        if (upper + down >= p.m) return make_uint2(0, 0);
-        return __ldg(reinterpret_cast<const uint2*>(from + down * p.x_stride + 16 * half));
-    };
+// What a lane loads of the rows of a tile, step by step: of the rows g and g + 8. Those after the last are zeros.
+struct LaneRows {
+    const u32* upper;  // its first pair in the next step
+    const u32* lower;
+    bool has_upper, has_lower;
+
+    template <class T>
+    DEVICE LaneRows(const Product& p, const T* x, int first, int step) {
+        const int lane = threadIdx.x % 32, row = first + lane / 4;
+        has_upper = row < p.m, has_lower = row + 8 < p.m;
+        upper = reinterpret_cast<const u32*>(x + row * p.x_stride) + 16 * step + lane % 4;
+        lower = upper + 4 * p.x_stride;
+    }
+    // The fragments of the next step.
+    DEVICE void load(Rows<1>& x) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) set_fragment(x[0][half], load(0, half), load(8, half));
-}
+        for (int i = 0; i < 8; i++) {
+            const u32* pair = (i % 2 ? lower : upper) + 4 * (i / 2);
+            x[0][i / 4][i % 4] = (i % 2 ? has_lower : has_upper) ? __ldg(pair) : 0;
+        }
+        upper += 16, lower += 16;
+    }
+};
 
 // The sums of a slice, by a warp. ring: STAGES stages of its own.
 template <class K>
 DEVICE void sum_slice(const Product& p, int first_row, int block, int slice, unsigned char* ring, Sums<1>& sums) {
     constexpr int STAGES = Few<K>::STAGES;
     const int begin = slice_begin(p, slice), end = slice_begin(p, slice + 1);
+    const LaneWeights<K> weights(p, block);
+    LaneRows rows(p, static_cast<const typename K::T*>(p.x), first_row, begin);
     int filled = 0, read = 0;  // stages
     auto copy = [&](int step) {
-        if (step < end) copy_step<K>(p, block, step, ring + filled * K::STAGE_BYTES);
+        if (step < end) weights.copy(p, step, ring + filled * K::STAGE_BYTES);
         commit_copies();
         filled = after<STAGES>(filled);
     };
@@ -299,7 +320,7 @@ DEVICE void sum_slice(const Product& p, int first_row, int block, int slice, uns
 #pragma unroll 1  // more steps at a time would need more registers than three blocks have
     for (int step = begin; step < end; step++) {
         Rows<1> x;
-        load_rows<typename K::T>(p, first_row, step, x);
+        rows.load(x);
         wait_for_copies<STAGES - 2>();
         __syncwarp();  // the step's scales are there for all lanes, and the stage before it is read
         copy(step + STAGES - 1);
@@ -343,14 +364,15 @@ struct Many {
     static constexpr int ROW_BYTES = 64, TILE_BYTES = ROWS * ROW_BYTES;  // of x, in a step
 };
 
-// The place of a chunk of 16 bytes in a row of x. Lanes that read together read 32 bytes of each of four rows: the rows'
-// parts are in different banks.
-DEVICE int chunk_place(int row, int chunk) { return row * Many::ROW_BYTES + 16 * (chunk ^ (row & 2)); }
+// The place of a chunk of 16 bytes of a row of x in shared memory.
+DEVICE int chunk_place(int row, int chunk) {
+    return row * Many::ROW_BYTES + CHUNK_BYTES * swizzle(Many::ROW_BYTES / CHUNK_BYTES, row, chunk);
+}
 
 // Starts to copy a step of the block's rows. Instead of those after the last one, which nobody stores, it is copied.
 template <class T>
 DEVICE void copy_rows(const Product& p, int first, int step, unsigned char* to) {
-    constexpr int CHUNKS = Many::ROW_BYTES / 16;
+    constexpr int CHUNKS = Many::ROW_BYTES / CHUNK_BYTES;
 #pragma unroll
     for (int i = threadIdx.x; i < Many::ROWS * CHUNKS; i += Many::THREADS) {
         const int row = i / CHUNKS, chunk = i % CHUNKS;
@@ -365,11 +387,8 @@ DEVICE void read_rows(const unsigned char* tile, Rows<Many::TILES>& x) {
 #pragma unroll
     for (int m = 0; m < Many::TILES; m++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = 16 * m + lane / 4, chunk = 2 * half + lane % 4 / 2, byte = 8 * (lane % 2);
-            set_fragment(x[m][half], *reinterpret_cast<const uint2*>(tile + chunk_place(row, chunk) + byte),
-                         *reinterpret_cast<const uint2*>(tile + chunk_place(row + 8, chunk) + byte));
-        }
+        for (int half = 0; half < 2; half++)
+            ldmatrix_x4(x[m][half], tile + chunk_place(16 * m + lane % 16, 2 * half + lane / 16));
 }
 
 // The sums of all slices so far, a thread's own, which have no room in registers.
@@ -405,11 +424,12 @@ __global__ void __launch_bounds__(Many::THREADS, 2) linear_many(const __grid_con
     unsigned char* const tiles = shared_memory();
     unsigned char* const ring = tiles + STAGES * Many::TILE_BYTES + warp * STAGES * K::STAGE_BYTES;
     Totals totals(tiles + STAGES * (Many::TILE_BYTES + Many::WARPS * K::STAGE_BYTES));
+    const LaneWeights<K> weights(p, present);
     int filled = 0, read = 0;  // stages
     auto copy = [&](int step) {
         if (step < p.steps) {
             copy_rows<T>(p, first_row, step, tiles + filled * Many::TILE_BYTES);
-            copy_step<K>(p, present, step, ring + filled * K::STAGE_BYTES);
+            weights.copy(p, step, ring + filled * K::STAGE_BYTES);
         }
         commit_copies();
         filled = after<STAGES>(filled);

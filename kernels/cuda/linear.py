@@ -196,7 +196,7 @@ def _sizes(weight: Weight) -> dict[str, int]:
 def packed_codes(weight: Weight) -> Tensor:
     """The codes of a weight [N, K] in the order of linear.cu: uint8 [N / 32, K / 32, bytes of a step].
 
-    N is rounded up; outputs that are added have code 0, and their scale is 0. Column `16 h + 4 t + 2 i + e` and
+    N is rounded up; outputs that are added have code 0, and their scale is 0. Column `16 h + 8 i + 2 t + e` and
     output `8 j + g` of a step are in word j of lane `4 g + t`. A word has the codes of both halves h in half bytes
     `4 e + 2 h + i`, or with a table `4 h + 2 i + e`. With 8 bits each half has words of its own, whose byte is
     `2 i + e`.
@@ -218,12 +218,12 @@ def _ordered(codes: Tensor, scheme: Integers) -> Tensor:
     """`packed_codes` of whole blocks of outputs, as one run of bytes."""
     if scheme.bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-    # block, j, g, step, h, t, i, e
-    axes = codes.view(len(codes) // OUTPUTS, 4, 8, -1, 2, 4, 2, 2)
+    # block, j, g, step, h, i, t, e
+    axes = codes.view(len(codes) // OUTPUTS, 4, 8, -1, 2, 2, 4, 2)
     if scheme.bits == 8:
-        return axes.permute(0, 3, 4, 2, 5, 1, 6, 7).reshape(-1)
-    inner = (7, 4, 6) if scheme.table is None else (4, 6, 7)
-    halves = axes.permute(0, 3, 2, 5, 1, *inner).reshape(-1, 2)
+        return axes.permute(0, 3, 4, 2, 6, 1, 5, 7).reshape(-1)
+    inner = (7, 4, 5) if scheme.table is None else (4, 5, 7)
+    halves = axes.permute(0, 3, 2, 6, 1, *inner).reshape(-1, 2)
     return halves[:, 0] | halves[:, 1] << 4
 
 

@@ -171,6 +171,17 @@ DEVICE u32 add_pairs(u32 x, u32 y) {
 #endif
 }
 
+// (x & mask) | bits, in one instruction.
+DEVICE u32 and_or(u32 x, u32 mask, u32 bits) {
+#ifdef EMULATED
+    return (x & mask) | bits;
+#else
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
+    return result;
+#endif
+}
+
 // Four bytes of eight: byte i of the result is the byte of `low` (0 to 3) or `high` (4 to 7) that digit i of `which` names,
 // a hexadecimal digit below 8. Digits from the fifth on are ignored.
 DEVICE u32 permute_bytes(u32 low, u32 high, u32 which) {

@@ -74,10 +74,10 @@ FAULTS = [
         "        copy(step + STAGES - 1);\n        Rows",
         "        copy(step + STAGES);\n        Rows",
     ),
-    ("halves", MANY, "16 * (chunk ^ (row & 2))", "16 * (chunk | (row & 2))"),
+    ("halves", MANY, "CHUNK_BYTES, row, chunk)", "CHUNK_BYTES, row, chunk & 2)"),
     # Codes.
-    ("halves", FEW, "(word >> 4 * pair & 0x000f000fu)", "(word >> 4 * (pair ^ 1) & 0x000f000fu)"),
-    ("fine", FEW, "(word >> 4 * pair & 0x000f000fu)", "(word >> 4 * (pair ^ 2) & 0x000f000fu)"),
+    ("halves", FEW, "and_or(word >> 4 * pair,", "and_or(word >> 4 * (pair ^ 1),"),
+    ("fine", FEW, "and_or(word >> 4 * pair,", "and_or(word >> 4 * (pair ^ 2),"),
     ("halves", FEW, "0x43004300u : 0x64006400u;", "0x43804380u : 0x64006400u;"),
     ("fine", FEW, "(BASE | 0x80008000u) + zero * 0x10001u", "(BASE | 0x80008000u) + zero"),
     ("bytes", FEW, "0xe400e400u + zero * 0x10001u", "0xe400e400u + zero"),
@@ -94,9 +94,9 @@ FAULTS = [
     ),
     ("table", FEW, "codes & 0x8888u) >> 1", "codes & 0x8880u) >> 1"),
     # Scales and offsets.
-    ("halves", FEW, "(step >> p.group_shift)", "step"),
-    ("halves", FEW, "i64(block) * p.groups + ", ""),
-    ("fine", FEW, "K::SPANS * (step >> p.group_shift)", "(step >> p.group_shift)"),
+    ("halves", FEW, "step >> p.group_shift", "step"),
+    ("halves", FEW, "i64(block) * p.groups * K::GROUP_BYTES + ", ""),
+    ("fine", FEW, "* K::SCALE_BYTES, true);", "* K::GROUP_BYTES, true);"),
     ("fine", FEW, "scales + K::SCALE_BYTES / 2, codes", "scales, codes"),
     ("fine", FEW, "add_span<K, 1, 2, TILES>", "add_span<K, 0, 1, TILES>"),
     ("halves", FEW, "16 * (lane % CHUNKS);", "16 * lane;"),
@@ -117,11 +117,12 @@ FAULTS = [
     ("fine", MANY, "== step + 1) totals", "== step + 1 && slice % 2) totals"),
     ("bytes", MANY, "slice_begin(p, slice + 1) == step + 1", "step % 8 == 7 || step + 1 == p.steps"),
     # Rows, outputs and slices.
-    ("halves", FEW, "if (upper + down >= p.m) return make_uint2(0, 0);", ""),
-    ("halves", FEW, "down * p.x_stride + 16 * half", "down * p.x_stride + 8 * half"),
-    ("halves", FEW, "32 * step + 4 * (lane % 4);", "32 * step + 2 * (lane % 4);"),
+    ("halves", FEW, "(i % 2 ? has_lower : has_upper) ? __ldg", "true ? __ldg"),
+    ("halves", FEW, "upper + 4 * p.x_stride", "upper + 8 * p.x_stride"),
+    ("halves", FEW, "upper += 16, lower += 16;", "upper += 16, lower += 8;"),
+    ("halves", FEW, "16 * step + lane % 4;", "16 * step + 2 * (lane % 4);"),
     ("halves", FEW, "if (row >= p.m || output >= p.n) return;", "if (row >= p.m) return;"),
-    ("halves", FEW, "a[1] = lower.x, a[2] = upper.y", "a[1] = upper.y, a[2] = lower.x"),
+    ("halves", FEW, "(i % 2 ? lower : upper)", "(i % 2 ? upper : lower)"),
     ("halves", FEW, "return slice * p.steps / SLICES;", "return slice * (p.steps / SLICES);"),
     (
         "halves",
@@ -141,7 +142,8 @@ FAULTS = [
     ("fine", MANY, "finished<K>(p, output + 1, second));", "finished<K>(p, output, second));"),
     ("halves", MANY, "== step + 1) totals.take(sums);", "== step) totals.take(sums);"),
     ("halves", MANY, "sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;", ""),
-    ("wide", MANY, "tile + chunk_place(row + 8, chunk)", "tile + chunk_place(row, chunk)"),
+    ("wide", MANY, "16 * m + lane % 16, 2 * half", "16 * m + lane % 8, 2 * half"),
+    ("wide", MANY, "2 * half + lane / 16", "2 * half + lane / 8 % 2"),
 ]
 
 
