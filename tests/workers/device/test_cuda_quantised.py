@@ -66,11 +66,12 @@ def test_weights_stay_packed(
     """In less memory than dense ones, with the log probabilities of these, also where steps are replayed."""
     narrow, _ = load_runner(llama, **SIZES, quantization=quantization)
     found, num_packed = prompt_logprobs(narrow), len(packed)
+    num_recorded = device.num_recorded
     assert num_packed >= 2 * 4 and device.num_replayed > 0
     device.kernels.replace("pack")
     wide, _ = load_runner(llama, **SIZES, quantization=quantization)
     expected = prompt_logprobs(wide)
-    assert len(packed) == num_packed
+    assert len(packed) == num_packed and device.num_recorded == 2 * num_recorded
     assert np.abs(found - expected).max() < 0.1 and np.abs(found - expected).mean() > 0
     assert narrow.weight_bytes < (0.5 if quantization == "int4" else 0.8) * wide.weight_bytes
 
