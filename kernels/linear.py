@@ -23,7 +23,8 @@ def pack(weight: Weight, bias: Tensor | None = None, device: torch.device | None
 
     Returns:
         a function of x [..., K] to `x @ weight.T + bias` [..., N]. Sums are float32. A row's bits do not depend
-        on how many rows there are (on a GPU they may).
+        on how many rows there are (those of dense weights on a GPU may). Integers: the CPU's product rounds x to 8
+        bits, see `reference.quantised`; a GPU's does not.
 
     Raises:
         ValueError: the bias does not fit the weight.

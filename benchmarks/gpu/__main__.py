@@ -31,12 +31,13 @@ TRIED = {
     "gates": ("activate_and_mul",),
     "cache writes": ("store_kv", "rotate_and_store"),
     "attention": ("paged_attention",),
+    "products": ("pack",),
     "adapters": ("adapt",),
 }
 """The methods of the kernels that are tried together."""
 REHEARSAL = 5
 """How many times as long everything may take in a rehearsal."""
-GROUPS = ("decode", "prefill", "write", "rows", "sampling", "lora", "encoder")
+GROUPS = ("decode", "prefill", "write", "rows", "sampling", "linear", "lora", "encoder")
 
 
 def parts(is_gpu: bool) -> list[Part]:
@@ -67,6 +68,7 @@ def parts(is_gpu: bool) -> list[Part]:
         Part("memcheck", 60, partial(checks.sanitized, "memcheck")),
         Part("racecheck", 60, partial(checks.sanitized, "racecheck")),
         Part("model 8b", 90, partial(speed.model, is_gpu, "llama-3-8b")),
+        Part("model 8b int4", 120, partial(speed.model, is_gpu, "llama-3-8b", quantization="int4")),
         Part("model adapters", 90, partial(speed.model, is_gpu, "llama-3.2-1b", adapters=True)),
         Part("encoder", 90, partial(speed.encoder, is_gpu, "all-mpnet-base-v2")),
         Part("encoder speed", 90, partial(speed.encoder, is_gpu, "all-MiniLM-L6-v2")),

@@ -24,6 +24,8 @@ SANITIZED_TRIALS = (
     "rotate_and_store in bfloat16, heads of 128",
     "decode attention over bfloat16, heads of 128",
     "prefill attention over bfloat16, heads of 128",
+    "products with 4 bits, groups of 64, scales in float16",
+    "products with 8 bits, groups of 16, scales in float16",
     "adapters",
 )
 

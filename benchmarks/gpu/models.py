@@ -1,6 +1,6 @@
 """pagewire end to end on a GPU, with random bfloat16 weights of the shapes of real models.
 
-    python -m benchmarks.gpu.models [--model llama-3-8b] [--quick] [--adapters] [--out benchmarks/results]
+    python -m benchmarks.gpu.models [--model llama-3-8b] [--quick] [--adapters] [--quantization int4] [--out FOLDER]
 
 For each model: output tokens per second and their share of the floor (weights and KV cache streamed at the rate of
 a large copy, prompts multiplied at the rate of a large product, both measured here), the time to the first token,
@@ -82,6 +82,8 @@ TINY = {
 }
 """Sizes of a model that shows that everything runs."""
 RANK = 16
+BITS = {None: 16, "int4": 5, "int8": 8.5}
+"""Of a weight as it is read, with its scales and offsets, by how it is quantised."""
 
 
 @dataclass(frozen=True)
@@ -176,15 +178,15 @@ class Pagewire:
 
 
 def measure(
-    engine: Pagewire, works: Sequence[Work], scale: Scale, folder: Path, limits: Limits
+    engine: Pagewire, works: Sequence[Work], scale: Scale, folder: Path, limits: Limits, bits: float = 16
 ) -> dict[str, Any]:
-    """Each work some times, after one that warms up: medians."""
+    """Each work some times, after one that warms up: medians. bits: of a weight as it is read."""
     engine.run(Work(8, 64, 16), seed=0)
     report: dict[str, Any] = {"start_s": engine.start_s}
     for work in works:
         runs = [engine.run(work, seed=1 + run) for run in range(scale.runs)]
         seconds = statistics.median(run["seconds"] for run in runs)
-        floor = floor_seconds(limits, folder, work.count, work.input, work.output, shared=0)
+        floor = floor_seconds(limits, folder, work.count, work.input, work.output, shared=0, bits=bits)
         report[work.label] = {
             "tokens_per_s": work.count * work.output / seconds,
             "of_floor": floor / seconds,
@@ -284,8 +286,10 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def run_model(sizes: dict[str, Any], scale: Scale, limits: Limits, *, adapters: bool) -> dict[str, Any]:
-    """The figures of a model, which are printed as well. sizes: its configuration."""
+def run_model(
+    sizes: dict[str, Any], scale: Scale, limits: Limits, *, adapters: bool, quantization: str | None = None
+) -> dict[str, Any]:
+    """The figures of a model, which are printed as well. sizes: its configuration. quantization: of its weights."""
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
@@ -296,11 +300,11 @@ def run_model(sizes: dict[str, Any], scale: Scale, limits: Limits, *, adapters: 
             return report
         for kind, graphs, works in (("graphs", True, scale.works), ("eager", False, scale.others)):
             if works:
-                engine = Pagewire(folder, graphs, scale.device)
-                report[kind] = measure(engine, works, scale, folder, limits)
+                engine = Pagewire(folder, graphs, scale.device, quantization=quantization)
+                report[kind] = measure(engine, works, scale, folder, limits, BITS[quantization])
                 engine.close()
                 print(kind, json.dumps(report[kind], indent=1), flush=True)
-        if scale.others:
+        if scale.others and quantization is None:
             report["transformers"] = measure_transformers(folder, scale.others, scale.device)
             print("transformers", json.dumps(report["transformers"], indent=1), flush=True)
     return report
@@ -312,6 +316,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, action="append", help="may be given again")
     parser.add_argument("--quick", action="store_true", help="fewer works, with graphs only, and no peer")
     parser.add_argument("--adapters", action="store_true", help="LoRA adapters, and nothing else")
+    parser.add_argument("--quantization", choices=list(filter(None, BITS)), help="of the weights")
     parser.add_argument("--out", type=Path, help="folder of a JSON file of all figures")
     options = parser.parse_args()
     copy, rate = floors("cuda:0")
@@ -321,10 +326,12 @@ def main() -> None:
     scale = QUICK if options.quick else FULL
     for name in options.model or MODELS:
         print(name)
-        report["models"][name] = run_model(MODELS[name], scale, limits, adapters=options.adapters)
+        report["models"][name] = run_model(
+            MODELS[name], scale, limits, adapters=options.adapters, quantization=options.quantization
+        )
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        kind = "adapters" if options.adapters else "models"
+        kind = "adapters" if options.adapters else options.quantization or "models"
         file = options.out / f"{kind}-{report['device'].replace(' ', '-')}-{datetime.date.today()}.json"
         file.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -19,17 +19,19 @@ def kernels(is_gpu: bool, group: str) -> dict[str, Any]:
     return report
 
 
-def model(is_gpu: bool, name: str, *, adapters: bool = False) -> dict[str, Any]:
-    """A model end to end with random weights."""
+def model(
+    is_gpu: bool, name: str, *, adapters: bool = False, quantization: str | None = None
+) -> dict[str, Any]:
+    """A model end to end with random weights. quantization: how they are quantised while it is loaded."""
     from benchmarks.gpu import models
     from benchmarks.kernels.timing import floors
     from benchmarks.limits import Limits
 
     limits = Limits(*floors("cuda:0" if is_gpu else "cpu"))
+    kind: dict[str, Any] = {"adapters": adapters, "quantization": quantization}
     if is_gpu:
-        return models.run_model(models.MODELS[name], models.QUICK, limits, adapters=adapters)
-    tiny = models.MODELS[name] | models.TINY
-    return models.run_model(tiny, models.SMALL, limits, adapters=adapters)
+        return models.run_model(models.MODELS[name], models.QUICK, limits, **kind)
+    return models.run_model(models.MODELS[name] | models.TINY, models.SMALL, limits, **kind)
 
 
 def encoder(is_gpu: bool, name: str) -> dict[str, Any]:

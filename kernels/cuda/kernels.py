@@ -5,16 +5,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from pagewire.kernels.cuda import attention, gates, kv, lora, norms, sampling, states
+from pagewire.kernels.cuda import attention, gates, kv, linear, lora, norms, sampling, states
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.replacements import REPLACEMENTS
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.layer import Activation, Angles, HeadNorms
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
-from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight
+from pagewire.kernels.data.weight import Linear, Weight
 from pagewire.kernels.reference.kernels import Kernels
 
 
@@ -52,6 +51,7 @@ def variants(
         return result
     result += [gates.variant(dtype, activation) for activation in gates.ACTIVATIONS]
     result += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
+    result += linear.variants(dtype)
     if encodes:
         result.append(kv.variant(dtype, dtype))
         if head_dim in attention.TWO_SIDED_HEAD_DIMS:
@@ -117,8 +117,13 @@ class CudaKernels(Kernels):
         return super().activate_and_mul(x, activation)
 
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """See `pagewire.kernels.linear.pack`. The weight is made dense; a row's bits may depend on the batch."""
-        return UnpackedLinear(functional.linear, weight, bias)
+        """See `pagewire.kernels.linear.pack`. Integers stay packed; a weight that has no kernel is made dense.
+
+        `linear.why_not` says which. The bits of a row of a dense product may depend on the batch.
+        """
+        if linear.why_not(weight) is None:
+            return linear.IntegerLinear(self.launcher, weight, bias)
+        return REPLACEMENTS.pack(weight, bias)
 
     def adapt(self, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:
         """See `pagewire.kernels.adapted.adapt`.

@@ -155,6 +155,48 @@ DEVICE u32 multiply_pairs(u32 x, u32 y) {
 #endif
 }
 
+// The sums of two pairs.
+template <class T>
+DEVICE u32 add_pairs(u32 x, u32 y) {
+#ifdef EMULATED
+    const float2 a = unpack<T>(x), b = unpack<T>(y);
+    return pack<T>(a.x + b.x, a.y + b.y);
+#else
+    u32 pair;
+    if constexpr (is_same<T, bf16>)
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(x), "r"(0x3f803f80u), "r"(y));  // x * 1 + y
+    else
+        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(x), "r"(y));
+    return pair;
+#endif
+}
+
+// (x & mask) | bits, in one instruction.
+DEVICE u32 and_or(u32 x, u32 mask, u32 bits) {
+#ifdef EMULATED
+    return (x & mask) | bits;
+#else
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
+    return result;
+#endif
+}
+
+// Four bytes of eight: byte i of the result is the byte of `low` (0 to 3) or `high` (4 to 7) that digit i of `which` names,
+// a hexadecimal digit below 8. Digits from the fifth on are ignored.
+DEVICE u32 permute_bytes(u32 low, u32 high, u32 which) {
+#ifdef EMULATED
+    const u64 bytes = u64(high) << 32 | low;
+    u32 result = 0;
+    for (int i = 0; i < 4; i++) result |= u32(bytes >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+#else
+    u32 result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(which));
+    return result;
+#endif
+}
+
 // Two fp8, in the lower 16 bits of `two`, as a pair of 16-bit floats. Exact: T has every value of an fp8.
 template <class T, class F8>
 DEVICE u32 widen(u32 two) {
@@ -198,6 +240,7 @@ DEVICE int opaque(int x) {
 // ---------------------------------------------------------------- tensor cores: m16n8k16
 // Lane l = 4 g + t. A [16 x 16]: a[i] holds the pair at row g + 8 (i & 1), columns 2 t + 8 (i >> 1).
 // B [16 x 8]: b[i] the pair at rows 2 t + 8 i, column g. D [16 x 8]: d[i] at row g + 8 (i >> 1), column 2 t + (i & 1).
+// `mma` adds A B to D, `multiply` sets D to A B.
 
 #ifdef EMULATED
 
@@ -219,10 +262,28 @@ DEVICE void mma(float d[4], const u32 a[4], const u32 b[2]) {
         }
     }
 }
+template <class T>
+DEVICE void multiply(float d[4], const u32 a[4], const u32 b[2]) {
+    d[0] = d[1] = d[2] = d[3] = 0.0f;
+    mma<T>(d, a, b);
+}
 
 #else
 
 template <class T> DEVICE void mma(float d[4], const u32 a[4], const u32 b[2]);
+template <class T> DEVICE void multiply(float d[4], const u32 a[4], const u32 b[2]);
+template <> DEVICE void multiply<bf16>(float d[4], const u32 a[4], const u32 b[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+}
+template <> DEVICE void multiply<fp16>(float d[4], const u32 a[4], const u32 b[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+}
 template <> DEVICE void mma<bf16>(float d[4], const u32 a[4], const u32 b[2]) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -1,4 +1,4 @@
-"""PyTorch in the place of CUDA kernels that a device gets wrong. Slow."""
+"""PyTorch in the place of CUDA kernels that a device gets wrong, or that there are none of. Mostly slow."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight
 from pagewire.kernels.reference.kernels import Kernels
 
 
@@ -31,6 +33,10 @@ class PagedReference(Kernels):
         blocks, places = torch.unique(table, return_inverse=True)
         batch = replace(batch, block_table=places.int())
         return super().paged_attention(q, _rows(cache, blocks), batch, scale, terms, out)
+
+    def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """See `pagewire.kernels.linear.pack`. The weight is made dense; a row's bits may depend on the batch."""
+        return UnpackedLinear(functional.linear, weight, bias)
 
     def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
         """See `Kernels.store_kv`."""

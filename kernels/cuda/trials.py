@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from pagewire.kernels.cuda import attention, gates, kv, norms, states
+from pagewire.kernels.cuda import attention, gates, kv, linear, norms, states
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
+from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.layer import Activation, Norm
 from pagewire.kernels.data.paging import CAUSAL, UNSCALED, AttentionBatch, Cache, KVScales, LogitTerms
 from pagewire.kernels.data.states import StateBatch
+from pagewire.kernels.data.weight import Weight
 from pagewire.kernels.reference.kernels import Kernels, reference
 from pagewire.kernels.reference.states import StateKernels
 
@@ -34,6 +37,17 @@ TOLERANCE = {
 """The largest `difference` of right results, by the dtype in which they are rounded: one or two units in
 its last place; for fp8 one."""
 HEADS, KV_HEADS, BLOCK_SIZE = 8, 2, 16
+TABLE = tuple(range(0, 240, 15))
+SCHEMES = {
+    f"{title}, {f'groups of {group}' if group else 'no groups'}": Integers(bits, group, zero, table)
+    for title, bits, zero, table in (
+        ("4 bits", 4, 8, None),
+        ("a table", 4, 99, TABLE),
+        ("8 bits", 8, 128, None),
+    )
+    for group in (None, 64, 16)
+} | {"4 bits, groups of 64": Integers(4, 64, 0), "8 bits, groups of 16": Integers(8, 16, 0)}
+"""A scheme for each kind of kernel for products with integers. With zero 0 there are offsets."""
 SCALES = KVScales(0.5, 2.0)
 Layout = Callable[[Tensor], Tensor]
 """Brings a cache from rows to the layout of an implementation, and back."""
@@ -107,7 +121,7 @@ def trials(
     """A trial of every kernel that a model may launch, as `kernels.variants` lists them, but for sampling."""
     if dtype not in norms.DTYPES:
         return []
-    result = [*norm_trials(dtype), *gate_trials(dtype)]
+    result = [*norm_trials(dtype), *gate_trials(dtype), *linear_trials(dtype)]
     if encodes:
         result += write_trials(dtype, dtype, head_dim)
         if head_dim in attention.TWO_SIDED_HEAD_DIMS:
@@ -164,6 +178,39 @@ def gate_trials(dtype: torch.dtype) -> Iterator[Trial]:
 
         name = f"{activation.value}_and_mul"
         yield Trial(name, "activate_and_mul", compute, [2 * normal(3, 2 * 136).to(dtype)], TOLERANCE[dtype])
+
+
+def linear_trials(dtype: torch.dtype) -> Iterator[Trial]:
+    """Products with packed integers of every kind, for few and for many rows, which must have the same bits.
+
+    All rows are nearly equal, and the bias takes most of them away: what rounding to `dtype` would hide shows.
+    """
+    num_out, num_in, num_rows = 72, 640, linear.MOST_FEW + 6
+    row = normal(num_in)
+    x = (row + normal(num_rows, num_in, seed=1) / 64).to(dtype)
+    codes = torch.randint(256, (num_out, num_in), generator=torch.Generator().manual_seed(2)).to(torch.uint8)
+
+    def compute(scheme: Integers, kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+        x, bias, *parts = inputs
+        weight = Weight(scheme, tuple(parts), (num_out, num_in), dtype)
+        if kernels is reference:  # whose products with integers round x, too
+            matrix = replace(weight, dtype=torch.float32).dense()
+            exact = functional.linear(x.float(), matrix, bias.float())
+            return torch.cat([exact, torch.zeros_like(exact)])
+        product = kernels.pack(weight, bias)
+        many, few = product(x), torch.cat([product(x[i : i + 20]) for i in range(0, num_rows, 20)])
+        return torch.cat([many, few - many])
+
+    for name, scheme in SCHEMES.items():
+        groups = (num_out, num_in // (scheme.group or num_in))
+        scales = (1 + normal(*groups, seed=3).abs()) / 1000
+        factors = [scales, -9 * scales] if scheme.zero == 0 else [scales]
+        for scale_dtype in [torch.float32] if scheme.group is None else norms.DTYPES:
+            parts = [codes[:, : num_in * scheme.bits // 8], *(factor.to(scale_dtype) for factor in factors)]
+            bias = -Weight(scheme, tuple(parts), (num_out, num_in), torch.float32).dense() @ row
+            inputs = [x, bias.to(dtype), *parts]
+            title = f"products with {name}, scales in {short(scale_dtype)}"
+            yield Trial(title, "pack", partial(compute, scheme), inputs, TOLERANCE[dtype])
 
 
 def write_trials(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> Iterator[Trial]:

@@ -1,7 +1,8 @@
 """Weights as integers of 8 or 4 bits with a scale, and often an offset, for each group of columns.
 
-The formats of quantised checkpoints are read as one of these schemes; none of them has kernels of its own. The
-product over such a weight quantises its input, too, and is defined by `reference.quantised.quantised_linear`.
+The formats of quantised checkpoints are read as one of these schemes; none of them has kernels of its own. On the
+CPU the product over such a weight quantises its input, too, and is defined by
+`reference.quantised.quantised_linear`; on a GPU the input stays as it is, see `cuda.linear`.
 """
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ class CudaDevice:
         return CudaTokenSampler(self, max_rows, vocab_size, max_most_likely)
 
     def can_record(self, dtype: torch.dtype) -> bool:
-        """See `Device.can_record`: what PyTorch does in place of a kernel waits for the device."""
-        return dtype in KERNEL_DTYPES and self.kernels.replaced <= {SAMPLING}
+        """See `Device.can_record`: what PyTorch does in place of kernels waits for the device, but for products."""
+        return dtype in KERNEL_DTYPES and self.kernels.replaced <= {SAMPLING, "pack"}
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See `Device.record`: a CUDA graph. All graphs share one pool of memory."""

@@ -10,6 +10,7 @@ import torch
 from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda import sampling, trials
 from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.kernels.data.weight import UnpackedLinear, dense_weight
 from tests.kernels.cuda.emulate import Edit, EmulatedLauncher
 from tests.kernels.cuda.emulate.recorder import Recorder
 
@@ -61,6 +62,23 @@ def test_a_wrong_kernel_is_found_and_replaced(name: str) -> None:
     assert chosen and any("differs from PyTorch by" in reason for reason in verdicts(kernels, chosen))
     kernels.replace(chosen[0].method)
     assert not any(verdicts(kernels, chosen)) and kernels.replaced == {chosen[0].method}
+
+
+WRONG_PRODUCTS = [
+    Edit("linear.cu", "step >> p.group_shift", "step"),
+    Edit("linear.cu", "== step + 1) totals.take(sums);", "== step + 1 && slice % 2) totals.take(sums);"),
+]
+"""A scale of another group; sums in another order, but only in the kernel for many rows."""
+
+
+@pytest.mark.planted_faults
+@pytest.mark.parametrize("edit", WRONG_PRODUCTS, ids=["wrong", "other bits in other batches"])
+def test_weights_are_made_dense_if_their_products_are_wrong(edit: Edit) -> None:
+    (*_, chosen) = find("products with 8 bits, groups of 64")
+    kernels = CudaKernels(EmulatedLauncher(edits=(edit,)), "cpu")
+    assert "differs from PyTorch by" in chosen.why_wrong(kernels, CPU)
+    kernels.replace(chosen.method)
+    assert isinstance(kernels.pack(dense_weight(torch.ones(2, 32).to(BF16))), UnpackedLinear)
 
 
 @pytest.mark.parametrize("cache_dtype", [BF16, E4M3], ids=str)

@@ -1,0 +1,237 @@
+"""Products with integer weights that stay packed in the GPU's memory. See `pagewire.kernels.linear.pack`.
+
+A weight is brought into the order in which the kernels read it once, when it is packed: a warp's codes of a step
+are contiguous, 16 bytes by each lane (linear.cu). Sums are float32, and their order follows from the number of
+columns alone: a row's bits do not depend on how many rows there are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pagewire.kernels.cuda.launch import KernelLauncher, pack
+from pagewire.kernels.cuda.norms import DTYPES
+from pagewire.kernels.cuda.source import Variant
+from pagewire.kernels.data.integers import Integers
+from pagewire.kernels.data.weight import Weight, check_rows
+
+SOURCE = "linear.cu"
+STEP, OUTPUTS, SLICES = 32, 32, 8
+"""Columns of a step, outputs of a warp, and slices of the columns. As in linear.cu."""
+MOST_FEW = 64
+"""Rows for which each slice has a warp, at most. The weight is read for every 16 of them."""
+CODES = ("half_codes", "table_codes", "byte_codes")
+SPANS = (0, 32, 16)
+"""Columns of a step that have one scale; 0: a row of the weight has one."""
+BLOCK = 1 << 22
+"""About how many codes are ordered at a time: they take several times the room of the weight."""
+
+
+@functools.cache
+def variant(kernel: str, dtype: torch.dtype, codes: str, scale_dtype: torch.dtype, span: int) -> Variant:
+    """One of the kernels, "few" or "many", for a dtype of rows, one of `CODES` and one of `SPANS`."""
+    scale = "float" if span == 0 else DTYPES[scale_dtype]
+    return Variant(SOURCE, f"linear_{kernel}<{DTYPES[dtype]}, {codes}, {scale}, {span}>", "Product")
+
+
+def variants(*dtypes: torch.dtype) -> list[Variant]:
+    """Both kernels for each dtype (by default for all), codes and scales."""
+    kinds = [(torch.float32, 0), *((scales, span) for scales in DTYPES for span in SPANS[1:])]
+    return [
+        variant(kernel, dtype, codes, *kind)
+        for dtype in dtypes or DTYPES
+        for codes in CODES
+        for kind in kinds
+        for kernel in ("few", "many")
+    ]
+
+
+def why_not(weight: Weight) -> str | None:
+    """Why a weight has no kernel, so that it is made dense when it is packed; None if it has one.
+
+    Integers of 8 or 4 bits have kernels, and tables of 4 bits (MXFP4, GGUF's IQ types), with scales and offsets of
+    16 bits for groups of 16 columns or more, or one scale for a row. Groups with scales in float32 are rare. Dense
+    weights stay as they are, and cuBLAS multiplies them. Other schemes, such as floats of 8 bits, have none yet.
+    """
+    scheme, num_in = weight.scheme, weight.shape[1]
+    if not isinstance(scheme, Integers):
+        return f"{scheme.name} weights are not integers"
+    if weight.dtype not in DTYPES:
+        return f"products are bfloat16 or float16, not {weight.dtype}"
+    if num_in % STEP:
+        return f"{num_in} columns are no multiple of {STEP}"
+    if scheme.group is not None and weight.parts[1].dtype not in DTYPES:
+        return f"scales of groups are bfloat16 or float16, not {weight.parts[1].dtype}"
+    if scheme.group is None and len(weight.parts) > 2:
+        return "a row without groups has no offset"
+    if _codes(scheme) == "half_codes" and scheme.zero >= 128:
+        return f"4 bits less {scheme.zero} are no numbers of bfloat16"
+    return None
+
+
+def _codes(scheme: Integers) -> str:
+    """The name in `CODES`."""
+    return "byte_codes" if scheme.bits == 8 else "half_codes" if scheme.table is None else "table_codes"
+
+
+class IntegerLinear:
+    """A linear layer over an integer weight [N, K] that stays packed: see `pagewire.kernels.linear.pack`.
+
+    Rows are multiplied with the integers, and sums with the scales: nothing but the result is rounded to the rows'
+    dtype. Its parts lie on the weight's device.
+    """
+
+    def __init__(self, launcher: KernelLauncher, weight: Weight, bias: Tensor | None) -> None:
+        """bias: [N], of the weight's dtype.
+
+        Raises:
+            ValueError: the weight has no kernel, see `why_not`.
+            CompileError: see `KernelLauncher.load`.
+        """
+        if reason := why_not(weight):
+            raise ValueError(f"no kernel for this weight: {reason}")
+        assert isinstance(weight.scheme, Integers)
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self._launcher, self._few, self._many = launcher, *_launches(weight)
+        launcher.load(
+            [self._few.kernel, self._many.kernel]
+        )  # nothing may be loaded while a graph is recorded
+        self._parts = _parts(weight) | {"bias": bias}
+        self._sizes = _sizes(weight)
+        self.num_bytes = sum(part.nbytes for part in self._parts.values() if part is not None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., K] to [..., N], both in `dtype`. A row's bits do not depend on the others.
+
+        Raises:
+            ValueError: x has another size or dtype.
+        """
+        check_rows(x, self.in_features, self.dtype)
+        rows = x.reshape(-1, self.in_features)
+        if rows.stride(1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
+            rows = rows.clone(memory_format=torch.contiguous_format)
+        out = torch.empty(len(rows), self.out_features, dtype=x.dtype, device=x.device)
+        if len(rows):
+            self.multiply(rows, out)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def multiply(self, rows: Tensor, out: Tensor) -> None:
+        """Write the product of rows [M, K], M > 0, aligned to 16 bytes, to out [M, N], contiguous."""
+        launch = self._launch_for(len(rows))
+        of_rows = {"x": rows, "x_stride": rows.stride(0), "m": len(rows), "out": out}
+        parameters = pack(launch.kernel, **of_rows, **self._parts, **self._sizes)
+        grid = (-(-len(rows) // launch.rows), -(-self.out_features // launch.outputs))
+        self._launcher.launch(launch.kernel, grid, (launch.threads,), parameters, launch.shared_bytes)
+
+    def _launch_for(self, num_rows: int) -> _Launch:
+        """The faster kernel for a number of rows; results are equal. By reckoning: no GPU has run them yet.
+
+        With up to 64 rows the kernel for many reads the weight once, but has few blocks if there are few outputs.
+        """
+        fills_device = -(-self.out_features // self._many.outputs) >= self._launcher.multiprocessors
+        few = num_rows <= (self._few.rows if fills_device else MOST_FEW)
+        return self._few if few else self._many
+
+
+class _Launch(NamedTuple):
+    """A kernel and its block: the rows and outputs that one computes, its threads, and its shared memory."""
+
+    kernel: Variant
+    rows: int
+    outputs: int
+    threads: int
+    shared_bytes: int
+
+
+def _launches(weight: Weight) -> tuple[_Launch, _Launch]:
+    """The launches for few and for many rows. Numbers as in linear.cu."""
+    scheme, scale_dtype = weight.scheme, weight.parts[1].dtype
+    assert isinstance(scheme, Integers)
+    span = 0 if scheme.group is None else min(scheme.group, STEP)
+    kind = (weight.dtype, _codes(scheme), scale_dtype, span)
+    scale_bytes = OUTPUTS * STEP // span * scale_dtype.itemsize if span else 0
+    stage_bytes = OUTPUTS * STEP * scheme.bits // 8 + 2 * scale_bytes  # of a warp: codes, scales, offsets
+    stages, stride = (8 if scheme.bits == 4 else 6), 40
+    shared = SLICES * max(stages * stage_bytes, 16 * stride * 4)  # the sums of slices come after the stages
+    few = _Launch(variant("few", *kind), 16, OUTPUTS, 32 * SLICES, shared)
+    rows, warps, stages = 64, 4, 6
+    shared = (
+        stages * (rows * 2 * STEP + warps * stage_bytes) + rows * warps * OUTPUTS * 4
+    )  # rows, stages, sums
+    return few, _Launch(variant("many", *kind), rows, warps * OUTPUTS, 32 * warps, shared)
+
+
+def _parts(weight: Weight) -> dict[str, Tensor | None]:
+    """The tensors of a weight as the kernels read them, by their names in linear.cu."""
+    scheme, (_, scales, *offsets) = weight.scheme, weight.parts
+    assert isinstance(scheme, Integers)
+    if scheme.group is None:
+        return {"codes": packed_codes(weight), "scales": scales.float().flatten(), "offsets": None}
+    others = {"scales": packed_scales(scales), "offsets": packed_scales(offsets[0]) if offsets else None}
+    return {"codes": packed_codes(weight), **others}
+
+
+def _sizes(weight: Weight) -> dict[str, int]:
+    """The numbers of a weight, by their names in linear.cu."""
+    scheme, (num_out, num_in) = weight.scheme, weight.shape
+    assert isinstance(scheme, Integers)
+    group, values = scheme.group or num_in, bytes(scheme.table or 16)
+    return {
+        "low_values": int.from_bytes(values[:8], "little"),
+        "high_values": int.from_bytes(values[8:], "little"),
+        "n": num_out,
+        "steps": num_in // STEP,
+        "groups": num_in // group,
+        "group_shift": 0 if scheme.group is None else max(group // STEP, 1).bit_length() - 1,
+        "zero": scheme.zero,
+    }
+
+
+def packed_codes(weight: Weight) -> Tensor:
+    """The codes of a weight [N, K] in the order of linear.cu: uint8 [N / 32, K / 32, bytes of a step].
+
+    N is rounded up; outputs that are added have code 0, and their scale is 0. Column `16 h + 8 i + 2 t + e` and
+    output `8 j + g` of a step are in word j of lane `4 g + t`. A word has the codes of both halves h in half bytes
+    `4 e + 2 h + i`, or with a table `4 h + 2 i + e`. With 8 bits each half has words of its own, whose byte is
+    `2 i + e`.
+    """
+    scheme, (num_out, num_in) = weight.scheme, weight.shape
+    assert isinstance(scheme, Integers)
+    codes = weight.parts[0]
+    num_blocks = -(-num_out // OUTPUTS)
+    packed = codes.new_empty(num_blocks, num_in // STEP, OUTPUTS * STEP * scheme.bits // 8)
+    blocks = max(1, BLOCK // (OUTPUTS * num_in))
+    for start in range(0, num_blocks, blocks):
+        part = codes[start * OUTPUTS : (start + blocks) * OUTPUTS]
+        part = functional.pad(part, (0, 0, 0, -len(part) % OUTPUTS))
+        packed[start : start + blocks] = _ordered(part, scheme).view(-1, *packed.shape[1:])
+    return packed
+
+
+def _ordered(codes: Tensor, scheme: Integers) -> Tensor:
+    """`packed_codes` of whole blocks of outputs, as one run of bytes."""
+    if scheme.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    # block, j, g, step, h, i, t, e
+    axes = codes.view(len(codes) // OUTPUTS, 4, 8, -1, 2, 2, 4, 2)
+    if scheme.bits == 8:
+        return axes.permute(0, 3, 4, 2, 6, 1, 5, 7).reshape(-1)
+    inner = (7, 4, 5) if scheme.table is None else (4, 5, 7)
+    halves = axes.permute(0, 3, 2, 6, 1, *inner).reshape(-1, 2)
+    return halves[:, 0] | halves[:, 1] << 4
+
+
+def packed_scales(scales: Tensor) -> Tensor:
+    """Scales or offsets [N, groups] in the order of linear.cu: [N / 32, groups, 32], N rounded up.
+
+    Output `8 j + 2 t + e` of a block is in place `8 t + 2 j + e`.
+    """
+    padded = functional.pad(scales, (0, 0, 0, -len(scales) % OUTPUTS))
+    axes = padded.view(-1, 4, 4, 2, scales.shape[1])  # block, j, t, e, group
+    return axes.permute(0, 4, 2, 1, 3).reshape(len(axes), scales.shape[1], OUTPUTS)
