@@ -57,6 +57,7 @@ class MediaEntries:
         self._positions.clear()
         self._unplaced.clear()
 
+    @torch.inference_mode()
     def apply(self, plan: StepPlan) -> None:
         """Take in what a plan frees, assigns and encodes; `Slots.apply` comes first."""
         for slot in plan.freed_slots:
@@ -72,6 +73,10 @@ class MediaEntries:
             if made.error and self.tower.is_part:  # the stage that answers for rows does not know
                 raise RuntimeError(made.error)
             self._entries[encode.entry] = self.tower.place_ids[encode.kind], made
+
+    def moves(self, slot: int) -> bool:
+        """True if media change the positions of a slot's tokens, also of those behind them."""
+        return slot in self._positions
 
     def _place(self, init: SlotInit) -> None:
         """Work out the positions of a new sequence, if media change them."""

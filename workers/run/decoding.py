@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -40,11 +40,16 @@ class ModelToDecode(Protocol):
     slots: Slots
     loaded: LoadedModel | None
     caches: list[Cache]
+    media: MediaEntries | None
     profile: Any
 
     @property
     def model(self) -> LoadedModel:
         """The loaded model."""
+
+
+if TYPE_CHECKING:
+    from pagewire.workers.media.entries import MediaEntries
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ class Decoding:
     def run(self, plan: StepPlan, quiet: Quiet | None) -> DecodedStep | None:
         """Run a plan that was applied to the slots; None if it is for the other way. quiet: None: it stays so."""
         rows, slots = plan.rows, self._runner.slots
-        if plan.masked or not all(map(decodes, rows)):
+        if not rows or plan.masked or not all(map(decodes, rows)):
             return None
         decoder = self._current()
         if decoder is None or not all(self._takes(decoder, row) for row in rows):
@@ -116,6 +121,12 @@ class Decoding:
                 sequence.append(token_id)
         return DecodedStep(plan, result, begin, self._runner.device.record_event())
 
+    def forget(self) -> None:
+        """Let go of the model and its caches."""
+        self._of, self._decoder = (None, None), None
+        for of_slots in (self._known, self._plain, self._ends):
+            of_slots.clear()
+
     def _current(self) -> CompiledDecoder | None:
         """The decoder of the model with its present caches; None if the model has none, or a profiler looks on."""
         runner = self._runner
@@ -132,7 +143,10 @@ class Decoding:
         slot, slots = row.slot, self._runner.slots
         sequence = slots.sampling[slot]
         if self._known.get(slot) is not sequence:
-            self._known[slot], self._plain[slot] = sequence, sequence.is_plain and not slots.adapters[slot]
+            media = self._runner.media
+            moved = media is not None and media.moves(slot)
+            self._known[slot] = sequence
+            self._plain[slot] = sequence.is_plain and not slots.adapters[slot] and not moved
             self._describe(decoder, slot, sequence)
         return self._plain[slot] and sequence.num_tokens == row.start + 1
 

@@ -257,7 +257,6 @@ class Runner:
         go_on(self, step, result)
         return result
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan, quiet: Quiet | None = None) -> RunningStep | DecodedStep:
         """Launch the model for a plan. Tokens that the previous step still samples are taken from the device.
 
@@ -265,11 +264,16 @@ class Runner:
         """
         model = self.model.model
         self.slots.apply(plan, with_tokens=not model.is_last)
-        self.drafter.apply(plan)
         if self.media is not None:
             self.media.apply(plan)
-        if plan.rows and (decoded := self.decoding.run(plan, quiet)) is not None:
+        if (decoded := self.decoding.run(plan, quiet)) is not None:
             return decoded
+        return self._launch(plan)
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> RunningStep:
+        model = self.model.model
+        self.drafter.apply(plan)
         received = model.received(sum(row.num_tokens for row in plan.rows)) if plan.rows else None
         step = RunningStep(self, plan, self.device.record_event())
         if plan.rows:
@@ -357,6 +361,7 @@ class Runner:
     def free(self) -> None:
         """Give the memory for KV blocks and states back, and forget every request."""
         self.slots.clear()
+        self.decoding.forget()
         if self.media is not None:
             self.media.clear()
         self.graphs, self.caches, self.states = None, [], []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -254,3 +255,13 @@ def test_the_memory_for_rows_follows_their_number(runner: Runner, count: Count) 
         Driver(runner).generate([prompt], 5)[0] for prompt in prompts
     ]
     assert count.taken >= 4 * 8
+
+
+def test_memory_that_is_given_back_is_not_held(runner: Runner, count: Count) -> None:
+    prompts = make_prompts(VOCAB_SIZE, [3, 9])
+    before = Driver(runner).generate(prompts, 4)
+    held = [weakref.ref(cache) for cache in runner.caches]
+    runner.free()
+    assert all(cache() is None for cache in held)
+    runner.allocate_kv()
+    assert Driver(runner).generate(prompts, 4) == before and count.taken == 6
