@@ -56,7 +56,7 @@ class StepDriver:
     def commit(self, result: StepResult) -> None:
         """Take the result of the oldest step in flight. Workers whose result is of another step are killed."""
         now, scheduler = time.monotonic(), self._scheduler
-        num_prompt = scheduler.in_flight[0].num_prompt_tokens if scheduler.in_flight else 0
+        step = scheduler.in_flight[0] if scheduler.in_flight else None
         try:
             outcomes = scheduler.commit(result, now)
         except ValueError as error:
@@ -69,7 +69,8 @@ class StepDriver:
         self.busy_us += result.busy_us
         self.idle_us += result.idle_us if self._was_busy else 0
         self._was_busy = scheduler.num_unfinished > 0
-        self._metrics.step(outcomes, num_prompt, result.busy_us, now)
+        assert step is not None, "a result of no step is unexpected"
+        self._metrics.step(outcomes, step.num_prompt_tokens, result.busy_us, now, step.num_run(result))
 
     def _send_masks(self, now: float) -> None:
         """Send the grammar masks of the oldest step in flight, if it needs any; all earlier tokens are known."""

@@ -238,19 +238,29 @@ class Metrics:
         self.params_best_of.observe(len(group))
         self.params_max_tokens.observe(first.max_output)
 
-    def step(self, outcomes: Iterable[Outcome], num_prompt_tokens: int, busy_us: int, now: float) -> None:
-        """Record a committed step: its outcomes, its number of prompt tokens and its time in the worker."""
-        self.step_seconds.observe(busy_us / 1e6)
+    def step(
+        self,
+        outcomes: Iterable[Outcome],
+        num_prompt_tokens: int,
+        busy_us: int,
+        now: float,
+        num_steps: int = 1,
+    ) -> None:
+        """Record a committed step: its outcomes, its number of prompt tokens and its time in the worker.
+
+        num_steps: that were launched together; what is recorded is of all of them.
+        """
+        self.step_seconds.observe(busy_us / 1e6 / num_steps, num_steps)
         gaps: dict[float, int] = {}
         num_tokens = num_prompt_tokens
         for sequence, delta in outcomes:
             if delta.token_ids:
                 num_tokens += len(delta.token_ids)
                 gap = sequence.token_gap
-                gaps[gap] = gaps.get(gap, 0) + 1
+                gaps[gap] = gaps.get(gap, 0) + len(delta.token_ids)
                 if gap == 0.0:
                     self._first_token(self._requests[sequence], now)
-        self.step_tokens.observe(num_tokens)
+        self.step_tokens.observe(num_tokens / num_steps, num_steps)
         gaps.pop(0.0, None)
         for gap, times in gaps.items():
             self.between_tokens.observe(gap, times)

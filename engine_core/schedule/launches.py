@@ -47,9 +47,7 @@ class LaunchLength:
         """Take in what the steps of a launch took; those that compute prompts or drafts say nothing."""
         if self._most == 1 or not result.busy_us or any(row.num_tokens > 1 for row in step.rows):
             return
-        num_steps = max((len(row.token_ids) for row in result.rows), default=0)
-        if num_steps:
-            self._costs.observe(len(step.rows), result.busy_us / 1e6 / num_steps)
+        self._costs.observe(len(step.rows), result.busy_us / 1e6 / step.num_run(result))
 
     @staticmethod
     def _fit(sequences: Collection[Sequence], kv: KVCache, num_tokens: int) -> bool:

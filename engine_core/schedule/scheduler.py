@@ -208,6 +208,7 @@ class Scheduler:
                 delta = self._commit_row(sequence, row, row_result, now)
                 if delta is not None:
                     outcomes.append((sequence, delta))
+        self.stats.num_steps += step.num_run(result) - 1
         self._launches.measure(step, result)
         self.speculation.measure(step, result, goes_on=bool(self.running))
         return outcomes

@@ -66,6 +66,10 @@ class PlannedStep:
         width = len(bits[0]) // 4 if bits else 0
         return Masks(self.step_id, samples, Tensor("int32", (len(bits), width), b"".join(bits))), failures
 
+    def num_run(self, result: StepResult) -> int:
+        """The number of steps that its result is of: as many as the plan is for, or fewer."""
+        return 1 if self.num_steps == 1 else max(1, *(len(row.token_ids) for row in result.rows))
+
     def check(self, result: StepResult) -> None:
         """Check that a worker's result fits the rows.
 

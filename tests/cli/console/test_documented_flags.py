@@ -64,6 +64,7 @@ WORKS: dict[str, tuple[list[str], dict[str, Any]]] = {  # flag: its values, and 
         {"ngram_prompt_lookup_min": 1},
     ),
     "--num-gpu-blocks-override": (["9"], {"num_gpu_blocks_override": 9}),
+    "--num-scheduler-steps": (["8"], {"num_scheduler_steps": 8}),
     "--num-speculative-tokens": (["5", "--speculative-model", "m"], {"num_speculative_tokens": 5}),
     "--otlp-traces-endpoint": (
         ["http://h:4318/v1/traces"],
@@ -153,7 +154,6 @@ ACCEPTED: dict[str, list[str]] = {  # flag: values that ask for what happens any
     "--max-context-len-to-capture": ["8192"],
     "--max-seq-len-to-capture": ["8192"],
     "--num-lookahead-slots": ["0"],
-    "--num-scheduler-steps": ["1"],
     "--preemption-mode": ["recompute"],
     "--swap-space": ["4"],
     "--tokenizer-pool-size": ["0"],
@@ -169,7 +169,6 @@ WARNED: dict[str, list[str]] = {  # flag: values that change no output
     "--max-context-len-to-capture": ["512"],
     "--max-seq-len-to-capture": ["512"],
     "--num-lookahead-slots": ["5"],
-    "--num-scheduler-steps": ["8"],
     "--preemption-mode": ["swap"],
     "--scheduler-delay-factor": ["0.5"],
     "--swap-space": ["8"],

@@ -74,10 +74,19 @@ def test_a_step_adds_its_tokens_in_one_piece() -> None:
     metrics.step([*outcomes, token(group[7], 0.02, ())], 40, 5000, now=8.0)
     assert sums(metrics.first_token) == [(1, 1.0)]
     between = metrics.between_tokens.values()
-    assert (between["count"], between["sum"]) == (6, pytest.approx(0.4))
+    assert (between["count"], between["sum"]) == (8, pytest.approx(1.0))
     assert (between["buckets"]["0.01"], between["buckets"]["0.025"]) == (0, 5)
     assert sums(metrics.step_tokens) == [(1, 49)]  # 40 tokens of prompts, and 9 were generated
     assert metrics.step_seconds.values()["sum"] == 0.005
+
+
+def test_steps_that_were_launched_together_count_each() -> None:
+    metrics = Metrics(1000)
+    group = [submit(metrics)[0] for _ in range(2)]
+    metrics.step([token(sequence, 0.001, (1, 2, 3, 4)) for sequence in group], 0, 4000, 8.0, num_steps=4)
+    assert sums(metrics.step_seconds) == [(4, pytest.approx(0.004))]
+    assert sums(metrics.step_tokens) == [(4, 8)]
+    assert sums(metrics.between_tokens) == [(8, pytest.approx(0.008))]
 
 
 def test_a_request_counts_once_whatever_its_n() -> None:

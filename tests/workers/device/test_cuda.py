@@ -116,6 +116,11 @@ class Core:
         self.results: list[StepResult] = []
         self.masks = {mask.step_id: mask for mask in masks}
 
+    descriptors: Sequence[int] = ()
+
+    def is_quiet(self) -> bool:
+        return True
+
     def send(self, result: StepResult) -> None:
         self.results.append(result)
 

@@ -43,6 +43,7 @@ def watch_stack(runner: Runner, positions: list[Tensor]) -> None:
     assert isinstance(base, Network)
     layers = [replace(layer, down=Watching(layer.down, positions)) for layer in base.stack.layers]
     base.stack = type(base.stack)(base.stack.input_norm, layers)
+    runner.decoding.forget()
     assert base.stack.compiled is None, "what has a linear layer of another kind runs in Python"
 
 
