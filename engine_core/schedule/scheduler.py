@@ -165,7 +165,6 @@ class Scheduler:
         if self.config.launch_steps > 1 and not self.waiting:
             self._launches.prolong(step, self.running, self.kv)
         self._next_step_id += 1
-        self.stats.num_steps += 1
         self.stats.num_prompt_tokens += step.num_prompt_tokens
         self.in_flight.append(step)
         freed = self.sequences.take_freed_slots()
@@ -208,7 +207,7 @@ class Scheduler:
                 delta = self._commit_row(sequence, row, row_result, now)
                 if delta is not None:
                     outcomes.append((sequence, delta))
-        self.stats.num_steps += step.num_run(result) - 1
+        self.stats.num_steps += step.num_run(result)
         self._launches.measure(step, result)
         self.speculation.measure(step, result, goes_on=bool(self.running))
         return outcomes
