@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pagewire.kernels.cpu.experts import is_packed, matrix
 from pagewire.kernels.cpu.integers import SchemeStruct
@@ -38,53 +39,50 @@ class SequenceArrays:
     block_table: NDArray[np.int32]
 
 
-class CompiledDecoder:
-    """Embedding, layers, output layer and sampling of rows that each run one token, several steps in one call.
+@dataclass(frozen=True)
+class DecoderParts:
+    """What a step runs: embeddings [V or more, H], dense or integers; layers with their caches; the output layer.
 
-    embeddings: [V or more, H], dense or integers. angles: cosines and sines [P, rot_dim] by position, of each kind.
-    head: the output layer. caches: of the layers.
+    angles: cosines and sines [P, rot_dim] by position, of each kind.
     """
 
-    @classmethod
-    def of(
-        cls,
-        library: ctypes.CDLL,
-        stack: CompiledStack,
-        embeddings: Weight,
-        angles: Sequence[Angles],
-        head: Linear,
-        caches: Sequence[Cache | None],
-        sequences: SequenceArrays,
-    ) -> CompiledDecoder | None:
-        """None if the layers are not one call, or their dtypes differ from those of the embeddings or the head."""
-        dtypes = {
-            embeddings.dtype,
-            head.dtype,
-            stack.dtype,
-            *(part.dtype for pair in angles for part in pair),
-        }
-        if not stack.is_single or not is_packed(head) or isinstance(head, AdaptedLinear) or len(dtypes) > 1:
-            return None
-        if not (isinstance(embeddings.scheme, Integers) or embeddings.scheme is DENSE):
-            return None
-        tensors = [*embeddings.parts, *(part for pair in angles for part in pair)]
-        if not all(tensor.is_contiguous() for tensor in tensors) or embeddings.shape[1] != head.in_features:
-            return None
-        return cls(library, stack, embeddings, angles, head, caches, sequences)
+    embeddings: Weight
+    angles: Sequence[Angles]
+    stack: CompiledStack
+    caches: Sequence[Cache | None]
+    head: Linear
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        stack: CompiledStack,
-        embeddings: Weight,
-        angles: Sequence[Angles],
-        head: Linear,
-        caches: Sequence[Cache | None],
-        sequences: SequenceArrays,
-    ) -> None:
-        self._library, self._stack, self._angles = library, stack, angles
-        self._caches, self._head, self._vocab_size = caches, head, head.out_features
-        self._owners: list[object] = [embeddings, sequences]
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that the library reads rows of."""
+        return [*self.embeddings.parts, *(part for pair in self.angles for part in pair)]
+
+    @property
+    def fit(self) -> bool:
+        """True if the layers are one call, and the others are of their dtype and of kinds that decode.cpp knows."""
+        rows, head = self.embeddings, self.head
+        if not self.stack.is_single or not is_packed(head) or isinstance(head, AdaptedLinear):
+            return False
+        if not (isinstance(rows.scheme, Integers) or rows.scheme is DENSE):
+            return False
+        if rows.shape[0] < head.out_features or rows.shape[1] != head.in_features:
+            return False
+        dtypes = {rows.dtype, head.dtype, *(part.dtype for pair in self.angles for part in pair)}
+        return dtypes == {self.stack.dtype} and all(tensor.is_contiguous() for tensor in self.tensors)
+
+
+class CompiledDecoder:
+    """Embedding, layers, output layer and sampling of rows that each run one token, several steps in one call."""
+
+    @classmethod
+    def of(cls, parts: DecoderParts, sequences: SequenceArrays) -> CompiledDecoder | None:
+        """None if the parts do not `fit`."""
+        return cls(parts, sequences) if parts.fit else None
+
+    def __init__(self, parts: DecoderParts, sequences: SequenceArrays) -> None:
+        self._parts = parts
+        embeddings, angles, head = parts.embeddings, parts.angles, parts.head
+        self._owners: list[object] = [sequences]
         self._tables = (AnglesParameters * max(1, len(angles)))()
         for table, (cos, sin) in zip(self._tables, angles, strict=False):
             table.cos, table.sin = cos.data_ptr(), sin.data_ptr()
@@ -139,9 +137,11 @@ class CompiledDecoder:
             num_steps: from 1 on; there are blocks for them. descriptors: [at most 2].
 
         Raises:
-            ValueError: lengths or block numbers do not fit the caches.
+            ValueError: lengths or block numbers do not fit the caches, or sequences become too long.
         """
         num_rows, call = len(slots), self._call
+        if starts.max() + num_steps >= call.max_tokens:
+            raise ValueError(f"{num_steps} steps from {starts.max()} on for at most {call.max_tokens} tokens")
         if num_rows > self._capacity or num_rows * 4 < self._capacity:
             self._reserve(num_rows)
         chosen = np.empty((num_steps, num_rows), np.int64)
@@ -153,7 +153,7 @@ class CompiledDecoder:
         )
         call.chosen = chosen.ctypes.data
         call.descriptors, call.num_descriptors = descriptors.ctypes.data, len(descriptors)
-        done = self._library.pagewire_decode(ctypes.byref(call))
+        done = self._parts.stack.library.pagewire_decode(ctypes.byref(call))
         if done < 0:
             raise ValueError("lengths, slots or block numbers of the batch do not fit its tensors")
         return chosen[:done]
@@ -162,9 +162,9 @@ class CompiledDecoder:
         """Take memory for steps of this many rows."""
         angles = [
             (cos.new_empty(num_rows, cos.shape[1]), sin.new_empty(num_rows, sin.shape[1]))
-            for cos, sin in self._angles
+            for cos, sin in self._parts.angles
         ]
-        stack, held = self._stack.call_for(num_rows, angles, self._caches)
-        logits = torch.empty(num_rows, self._vocab_size, dtype=self._head.dtype)
+        stack, held = self._parts.stack.call_for(num_rows, angles, self._parts.caches)
+        logits = torch.empty(num_rows, self._parts.head.out_features, dtype=self._parts.head.dtype)
         self._call.stack, self._call.logits = ctypes.addressof(stack), logits.data_ptr()
         self._held, self._capacity = (stack, held, logits), num_rows

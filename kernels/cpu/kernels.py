@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pagewire.kernels.cpu import adapters, attention, drawing, integers
 from pagewire.kernels.cpu.build import InstructionSet
-from pagewire.kernels.cpu.decode import CompiledDecoder, SequenceArrays
 from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts
 from pagewire.kernels.cpu.library import choose
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
@@ -20,7 +19,7 @@ from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous, of_size
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.drawing import Draw
 from pagewire.kernels.data.integers import Integers
-from pagewire.kernels.data.layer import Activation, Angles, Experts, Layer, LayerNorm, Norm, Router
+from pagewire.kernels.data.layer import Activation, Experts, Layer, LayerNorm, Norm, Router
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.weight import Linear, Weight
 from pagewire.kernels.reference.kernels import Kernels
@@ -206,18 +205,6 @@ class CpuKernels(Kernels):
     ) -> CompiledStack | None:
         """A compiled call for all layers; None if they differ in shape, or are not packed by this library."""
         return CompiledStack.of(self._library, input_norm, layers, norm_first=norm_first)
-
-    def decoder(
-        self,
-        stack: CompiledStack,
-        embeddings: Weight,
-        angles: Sequence[Angles],
-        head: Linear,
-        caches: Sequence[Cache | None],
-        sequences: SequenceArrays,
-    ) -> CompiledDecoder | None:
-        """See `CompiledDecoder.of`."""
-        return CompiledDecoder.of(self._library, stack, embeddings, angles, head, caches, sequences)
 
     def experts(self, experts: Experts) -> CompiledExperts | None:
         """The experts in one call; None if they are not packed by this library."""

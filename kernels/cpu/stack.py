@@ -219,7 +219,7 @@ class CompiledStack:
         *,
         norm_first: bool,
     ) -> None:
-        self._library, self._layers, self._norm_first = library, layers, norm_first
+        self.library, self._layers, self._norm_first = library, layers, norm_first
         self._stretches = Stretch.of(layers)
         self._is_mixed = [layer.mixer is not None for layer in layers]
         first = layers[0]
@@ -396,7 +396,7 @@ class CompiledStack:
                 self._check(given, len(normed), self._hidden_size)
             call.first_half, call.last_half = stretch.first, stretch.last
             call.given = None if given is None else given.data_ptr()
-            failed = self._library.pagewire_stack(ctypes.byref(call))
+            failed = self.library.pagewire_stack(ctypes.byref(call))
             if self._sum is not None:
                 self._sum.check()
             if failed:
@@ -455,6 +455,6 @@ class CompiledStack:
             raise ValueError(
                 f"caches {tuple(k_first.shape)} and {tuple(v_first.shape)} do not fit the layers"
             )
-        for name, value in cache_fields(self._library, caches[0]).items():
+        for name, value in cache_fields(self.library, caches[0]).items():
             setattr(self._call.attention, name, value)
         self._known_caches = [weakref.ref(cache) for cache in caches]

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, StepPlan, StepResult, WorkerConfig
-from pagewire.kernels.cpu import kernels as cpu_kernels
-from pagewire.kernels.cpu.decode import CompiledDecoder, SequenceArrays
+from pagewire.kernels.cpu.decode import CompiledDecoder, DecoderParts, SequenceArrays
 from pagewire.kernels.cpu.drawing import parameters
 from pagewire.kernels.cpu.stack import CompiledStack
 from pagewire.kernels.data.paging import Cache
@@ -30,6 +29,9 @@ from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.module_base import ModuleHead
 from pagewire.workers.network.network import Network
 from pagewire.workers.sample.sampler import SamplingSlot
+
+if TYPE_CHECKING:
+    from pagewire.workers.media.entries import MediaEntries
 
 
 class ModelToDecode(Protocol):
@@ -46,10 +48,6 @@ class ModelToDecode(Protocol):
     @property
     def model(self) -> LoadedModel:
         """The loaded model."""
-
-
-if TYPE_CHECKING:
-    from pagewire.workers.media.entries import MediaEntries
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,14 @@ class DecodedStep:
         return self.result
 
 
+class KnownSlot(NamedTuple):
+    """A slot's sequence as the decoder has it. is_plain: it can be taken. ends: memory that the decoder reads."""
+
+    sequence: SamplingSlot
+    is_plain: bool
+    ends: NDArray[np.int64]
+
+
 class Decoding:
     """Runs the plans of a runner that it takes."""
 
@@ -95,9 +101,7 @@ class Decoding:
         self._runner = runner
         self._of: tuple[object, object] = (None, None)
         self._decoder: CompiledDecoder | None = None
-        self._known: dict[int, SamplingSlot] = {}
-        self._plain: dict[int, bool] = {}
-        self._ends: dict[int, NDArray[np.int64]] = {}
+        self._known: dict[int, KnownSlot] = {}
 
     def run(self, plan: StepPlan, quiet: Quiet | None) -> DecodedStep | None:
         """Run a plan that was applied to the slots; None if it is for the other way. quiet: None: it stays so."""
@@ -124,8 +128,7 @@ class Decoding:
     def forget(self) -> None:
         """Let go of the model and its caches."""
         self._of, self._decoder = (None, None), None
-        for of_slots in (self._known, self._plain, self._ends):
-            of_slots.clear()
+        self._known.clear()
 
     def _current(self) -> CompiledDecoder | None:
         """The decoder of the model with its present caches; None if the model has none, or a profiler looks on."""
@@ -140,18 +143,15 @@ class Decoding:
 
     def _takes(self, decoder: CompiledDecoder, row: Row) -> bool:
         """True if the sequence of a row is sampled from the model's own logits, and has the row's token."""
-        slot, slots = row.slot, self._runner.slots
-        sequence = slots.sampling[slot]
-        if self._known.get(slot) is not sequence:
-            media = self._runner.media
-            moved = media is not None and media.moves(slot)
-            self._known[slot] = sequence
-            self._plain[slot] = sequence.is_plain and not slots.adapters[slot] and not moved
-            self._describe(decoder, slot, sequence)
-        return self._plain[slot] and sequence.num_tokens == row.start + 1
+        sequence = self._runner.slots.sampling[row.slot]
+        known = self._known.get(row.slot)
+        if known is None or known.sequence is not sequence:
+            known = self._known[row.slot] = self._describe(decoder, row.slot, sequence)
+        return known.is_plain and sequence.num_tokens == row.start + 1
 
-    def _describe(self, decoder: CompiledDecoder, slot: int, sequence: SamplingSlot) -> None:
-        ends = self._ends[slot] = np.array(sorted(sequence.stop_ids), np.int64)
+    def _describe(self, decoder: CompiledDecoder, slot: int, sequence: SamplingSlot) -> KnownSlot:
+        """Tell the decoder how a slot's sequence goes on."""
+        ends = np.array(sorted(sequence.stop_ids), np.int64)
         described = decoder.slots[slot]
         described.ends, described.num_ends = ends.ctypes.data, len(ends)
         described.least = sequence.num_prompt_tokens + sequence.params.min_tokens
@@ -161,6 +161,10 @@ class Decoding:
         described.draw = parameters(sequence.draw)
         if not sequence.stages.draw:
             described.draw.temperature = 0.0
+        media = self._runner.media
+        moved = media is not None and media.moves(slot)
+        is_plain = sequence.is_plain and not self._runner.slots.adapters[slot] and not moved
+        return KnownSlot(sequence, is_plain, ends)
 
 
 def decodes(row: Row) -> bool:
@@ -177,8 +181,8 @@ def decodes(row: Row) -> bool:
 
 def open_decoder(runner: ModelToDecode) -> CompiledDecoder | None:
     """The decoder of a runner's model; None if it has none."""
-    kernels, config = cpu_kernels.load(), runner.config
-    if kernels is None or runner.device.asynchronous or config.logits_processors:
+    config = runner.config
+    if runner.device.asynchronous or config.logits_processors:
         return None
     if config.speculative is not None and not config.speculative.in_core:
         return None  # the drafter sees every step
@@ -197,7 +201,7 @@ def open_decoder(runner: ModelToDecode) -> CompiledDecoder | None:
     caches = [None if place is None else runner.caches[place.layer] for place in network.places]
     slots = runner.slots
     arrays = SequenceArrays(slots.tokens, slots.num_tokens, slots.long_from, slots.block_table)
-    return kernels.decoder(compiled, rows, network.angles, head, caches, arrays)
+    return CompiledDecoder.of(DecoderParts(rows, network.angles, compiled, caches, head), arrays)
 
 
 def embedding_rows(network: Network) -> Weight | None:

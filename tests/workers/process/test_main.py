@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from pagewire.ipc.wire.worker_messages import (
     SlotInit,
     StepPlan,
     StepResult,
+    ToWorker,
     WorkerCall,
     WorkerConfig,
     WorkerFailed,
@@ -229,6 +231,33 @@ def test_a_result_that_no_message_holds_is_an_error_of_its_call(
         and reply.error.startswith("odd: the result cannot be sent")
         and text in reply.error
     )
+
+
+def test_a_message_makes_a_descriptor_readable(tmp_path: Path) -> None:
+    """While compiled steps run, nothing but their descriptors says that the core wants something."""
+    context: zmq.Context[Any] = zmq.Context()
+    socket = bind_router(context, f"ipc://{tmp_path}/core.sock")
+    connection = main.CoreSession(f"ipc://{tmp_path}/core.sock", "worker")
+    codec: Codec[Any] = Codec(ToWorker)
+    try:
+        connection.send(WorkerReply(1))
+        assert socket.poll(10_000)
+        receive(socket)
+        for step_id in range(20):
+            assert connection.is_quiet()
+            assert select.select(connection.descriptors, [], [], 0)[0] == []
+            socket.send_multipart([b"worker", *codec.encode(StepPlan(step_id, []))])
+            assert select.select(connection.descriptors, [], [], 10)[0] == connection.descriptors[:1]
+            assert not connection.is_quiet()
+            message = connection.receive()
+            assert isinstance(message, StepPlan) and message.step_id == step_id
+        assert connection.is_quiet()
+        connection.wake()
+        assert connection.descriptors[1] in select.select(connection.descriptors, [], [], 10)[0]
+        assert not connection.is_quiet() and connection.receive() is None
+    finally:
+        connection.close()
+        context.destroy(0)
 
 
 def test_an_idle_worker_gives_memory_back_after_its_other_work(

@@ -265,3 +265,9 @@ def test_memory_that_is_given_back_is_not_held(runner: Runner, count: Count) -> 
     assert all(cache() is None for cache in held)
     runner.allocate_kv()
     assert Driver(runner).generate(prompts, 4) == before and count.taken == 6
+
+
+def test_a_launch_that_would_grow_too_long_is_an_error(runner: Runner, count: Count) -> None:
+    starts = begin(runner, [4], GREEDY)
+    with pytest.raises(ValueError, match="70 steps from 4 on for at most 65 tokens"):
+        launch(runner, starts, 70)
