@@ -8,6 +8,8 @@
 
     LLAMA_BATCHED_BENCH=/path/to/it python -m benchmarks.compare quantised MODEL_FOLDER \\
         --options '{"quantization": "int8"}' --bits 8.5 --peer llama_cpp=python,MODEL.gguf
+    LLAMA_BATCHED_BENCH=/path/to/it python -m benchmarks.compare gguf MODEL.gguf --bits 4.5 \\
+        --peer llama_cpp=python,MODEL.gguf
 
 Every engine runs in a process of its own, started once and stopped while it is not its turn; each work is done
 `--runs` times by each, in turn, with prompts that no engine has seen. The table gives medians, their spread, ours
@@ -72,6 +74,13 @@ WORKS = {
     "llama-mini": (Work("out/s", 256, 32, 128), Work("tpot", 1, 32, 128)),
     "llama-1b": (Work("out/s", 16, 128, 64),),
     "quantised": (Work("tpot", 1, 128, 128), Work("out/s", 32, 128, 128), Work("ttft", 1, 512, 1)),
+    "gguf": (
+        Work("tpot", 1, 128, 128),
+        Work("out/s", 8, 128, 128),
+        Work("out/s", 32, 128, 128),
+        Work("ttft", 1, 512, 1),
+        Work("ttft", 1, 4000, 1),
+    ),
 }
 
 
@@ -249,7 +258,7 @@ def main() -> None:
     """Start the engines, measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description="Compare pagewire with other engines.")
     parser.add_argument("works", choices=WORKS, help="which set of works")
-    parser.add_argument("model", type=Path, help="a model folder")
+    parser.add_argument("model", type=Path, help="a model folder, or a GGUF file")
     parser.add_argument(
         "--peer",
         action="append",

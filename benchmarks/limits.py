@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from pagewire.ipc.gguf.config import model_config
+from pagewire.ipc.gguf.file import read_metadata
 from pagewire.kernels.cpu import build
 from pagewire.kernels.cpu import kernels as cpu_kernels
 
@@ -107,7 +109,11 @@ def floor_seconds(
 
     bits: of a weight as it is read; products count as those of bfloat16, so narrow ones may be faster than this.
     """
-    config = json.loads((model / "config.json").read_text())
+    config = (
+        model_config(read_metadata(model))
+        if model.is_file()
+        else json.loads((model / "config.json").read_text())
+    )
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]

@@ -87,11 +87,13 @@ class CodedAttention {
   // The partial result of every row for a KV tile. `next` is what comes after it, and is fetched meanwhile.
   void attend(int64_t kv_tile, const KvTile<code8>& keys, const KvTile<code8>& next, const Partial& result) {
     const int begin = keys.begin / kStepKeys * kStepKeys, end = int(round_up(keys.end, kStepKeys));
+    const Sight sight(rows_, kv_tile, {keys.begin, keys.end});
     copy_scales(keys, next);
     for (int key = begin; key < end; key += kPanelKeys) {
       const Panel<code8> panel = panels_.find(keys, key);
       const ScaledLogits scaled{work_.row_scales, k_scales_ + key};
       for_row_groups(rows_.count, [&](int64_t first, auto size) {
+        if (!sight(first, size.value).meets(key, key + kPanelKeys)) return;
         const auto multiply = first == 0 ? multiply_keys<size.value, true, code8, ScaledLogits>
                                          : multiply_keys<size.value, false, code8, ScaledLogits>;
         multiply(queries_ + first * steps_, panel, keys.v + key / 2, steps_,
@@ -102,7 +104,7 @@ class CodedAttention {
     float* const value_scales = work_.row_scales + rows_.count;
     for (int64_t row = 0; row < rows_.count; ++row)
       value_scales[row] = encode_probabilities(work_.scores + row * kScoreStride, begin, end);
-    weighted_values<code8>(work_.scores, rows_.count, values(keys), next.k, keys.begin, keys.end, result.values, width_,
+    weighted_values<code8>(work_.scores, rows_.count, values(keys), next.k, sight, result.values, width_,
                            ScaledValues{value_scales});
   }
 

@@ -53,6 +53,12 @@ int64_t sight_end(const AttentionCall& call, int64_t request, int64_t position) 
   return std::min<int64_t>(position + 1 + call.terms.future, length);
 }
 
+// Keys [begin, end), counted from the first of a KV tile.
+struct KeyRange {
+  int begin, end;
+  bool meets(int first, int last) const { return begin < last && first < end; }
+};
+
 // The rows of a query tile: the query heads of its first token, then those of the next.
 struct QueryRows {
   const AttentionCall& call;
@@ -73,6 +79,12 @@ struct QueryRows {
     return int(std::clamp<int64_t>(end - kv_tile * kKvTileKeys, 0, kKvTileKeys));
   }
 
+  // The keys of a KV tile that some of `num_rows` rows see: what a row sees begins and ends where it does for the row
+  // before it, or later.
+  KeyRange visible(int64_t kv_tile, int64_t first, int64_t num_rows) const {
+    return {visible_begin(kv_tile, first), visible_end(kv_tile, first + num_rows - 1)};
+  }
+
   template <class T>
   const T* query(int64_t row) const {
     return static_cast<const T*>(call.q) + token(row) * call.q_token_stride + head(row) * call.q_head_stride;
@@ -81,6 +93,26 @@ struct QueryRows {
   T* out(int64_t row) const {
     return static_cast<T*>(call.out) + (token(row) * call.num_heads + head(row)) * call.v_head_dim;
   }
+};
+
+// Which keys of a KV tile some rows see; `keys`: those that any row of the query tile sees.
+class Sight {
+ public:
+  Sight(const QueryRows& rows, int64_t kv_tile, KeyRange keys)
+      : rows_(rows),
+        kv_tile_(kv_tile),
+        keys_(keys),
+        all_(rows.visible_begin(kv_tile, rows.count - 1) <= keys.begin && rows.visible_end(kv_tile, 0) >= keys.end) {}
+
+  KeyRange operator()(int64_t first, int64_t num_rows) const {
+    return all_ ? keys_ : rows_.visible(kv_tile_, first, num_rows);
+  }
+
+ private:
+  const QueryRows& rows_;
+  const int64_t kv_tile_;
+  const KeyRange keys_;
+  const bool all_;
 };
 
 struct Plan {

@@ -30,7 +30,9 @@ struct SingleProduct {
   using Element = float;
   using Keys = Floats;
   using Sum = Floats;
-  static INLINE Element query(const T* q, int64_t) { return broadcast(*q)[0]; }
+  static INLINE void queries(const T* q, int64_t count, Element* to) {
+    for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(q + i, count - i), count - i);
+  }
   static INLINE Keys keys(const T* at) { return load(at); }
   static INLINE Floats multiply_add(Element q, Keys k, Floats sum) { return fma(broadcast(q), k, sum); }
 };
@@ -42,8 +44,8 @@ struct SplitProduct {
   };
   using Keys = Words;
   using Sum = Floats;
-  static INLINE Element query(const bf16* q, int64_t left) {
-    return {broadcast(q[0])[0], left > 1 ? broadcast(q[1])[0] : 0.0f};
+  static INLINE void queries(const bf16* q, int64_t count, Element* to) {
+    for (int64_t i = 0; i < count; i += 2, ++to) *to = {broadcast(q[i])[0], i + 1 < count ? broadcast(q[i + 1])[0] : 0.0f};
   }
   static INLINE Keys keys(const bf16* at) { return load_raw<Words>(at); }
   static INLINE Floats multiply_add(Element q, Keys k, Floats sum) {
@@ -58,8 +60,9 @@ struct PairProduct {
   using Element = uint32_t;
   using Keys = __m512bh;
   using Sum = Floats;
-  static INLINE Element query(const bf16* q, int64_t left) {
-    return uint32_t(q[0].bits) | (left > 1 ? uint32_t(q[1].bits) << 16 : 0);
+  static INLINE void queries(const bf16* q, int64_t count, Element* to) {
+    if (count % 2) to[count / 2] = 0;
+    std::memcpy(to, q, size_t(count) * sizeof(bf16));
   }
   static INLINE Keys keys(const bf16* at) { return load_raw<__m512bh>(at); }
   static INLINE Floats multiply_add(Element q, Keys k, Floats sum) {
@@ -227,9 +230,10 @@ void multiply_values(const float* probabilities, const V* const* rows, const T* 
 // All rows and the whole width of V, which is a multiple of kLanes here.
 template <class T, class V, class Finish>
 void weighted_values(const float* probabilities, int64_t num_rows, const V* const* rows, const T* const* ahead,
-                     int begin, int end, float* values, int64_t width, const Finish& finish) {
+                     const Sight& sight, float* values, int64_t width, const Finish& finish) {
   const auto columns = [&](int64_t column, auto count) {
     for_row_groups(num_rows, [&](int64_t first, auto size) {
+      const auto [begin, end] = sight(first, size.value);
       const auto multiply = first == 0 ? multiply_values<T, V, size.value, count.value, true, Finish>
                                        : multiply_values<T, V, size.value, count.value, false, Finish>;
       multiply(probabilities + first * kScoreStride, rows, ahead, column, begin, end, values + first * width, width,
@@ -297,34 +301,37 @@ class VectorAttention {
         steps_((call_.head_dim + kPair<T> - 1) / kPair<T>),
         width_(values_width<T>(call_.v_head_dim)),
         queries_(reinterpret_cast<Element*>(work.queries)) {
-    for (int64_t row = 0; row < rows.count; ++row) {
-      const T* q = rows.query<T>(row);
-      for (int64_t step = 0; step < steps_; ++step)
-        queries_[row * steps_ + step] = KeyProduct<T>::query(q + step * kPair<T>, call_.head_dim - step * kPair<T>);
-    }
+    for (int64_t row = 0; row < rows.count; ++row)
+      KeyProduct<T>::queries(rows.query<T>(row), call_.head_dim, queries_ + row * steps_);
   }
 
   // The partial result of every row for a KV tile. `next` is what comes after it, and is fetched meanwhile.
   void attend(int64_t kv_tile, KvTile<T>& keys, const KvTile<T>& next, const Partial& result) {
     const int begin = keys.begin / kStepKeys * kStepKeys, end = int(round_up(keys.end, kStepKeys));
+    const Sight sight(rows_, kv_tile, {keys.begin, keys.end});
     for (int key = begin; key < end; key += kPanelKeys) {
       const Panel<T> panel = panels_.find(keys, key);
       for_row_groups(rows_.count, [&](int64_t first, auto size) {
+        if (!sight(first, size.value).meets(key, key + kPanelKeys)) return;
         const auto multiply =
             first == 0 ? multiply_keys<size.value, true, T, AsSummed> : multiply_keys<size.value, false, T, AsSummed>;
         multiply(queries_ + first * steps_, panel, keys.v + key / kPair<T>, steps_,
                  work_.scores + first * kScoreStride + key, AsSummed{});
       });
     }
-    Softmax<Value<T>>(rows_, kv_tile, begin, end).run(0, rows_.count, work_.scores, result);
-    multiply_values(keys, next, result.values);
+    for_row_groups(rows_.count, [&](int64_t first, auto size) {
+      const KeyRange seen = sight(first, size.value);  // its products with V read no more
+      const int from = seen.begin / kStepKeys * kStepKeys, to = int(round_up(seen.end, kStepKeys));
+      Softmax<Value<T>>(rows_, kv_tile, from, to).run(first, size.value, work_.scores + first * kScoreStride, result);
+    });
+    multiply_values(sight, keys, next, result.values);
   }
 
  private:
-  void multiply_values(KvTile<T>& keys, const KvTile<T>& next, float* values) {
+  void multiply_values(const Sight& sight, KvTile<T>& keys, const KvTile<T>& next, float* values) {
     const bool ragged = width_ != call_.v_head_dim;
     const auto multiply = [&](const auto* const* rows) {
-      weighted_values<T>(work_.scores, rows_.count, rows, next.k, keys.begin, keys.end, values, width_, AsSummed{});
+      weighted_values<T>(work_.scores, rows_.count, rows, next.k, sight, values, width_, AsSummed{});
     };
     if constexpr (std::is_same_v<Staged, T>) {
       // Also a pair of keys that lies half outside the range.
