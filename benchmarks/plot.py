@@ -25,10 +25,14 @@ NAMES = {
     "openvino": "OpenVINO GenAI",
     "vllm": "vLLM (CPU)",
     "pagewire:bf16": "pagewire, bfloat16",
+    "pagewire:Q4_0": "pagewire, Q4_0",
+    "pagewire:before": "pagewire, before decoding was compiled",
 }
 COLOURS = {
     "pagewire": "#0969da",
     "pagewire:bf16": "#79b8ff",
+    "pagewire:Q4_0": "#79b8ff",
+    "pagewire:before": "#79b8ff",
     "openvino": "#bf8700",
     "vllm": "#8250df",
     "llama_cpp": "#1a7f37",
