@@ -70,12 +70,9 @@ class Stages(NamedTuple):
 
     edits: bool
     draw: bool
-    min_p: bool
-    top_k: bool
-    top_p: bool
 
 
-GREEDY = Stages(edits=False, draw=False, min_p=False, top_k=False, top_p=False)
+GREEDY = Stages(edits=False, draw=False)
 
 
 class SamplingSlot:
@@ -113,16 +110,7 @@ class SamplingSlot:
             prompt, output = np.split(tokens[:num_tokens], [num_prompt_tokens])
             self.history = TokenHistory(prompt.tolist(), output.tolist())
         self.edits = LogitEdits(params, stop_ids, tokens, num_prompt_tokens, num_tokens, vocab_size)
-        random = params.temperature > 0
-        self._stages = Stages(
-            edits=False,
-            draw=random,
-            min_p=random and params.min_p > 0,
-            top_k=random and 0 < params.top_k < vocab_size,
-            top_p=random and params.top_p < 1,
-        )
-        self._truncation = (params.top_k if self._stages.top_k else 0, params.top_p, params.min_p)
-        self._stages_with_edits = self._stages._replace(edits=True)
+        self._truncation = (params.top_k if 0 < params.top_k < vocab_size else 0, params.top_p, params.min_p)
 
     def append(self, token_id: int) -> None:
         """Update the state with the sequence's next token."""
@@ -160,7 +148,7 @@ class SamplingSlot:
     @property
     def stages(self) -> Stages:
         """The stages that the next token needs."""
-        return self._stages_with_edits if self.edits.active else self._stages
+        return Stages(edits=self.edits.active, draw=self.params.temperature > 0)
 
 
 def sample(
