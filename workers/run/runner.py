@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +18,9 @@ from pagewire.workers.batch.flat_batch import AdapterOrder, Batch, build_batch
 from pagewire.workers.batch.slots import Relay, Slots
 from pagewire.workers.caches.kv import memory_of
 from pagewire.workers.caches.states import StepStates, allocate_states, state_bytes
+from pagewire.workers.device.gpu_memory import MOST_LIKELY, max_samples
 from pagewire.workers.device.interface import Device, PendingTokens
-from pagewire.workers.device.kv_size import CacheSize, cache_size, ledger
+from pagewire.workers.device.kv_size import ledger
 from pagewire.workers.device.open import open_device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.attention import StepContext
@@ -33,8 +33,9 @@ from pagewire.workers.run.extension import WorkerExtension
 from pagewire.workers.run.graphs import DecodeGraphs
 from pagewire.workers.run.launch import go_on
 from pagewire.workers.run.processors import LogitsProcessors
+from pagewire.workers.run.room import records_steps, size_kv
 from pagewire.workers.run.step import RunningStep
-from pagewire.workers.run.trial_steps import GREEDY, TrialSteps, check_room, of_first_stage
+from pagewire.workers.run.trial_steps import GREEDY, TrialSteps, of_first_stage
 from pagewire.workers.sample.typical import TypicalAcceptance
 from pagewire.workers.speculation.interface import Drafter, NoDrafter
 from pagewire.workers.weight_cache.ahead import WeightsAhead
@@ -45,15 +46,6 @@ if TYPE_CHECKING:
     from pagewire.workers.media.entries import MediaEntries
 
 logger = logging.getLogger("pagewire.worker")
-
-MOST_LIKELY = 20  # most likely tokens that a GPU's sampler finds per row; a row that needs more is slower
-
-
-def max_samples(config: WorkerConfig) -> int:
-    """The most tokens that a step samples: one for each sequence, and one for each draft."""
-    num_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
-    most = config.max_num_seqs * (1 + num_drafts)
-    return max(config.max_num_seqs, min(most, config.max_num_batched_tokens))
 
 
 def open_adapters(config: WorkerConfig, device: Device, wake: Callable[[], None]) -> Adapters | None:
@@ -173,7 +165,7 @@ class Runner:
         self.profile: Any = None
         self.decoding = Decoding(self)
         self.embedding_size = 0
-        self.num_blocks, self.num_states = self._size_kv(self.loaded)
+        self.num_blocks, self.num_states = size_kv(self)
         self.allocate_kv()
         self.extension = WorkerExtension(config.worker_extension, self)
 
@@ -336,7 +328,7 @@ class Runner:
         Raises:
             LoadError: there is not enough.
         """
-        self._allocate(self.num_blocks, self.num_states)
+        self.allocate(self.num_blocks, self.num_states)
         self.spare_work = self.device.populate(self.states + memory_of([*self.caches, *self.drafter.caches]))
 
     def warm_up(self) -> None:
@@ -347,12 +339,7 @@ class Runner:
         size = of_first_stage(self.model.model.embedding_size, self.collective, self.device)
         size = size if size and trials.take_embeddings(size) else 0
         self.embedding_size = of_first_stage(size, self.collective, self.device)
-        # No graph can send and receive.
-        eager = self.config.enforce_eager or self.config.parallel.stages > 1
-        records = (
-            self.model.is_stack and not self.model.state_shapes
-        )  # whose slots are other ones in each step
-        if not eager and records and self.device.can_record(self.model.dtype):
+        if records_steps(self):
             length, forward = self.model.max_model_len, self._forward
             self.graphs = DecodeGraphs.recorded(self.config, self.device, length, forward, self.adapters)
         for memory in memory_of(self.caches):
@@ -389,7 +376,12 @@ class Runner:
             self.adapters.attach(loaded, self.collective)
         return loaded
 
-    def _allocate(self, num_blocks: int, num_states: int) -> None:
+    def allocate(self, num_blocks: int, num_states: int) -> None:
+        """Take memory for numbers of KV blocks and state slots, zeroed.
+
+        Raises:
+            LoadError: there is not enough.
+        """
         try:
             self.drafter.allocate(num_blocks)
             self.caches = self.model.allocate(num_blocks, self.config.block_size, self.device)
@@ -401,24 +393,3 @@ class Runner:
     def span(self, name: str) -> AbstractContextManager[object]:
         """A named part of a step for the profiler, which cannot see into compiled kernels."""
         return nullcontext() if self.profile is None else record_function(f"pagewire.{name}")
-
-    def _size_kv(self, loaded: LoadedModel) -> CacheSize:
-        """The numbers of KV blocks and state slots, by what the largest steps leave of the device's memory.
-
-        Raises:
-            LoadError: there is not enough memory.
-        """
-        config, device = self.config, self.device
-        budget = partial(device.kv_budget, config, loaded.vocab_size, self._run_widest)
-        if loaded.model.encodes:  # a block of the core stands for a prompt
-            if device.asynchronous:
-                check_room(config, device, budget)
-            return CacheSize(config.max_num_seqs, 0)
-        left = budget() - self.drafter.spare_bytes
-        return cache_size(config, loaded.max_model_len, self.block_bytes, self.state_bytes, left)
-
-    def _run_widest(self) -> None:
-        """Run the largest steps, with KV memory for one block and one state slot."""
-        self._allocate(1, 1)
-        TrialSteps(self.step, self.config, self.model).run_widest(MOST_LIKELY)
-        self.caches, self.states = [], []

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels import dispatch
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.workers.device.cuda import CudaDevice
 from pagewire.workers.device.first_run import Launches
+from pagewire.workers.device.gpu_memory import CONTEXT_BYTES, attention_scratch
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
+from tests.kernels.cuda.emulate.peak import TensorPeak
 
 
 class LateEvent:
@@ -43,14 +44,22 @@ class LateEvent:
 
 
 class EmulatedCudaDevice(CudaDevice):
-    """A `CudaDevice` without the calls that need a GPU."""
+    """A `CudaDevice` without the calls that need a GPU.
+
+    total_bytes, other_bytes, torch_bytes: of its memory, what other processes hold, and what torch does.
+    """
+
+    total_bytes, other_bytes, torch_bytes = 4 << 30, 0, 0
 
     def __init__(self, launcher: EmulatedLauncher | None = None) -> None:
         self.name, self.torch_device = "cuda:0", torch.device("cpu")
         self.launcher = launcher or EmulatedLauncher()
         self.kernels = CudaKernels(self.launcher, "cpu")
         self.num_threads = 1
-        self.num_recorded = self.num_replayed = 0
+        self.num_recorded = self.num_replayed = self._graphs = 0
+        self._scratch = attention_scratch(self.launcher.multiprocessors)
+        self.plan = None
+        self._beside_torch = self._used_beside_torch()
         self._events: list[LateEvent] = []
 
     def try_kernels(self, launches: Launches) -> None:
@@ -79,15 +88,19 @@ class EmulatedCudaDevice(CudaDevice):
 
         return replay
 
-    def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
-        widest_step()
-        return 1 << 30
-
     def give_back(self) -> None:
         """Nothing to do: the emulation keeps no unused memory."""
 
-    def memory(self) -> dict[str, int]:
-        return {"total": 1 << 30, "available": 1 << 30, "process": 0}
+    def _activations_of(self, step: Callable[[], object]) -> int:
+        with TensorPeak() as peak:
+            step()
+        return peak.most
+
+    def _free_and_total(self) -> tuple[int, int]:
+        return self.total_bytes - self.other_bytes - CONTEXT_BYTES - self.torch_bytes, self.total_bytes
+
+    def _torch_bytes(self) -> int:
+        return self.torch_bytes
 
 
 @contextmanager
