@@ -131,6 +131,10 @@ class CpuDevice:
         """False: the CPU has no graphs."""
         return False
 
+    def why_it_waits(self, work: Callable[[], object]) -> str | None:
+        """See `Device.why_it_waits`: all work is done when its call returns."""
+        return "a CPU's work is waited for"
+
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See `Device.record`."""
         return work

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,12 @@ from pagewire.workers.device.first_run import SAMPLING, Launches, in_processes, 
 from pagewire.workers.device.gpu_memory import CONTEXT_BYTES, GpuMemory, attention_scratch, sampling_scratch
 from pagewire.workers.device.interface import KernelNeeds, LoadedSizes, TokenSampler
 from pagewire.workers.device.kv_size import GIB
+from pagewire.workers.device.waits import WaitFinder
 from pagewire.workers.errors import LoadError
 
 logger = logging.getLogger("pagewire.worker")
 
+MOST_REASON = 200  # characters of a reason in the log
 ALIGNMENT = 256  # bytes between tensors that are copied together
 
 
@@ -181,6 +184,26 @@ class CudaDevice:
     def can_record(self, dtype: torch.dtype) -> bool:
         """See `Device.can_record`: what PyTorch does in place of kernels waits for the device, but for products."""
         return dtype in KERNEL_DTYPES and self.kernels.replaced <= {SAMPLING, "pack"}
+
+    def why_it_waits(self, work: Callable[[], object]) -> str | None:
+        """See `Device.why_it_waits`: by the operations, and by what PyTorch notices itself."""
+        try:
+            with self._refusing_waits(), WaitFinder():  # type: ignore[no-untyped-call]
+                work()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            return (str(error).splitlines() or [type(error).__name__])[0][:MOST_REASON]
+        return None
+
+    @contextmanager
+    def _refusing_waits(self) -> Iterator[None]:
+        """A context in which PyTorch raises RuntimeError where it would wait for the device."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See `Device.record`: a CUDA graph. All graphs share one pool of memory."""

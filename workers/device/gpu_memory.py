@@ -71,9 +71,11 @@ class GpuMemory:
         records: bool,
     ) -> GpuMemory:
         """The plan of a worker, all but the KV cache given. records: its steps are recorded as graphs."""
-        graphs = (
-            GRAPH_BYTES * (1 if config.lora is None else 2) if records else 0
-        )  # with adapters each is twice
+        kinds = [
+            config.lora,
+            config.speculative,
+        ]  # with adapters, and with drafts, each step is recorded twice
+        graphs = GRAPH_BYTES * 2 ** sum(kind is not None for kind in kinds) if records else 0
         reserve = total - int(config.gpu_memory_utilization * total)
         taken = max(reserve, others) + context + weights + tables + scratch + activations + graphs
         kv_cache = config.kv_cache_memory_bytes

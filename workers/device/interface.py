@@ -132,6 +132,9 @@ class Device(Protocol):
     def can_record(self, dtype: torch.dtype) -> bool:
         """True if steps of a model of this dtype can be recorded as graphs, and are faster then."""
 
+    def why_it_waits(self, work: Callable[[], object]) -> str | None:
+        """Why the host waits for the device within `work`, which then cannot be recorded; None if it does not."""
+
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Record `work` as a graph. Returns its replay, which reads and writes the same memory each time."""
 

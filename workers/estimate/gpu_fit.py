@@ -121,11 +121,15 @@ def expected_memory(sizes: Footprint, config: WorkerConfig, gpu: Gpu, max_model_
         tables=max_model_len * sum(model.position_bytes for model in models),
         scratch=attention_scratch(gpu.multiprocessors) + sampling_scratch(rows, dimensions.vocab_size),
         activations=max(activation_bytes(model, config, max_model_len) for model in models),
-        records=may_record(config)
-        and sizes.is_stack
-        and not sizes.state_bytes
-        and sizes.dtype in ("bfloat16", "float16"),
+        records=may_record(config) and is_recordable(sizes, config),
     )
+
+
+def is_recordable(sizes: Footprint, config: WorkerConfig) -> bool:
+    """True if a worker may record steps of the model, as far as headers say; its trial may show that it waits."""
+    if sizes.state_bytes or sizes.dimensions.num_experts or sizes.dtype == "float32":
+        return False
+    return sizes.is_stack or config.lora is None
 
 
 def activation_bytes(sizes: Footprint, config: WorkerConfig, max_model_len: int) -> int:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from pagewire.ipc.wire.worker_messages import StepPlan, StepResult, WorkerConfig
+from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.paging import Cache
+from pagewire.workers.batch.flat_batch import Batch
 from pagewire.workers.device.gpu_memory import MOST_LIKELY, may_record
 from pagewire.workers.device.interface import Device, LoadedSizes
 from pagewire.workers.device.kv_size import CacheSize, cache_size
 from pagewire.workers.errors import LoadError
 from pagewire.workers.network.loaded import LoadedModel
+from pagewire.workers.run.graphs import padding_batch
 from pagewire.workers.run.trial_steps import TrialSteps
 from pagewire.workers.speculation.interface import Drafter
+
+logger = logging.getLogger("pagewire.worker")
 
 
 class SizedWorker(Protocol):
@@ -25,6 +32,7 @@ class SizedWorker(Protocol):
     drafter: Drafter
     block_bytes: int
     state_bytes: int
+    records: bool
     caches: list[Cache]
     states: list[Tensor]
 
@@ -38,6 +46,8 @@ class SizedWorker(Protocol):
 
     def step(self, plan: StepPlan) -> StepResult: ...
 
+    def forward(self, batch: Batch, adapters: AdapterRows | None) -> Tensor: ...
+
 
 def size_kv(runner: SizedWorker) -> CacheSize:
     """The numbers of KV blocks and state slots, by what the largest steps leave of the device's memory.
@@ -46,7 +56,7 @@ def size_kv(runner: SizedWorker) -> CacheSize:
         LoadError: there is not enough memory. On a GPU the text says what takes it.
     """
     config, device, loaded = runner.config, runner.device, runner.model
-    sizes = LoadedSizes(loaded.vocab_size, runner.weight_bytes, records_steps(runner))
+    sizes = LoadedSizes(loaded.vocab_size, runner.weight_bytes, runner.records)
     if loaded.model.encodes:  # a block of the core stands for a prompt
         if device.asynchronous and device.kv_budget(config, sizes, lambda: run_widest(runner)) <= 0:
             raise LoadError(
@@ -77,8 +87,23 @@ def run_widest(runner: SizedWorker) -> None:
 
 
 def records_steps(runner: SizedWorker) -> bool:
-    """True if a worker records steps as graphs."""
+    """True if a worker records steps as graphs: its options allow it, and its model never waits for the device.
+
+    The log says why a model is not recorded that could be.
+    """
     config, loaded = runner.config, runner.model
-    # The state slots of a sequence are other ones in each step.
-    is_recordable = loaded.is_stack and not loaded.state_shapes
-    return may_record(config) and is_recordable and runner.device.can_record(loaded.dtype)
+    if not may_record(config) or not runner.device.can_record(loaded.dtype):
+        return False
+    # The state slots of a sequence are other ones in each step; encoders and what they encode come as they come.
+    if loaded.state_shapes or loaded.model.encodes or loaded.source is not None:
+        return False
+    if not loaded.is_stack and config.lora is not None:  # recorded rows with adapters are those of stacks
+        return False
+    runner.allocate(1, 1)
+    batch = padding_batch(1, 1, 1, config.block_size, runner.device.torch_device)
+    with torch.inference_mode():
+        reason = runner.device.why_it_waits(lambda: runner.forward(batch, None))
+    runner.caches, runner.states = [], []
+    if reason is not None:
+        logger.info("steps are launched kernel by kernel: the model waits for the device: %s", reason)
+    return reason is None

@@ -26,6 +26,7 @@ from pagewire.workers.errors import LoadError
 from pagewire.workers.module.attention import StepContext
 from pagewire.workers.module.overlay import both
 from pagewire.workers.network.loaded import LoadedModel, Phases
+from pagewire.workers.network.network import Network
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.single import SingleRank
 from pagewire.workers.run.decoding import DecodedStep, Decoding, Quiet
@@ -131,6 +132,7 @@ class Runner:
     wake: called by other threads when `adapters` has messages. adapters: None where they are not served.
     loaded: None while the weights are dropped. caches, states: of layers; empty while their memory is released.
     drafter: proposes tokens. typical: accepts proposed tokens that were not drawn; None: none is accepted.
+    records: its steps are recorded as graphs.
     spare_work: optional work for idle moments, a few milliseconds with each `next`.
     embedding_size: numbers of an embedding that may take the place of a token's; 0: none may.
     """
@@ -165,6 +167,7 @@ class Runner:
         self.profile: Any = None
         self.decoding = Decoding(self)
         self.embedding_size = 0
+        self.records = records_steps(self)
         self.num_blocks, self.num_states = size_kv(self)
         self.allocate_kv()
         self.extension = WorkerExtension(config.worker_extension, self)
@@ -281,8 +284,8 @@ class Runner:
 
         received: see `Model.received`. step: gets the errors of rows.
         """
-        size = None if self.graphs is None else self.graphs.size_for(plan, self.slots, self.adapters)
-        batch = build_batch(plan.rows, self.slots, size or 0)
+        shape = None if self.graphs is None else self.graphs.shape_for(plan, self.slots, self.adapters)
+        batch = build_batch(plan.rows, self.slots, *(shape or ()))
         batch = batch.with_attention(self.model.model.laid_out(batch.attention, batch.positions))
         laid = None if self.media is None else self.media.lay(plan.rows, batch.starts, batch.positions)
         if laid is not None:
@@ -291,11 +294,15 @@ class Runner:
             batch = batch.with_tensors(self.device.upload(batch.tensors))
         adapters = self.adapter_rows(batch.adapters)
         with self.span("model"):
-            if size is not None and self.graphs is not None and (laid is None or laid.axes is None):
+            if shape is not None and self.graphs is not None and (laid is None or laid.axes is None):
                 return batch, self.graphs.replay(batch, adapters)
-            return batch, self._forward(batch, adapters, received)
+            return batch, self.forward(batch, adapters, received)
 
-    def _forward(self, batch: Batch, adapters: AdapterRows | None, received: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, adapters: AdapterRows | None, received: Tensor | None = None) -> Tensor:
+        """Launch the model for a batch on the device; returns final hidden states [T, H].
+
+        adapters: the rows that have some; None: none has. received: see `Model.received`.
+        """
         input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
         overlay, axes = batch.overlay, None
         if (laid := batch.media) is not None:
@@ -339,9 +346,16 @@ class Runner:
         size = of_first_stage(self.model.model.embedding_size, self.collective, self.device)
         size = size if size and trials.take_embeddings(size) else 0
         self.embedding_size = of_first_stage(size, self.collective, self.device)
-        if records_steps(self):
-            length, forward = self.model.max_model_len, self._forward
-            self.graphs = DecodeGraphs.recorded(self.config, self.device, length, forward, self.adapters)
+        if self.records:
+            base = self.model.model.base
+            self.graphs = DecodeGraphs.recorded(
+                self.config,
+                self.device,
+                self.model.max_model_len,
+                self.forward,
+                self.adapters,
+                base if isinstance(base, Network) else None,
+            )
         for memory in memory_of(self.caches):
             memory[0].zero_()
 

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels import dispatch
-from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.kernels.cuda.kernels import CudaKernels, serves
 from pagewire.kernels.cuda.norms import DTYPES
+from pagewire.kernels.reference.kernels import Kernels
 from pagewire.workers.device.cuda import CudaDevice
 from pagewire.workers.device.first_run import Launches
 from pagewire.workers.device.gpu_memory import CONTEXT_BYTES, attention_scratch
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.peak import TensorPeak
+from tests.kernels.cuda.emulate.tape import Tape
 
 
 class LateEvent:
@@ -78,13 +80,16 @@ class EmulatedCudaDevice(CudaDevice):
         return LateEvent(self._events)
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """A replay that runs `work` again, into the same tensor."""
-        result = work()
+        """A replay of the operations and launches of `work`, as a CUDA graph is one."""
+        work()
+        tape = Tape()
+        result = tape.record(work)
         self.num_recorded += 1
 
         def replay() -> Tensor:
             self.num_replayed += 1
-            return result.copy_(work())
+            tape.replay()
+            return result
 
         return replay
 
@@ -95,6 +100,10 @@ class EmulatedCudaDevice(CudaDevice):
         with TensorPeak() as peak:
             step()
         return peak.most
+
+    @contextmanager
+    def _refusing_waits(self) -> Iterator[None]:
+        yield
 
     def _free_and_total(self) -> tuple[int, int]:
         return self.total_bytes - self.other_bytes - CONTEXT_BYTES - self.torch_bytes, self.total_bytes
@@ -108,7 +117,13 @@ def emulated(kernels: EmulatedLauncher | CudaKernels) -> Iterator[None]:
     """A context in which the CUDA kernels compute on CPU tensors of the dtypes that they support."""
     if isinstance(kernels, EmulatedLauncher):
         kernels = CudaKernels(kernels, "cpu")
+    for_cpu = dispatch.implementation_for
+
+    def for_cuda(*tensors: Tensor) -> Kernels:
+        return kernels if tensors[0].is_cpu and serves(tensors) else for_cpu(*tensors)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "implementation_for", for_cuda)  # also for keys and values of 8 bits
         patch.setattr(dispatch, "DTYPES", tuple(DTYPES))
         patch.setattr(dispatch.cpu_kernels, "load", lambda: kernels)
         yield
