@@ -1,4 +1,7 @@
-"""`pagewire inspect`: what a model is, what it will take here, and how fast it should be, without loading it."""
+"""`pagewire inspect`: what a model is, what it will take here, and how fast it should be, without loading it.
+
+What it takes on a GPU, which need not be there, is in `inspect_gpu.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pagewire.cli.commands import SUMMARIES
+from pagewire.cli.console.model_table import head, table
 from pagewire.cli.console.options import add_engine_options, engine_args
 from pagewire.cli.console.parser import UsageError
 
@@ -43,10 +47,17 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help=SUMMARIES["inspect"],
         description="Read the headers of a checkpoint, and say what its parts take in memory on this CPU, whether "
         "it fits, what would make it fit, and how long a token should take."
+        " For a GPU, which need not be there: how its memory is shared out, and how many tokens fit."
         " Exit status 0 if it fits, else 1.",
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="same as --model")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="for a GPU with this memory, such as 80GiB or 81559MiB (as nvidia-smi has it); "
+        "default with --device cuda: the GPU here",
+    )
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
@@ -55,9 +66,26 @@ def run(options: argparse.Namespace) -> int:
     """Print the report. Returns 0 if the model fits, else 1.
 
     Raises:
-        UsageError: a bad option. ModelNotFoundError: no such model. LoadError: its headers cannot be read.
+        UsageError: a bad option, or a GPU that is not there. ModelNotFoundError: no such model. LoadError: its
+            headers cannot be read.
     """
-    found = report(options)
+    from pagewire.workers.checkpoint.headers import WITHOUT_HEADERS
+    from pagewire.workers.device.machine import runs_on_cpu
+
+    if options.model_tag is not None:
+        if hasattr(options, "model"):
+            raise UsageError("give MODEL or --model, not both")
+        options.model = options.model_tag
+    args = engine_args(options)
+    if args.load_format in WITHOUT_HEADERS:
+        raise UsageError(
+            f"--load-format {args.load_format} has no headers to read: give safetensors or GGUF files"
+        )
+    if options.gpu_memory is not None or not runs_on_cpu(args.device):
+        from pagewire.cli.commands import inspect_gpu
+
+        return inspect_gpu.run(args, options.gpu_memory, as_json=options.json)
+    found = report(args)
     if options.json:
         print(json.dumps(as_json(found), indent=2))
     else:
@@ -65,34 +93,21 @@ def run(options: argparse.Namespace) -> int:
     return 0 if found.fit.problem is None else 1
 
 
-def report(options: argparse.Namespace) -> ModelReport:
-    """The report for the options of the command line.
+def report(args: EngineArgs) -> ModelReport:
+    """The report of a model on this CPU.
 
     Raises:
-        UsageError, ModelNotFoundError, LoadError: see `run`.
+        ModelNotFoundError, LoadError: see `run`.
     """
     from msgspec.structs import replace
 
     from pagewire.engine_core.config.config import EngineConfig
     from pagewire.kernels.cpu.library import expected_isa
-    from pagewire.workers.checkpoint.headers import WITHOUT_HEADERS, read_headers
-    from pagewire.workers.device.machine import default_threads, machine_memory, read_rate, runs_on_cpu
+    from pagewire.workers.checkpoint.headers import read_headers
+    from pagewire.workers.device.machine import default_threads, machine_memory, read_rate
     from pagewire.workers.estimate.figures import expected_speed
-    from pagewire.workers.estimate.fit import fit, kept_bytes, remedies, sizes_of
+    from pagewire.workers.estimate.fit import fit, kept_bytes, largest_stage, remedies, sizes_of
 
-    if options.model_tag is not None:
-        if hasattr(options, "model"):
-            raise UsageError("give MODEL or --model, not both")
-        options.model = options.model_tag
-    args = engine_args(options)
-    if not runs_on_cpu(args.device):
-        raise UsageError(
-            "figures are those of a CPU: a GPU tells its memory only to PyTorch; give --device cpu"
-        )
-    if args.load_format in WITHOUT_HEADERS:
-        raise UsageError(
-            f"--load-format {args.load_format} has no headers to read: give safetensors or GGUF files"
-        )
     config = EngineConfig.resolve(args).worker_config()
     num_local = config.parallel.size if starts_here(args) else 1
     headers, isa, memory = (
@@ -100,12 +115,10 @@ def report(options: argparse.Namespace) -> ModelReport:
         expected_isa(),
         machine_memory(num_local),
     )
-    # The memory is that of the stage that takes most. A token goes through all of them, one after the other.
+    # A token goes through all stages, one after the other.
     parallel = config.parallel
     one_stage = replace(config, parallel=replace(parallel, size=parallel.num_shards, stages=1, layers=()))
-    ranks = range(0, parallel.size, parallel.num_shards)
-    stages = [replace(config, parallel=replace(parallel, rank=rank)) for rank in ranks]
-    config = max(stages, key=lambda stage: sizes_of(headers, stage, isa).weight_bytes)
+    config = largest_stage(headers, config, isa)
     sizes, all_stages = sizes_of(headers, config, isa), sizes_of(headers, one_stage, isa)
     result = fit(sizes, config, *memory, kept_bytes(config, isa))
     num_threads = config.num_threads or default_threads(replace(config.parallel, local_size=num_local))
@@ -150,11 +163,7 @@ def lines(found: ModelReport) -> Iterator[str]:
     from pagewire.workers.estimate.fit import amount
 
     sizes, fit, speed = found.sizes, found.fit, found.speed
-    dimensions = sizes.dimensions
-    files = f"{sizes.num_files} files" if sizes.num_files > 1 else "1 file"
-    yield f"model     {dimensions.architecture}, {dimensions.num_layers} layers; {sizes.form} in {files}"
-    quantization = sizes.quantization or "not quantised"
-    yield f"weights   {sizes.parameters:,} parameters, {quantization}; run in {sizes.dtype}"
+    yield from head(sizes)
     if found.num_workers > 1:
         place = "share this machine" if found.num_local > 1 else "have a machine each"
         yield f"workers   {found.num_workers}, which {place}; memory, threads and bytes read are those of one"
@@ -189,23 +198,3 @@ def lines(found: ModelReport) -> Iterator[str]:
         f"          {amount(sizes.read_bytes)} are read for a token, and {found.num_threads} threads read "
         f"{speed.read_rate / 1e9:.1f} GB/s now"
     )
-
-
-def table(sizes: Footprint) -> Iterator[str]:
-    """The parts of a model, one in a line."""
-    from pagewire.workers.estimate.fit import amount
-
-    row = "{:<14}{:>14}{:>8}{:>13}{:>13}{:>13}  {}"
-    yield row.format("part", "parameters", "bits", "in files", "in memory", "token reads", "held as")
-    for part in sizes.parts:
-        bits = f"{part.bits:.2f}" if part.parameters else "tied"
-        held = sizes.dtype if part.held.startswith("float") else part.held
-        yield row.format(
-            part.part,
-            f"{part.parameters:,}",
-            bits,
-            amount(part.file_bytes),
-            amount(part.packed_bytes),
-            amount(part.read_bytes),
-            held if part.packed_bytes else f"{held}, in the mapped file",
-        )

@@ -200,18 +200,18 @@ def check_rows(x: Tensor, in_features: int, dtype: torch.dtype) -> None:
 
 
 class UnpackedLinear:
-    """A linear layer over a dense weight [N, K] that stays as it is; `product` computes `x @ weight.T + bias`."""
+    """A linear layer over a dense `weight` [N, K] that stays as it is; `product` computes `x @ weight.T + bias`."""
 
     def __init__(self, product: Product, weight: Weight, bias: Tensor | None) -> None:
-        self._product, self._weight, self._bias = product, weight.dense(), bias
+        self._product, self.weight, self._bias = product, weight.dense(), bias
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self.num_bytes = self._weight.nbytes + (0 if bias is None else bias.nbytes)
+        self.num_bytes = self.weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear.__call__`."""
         check_rows(x, self.in_features, self.dtype)
-        return self._product(x, self._weight, self._bias)
+        return self._product(x, self.weight, self._bias)
 
 
 class Product(Protocol):

@@ -145,11 +145,11 @@ class Batch:
         )
 
 
-def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch:
+def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0, num_each: int = 1) -> Batch:
     """The batch of `rows`; `slots.apply` must have been called for their plan.
 
-    num_padded: pad the batch to this many requests of one token (CUDA graphs have fixed sizes). A padding request
-    has seq_len 0 and KV slot -1, so it reads and writes no KV.
+    num_padded: pad the batch to this many requests of `num_each` tokens (CUDA graphs have fixed sizes). A padding
+    request has seq_len 0 and KV slots -1, so it reads and writes no KV.
     """
     per_row = [[row.slot for row in rows], [row.start for row in rows], [row.num_tokens for row in rows]]
     slot_ids, starts, lengths = np.array(per_row, np.int64)
@@ -186,13 +186,13 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
         query_start_loc=_padded(query_start_loc, more, num_tokens),
         seq_lens=_padded(seq_lens.astype(np.int32), more),
         block_table=_padded(block_table, more),
-        slot_mapping=_padded(kv_slot_mapping, more, -1),
+        slot_mapping=_padded(kv_slot_mapping, more * num_each, -1),
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
     )
     return Batch(
-        input_ids=_padded(input_ids, more),
-        positions=_padded(positions + slots.long_from[token_slots], more),
+        input_ids=_padded(input_ids, more * num_each),
+        positions=_padded(positions + slots.long_from[token_slots], more * num_each),
         attention=attention,
         sample_rows=sample_rows,
         sample_indices=torch.from_numpy(sample_indices),

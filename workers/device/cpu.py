@@ -16,7 +16,7 @@ from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import populate, zeros
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
-from pagewire.workers.device.interface import KernelNeeds
+from pagewire.workers.device.interface import KernelNeeds, LoadedSizes
 from pagewire.workers.device.kv_size import kv_budget, step_bytes
 from pagewire.workers.device.machine import ALONE, BIND, bound_cpus, default_threads, machine_memory
 from pagewire.workers.errors import LoadError
@@ -82,6 +82,7 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     asynchronous = False
     batch_invariant = True
+    plan = None
     activities = (torch.profiler.ProfilerActivity.CPU,)
 
     def __init__(self, num_threads: int = 1) -> None:
@@ -130,15 +131,18 @@ class CpuDevice:
         """False: the CPU has no graphs."""
         return False
 
+    def why_it_waits(self, work: Callable[[], object]) -> str | None:
+        """See `Device.why_it_waits`: all work is done when its call returns."""
+        return "a CPU's work is waited for"
+
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See `Device.record`."""
         return work
 
-    def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
+    def kv_budget(self, config: WorkerConfig, loaded: LoadedSizes, widest_step: Callable[[], object]) -> int:
         """See `Device.kv_budget`."""
-        return kv_budget(
-            config, machine_memory(config.parallel.local_size)[1], step_bytes(config, vocab_size)
-        )
+        available = machine_memory(config.parallel.local_size)[1]
+        return kv_budget(config, available, step_bytes(config, loaded.vocab_size))
 
     def give_back(self) -> None:
         """Nothing to do: the system has it already."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,16 @@ from pagewire.kernels.cuda.source import Variant
 from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.device.cuda_sampler import CudaTokenSampler
 from pagewire.workers.device.first_run import SAMPLING, Launches, in_processes, replace_wrong_kernels
-from pagewire.workers.device.interface import KernelNeeds, TokenSampler
+from pagewire.workers.device.gpu_memory import CONTEXT_BYTES, GpuMemory, attention_scratch, sampling_scratch
+from pagewire.workers.device.interface import KernelNeeds, LoadedSizes, TokenSampler
+from pagewire.workers.device.kv_size import GIB
+from pagewire.workers.device.waits import WaitFinder
 from pagewire.workers.errors import LoadError
 
 logger = logging.getLogger("pagewire.worker")
 
+MOST_REASON = 200  # characters of a reason in the log
 ALIGNMENT = 256  # bytes between tensors that are copied together
-CONTEXT_BYTES = 512 << 20  # estimate of what the driver takes for a process; there is no API for it
-GRAPH_BYTES = 256 << 20  # estimate of what graphs of a model take beside the memory of one step
 
 
 class CudaEvent:
@@ -68,8 +71,10 @@ class CudaDevice:
         self.num_threads = torch.get_num_threads()
         self._downloads = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
-        self._activations = self._graphs = 0
-        self._others = self._used_beside_torch()
+        self._graphs = 0
+        self._scratch = attention_scratch(self.launcher.multiprocessors)
+        self.plan: GpuMemory | None = None
+        self._beside_torch = self._used_beside_torch()
 
     @classmethod
     def open(cls, index: int) -> CudaDevice:
@@ -172,11 +177,33 @@ class CudaDevice:
                 MAX_VOCAB_SIZE,
             )
             return CpuTokenSampler()
+        own = attention_scratch(self.launcher.multiprocessors)
+        self._scratch = own + sampling_scratch(max_rows, vocab_size, max_most_likely)
         return CudaTokenSampler(self, max_rows, vocab_size, max_most_likely)
 
     def can_record(self, dtype: torch.dtype) -> bool:
         """See `Device.can_record`: what PyTorch does in place of kernels waits for the device, but for products."""
         return dtype in KERNEL_DTYPES and self.kernels.replaced <= {SAMPLING, "pack"}
+
+    def why_it_waits(self, work: Callable[[], object]) -> str | None:
+        """See `Device.why_it_waits`: by the operations, and by what PyTorch notices itself."""
+        try:
+            with self._refusing_waits(), WaitFinder():  # type: ignore[no-untyped-call]
+                work()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            return (str(error).splitlines() or [type(error).__name__])[0][:MOST_REASON]
+        return None
+
+    @contextmanager
+    def _refusing_waits(self) -> Iterator[None]:
+        """A context in which PyTorch raises RuntimeError where it would wait for the device."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """See `Device.record`: a CUDA graph. All graphs share one pool of memory."""
@@ -195,54 +222,85 @@ class CudaDevice:
 
         return replay
 
-    def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
+    def kv_budget(self, config: WorkerConfig, loaded: LoadedSizes, widest_step: Callable[[], object]) -> int:
         """See `Device.kv_budget`: a fraction of the device's memory, less what this process itself uses.
 
         That is torch's peak during a step of the largest size, plus what came into use outside of torch since this
-        process began. Memory of other processes is not subtracted; the budget is only limited to what they leave.
+        process began. Memory of other processes only counts where it is more than what the fraction leaves.
         """
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
-        lasting = torch.cuda.memory_allocated(self.torch_device)
-        widest_step()
-        torch.cuda.synchronize(self.torch_device)
-        peak = torch.cuda.max_memory_allocated(self.torch_device)
-        self._activations = peak - lasting
-        torch.cuda.empty_cache()
-        if config.kv_cache_memory_bytes is not None:
-            return config.kv_cache_memory_bytes
-        beside = max(0, self._used_beside_torch() - self._others) + CONTEXT_BYTES
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        graphs = 0 if config.enforce_eager else GRAPH_BYTES * (1 if config.lora is None else 2)
-        share = int(config.gpu_memory_utilization * total) - peak - beside - graphs
-        left = free - self._activations - graphs
-        if left < share:
+        self.give_back()
+        lasting = self._torch_bytes()
+        try:
+            activations, error = self._activations_of(widest_step), None
+        except torch.OutOfMemoryError as shortage:
+            activations, error = 0, shortage
+        self.give_back()
+        free, total = self._free_and_total()
+        context = CONTEXT_BYTES + max(0, self._used_beside_torch() - self._beside_torch)
+        self.plan = GpuMemory.shared_out(
+            config,
+            total=total,
+            others=max(0, total - free - self._torch_bytes() - context),
+            context=context,
+            weights=loaded.weight_bytes,
+            tables=max(0, lasting - loaded.weight_bytes - self._scratch),
+            scratch=self._scratch,
+            activations=activations,
+            records=loaded.records,
+        )
+        if error is not None:
+            raise LoadError(
+                f"steps of {config.max_num_batched_tokens} tokens (max_num_batched_tokens) do not fit into the "
+                f"memory of {self.name} beside the weights. {self.plan.shortage(self.name)}"
+            ) from error
+        logger.info("memory of %s: %s", self.name, self.plan)
+        if self.plan.others > self.plan.reserve:
             logger.warning(
-                "%s: only %.1f GiB left for the KV cache, other processes use the rest",
+                "%s: other processes hold %.1f GiB, more than gpu_memory_utilization leaves: %.1f GiB are left for "
+                "the KV cache",
                 self.name,
-                left / 2**30,
+                self.plan.others / GIB,
+                self.plan.kv_cache / GIB,
             )
-        return max(0, min(share, left))
+        return self.plan.kv_cache
 
     def give_back(self) -> None:
         """See `Device.give_back`."""
         torch.cuda.empty_cache()
 
     def memory(self) -> dict[str, int]:
-        """See `Device.memory`; also `activations`, the peak of a step, and `graphs`."""
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        return {
-            "total": total,
-            "available": free,
-            "process": torch.cuda.memory_reserved(self.torch_device) + CONTEXT_BYTES,
-            "activations": self._activations,
-            "graphs": self._graphs,
-        }
+        """See `Device.memory`; also the parts of its plan, `graphs` as they were recorded."""
+        free, total = self._free_and_total()
+        parts = {} if self.plan is None else self.plan.parts
+        for name in ("weights", "kv_cache"):  # which the runner counts
+            parts.pop(name, None)
+        process = self._torch_bytes() + parts.get("context", CONTEXT_BYTES)
+        return {**parts, "total": total, "available": free, "process": process, "graphs": self._graphs}
+
+    def _activations_of(self, step: Callable[[], object]) -> int:
+        """The most bytes that torch takes while a step runs, beside what it held before.
+
+        Raises:
+            torch.OutOfMemoryError: there are not so many.
+        """
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        lasting = torch.cuda.memory_allocated(self.torch_device)
+        step()
+        torch.cuda.synchronize(self.torch_device)
+        return torch.cuda.max_memory_allocated(self.torch_device) - lasting
+
+    def _free_and_total(self) -> tuple[int, int]:
+        """Bytes of the device that no process has, and all of it."""
+        return torch.cuda.mem_get_info(self.torch_device)
+
+    def _torch_bytes(self) -> int:
+        """Bytes that torch has taken for this process."""
+        return torch.cuda.memory_reserved(self.torch_device)
 
     def _used_beside_torch(self) -> int:
         """Bytes in use outside of this process's torch: by other processes, and by other libraries of this one."""
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        return total - free - torch.cuda.memory_reserved(self.torch_device)
+        free, total = self._free_and_total()
+        return total - free - self._torch_bytes()
 
 
 def _part(memory: Tensor, start: int, like: Tensor) -> Tensor:

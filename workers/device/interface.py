@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.workers.device.gpu_memory import GpuMemory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -68,6 +69,17 @@ class KernelNeeds(NamedTuple):
     recurrent: bool = False
 
 
+class LoadedSizes(NamedTuple):
+    """What a device has to know of a loaded model to share out its memory.
+
+    weight_bytes: of all models of the worker. records: its steps will be recorded as graphs.
+    """
+
+    vocab_size: int
+    weight_bytes: int
+    records: bool
+
+
 class Device(Protocol):
     """The device that runs the model. If it is asynchronous, calls return before their work is done."""
 
@@ -79,6 +91,10 @@ class Device(Protocol):
     """True if work is queued and the host does not wait for it."""
     batch_invariant: bool
     """True if the logits of a token do not depend, to the bit, on the rest of its batch."""
+
+    @property
+    def plan(self) -> GpuMemory | None:
+        """How its memory is shared out, once `kv_budget` has returned; None on a CPU."""
 
     @property
     def activities(self) -> Sequence[ProfilerActivity]:
@@ -116,18 +132,21 @@ class Device(Protocol):
     def can_record(self, dtype: torch.dtype) -> bool:
         """True if steps of a model of this dtype can be recorded as graphs, and are faster then."""
 
+    def why_it_waits(self, work: Callable[[], object]) -> str | None:
+        """Why the host waits for the device within `work`, which then cannot be recorded; None if it does not."""
+
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Record `work` as a graph. Returns its replay, which reads and writes the same memory each time."""
 
-    def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
+    def kv_budget(self, config: WorkerConfig, loaded: LoadedSizes, widest_step: Callable[[], object]) -> int:
         """Bytes for the KV cache, called once the weights are loaded. widest_step: runs a step of the largest size.
 
         Raises:
-            LoadError: a setting of the size is invalid.
+            LoadError: a setting of the size is invalid, or the step does not fit into memory.
         """
 
     def give_back(self) -> None:
         """Return unused memory to the system."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes: `total` of the device, `available`, and used by this `process`."""
+        """Bytes: `total` of the device, `available`, and used by this `process`; a GPU's also by part."""

@@ -13,6 +13,8 @@ GIB = 1 << 30
 DEFAULT_KV_GIB = 4.0
 LOGIT_CHUNK = 1 << 24  # logits computed at a time for prompt log probabilities
 OTHER_BYTES = 256 << 20  # memory of a step beside its logits
+USES = ("context", "weights", "tables", "scratch", "kv_cache", "states", "activations", "graphs")
+"""The uses of memory that a worker can tell apart, some of them on GPUs only."""
 MIN_STATES = 3  # a running sequence's, a copy of it while drafts are verified, and a checkpoint
 
 
@@ -110,7 +112,12 @@ def cache_size(
 
 def ledger(memory: Mapping[str, int]) -> str:
     """The use of memory by `Runner.memory`, as a line for the log."""
-    parts = {name: memory.get(name, 0) for name in ("weights", "kv_cache", "states", "activations", "graphs")}
+    parts = {name: memory.get(name, 0) for name in USES}
     parts["rest"] = max(0, memory["process"] - sum(parts.values()) + parts["activations"])
+    return in_gib(parts, memory["total"])
+
+
+def in_gib(parts: Mapping[str, int], total: int) -> str:
+    """Parts of a memory for people, such as "weights 0.25, kv cache 4.00 of 16.00 GiB"; empty ones are left out."""
     taken = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in parts.items() if size)
-    return f"{taken} of {memory['total'] / GIB:.2f} GiB"
+    return f"{taken} of {total / GIB:.2f} GiB"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagewire.workers.estimate.inventory import Matrix
+from pagewire.workers.estimate.inventory import Matrix, Part
 from pagewire.workers.estimate.states import Shapes, state_bytes
 from pagewire.workers.module.structure import DEFAULT_POSITIONS, MAX_POSITIONS
 
@@ -55,12 +55,18 @@ class Dimensions:
     """Numbers of the rotary tables for a position."""
     state_bytes: int
     """Of the states that all layers keep of a sequence, whatever its length."""
+    attention_size: int
+    """The most inputs of a product of attention: numbers of all query heads."""
+    inner_size: int
+    """The most inputs of a product of a feed-forward half: numbers behind its activation; 0: it has none."""
+    expert_size: int
+    """The same of an expert."""
 
     @classmethod
     def of(
         cls,
         config: Mapping[str, Any],
-        matrices: Iterable[Matrix],
+        matrices: Sequence[Matrix],
         recurrent: Mapping[str, Shapes] | None = None,
     ) -> Dimensions:
         """The sizes in a configuration; those of keys and values by their own matrices where they have some.
@@ -97,8 +103,16 @@ class Dimensions:
             * (_number(text, ("qk_rope_head_dim",)) or sum({head_dim, *map(_head_dim, others.values())}))
             * (num_attending > 0),
             state_bytes=state_bytes(recurrent, text),
+            attention_size=_most_inputs(matrices, Part.ATTENTION),
+            inner_size=_most_inputs(matrices, Part.FEED_FORWARD),
+            expert_size=_most_inputs(matrices, Part.EXPERTS),
             **sizes,
         )
+
+
+def _most_inputs(matrices: Iterable[Matrix], part: Part) -> int:
+    """The most columns of a part's matrices."""
+    return max((m.columns for m in matrices if m.part is part and not m.is_vector), default=0)
 
 
 def _num_attending(text: Mapping[str, Any], kv: Iterable[str]) -> int:

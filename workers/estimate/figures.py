@@ -1,4 +1,4 @@
-"""What a model will take in a CPU worker, by the headers of its checkpoint, and how fast it should be.
+"""What a model will take in a worker, by the headers of its checkpoint, and how fast it should be on a CPU.
 
 Imports no torch: `pagewire inspect` answers in a moment, and a worker knows before it reads any weights.
 """
@@ -21,6 +21,7 @@ from pagewire.workers.checkpoint.headers import DTYPES, Headers
 from pagewire.workers.device.auto_dtype import auto_dtype
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.dimensions import Dimensions
+from pagewire.workers.estimate.gpu_layout import GPU, GpuLayout
 from pagewire.workers.estimate.inventory import Matrix, Part, matrices
 from pagewire.workers.estimate.states import recurrent_modules
 from pagewire.workers.module.structure import has_stack_structure
@@ -62,7 +63,7 @@ class PartFigures:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The sizes of a model in a CPU worker; bytes unless said otherwise."""
+    """The sizes of a model in a worker; bytes unless said otherwise."""
 
     form: str
     num_files: int
@@ -72,6 +73,7 @@ class Footprint:
     dtype: str
     """Of activations, and of weights that are not quantised."""
     isa: str
+    """The instruction set of the kernels; `GPU` for those of a GPU."""
     is_stack: bool
     """True if its layers should run in one call: the proof has the last word."""
     parts: Sequence[PartFigures]
@@ -123,7 +125,7 @@ def footprint(
 ) -> Footprint:
     """The footprint of a checkpoint.
 
-    isa: the instruction set of the kernels. dtype, quantization, kv_dtype: the engine's options.
+    isa: the instruction set of the kernels, or `GPU`. dtype, quantization, kv_dtype: the engine's options.
 
     Raises:
         LoadError: its configuration has sizes of another form, or its tensors are of a format that is not served.
@@ -135,13 +137,16 @@ def footprint(
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise LoadError(f"the sizes of this model cannot be told: {error!r}") from error
-    own = auto_dtype(dimensions.dtype, isa) if dtype == "auto" else DTYPE_NAMES.get(dtype, dtype)
+    own = DTYPE_NAMES.get(dtype, dtype)
+    if dtype == "auto":
+        own = auto_dtype(dimensions.dtype, None if isa == GPU else isa)
+    layout: Panels | GpuLayout = GpuLayout(own) if isa == GPU else panels_of(isa)
     embedding = next((matrix for matrix in found if matrix.part is Part.EMBEDDING), None)
     is_tied = not any(matrix.part is Part.OUTPUT and not matrix.is_vector for matrix in found)
     all_matrices = list(found)
     if embedding is not None and is_tied:  # its weights count there, and are packed for the output layer
         all_matrices.append(replace(embedding, name="lm_head.weight", part=Part.OUTPUT, num_bytes=0))
-    held = [_held(matrix, own, quantization, panels_of(isa)) for matrix in all_matrices]
+    held = [_held(matrix, own, quantization, layout) for matrix in all_matrices]
     share = min(1.0, dimensions.experts_per_token / dimensions.num_experts) if dimensions.num_experts else 1.0
     by_part = {part: [h for h in held if h.matrix.part is part] for part in Part}
     kv_item = KV_ITEM_BYTES[own if kv_dtype == "auto" else DTYPE_NAMES.get(kv_dtype, kv_dtype)]
@@ -153,7 +158,8 @@ def footprint(
         dimensions=dimensions,
         dtype=own,
         isa=isa,
-        is_stack=has_stack_structure(dimensions.model_type, names, headers.config),
+        is_stack=has_stack_structure(dimensions.model_type, names, headers.config)
+        and not (isa == GPU and dimensions.num_experts),  # a GPU's experts run one by one, as `build.py` says
         parts=[_figures(part, of_part, share or 1.0) for part, of_part in by_part.items() if of_part],
         loading_bytes=_loading_bytes(held, own),
         kv_token_bytes=dimensions.kv_elements * kv_item
@@ -221,19 +227,25 @@ class _Held(NamedTuple):
     stored: NumberFormat
     packed_bytes: int
     is_copy: bool
-    """False if it is used where the file is mapped."""
+    """False if it is used where the file is mapped, or on a GPU the embedding, to which it is tied."""
 
 
-def _held(matrix: Matrix, dtype: str, quantization: str | None, panels: Panels) -> _Held:
+def _held(matrix: Matrix, dtype: str, quantization: str | None, panels: Panels | GpuLayout) -> _Held:
     rows, columns, stored, itemsize = matrix.rows, matrix.columns, matrix.stored, ITEM_BYTES[dtype]
     if quantization in ONLINE and stored.is_float and not matrix.is_vector and matrix.part not in UNDIVIDED:
         stored = quantised_as(quantization, matrix.name.removesuffix(".weight"), columns) or stored
+    on_gpu = isinstance(panels, GpuLayout)
+    if isinstance(panels, GpuLayout):
+        is_dense = matrix.is_vector or matrix.part is Part.EMBEDDING
+        stored = NumberFormat(8 * itemsize) if is_dense else panels.held(stored, columns)
     if not stored.is_float:
         return _Held(matrix, stored, matrix.count * panels.integer_bytes(rows, columns, stored), True)
     stored = NumberFormat(8 * itemsize)
     if matrix.is_vector or matrix.part is Part.EMBEDDING:
-        return _Held(matrix, stored, matrix.num_weights * itemsize, DTYPES.get(matrix.dtype) != dtype)
-    return _Held(matrix, stored, matrix.count * panels.float_size(rows, columns, dtype) * itemsize, True)
+        is_copy = on_gpu or DTYPES.get(matrix.dtype) != dtype
+        return _Held(matrix, stored, matrix.num_weights * itemsize, is_copy)
+    size = matrix.count * panels.float_size(rows, columns, dtype) * itemsize
+    return _Held(matrix, stored, size, not on_gpu or matrix.num_bytes > 0)
 
 
 def _figures(part: Part, held: Sequence[_Held], expert_share: float) -> PartFigures:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -84,7 +84,7 @@ def fit(sizes: Footprint, config: WorkerConfig, total: int, available: int, kept
     dimensions, drafter, speculative = sizes.dimensions, sizes.drafter, config.speculative
     max_model_len = config.max_model_len or dimensions.max_positions
     base, weights, loading = BASE_BYTES, sizes.weight_bytes, sizes.loading_bytes
-    tables, kv_token_bytes, spare = max_model_len * sizes.position_bytes, sizes.kv_token_bytes, 0
+    tables = max_model_len * sizes.position_bytes
     if kept is not None:
         base, weights, loading, tables = KEPT_BASE_BYTES, kept, 0, 0
     if drafter is not None and speculative is not None:
@@ -94,18 +94,12 @@ def fit(sizes: Footprint, config: WorkerConfig, total: int, available: int, kept
             max(loading, drafter.loading_bytes),
         )
         tables += max_model_len * drafter.position_bytes
-        kv_token_bytes += drafter.kv_token_bytes
-        # For drafts whose places belong to no block yet.
-        num_spare = config.max_num_seqs * -(-speculative.num_speculative_tokens // config.block_size)
-        spare = num_spare * config.block_size * drafter.kv_token_bytes
     steps = step_bytes(config, max(1, dimensions.vocab_size))
     left = available - base - weights - tables
-    budget = max(0, kv_budget(config, max(0, left), steps) - spare)
-    block_bytes, state_bytes = kv_token_bytes * config.block_size, sizes.state_bytes
-    block_bytes = block_bytes or int(not state_bytes)
-    least_states = MIN_STATES * state_bytes
-    request_bytes = -(-max_model_len // config.block_size) * block_bytes + least_states
-    room = budget if config.num_blocks is None else config.num_blocks * block_bytes + least_states
+    needs = cache_needs(sizes, config, max_model_len)
+    block_bytes, state_bytes, request_bytes = needs.block_bytes, sizes.state_bytes, needs.request_bytes
+    budget = max(0, kv_budget(config, max(0, left), steps) - needs.spare_bytes)
+    room = needs.room(config, budget)
     size = CacheSize(room // max(1, block_bytes), 0)
     problem = None
     if left < loading:
@@ -138,6 +132,39 @@ def fit(sizes: Footprint, config: WorkerConfig, total: int, available: int, kept
         state_bytes=size.num_states * state_bytes,
         problem=problem,
     )
+
+
+class CacheNeeds(NamedTuple):
+    """Bytes that the KV cache of a model is made of."""
+
+    block_bytes: int
+    """At least 1, also of a model that keeps nothing at all."""
+    least_state_bytes: int
+    """Of the fewest state slots."""
+    request_bytes: int
+    """Of a request of max_model_len tokens, with its states."""
+    spare_bytes: int
+    """For drafts whose places belong to no block yet."""
+
+    def room(self, config: WorkerConfig, budget: int) -> int:
+        """The bytes of the cache: a budget, or that of `num_blocks`."""
+        if config.num_blocks is None:
+            return budget
+        return config.num_blocks * self.block_bytes + self.least_state_bytes
+
+
+def cache_needs(sizes: Footprint, config: WorkerConfig, max_model_len: int) -> CacheNeeds:
+    """The needs of a model, with those of its drafter."""
+    drafter, speculative, spare = sizes.drafter, config.speculative, 0
+    token_bytes = sizes.kv_token_bytes
+    if drafter is not None and speculative is not None:
+        token_bytes += drafter.kv_token_bytes
+        num_spare = config.max_num_seqs * -(-speculative.num_speculative_tokens // config.block_size)
+        spare = num_spare * config.block_size * drafter.kv_token_bytes
+    block_bytes = token_bytes * config.block_size or int(not sizes.state_bytes)
+    states = MIN_STATES * sizes.state_bytes
+    request = -(-max_model_len // config.block_size) * block_bytes + states
+    return CacheNeeds(block_bytes, states, request, spare)
 
 
 @dataclass(frozen=True)
@@ -200,6 +227,17 @@ def sizes_of(headers: Headers, config: WorkerConfig, isa: str) -> Footprint:
         return own
     drafter = footprint(layers, isa, own.dtype, quantization, config.kv_cache_dtype)
     return replace(own, drafter=drafter_of_rank(drafter, config))
+
+
+def largest_stage(headers: Headers, config: WorkerConfig, isa: str) -> WorkerConfig:
+    """The options of the first rank of the stage whose weights take most."""
+    parallel = config.parallel
+    ranks = range(0, parallel.size, parallel.num_shards)
+    stages = [
+        msgspec.structs.replace(config, parallel=msgspec.structs.replace(parallel, rank=rank))
+        for rank in ranks
+    ]
+    return max(stages, key=lambda stage: sizes_of(headers, stage, isa).weight_bytes)
 
 
 def drafter_of_rank(whole: Footprint, config: WorkerConfig) -> Footprint:

@@ -24,6 +24,7 @@ from pagewire.ipc.wire.sources import SOUND, SourceInfo, filled
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.kernels.data.paging import KVScales
+from pagewire.kernels.data.weight import UnpackedLinear
 from pagewire.workers.caches.sources import Features
 from pagewire.workers.checkpoint.kv_scales import kv_scales
 from pagewire.workers.device.interface import Device, KernelNeeds
@@ -46,7 +47,7 @@ from pagewire.workers.module.shards import Shards
 from pagewire.workers.module.stage_cut import CutBase, check_cuts
 from pagewire.workers.module.structure import CHUNKED
 from pagewire.workers.module.text_base import base_path, takes_more_than_text, without_picture_layers
-from pagewire.workers.module.transforms import short_length, tabulate_rotary
+from pagewire.workers.module.transforms import LinearModule, short_length, tabulate_rotary
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.build import build_network
 from pagewire.workers.network.build_module import build_module
@@ -202,6 +203,8 @@ def load_model(
     )
     model, shapes = parts.proven_model()
     num_bytes = weight_bytes(model, parts.scores)
+    if device.asynchronous:  # a CPU's products have copies of their own
+        num_bytes -= tied_bytes(model)
     forget_mapped_files(worker_config.model_path)
     release_spare_memory()
     for note, count in weights.notes.items():
@@ -500,6 +503,15 @@ class Transformation:
 def replaces_attention(base: Any) -> bool:
     """True if transformers lets the attention of a base be replaced."""
     return bool(getattr(base, "_supports_sdpa", False) or getattr(base, "_supports_attention_backend", False))
+
+
+def tied_bytes(model: Model) -> int:
+    """Bytes of the dense output layer whose memory is that of the embedding; 0 if it has its own."""
+    head, words = model.head, getattr(model.base.words, "weight", None)
+    children = [] if not isinstance(head, ModuleHead) else head.module.children()
+    products = [head, *(child.product for child in children if isinstance(child, LinearModule))]
+    dense = [product.weight for product in products if isinstance(product, UnpackedLinear)]
+    return sum(x.nbytes for x in dense if words is not None and x.data_ptr() == words.data_ptr())
 
 
 def weight_bytes(model: Model, scores: ModuleScores | None) -> int:

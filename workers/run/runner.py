@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +18,15 @@ from pagewire.workers.batch.flat_batch import AdapterOrder, Batch, build_batch
 from pagewire.workers.batch.slots import Relay, Slots
 from pagewire.workers.caches.kv import memory_of
 from pagewire.workers.caches.states import StepStates, allocate_states, state_bytes
+from pagewire.workers.device.gpu_memory import MOST_LIKELY, max_samples
 from pagewire.workers.device.interface import Device, PendingTokens
-from pagewire.workers.device.kv_size import CacheSize, cache_size, ledger
+from pagewire.workers.device.kv_size import ledger
 from pagewire.workers.device.open import open_device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.attention import StepContext
 from pagewire.workers.module.overlay import both
 from pagewire.workers.network.loaded import LoadedModel, Phases
+from pagewire.workers.network.network import Network
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.single import SingleRank
 from pagewire.workers.run.decoding import DecodedStep, Decoding, Quiet
@@ -33,8 +34,9 @@ from pagewire.workers.run.extension import WorkerExtension
 from pagewire.workers.run.graphs import DecodeGraphs
 from pagewire.workers.run.launch import go_on
 from pagewire.workers.run.processors import LogitsProcessors
+from pagewire.workers.run.room import records_steps, size_kv
 from pagewire.workers.run.step import RunningStep
-from pagewire.workers.run.trial_steps import GREEDY, TrialSteps, check_room, of_first_stage
+from pagewire.workers.run.trial_steps import GREEDY, TrialSteps, of_first_stage
 from pagewire.workers.sample.typical import TypicalAcceptance
 from pagewire.workers.speculation.interface import Drafter, NoDrafter
 from pagewire.workers.weight_cache.ahead import WeightsAhead
@@ -45,15 +47,6 @@ if TYPE_CHECKING:
     from pagewire.workers.media.entries import MediaEntries
 
 logger = logging.getLogger("pagewire.worker")
-
-MOST_LIKELY = 20  # most likely tokens that a GPU's sampler finds per row; a row that needs more is slower
-
-
-def max_samples(config: WorkerConfig) -> int:
-    """The most tokens that a step samples: one for each sequence, and one for each draft."""
-    num_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
-    most = config.max_num_seqs * (1 + num_drafts)
-    return max(config.max_num_seqs, min(most, config.max_num_batched_tokens))
 
 
 def open_adapters(config: WorkerConfig, device: Device, wake: Callable[[], None]) -> Adapters | None:
@@ -139,6 +132,7 @@ class Runner:
     wake: called by other threads when `adapters` has messages. adapters: None where they are not served.
     loaded: None while the weights are dropped. caches, states: of layers; empty while their memory is released.
     drafter: proposes tokens. typical: accepts proposed tokens that were not drawn; None: none is accepted.
+    records: its steps are recorded as graphs.
     spare_work: optional work for idle moments, a few milliseconds with each `next`.
     embedding_size: numbers of an embedding that may take the place of a token's; 0: none may.
     """
@@ -173,7 +167,8 @@ class Runner:
         self.profile: Any = None
         self.decoding = Decoding(self)
         self.embedding_size = 0
-        self.num_blocks, self.num_states = self._size_kv(self.loaded)
+        self.records = records_steps(self)
+        self.num_blocks, self.num_states = size_kv(self)
         self.allocate_kv()
         self.extension = WorkerExtension(config.worker_extension, self)
 
@@ -289,8 +284,8 @@ class Runner:
 
         received: see `Model.received`. step: gets the errors of rows.
         """
-        size = None if self.graphs is None else self.graphs.size_for(plan, self.slots, self.adapters)
-        batch = build_batch(plan.rows, self.slots, size or 0)
+        shape = None if self.graphs is None else self.graphs.shape_for(plan, self.slots, self.adapters)
+        batch = build_batch(plan.rows, self.slots, *(shape or ()))
         batch = batch.with_attention(self.model.model.laid_out(batch.attention, batch.positions))
         laid = None if self.media is None else self.media.lay(plan.rows, batch.starts, batch.positions)
         if laid is not None:
@@ -299,11 +294,15 @@ class Runner:
             batch = batch.with_tensors(self.device.upload(batch.tensors))
         adapters = self.adapter_rows(batch.adapters)
         with self.span("model"):
-            if size is not None and self.graphs is not None and (laid is None or laid.axes is None):
+            if shape is not None and self.graphs is not None and (laid is None or laid.axes is None):
                 return batch, self.graphs.replay(batch, adapters)
-            return batch, self._forward(batch, adapters, received)
+            return batch, self.forward(batch, adapters, received)
 
-    def _forward(self, batch: Batch, adapters: AdapterRows | None, received: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, adapters: AdapterRows | None, received: Tensor | None = None) -> Tensor:
+        """Launch the model for a batch on the device; returns final hidden states [T, H].
+
+        adapters: the rows that have some; None: none has. received: see `Model.received`.
+        """
         input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
         overlay, axes = batch.overlay, None
         if (laid := batch.media) is not None:
@@ -336,7 +335,7 @@ class Runner:
         Raises:
             LoadError: there is not enough.
         """
-        self._allocate(self.num_blocks, self.num_states)
+        self.allocate(self.num_blocks, self.num_states)
         self.spare_work = self.device.populate(self.states + memory_of([*self.caches, *self.drafter.caches]))
 
     def warm_up(self) -> None:
@@ -347,14 +346,16 @@ class Runner:
         size = of_first_stage(self.model.model.embedding_size, self.collective, self.device)
         size = size if size and trials.take_embeddings(size) else 0
         self.embedding_size = of_first_stage(size, self.collective, self.device)
-        # No graph can send and receive.
-        eager = self.config.enforce_eager or self.config.parallel.stages > 1
-        records = (
-            self.model.is_stack and not self.model.state_shapes
-        )  # whose slots are other ones in each step
-        if not eager and records and self.device.can_record(self.model.dtype):
-            length, forward = self.model.max_model_len, self._forward
-            self.graphs = DecodeGraphs.recorded(self.config, self.device, length, forward, self.adapters)
+        if self.records:
+            base = self.model.model.base
+            self.graphs = DecodeGraphs.recorded(
+                self.config,
+                self.device,
+                self.model.max_model_len,
+                self.forward,
+                self.adapters,
+                base if isinstance(base, Network) else None,
+            )
         for memory in memory_of(self.caches):
             memory[0].zero_()
 
@@ -389,7 +390,12 @@ class Runner:
             self.adapters.attach(loaded, self.collective)
         return loaded
 
-    def _allocate(self, num_blocks: int, num_states: int) -> None:
+    def allocate(self, num_blocks: int, num_states: int) -> None:
+        """Take memory for numbers of KV blocks and state slots, zeroed.
+
+        Raises:
+            LoadError: there is not enough.
+        """
         try:
             self.drafter.allocate(num_blocks)
             self.caches = self.model.allocate(num_blocks, self.config.block_size, self.device)
@@ -401,24 +407,3 @@ class Runner:
     def span(self, name: str) -> AbstractContextManager[object]:
         """A named part of a step for the profiler, which cannot see into compiled kernels."""
         return nullcontext() if self.profile is None else record_function(f"pagewire.{name}")
-
-    def _size_kv(self, loaded: LoadedModel) -> CacheSize:
-        """The numbers of KV blocks and state slots, by what the largest steps leave of the device's memory.
-
-        Raises:
-            LoadError: there is not enough memory.
-        """
-        config, device = self.config, self.device
-        budget = partial(device.kv_budget, config, loaded.vocab_size, self._run_widest)
-        if loaded.model.encodes:  # a block of the core stands for a prompt
-            if device.asynchronous:
-                check_room(config, device, budget)
-            return CacheSize(config.max_num_seqs, 0)
-        left = budget() - self.drafter.spare_bytes
-        return cache_size(config, loaded.max_model_len, self.block_bytes, self.state_bytes, left)
-
-    def _run_widest(self) -> None:
-        """Run the largest steps, with KV memory for one block and one state slot."""
-        self._allocate(1, 1)
-        TrialSteps(self.step, self.config, self.model).run_widest(MOST_LIKELY)
-        self.caches, self.states = [], []

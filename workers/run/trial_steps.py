@@ -13,7 +13,6 @@ from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.workers.device.interface import Device
-from pagewire.workers.errors import LoadError
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.ranks.interface import Collective
 
@@ -73,25 +72,6 @@ class TrialSteps:
             self._step(StepPlan(-1, [], [], [0]))
             return False
         return True
-
-
-def check_room(config: WorkerConfig, device: Device, budget: Callable[[], int]) -> None:
-    """Check that the largest steps of a model that encodes fit on a GPU: they are all that it needs beside weights.
-
-    budget: runs them, and gives the bytes that they leave.
-
-    Raises:
-        LoadError: there is not enough memory for them.
-    """
-    try:
-        room = budget()
-    except torch.OutOfMemoryError:
-        room = 0
-    if room <= 0:
-        raise LoadError(
-            f"steps of {config.max_num_batched_tokens} tokens (max_num_batched_tokens) do not fit into the memory "
-            f"of {device.name} beside the weights: lower it, or max_model_len, or raise gpu_memory_utilization"
-        )
 
 
 def of_first_stage(number: int, collective: Collective, device: Device) -> int:

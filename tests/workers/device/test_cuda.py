@@ -554,17 +554,6 @@ def test_tokens_that_did_not_arrive_are_an_error(
         runner.step(plans[1])
 
 
-def test_another_structure_runs_without_recorded_steps(tmp_path: Path, load: Callable[..., Runner]) -> None:
-    """Granite has its own arithmetic, so its own forward calls the kernels."""
-    fields = HEADS | {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "embedding_multiplier": 3.0}
-    folder = Architecture("granite", fields).write(tmp_path, dtype="bfloat16")
-    runner = load(folder)
-    assert not runner.model.is_stack and runner.graphs is None
-    plans = make_plans(make_prompts(VOCAB_SIZE, (9, 2)), 4, [GREEDY, GREEDY])
-    wanted = [outcome(runner.step(plan)) for plan in plans]
-    assert [outcome(result) for result in Core(runner).run(plans)] == wanted
-
-
 def test_states_on_a_gpu(tmp_path: Path, load: Callable[..., Runner]) -> None:
     """In bfloat16, beside float32."""
     # Of 8 heads, so that all weights of the file lie aligned.
@@ -639,7 +628,7 @@ def test_chunks_of_keys_are_refused_before_weights_are_read(
 
 def test_more_requests_than_were_recorded(load: Callable[..., Runner]) -> None:
     runner = load(max_num_batched_tokens=2)
-    assert runner.graphs is not None and runner.graphs.sizes == [1, 2]
+    assert runner.graphs is not None and runner.graphs.shapes == [(1, 1), (2, 1)]
     plans = make_plans(make_prompts(VOCAB_SIZE, (2, 2, 2)), 3, [GREEDY] * 3)
     assert len(Core(runner).run(plans)) == 3
     check_recorded(runner, num_recorded=2, num_replayed=0)

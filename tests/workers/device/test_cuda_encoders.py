@@ -123,7 +123,9 @@ def test_heads_without_a_kernel_are_refused(load: Load, tmp_path: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("outcome", [0, torch.OutOfMemoryError("CUDA out of memory")], ids=["small", "none"])
+@pytest.mark.parametrize(
+    "outcome", [1 << 40, torch.OutOfMemoryError("CUDA out of memory")], ids=["small", "none"]
+)
 def test_steps_that_do_not_fit_are_refused(
     outcome: int | Exception,
     load: Load,  # noqa: F811
@@ -133,7 +135,7 @@ def test_steps_that_do_not_fit_are_refused(
     """When the engine starts, by the largest steps that there may be: of all tokens, and of one token each."""
     widths: list[list[int]] = []
 
-    def budget(self: CudaDevice, config: Any, vocab_size: int, widest_step: Callable[[], object]) -> int:
+    def activations(self: CudaDevice, widest_step: Callable[[], object]) -> int:
         run = Runner.launch
 
         def launch(runner: Runner, plan: StepPlan) -> Any:
@@ -148,7 +150,7 @@ def test_steps_that_do_not_fit_are_refused(
         return outcome
 
     for device in (CudaDevice, EmulatedCudaDevice):
-        monkeypatch.setattr(device, "kv_budget", budget)
+        monkeypatch.setattr(device, "_activations_of", activations)
     folder = write(tmp_path, "bert", dtype="float16", **SIZES)
     with pytest.raises(LoadError, match=r"steps of 40 tokens \(max_num_batched_tokens\) do not fit into"):
         load(folder, max_num_batched_tokens=40)

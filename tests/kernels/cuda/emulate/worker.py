@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels import dispatch
-from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.kernels.cuda.kernels import CudaKernels, serves
 from pagewire.kernels.cuda.norms import DTYPES
+from pagewire.kernels.reference.kernels import Kernels
 from pagewire.workers.device.cuda import CudaDevice
 from pagewire.workers.device.first_run import Launches
+from pagewire.workers.device.gpu_memory import CONTEXT_BYTES, attention_scratch
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
+from tests.kernels.cuda.emulate.peak import TensorPeak
+from tests.kernels.cuda.emulate.tape import Tape
 
 
 class LateEvent:
@@ -43,14 +46,22 @@ class LateEvent:
 
 
 class EmulatedCudaDevice(CudaDevice):
-    """A `CudaDevice` without the calls that need a GPU."""
+    """A `CudaDevice` without the calls that need a GPU.
+
+    total_bytes, other_bytes, torch_bytes: of its memory, what other processes hold, and what torch does.
+    """
+
+    total_bytes, other_bytes, torch_bytes = 4 << 30, 0, 0
 
     def __init__(self, launcher: EmulatedLauncher | None = None) -> None:
         self.name, self.torch_device = "cuda:0", torch.device("cpu")
         self.launcher = launcher or EmulatedLauncher()
         self.kernels = CudaKernels(self.launcher, "cpu")
         self.num_threads = 1
-        self.num_recorded = self.num_replayed = 0
+        self.num_recorded = self.num_replayed = self._graphs = 0
+        self._scratch = attention_scratch(self.launcher.multiprocessors)
+        self.plan = None
+        self._beside_torch = self._used_beside_torch()
         self._events: list[LateEvent] = []
 
     def try_kernels(self, launches: Launches) -> None:
@@ -69,25 +80,36 @@ class EmulatedCudaDevice(CudaDevice):
         return LateEvent(self._events)
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """A replay that runs `work` again, into the same tensor."""
-        result = work()
+        """A replay of the operations and launches of `work`, as a CUDA graph is one."""
+        work()
+        tape = Tape()
+        result = tape.record(work)
         self.num_recorded += 1
 
         def replay() -> Tensor:
             self.num_replayed += 1
-            return result.copy_(work())
+            tape.replay()
+            return result
 
         return replay
-
-    def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
-        widest_step()
-        return 1 << 30
 
     def give_back(self) -> None:
         """Nothing to do: the emulation keeps no unused memory."""
 
-    def memory(self) -> dict[str, int]:
-        return {"total": 1 << 30, "available": 1 << 30, "process": 0}
+    def _activations_of(self, step: Callable[[], object]) -> int:
+        with TensorPeak() as peak:
+            step()
+        return peak.most
+
+    @contextmanager
+    def _refusing_waits(self) -> Iterator[None]:
+        yield
+
+    def _free_and_total(self) -> tuple[int, int]:
+        return self.total_bytes - self.other_bytes - CONTEXT_BYTES - self.torch_bytes, self.total_bytes
+
+    def _torch_bytes(self) -> int:
+        return self.torch_bytes
 
 
 @contextmanager
@@ -95,7 +117,13 @@ def emulated(kernels: EmulatedLauncher | CudaKernels) -> Iterator[None]:
     """A context in which the CUDA kernels compute on CPU tensors of the dtypes that they support."""
     if isinstance(kernels, EmulatedLauncher):
         kernels = CudaKernels(kernels, "cpu")
+    for_cpu = dispatch.implementation_for
+
+    def for_cuda(*tensors: Tensor) -> Kernels:
+        return kernels if tensors[0].is_cpu and serves(tensors) else for_cpu(*tensors)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "implementation_for", for_cuda)  # also for keys and values of 8 bits
         patch.setattr(dispatch, "DTYPES", tuple(DTYPES))
         patch.setattr(dispatch.cpu_kernels, "load", lambda: kernels)
         yield

@@ -1,0 +1,294 @@
+"""Recorded steps, on an emulated device that replays operations and launches as a CUDA graph does.
+
+The oracle is the same model without graphs: a replay must give what it gives, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagewire.ipc.speculative import SpeculativeConfig
+from pagewire.ipc.wire.lora import LoRAConfig
+from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.worker_messages import Row, StepPlan, WorkerConfig
+from pagewire.workers.device.waits import WaitFinder, WaitsError
+from pagewire.workers.network.network import Network
+from pagewire.workers.run import runner as runner_module
+from pagewire.workers.run.graphs import RecordedShape, recorded_shapes
+from pagewire.workers.run.runner import Runner
+from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
+from tests.kernels.cuda.emulate.tape import Tape
+from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
+from tests.workers.architectures import SERVED, VOCAB_SIZE, Architecture
+from tests.workers.device.test_cuda import (
+    EDITED,
+    HEADS,
+    PLAIN,
+    SIZES,
+    Adapted,
+    Core,
+    low_rank,
+    make_plans,
+    outcome,
+)
+from tests.workers.driver import GREEDY, load_runner, tokens_of
+from tests.workers.parity import make_prompts
+
+Load = Callable[..., Runner]
+NUM_DRAFTS = 3
+DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=NUM_DRAFTS)
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Makes runners on emulated devices."""
+    launcher = EmulatedLauncher()
+    monkeypatch.setattr(runner_module, "open_device", lambda config: EmulatedCudaDevice(launcher))
+    with emulated(launcher):
+        yield lambda folder, **fields: load_runner(folder, **(SIZES | fields))[0]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Architecture("llama", HEADS).write(tmp_path_factory.mktemp("llama"), dtype="bfloat16")
+
+
+def write(folder: Path, name: str) -> Path:
+    """A model of an architecture, with heads that have a kernel."""
+    fields = SERVED[name].fields | HEADS
+    return Architecture(name, fields, model_type=SERVED[name].model_type).write(folder, dtype="bfloat16")
+
+
+def num_replayed(runner: Runner) -> int:
+    """How often steps were replayed, but for those by which the start looked whether they are right."""
+    assert isinstance(runner.device, EmulatedCudaDevice) and runner.graphs is not None
+    return runner.device.num_replayed - len({shape.num_each for shape in runner.graphs.shapes})
+
+
+@pytest.mark.parametrize(
+    "name", ["granite", "gpt_neox", "cohere2", "opt", "phi", "bloom", "starcoder2", "bitnet", "gpt_bigcode"]
+)
+def test_models_that_run_as_modules_are_replayed(tmp_path: Path, load: Load, name: str) -> None:
+    folder = write(tmp_path, name)
+    recorded, plain = load(folder), load(folder, enforce_eager=True)
+    assert not recorded.model.is_stack and plain.graphs is None
+    plans = make_plans(make_prompts(VOCAB_SIZE, (9, 20, 1)), 6, [PLAIN, EDITED, GREEDY])
+    expected = [outcome(plain.step(plan)) for plan in plans]
+    assert [outcome(result) for result in Core(recorded).run(plans)] == expected
+    assert num_replayed(recorded) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mixtral", "aten::bincount has a result that the host must know"),
+        ("dbrx", "aten::nonzero has a result that the host must know"),
+        ("gpt2", "aten::lift_fresh copies numbers from the host"),
+    ],
+)
+def test_models_that_wait_for_the_device_are_not_recorded(
+    tmp_path: Path, load: Load, caplog: pytest.LogCaptureFixture, name: str, reason: str
+) -> None:
+    """Nor is memory set aside for graphs of them."""
+    with caplog.at_level("INFO", "pagewire.worker"):
+        runner = load(write(tmp_path, name))
+    assert runner.graphs is None and not runner.records
+    assert runner.device.plan is not None and runner.device.plan.graphs == 0
+    assert f"launched kernel by kernel: the model waits for the device: {reason}" in caplog.text
+
+
+def test_modules_with_adapters_are_not_recorded(tmp_path: Path, load: Load) -> None:
+    runner = load(write(tmp_path, "granite"), lora=LoRAConfig(max_loras=2, max_lora_rank=8))
+    assert runner.graphs is None and not runner.records
+
+
+def drafted_plans(
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    drafts: Sequence[Sequence[Sequence[int]]],
+) -> list[StepPlan]:
+    """All prompts in the first step, and then a step for each list of drafts, one for each request.
+
+    All drafts but the first of the last step count as wrong: each step follows the one before by a token.
+    """
+    plans = make_plans(prompts, 1 + len(drafts), params)
+    for plan, of_step in zip(plans[1:], drafts, strict=True):
+        plan.rows = [
+            Row(row.slot, row.start, 1 + len(own), [], list(own), 1 + len(own))
+            for row, own in zip(plan.rows, of_step, strict=True)
+        ]
+    return plans
+
+
+@pytest.mark.parametrize("num_requests", [1, 3])
+@pytest.mark.parametrize("params", [GREEDY, PLAIN, EDITED], ids=["greedy", "plain", "edited"])
+def test_steps_that_verify_drafts_are_replayed(
+    llama: Path, load: Load, params: SamplingParams, num_requests: int
+) -> None:
+    """Also in a batch that is padded."""
+    recorded, plain = load(llama, speculative=DRAFTS), load(llama, speculative=DRAFTS, enforce_eager=True)
+    prompts = make_prompts(VOCAB_SIZE, (9, 20, 1)[:num_requests])
+    drafts = [[[7, 8, 9 + step]] * num_requests for step in range(4)]
+    plans = drafted_plans(prompts, [params] * num_requests, drafts)
+    expected = [outcome(plain.step(plan)) for plan in plans]
+    assert [outcome(recorded.step(plan)) for plan in plans] == expected
+    assert num_replayed(recorded) == 4
+
+
+def test_drafts_that_are_right_count_in_replayed_steps(llama: Path, load: Load) -> None:
+    [prompt] = make_prompts(VOCAB_SIZE, (9,))
+    runner = load(llama, speculative=DRAFTS)
+    alone = [
+        token_id for plan in make_plans([prompt], 6, [GREEDY]) for token_id in tokens_of(runner.step(plan))
+    ]
+    runner.step(StepPlan(6, [], freed_slots=[0]))
+    before = num_replayed(runner)
+    plans = drafted_plans([prompt], [GREEDY], [[alone[1 : 1 + NUM_DRAFTS]]])
+    found = [token_id for plan in plans for token_id in tokens_of(runner.step(plan))]
+    assert found == alone[: 2 + NUM_DRAFTS] and num_replayed(runner) == before + 1
+
+
+def test_steps_with_fewer_drafts_are_launched_kernel_by_kernel(llama: Path, load: Load) -> None:
+    """Where some request has fewer than the others, or all have fewer than the most; not if none has any."""
+    recorded, plain = load(llama, speculative=DRAFTS), load(llama, speculative=DRAFTS, enforce_eager=True)
+    prompts = make_prompts(VOCAB_SIZE, (9, 20))
+    plans = drafted_plans(prompts, [PLAIN, PLAIN], [[[7, 8, 9], [7]], [[7, 8], [8, 9]], [[], []]])
+    assert [outcome(recorded.step(plan)) for plan in plans] == [outcome(plain.step(plan)) for plan in plans]
+    assert num_replayed(recorded) == 1
+
+
+def test_drafts_of_rows_with_adapters(llama: Path, load: Load, tmp_path: Path) -> None:
+    """Each token of a row has the row's adapter."""
+
+    def of_llama(**fields: Any) -> Runner:
+        return load(llama, speculative=DRAFTS, **fields)
+
+    folders = [low_rank(tmp_path / str(rank), rank, rank) for rank in (1, 8)]
+    prompts, drafts = make_prompts(VOCAB_SIZE, (9, 2, 5)), [[[7, 8, 9]] * 3, [[1, 2, 3]] * 3]
+    found = []
+    for eager in (True, False):
+        adapted = Adapted(of_llama, enforce_eager=eager)
+        for index, folder in enumerate(folders, 1):
+            adapted.load(index, folder)
+        plans = drafted_plans(prompts, [PLAIN] * 3, drafts)
+        for init, adapter in zip(plans[0].inits, (2, 0, 1), strict=True):
+            init.adapter = adapter
+        found.append([outcome(adapted.runner.step(plan)) for plan in plans])
+    assert found[0] == found[1] and num_replayed(adapted.runner) == 2
+
+
+def test_results_of_layers_are_those_of_the_replayed_step(
+    llama: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter such as EAGLE-3 reads them: they are not those of the shape that was recorded last."""
+    monkeypatch.setattr(Network, "taps", (1, 2))
+    recorded, plain = load(llama), load(llama, enforce_eager=True)
+    plans = make_plans(make_prompts(VOCAB_SIZE, (9, 20, 1)), 4, [GREEDY] * 3)
+    for plan in plans:
+        found, expected = (tapped_by(runner, plan) for runner in (recorded, plain))
+        assert all(torch.equal(a[: len(b)], b) for a, b in zip(found, expected, strict=True))
+    assert num_replayed(recorded) == 3
+
+
+def tapped_by(runner: Runner, plan: StepPlan) -> list[torch.Tensor]:
+    runner.step(plan)
+    network = runner.model.model.base
+    assert isinstance(network, Network)
+    return [network.tapped[layer].clone() for layer in (1, 2)]
+
+
+def test_wrong_graphs_of_drafts_are_noticed(
+    llama: Path, load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as those of which a replay leaves what the recording computed, where those of one token are right."""
+    record = EmulatedCudaDevice.record
+
+    def stale(self: EmulatedCudaDevice, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        result, replay = work(), record(self, work)
+        return (lambda: result) if len(result) > 2 else replay
+
+    assert load(llama, max_num_seqs=2, speculative=DRAFTS).graphs is not None
+    monkeypatch.setattr(EmulatedCudaDevice, "record", stale)
+    assert load(llama, max_num_seqs=2).graphs is not None
+    assert load(llama, max_num_seqs=2, speculative=DRAFTS).graphs is None
+    assert "replayed CUDA graphs compute something else" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "drafted"),
+    [
+        ({}, [1, 2, 3]),
+        ({"max_num_batched_tokens": 9}, [1, 2]),
+        ({"max_num_batched_tokens": 3}, []),
+        ({"block_size": 2}, []),
+        ({"speculative": None}, []),
+    ],
+)
+def test_shapes_with_drafts(fields: dict[str, Any], drafted: list[int]) -> None:
+    config = WorkerConfig("", **{"max_num_seqs": 3, "speculative": DRAFTS} | fields)
+    shapes = recorded_shapes(config, 64)
+    assert [shape for shape in shapes if shape.num_each == 1] == [(1, 1), (2, 1), (3, 1)]
+    assert [shape for shape in shapes if shape.num_each > 1] == [RecordedShape(size, 4) for size in drafted]
+
+
+MASK = torch.tensor([True, False])
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.any()),
+        lambda x: x.nonzero(),
+        lambda x: x[MASK],
+        lambda x: x.index_put_((MASK,), x.new_zeros(1)),
+        lambda x: x.long().bincount(),
+        lambda x: x.unique(),
+        lambda x: torch.tensor(3.0),
+        lambda x: x.to("meta"),
+        lambda x: x.repeat_interleave(torch.ones(2, dtype=torch.long)),
+    ],
+)
+def test_what_waits_is_found(work: Callable[[torch.Tensor], object]) -> None:
+    with pytest.raises(WaitsError, match=r"^aten::"), WaitFinder():
+        work(torch.ones(2))
+
+
+def test_what_does_not_wait_is_not_found() -> None:
+    with WaitFinder():
+        x = torch.ones(2, 3)
+        assert x[torch.zeros(1, dtype=torch.long)].shape == (1, 3)
+        assert (x.view(6).add_(1).to(torch.bfloat16) * 2.0).where(
+            torch.ones(6, dtype=torch.bool), 0
+        ).shape == (6,)
+
+
+def test_a_tape_does_again_what_was_recorded() -> None:
+    """On what its memory holds now, but for what the host has made of it."""
+    numbers, factors = torch.tensor([1.0, 2.0]), [10.0]
+    out = torch.zeros(2)
+
+    def work() -> torch.Tensor:
+        return out.copy_(numbers.view(2, 1).mul(factors[0]).flatten()) + 1
+
+    tape = Tape()
+    result = tape.record(work)
+    numbers.fill_(5)
+    factors[0] = 1000.0
+    tape.replay()
+    assert (out.tolist(), result.tolist()) == ([50, 50], [51, 51])
+
+
+@pytest.mark.parametrize(
+    "work", [lambda x: (x + 1).tolist(), lambda x: (x + 1).cpu(), lambda x: (x + 1).numpy()]
+)
+def test_the_host_cannot_look_at_what_is_recorded(work: Callable[[torch.Tensor], object]) -> None:
+    x = torch.ones(2)
+    with pytest.raises(RuntimeError, match="stream is capturing: the host looks at a tensor"):
+        Tape().record(lambda: work(x))  # type: ignore[arg-type, return-value]
+    assert x.tolist() == [1, 1] and (x + 1).tolist() == [2, 2]
