@@ -71,10 +71,7 @@ class GpuMemory:
         records: bool,
     ) -> GpuMemory:
         """The plan of a worker, all but the KV cache given. records: its steps are recorded as graphs."""
-        kinds = [
-            config.lora,
-            config.speculative,
-        ]  # with adapters, and with drafts, each step is recorded twice
+        kinds = [config.lora, config.speculative]  # each makes two recordings of a step
         graphs = GRAPH_BYTES * 2 ** sum(kind is not None for kind in kinds) if records else 0
         reserve = total - int(config.gpu_memory_utilization * total)
         taken = max(reserve, others) + context + weights + tables + scratch + activations + graphs

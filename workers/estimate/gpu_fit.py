@@ -143,7 +143,6 @@ def activation_bytes(sizes: Footprint, config: WorkerConfig, max_model_len: int)
     item, hidden = ITEM_BYTES[sizes.dtype], dimensions.hidden_size
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
     keys = sizes.kv_token_bytes // item // max(1, dimensions.num_layers)
-    keys = sizes.kv_token_bytes // item // max(1, dimensions.num_layers)
     attention = 2 * dimensions.attention_size // size + keys
     experts = 0
     if dimensions.num_experts:  # logits of the router, places of rows as int64, and rows
