@@ -7,7 +7,7 @@ from pagewire.kernels.data.integers import Integers, check_quantisable
 from pagewire.kernels.data.weight import Linear, Weight, dense_weight
 from pagewire.kernels.dispatch import implementation_for
 
-__all__ = ["Linear", "Weight", "dense", "dense_weight", "pack", "quantise"]
+__all__ = ["Linear", "Weight", "dense", "dense_weight", "multiplies_floats", "pack", "quantise"]
 
 
 def pack(weight: Weight, bias: Tensor | None = None, device: torch.device | None = None) -> Linear:
@@ -24,7 +24,7 @@ def pack(weight: Weight, bias: Tensor | None = None, device: torch.device | None
     Returns:
         a function of x [..., K] to `x @ weight.T + bias` [..., N]. Sums are float32. A row's bits do not depend
         on how many rows there are (those of dense weights on a GPU may). Integers: the CPU's product rounds x to 8
-        bits, see `reference.quantised`; a GPU's does not.
+        bits, see `reference.quantised`; a GPU's does not, nor does that of 8-bit floats.
 
     Raises:
         ValueError: the bias does not fit the weight.
@@ -37,6 +37,15 @@ def pack(weight: Weight, bias: Tensor | None = None, device: torch.device | None
         bias = bias.to(device, weight.dtype)
     kernels = implementation_for(torch.empty(0, dtype=weight.dtype, device=device))
     return kernels.pack(weight.to(device), bias)
+
+
+def multiplies_floats(dtype: torch.dtype, device: torch.device) -> bool:
+    """True if products on a device with rows of a dtype have weights of 8-bit floats (`floats.Floats`) as they are.
+
+    Raises:
+        NotImplementedError: the device is not served.
+    """
+    return implementation_for(torch.empty(0, dtype=dtype, device=device)).multiplies_floats
 
 
 def quantise(weight: Weight, scheme: Integers, scale_dtype: torch.dtype = torch.float16) -> Weight:

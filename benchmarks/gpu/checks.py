@@ -26,6 +26,7 @@ SANITIZED_TRIALS = (
     "prefill attention over bfloat16, heads of 128",
     "products with 4 bits, groups of 64, scales in float16",
     "products with 8 bits, groups of 16, scales in float16",
+    "products with 8-bit floats, groups of 64",
     "adapters",
 )
 

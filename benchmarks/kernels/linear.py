@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from pagewire.kernels.cuda.launch import KernelLauncher
-from pagewire.kernels.cuda.linear import IntegerLinear
+from pagewire.kernels.cuda.linear import PackedWeightLinear
 from pagewire.kernels.data.integers import Integers, integer_weight
 from pagewire.kernels.data.weight import Weight
 
@@ -58,12 +58,12 @@ def _linear_case(
     num_out, num_in = shape
     bias = torch.randn(num_out, device=on).bfloat16()
     weight = _weight(scheme, shape, on, 0)
-    first = IntegerLinear(launcher, weight, bias)
+    first = PackedWeightLinear(launcher, weight, bias)
     num_bytes = first.num_bytes + 2 * num_rows * (num_in + num_out)
     copies = num_copies(num_bytes)
     layers = [
         first,
-        *(IntegerLinear(launcher, _weight(scheme, shape, on, i), bias) for i in range(1, copies)),
+        *(PackedWeightLinear(launcher, _weight(scheme, shape, on, i), bias) for i in range(1, copies)),
     ]
     x = torch.randn(copies, num_rows, num_in, device=on).bfloat16()
     dense = torch.stack(

@@ -76,6 +76,8 @@ class CudaKernels(Kernels):
     replaced: methods that PyTorch computes although they have kernels, see `replace`.
     """
 
+    multiplies_floats = True
+
     def __init__(self, launcher: KernelLauncher, on: torch.device | str) -> None:
         self.launcher = launcher
         self.replaced: set[str] = set()
@@ -117,12 +119,13 @@ class CudaKernels(Kernels):
         return super().activate_and_mul(x, activation)
 
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """See `pagewire.kernels.linear.pack`. Integers stay packed; a weight that has no kernel is made dense.
+        """See `pagewire.kernels.linear.pack`. Integers and 8-bit floats stay packed.
 
-        `linear.why_not` says which. The bits of a row of a dense product may depend on the batch.
+        A weight that has no kernel is made dense; `linear.why_not` says why. The bits of a row of a dense product
+        may depend on the batch.
         """
         if linear.why_not(weight) is None:
-            return linear.IntegerLinear(self.launcher, weight, bias)
+            return linear.PackedWeightLinear(self.launcher, weight, bias)
         return REPLACEMENTS.pack(weight, bias)
 
     def adapt(self, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:

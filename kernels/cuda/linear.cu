@@ -1,6 +1,7 @@
-// Products with integer weights that stay packed: out = x W' + bias, where W[n, k] = scale[n, g] * (code[n, k] - zero) +
-// offset[n, g] and column k is in group g. Codes become numbers of x's type in registers, exactly; tensor cores multiply
-// them, and scales and offsets are applied to sums in float32.
+// Products with weights that stay packed: out = x W' + bias, where W[n, k] = scale[n, g] * (code[n, k] - zero) +
+// offset[n, g] and column k is in group g. Codes are integers, or floats of 8 bits, without zero and offset. They become
+// numbers of x's type in registers, exactly; tensor cores multiply them, and scales and offsets are applied to sums in
+// float32.
 //
 // The order of every sum follows from k alone, so a row's bits depend neither on the other rows nor on the kernel. A step
 // is 32 columns. Steps are divided into SLICES slices. In a slice, from 0 and in ascending order, each span of columns with
@@ -16,10 +17,11 @@
 #include "layout.cuh"
 #include "ptx.cuh"
 
-// Codes: a byte; half a byte; half a byte that is the index of a value from 0 to 255.
+// Codes: a byte; half a byte; half a byte that is the index of a value from 0 to 255; a byte that is an e4m3.
 struct byte_codes {};
 struct half_codes {};
 struct table_codes {};
+struct float_codes {};
 
 struct Product {
     const void* x;        // [m, 32 steps], rows aligned to 16 bytes
@@ -48,7 +50,7 @@ struct Kind {
     using Scale = ScaleType;
     static constexpr bool GROUPED = SPAN > 0;
     static constexpr int SPANS = SPAN == 16 ? 2 : 1;  // of a step
-    static constexpr int WORDS = is_same<Code, byte_codes> ? 2 : 1;
+    static constexpr int WORDS = is_same<Code, byte_codes> || is_same<Code, float_codes> ? 2 : 1;
     static constexpr int CODE_BYTES = WORDS * HALF_BYTES;  // of a step, as are these
     static constexpr int SCALE_BYTES = GROUPED ? SPANS * OUTPUTS * int(sizeof(Scale)) : 0;
     static constexpr int GROUP_BYTES = SCALE_BYTES / SPANS;
@@ -90,6 +92,22 @@ DEVICE u32 widen_nibbles(u32 word, int pair, u32 zero) {
     return add_pairs<T>(and_or(word >> 4 * pair, 0x000f000fu, BASE), (BASE | 0x80008000u) + zero * 0x10001u);
 }
 
+// The four e4m3 of a word as two pairs: bytes 0 and 2, bytes 1 and 3. Sign and magnitude are shifted to their places in T;
+// a product with a power of two corrects for T's larger exponent bias. Exact, also for subnormal numbers. The magnitude
+// 0x7f is NaN: adding 1 to it carries, and the carry sets those bits of T's exponent that the shifted one has not.
+template <class T>
+DEVICE void widen_floats(u32 word, u32 (&to)[2]) {
+    constexpr int UP = is_same<T, bf16> ? 4 : 7;
+    constexpr u32 SIGNS = 0x80008000u, MAGNITUDES = (0x7fu << UP) * 0x00010001u, CARRIES = 0x00800080u;
+    constexpr u32 REST = is_same<T, bf16> ? 0xf0 : 0x80;         // times a carry: bits 11 to 14; bit 14
+    constexpr u32 FACTOR = is_same<T, bf16> ? 0x7b80 : 0x5c00;  // 2^120, 2^8
+    const u32 carried = (word & 0x7f7f7f7fu) + 0x01010101u;
+    const u32 even = (word << 8 & SIGNS) | (word << UP & MAGNITUDES) | (carried & CARRIES) * REST;
+    const u32 odd = (word & SIGNS) | (word >> (8 - UP) & MAGNITUDES) | (carried >> 8 & CARRIES) * REST;
+    to[0] = multiply_pairs<T>(even, FACTOR * 0x00010001u);
+    to[1] = multiply_pairs<T>(odd, FACTOR * 0x00010001u);
+}
+
 // The bytes of a table for four half bytes, the lower ones of `codes`.
 DEVICE u32 look_up(const Product& p, u32 codes) {
     const u32 which = codes & 0x7777u;
@@ -114,6 +132,8 @@ struct Codes {
     DEVICE void fragment(const Product& p, int half, int j, u32 (&b)[2]) const {
         if constexpr (is_same<typename K::Code, byte_codes>) {
             widen_bytes<typename K::T>(words[half][j], p.zero, b);
+        } else if constexpr (is_same<typename K::Code, float_codes>) {
+            widen_floats<typename K::T>(words[half][j], b);
         } else if constexpr (is_same<typename K::Code, table_codes>) {
             widen_bytes<typename K::T>(look_up(p, words[0][j] >> 16 * half), p.zero, b);
         } else {
@@ -157,16 +177,28 @@ struct LaneWeights {
 // The scales, or offsets, of a lane's outputs, as they are stored until they are used.
 template <class S>
 struct Factors {
-    u32 pairs[4];  // of outputs 8 j + 2 t and the next
+    static constexpr int CHUNKS = int(sizeof(S)) / 2;
+    uint4 chunks[CHUNKS];  // pairs of outputs 8 j + 2 t and the next
 
     DEVICE explicit Factors(const unsigned char* scales) {
-        const uint4 chunk = *reinterpret_cast<const uint4*>(scales + 16 * (threadIdx.x % 4));
-        pairs[0] = chunk.x, pairs[1] = chunk.y, pairs[2] = chunk.z, pairs[3] = chunk.w;
+#pragma unroll
+        for (int i = 0; i < CHUNKS; i++)
+            chunks[i] = reinterpret_cast<const uint4*>(scales)[CHUNKS * (threadIdx.x % 4) + i];
+    }
+    DEVICE float2 pair(int j) const {
+        if constexpr (CHUNKS == 2) {
+            const uint4& two = chunks[j / 2];
+            const u32 first = j % 2 ? two.z : two.x, second = j % 2 ? two.w : two.y;
+            return make_float2(__uint_as_float(first), __uint_as_float(second));
+        } else {
+            const uint4& four = chunks[0];
+            return unpack<S>(j == 0 ? four.x : j == 1 ? four.y : j == 2 ? four.z : four.w);
+        }
     }
     // Adds products [m][i] of outputs 8 j to 8 j + 7, times the factors, to sums.
     template <int TILES>
     DEVICE void add(const float (&products)[TILES][4], int j, float (&sums)[TILES][4][4]) const {
-        const float2 factors = unpack<S>(pairs[j]);
+        const float2 factors = pair(j);
 #pragma unroll
         for (int m = 0; m < TILES; m++)
 #pragma unroll

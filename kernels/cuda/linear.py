@@ -1,4 +1,6 @@
-"""Products with integer weights that stay packed in the GPU's memory. See `pagewire.kernels.linear.pack`.
+"""Products with weights of integers and 8-bit floats that stay packed in the GPU's memory.
+
+See `pagewire.kernels.linear.pack`.
 
 A weight is brought into the order in which the kernels read it once, when it is packed: a warp's codes of a step
 are contiguous, 16 bytes by each lane (linear.cu). Sums are float32, and their order follows from the number of
@@ -17,6 +19,7 @@ from torch.nn import functional
 from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.cuda.source import Variant
+from pagewire.kernels.data.floats import Floats
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.weight import Weight, check_rows
 
@@ -25,7 +28,7 @@ STEP, OUTPUTS, SLICES = 32, 32, 8
 """Columns of a step, outputs of a warp, and slices of the columns. As in linear.cu."""
 MOST_FEW = 64
 """Rows for which each slice has a warp, at most. The weight is read for every 16 of them."""
-CODES = ("half_codes", "table_codes", "byte_codes")
+CODES = ("half_codes", "table_codes", "byte_codes", "float_codes")
 SPANS = (0, 32, 16)
 """Columns of a step that have one scale; 0: a row of the weight has one."""
 BLOCK = 1 << 22
@@ -35,18 +38,18 @@ BLOCK = 1 << 22
 @functools.cache
 def variant(kernel: str, dtype: torch.dtype, codes: str, scale_dtype: torch.dtype, span: int) -> Variant:
     """One of the kernels, "few" or "many", for a dtype of rows, one of `CODES` and one of `SPANS`."""
-    scale = "float" if span == 0 else DTYPES[scale_dtype]
+    scale = "float" if scale_dtype == torch.float32 else DTYPES[scale_dtype]
     return Variant(SOURCE, f"linear_{kernel}<{DTYPES[dtype]}, {codes}, {scale}, {span}>", "Product")
 
 
 def variants(*dtypes: torch.dtype) -> list[Variant]:
     """Both kernels for each dtype (by default for all), codes and scales."""
-    kinds = [(torch.float32, 0), *((scales, span) for scales in DTYPES for span in SPANS[1:])]
+    groups = [(scales, span) for scales in DTYPES for span in SPANS[1:]]
     return [
         variant(kernel, dtype, codes, *kind)
         for dtype in dtypes or DTYPES
         for codes in CODES
-        for kind in kinds
+        for kind in ((torch.float32, 0), *([(torch.float32, STEP)] if codes == "float_codes" else groups))
         for kernel in ("few", "many")
     ]
 
@@ -55,16 +58,20 @@ def why_not(weight: Weight) -> str | None:
     """Why a weight has no kernel, so that it is made dense when it is packed; None if it has one.
 
     Integers of 8 or 4 bits have kernels, and tables of 4 bits (MXFP4, GGUF's IQ types), with scales and offsets of
-    16 bits for groups of 16 columns or more, or one scale for a row. Groups with scales in float32 are rare. Dense
-    weights stay as they are, and cuBLAS multiplies them. Other schemes, such as floats of 8 bits, have none yet.
+    16 bits for groups of 16 columns or more, or one scale for a row. So do 8-bit floats (e4m3), with scales in
+    float32 for groups of 32 columns or more, or for a row. Integers in groups with such scales are rare. Dense
+    weights stay as they are, and cuBLAS multiplies them.
     """
     scheme, num_in = weight.scheme, weight.shape[1]
-    if not isinstance(scheme, Integers):
-        return f"{scheme.name} weights are not integers"
+    if not isinstance(scheme, Integers | Floats):
+        return f"{scheme.name} weights are neither integers nor 8-bit floats"
     if weight.dtype not in DTYPES:
         return f"products are bfloat16 or float16, not {weight.dtype}"
     if num_in % STEP:
         return f"{num_in} columns are no multiple of {STEP}"
+    if isinstance(scheme, Floats):
+        small = scheme.group is not None and scheme.group < STEP
+        return f"groups of {scheme.group} 8-bit floats are smaller than {STEP}" if small else None
     if scheme.group is not None and weight.parts[1].dtype not in DTYPES:
         return f"scales of groups are bfloat16 or float16, not {weight.parts[1].dtype}"
     if scheme.group is None and len(weight.parts) > 2:
@@ -74,16 +81,18 @@ def why_not(weight: Weight) -> str | None:
     return None
 
 
-def _codes(scheme: Integers) -> str:
+def _codes(scheme: Integers | Floats) -> str:
     """The name in `CODES`."""
+    if isinstance(scheme, Floats):
+        return "float_codes"
     return "byte_codes" if scheme.bits == 8 else "half_codes" if scheme.table is None else "table_codes"
 
 
-class IntegerLinear:
-    """A linear layer over an integer weight [N, K] that stays packed: see `pagewire.kernels.linear.pack`.
+class PackedWeightLinear:
+    """A linear layer over a weight [N, K] of integers or 8-bit floats that stays packed: see `kernels.linear.pack`.
 
-    Rows are multiplied with the integers, and sums with the scales: nothing but the result is rounded to the rows'
-    dtype. Its parts lie on the weight's device.
+    Rows, which keep 16 bits, are multiplied with the codes' numbers, and sums with the scales: nothing but the
+    result is rounded to the rows' dtype. Its parts lie on the weight's device.
     """
 
     def __init__(self, launcher: KernelLauncher, weight: Weight, bias: Tensor | None) -> None:
@@ -95,7 +104,6 @@ class IntegerLinear:
         """
         if reason := why_not(weight):
             raise ValueError(f"no kernel for this weight: {reason}")
-        assert isinstance(weight.scheme, Integers)
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self._launcher, self._few, self._many = launcher, *_launches(weight)
@@ -152,12 +160,12 @@ class _Launch(NamedTuple):
 def _launches(weight: Weight) -> tuple[_Launch, _Launch]:
     """The launches for few and for many rows. Numbers as in linear.cu."""
     scheme, scale_dtype = weight.scheme, weight.parts[1].dtype
-    assert isinstance(scheme, Integers)
+    assert isinstance(scheme, Integers | Floats)
     span = 0 if scheme.group is None else min(scheme.group, STEP)
-    kind = (weight.dtype, _codes(scheme), scale_dtype, span)
+    kind = (weight.dtype, _codes(scheme), scale_dtype if span else torch.float32, span)
     scale_bytes = OUTPUTS * STEP // span * scale_dtype.itemsize if span else 0
-    stage_bytes = OUTPUTS * STEP * scheme.bits // 8 + 2 * scale_bytes  # of a warp: codes, scales, offsets
-    stages, stride = (8 if scheme.bits == 4 else 6), 40
+    stage_bytes = OUTPUTS * STEP * _bits(scheme) // 8 + 2 * scale_bytes  # of a warp: codes, scales, offsets
+    stages, stride = (8 if _bits(scheme) == 4 else 6), 40
     shared = SLICES * max(stages * stage_bytes, 16 * stride * 4)  # the sums of slices come after the stages
     few = _Launch(variant("few", *kind), 16, OUTPUTS, 32 * SLICES, shared)
     rows, warps, stages = 64, 4, 6
@@ -167,10 +175,15 @@ def _launches(weight: Weight) -> tuple[_Launch, _Launch]:
     return few, _Launch(variant("many", *kind), rows, warps * OUTPUTS, 32 * warps, shared)
 
 
+def _bits(scheme: Integers | Floats) -> int:
+    """Of a code."""
+    return 8 if isinstance(scheme, Floats) else scheme.bits
+
+
 def _parts(weight: Weight) -> dict[str, Tensor | None]:
     """The tensors of a weight as the kernels read them, by their names in linear.cu."""
     scheme, (_, scales, *offsets) = weight.scheme, weight.parts
-    assert isinstance(scheme, Integers)
+    assert isinstance(scheme, Integers | Floats)
     if scheme.group is None:
         return {"codes": packed_codes(weight), "scales": scales.float().flatten(), "offsets": None}
     others = {"scales": packed_scales(scales), "offsets": packed_scales(offsets[0]) if offsets else None}
@@ -180,8 +193,9 @@ def _parts(weight: Weight) -> dict[str, Tensor | None]:
 def _sizes(weight: Weight) -> dict[str, int]:
     """The numbers of a weight, by their names in linear.cu."""
     scheme, (num_out, num_in) = weight.scheme, weight.shape
-    assert isinstance(scheme, Integers)
-    group, values = scheme.group or num_in, bytes(scheme.table or 16)
+    assert isinstance(scheme, Integers | Floats)
+    group, table = scheme.group or num_in, None if isinstance(scheme, Floats) else scheme.table
+    values = bytes(table or 16)
     return {
         "low_values": int.from_bytes(values[:8], "little"),
         "high_values": int.from_bytes(values[8:], "little"),
@@ -189,7 +203,7 @@ def _sizes(weight: Weight) -> dict[str, int]:
         "steps": num_in // STEP,
         "groups": num_in // group,
         "group_shift": 0 if scheme.group is None else max(group // STEP, 1).bit_length() - 1,
-        "zero": scheme.zero,
+        "zero": 0 if isinstance(scheme, Floats) else scheme.zero,
     }
 
 
@@ -199,13 +213,13 @@ def packed_codes(weight: Weight) -> Tensor:
     N is rounded up; outputs that are added have code 0, and their scale is 0. Column `16 h + 8 i + 2 t + e` and
     output `8 j + g` of a step are in word j of lane `4 g + t`. A word has the codes of both halves h in half bytes
     `4 e + 2 h + i`, or with a table `4 h + 2 i + e`. With 8 bits each half has words of its own, whose byte is
-    `2 i + e`.
+    `2 i + e`, or of floats `i + 2 e`.
     """
     scheme, (num_out, num_in) = weight.scheme, weight.shape
-    assert isinstance(scheme, Integers)
+    assert isinstance(scheme, Integers | Floats)
     codes = weight.parts[0]
     num_blocks = -(-num_out // OUTPUTS)
-    packed = codes.new_empty(num_blocks, num_in // STEP, OUTPUTS * STEP * scheme.bits // 8)
+    packed = codes.new_empty(num_blocks, num_in // STEP, OUTPUTS * STEP * _bits(scheme) // 8)
     blocks = max(1, BLOCK // (OUTPUTS * num_in))
     for start in range(0, num_blocks, blocks):
         part = codes[start * OUTPUTS : (start + blocks) * OUTPUTS]
@@ -214,12 +228,14 @@ def packed_codes(weight: Weight) -> Tensor:
     return packed
 
 
-def _ordered(codes: Tensor, scheme: Integers) -> Tensor:
+def _ordered(codes: Tensor, scheme: Integers | Floats) -> Tensor:
     """`packed_codes` of whole blocks of outputs, as one run of bytes."""
-    if scheme.bits == 4:
+    if _bits(scheme) == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
     # block, j, g, step, h, i, t, e
     axes = codes.view(len(codes) // OUTPUTS, 4, 8, -1, 2, 2, 4, 2)
+    if isinstance(scheme, Floats):
+        return axes.permute(0, 3, 4, 2, 6, 1, 7, 5).reshape(-1)
     if scheme.bits == 8:
         return axes.permute(0, 3, 4, 2, 6, 1, 5, 7).reshape(-1)
     inner = (7, 4, 5) if scheme.table is None else (4, 5, 7)

@@ -20,6 +20,7 @@ from pagewire.kernels.cuda import attention, gates, kv, linear, norms, states
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
+from pagewire.kernels.data.floats import NO_NUMBER, Floats
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.layer import Activation, Norm
 from pagewire.kernels.data.paging import CAUSAL, UNSCALED, AttentionBatch, Cache, KVScales, LogitTerms
@@ -48,6 +49,7 @@ SCHEMES = {
     for group in (None, 64, 16)
 } | {"4 bits, groups of 64": Integers(4, 64, 0), "8 bits, groups of 16": Integers(8, 16, 0)}
 """A scheme for each kind of kernel for products with integers. With zero 0 there are offsets."""
+FLOAT_SCHEMES = {"8-bit floats, no groups": Floats(None), "8-bit floats, groups of 64": Floats(64)}
 SCALES = KVScales(0.5, 2.0)
 Layout = Callable[[Tensor], Tensor]
 """Brings a cache from rows to the layout of an implementation, and back."""
@@ -181,7 +183,7 @@ def gate_trials(dtype: torch.dtype) -> Iterator[Trial]:
 
 
 def linear_trials(dtype: torch.dtype) -> Iterator[Trial]:
-    """Products with packed integers of every kind, for few and for many rows, which must have the same bits.
+    """Products with packed weights of every kind, for few and for many rows, which must have the same bits.
 
     All rows are nearly equal, and the bias takes most of them away: what rounding to `dtype` would hide shows.
     """
@@ -190,7 +192,9 @@ def linear_trials(dtype: torch.dtype) -> Iterator[Trial]:
     x = (row + normal(num_rows, num_in, seed=1) / 64).to(dtype)
     codes = torch.randint(256, (num_out, num_in), generator=torch.Generator().manual_seed(2)).to(torch.uint8)
 
-    def compute(scheme: Integers, kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+    def compute(
+        scheme: Integers | Floats, kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]
+    ) -> Tensor:
         x, bias, *parts = inputs
         weight = Weight(scheme, tuple(parts), (num_out, num_in), dtype)
         if kernels is reference:  # whose products with integers round x, too
@@ -201,6 +205,12 @@ def linear_trials(dtype: torch.dtype) -> Iterator[Trial]:
         many, few = product(x), torch.cat([product(x[i : i + 20]) for i in range(0, num_rows, 20)])
         return torch.cat([many, few - many])
 
+    for name, floats in FLOAT_SCHEMES.items():
+        scales = (1 + normal(num_out, num_in // (floats.group or num_in), seed=3).abs()) / 1000
+        parts = [codes.where(codes & NO_NUMBER != NO_NUMBER, 0), scales]
+        bias = -Weight(floats, tuple(parts), (num_out, num_in), torch.float32).dense() @ row
+        inputs = [x, bias.to(dtype), *parts]
+        yield Trial(f"products with {name}", "pack", partial(compute, floats), inputs, TOLERANCE[dtype])
     for name, scheme in SCHEMES.items():
         groups = (num_out, num_in // (scheme.group or num_in))
         scales = (1 + normal(*groups, seed=3).abs()) / 1000

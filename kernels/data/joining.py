@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import torch
 
+from pagewire.kernels.data import floats
+from pagewire.kernels.data.floats import Floats
 from pagewire.kernels.data.integers import INT8, Integers, integer_weight
 from pagewire.kernels.data.weight import Weight, dense_weight
 
@@ -71,12 +73,10 @@ def column_slice(weight: Weight, start: int, stop: int) -> Weight:
         ValueError: the groups would have fewer than 16 columns, or a byte of two codes would be cut.
     """
     scheme = weight.scheme
-    if (
-        isinstance(scheme, Integers)
-        and scheme.group is not None
-        and (start % scheme.group or stop % scheme.group)
-    ):
-        weight = in_smaller_groups(weight, math.gcd(scheme.group, start, stop))
+    group = scheme.group if isinstance(scheme, Integers | Floats) else None
+    if group is not None and (start % group or stop % group):
+        smaller = in_smaller_groups if isinstance(scheme, Integers) else floats.in_smaller_groups
+        weight = smaller(weight, math.gcd(group, start, stop))
     return weight.column_slice(start, stop)
 
 

@@ -56,9 +56,11 @@ class Kernels:
 
     Norms, activations and rotations follow the rounding of the Hugging Face modules that they replace.
     states: the kernels of recurrent layers.
+    multiplies_floats: see `pagewire.kernels.linear.multiplies_floats`.
     """
 
     states: StateKernels = StateKernels()
+    multiplies_floats: bool = False
 
     def paged_attention(
         self,

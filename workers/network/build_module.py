@@ -14,6 +14,7 @@ from pagewire.ipc.files.hub import read_foreign
 from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.quantization import GGUF, resolve_quantization, settings_of
 from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.kernels.linear import multiplies_floats
 from pagewire.workers.adapters.merge import Merge
 from pagewire.workers.checkpoint.conversion import check_report
 from pagewire.workers.checkpoint.formats.format import Format
@@ -113,9 +114,17 @@ TOKEN_CLASSIFIER = ModelClass("AutoModelForTokenClassification")
 
 
 def build_module(
-    worker_config: WorkerConfig, config: Any, dtype: torch.dtype, device: Device, kind: ModelClass = CAUSAL
+    worker_config: WorkerConfig,
+    config: Any,
+    dtype: torch.dtype,
+    device: Device,
+    kind: ModelClass = CAUSAL,
+    *,
+    integers_only: bool = False,
 ) -> Weights:
     """The module of a configuration, and its weights: as a rule still in the checkpoint.
+
+    integers_only: 8-bit floats are held as integers also where the device multiplies with them.
 
     Raises:
         LoadError: not a model of this kind, weights missing or broken, a quantisation that is not served or is
@@ -125,8 +134,9 @@ def build_module(
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+    keeps_floats = not integers_only and multiplies_floats(dtype, device.torch_device)
     try:
-        form, quantise = quantisation(worker_config, config)
+        form, quantise = quantisation(worker_config, config, keeps_floats)
         if worker_config.merged_adapter:
             check_merges(worker_config, config, form)
             merge = Merge.of(worker_config.merged_adapter)
@@ -138,7 +148,7 @@ def build_module(
         reason = read_by_transformers(worker_config, config)
         if reason is None:
             try:
-                return _on_meta(worker_config, config, dtype, form, quantise, kind)
+                return _on_meta(worker_config, config, dtype, form, quantise, kind, keeps_floats)
             except (ImportError, AttributeError, TypeError) as error:
                 reason = f"this version has other tables for converting checkpoints ({first_line(error)})"
         if form is not None:
@@ -167,8 +177,12 @@ def check_merges(worker_config: WorkerConfig, config: Any, form: Format | None) 
         raise LoadError(f"an adapter cannot be merged: {reason or 'the weights are random'}")
 
 
-def quantisation(worker_config: WorkerConfig, config: Any) -> tuple[Format | None, Quantise]:
+def quantisation(
+    worker_config: WorkerConfig, config: Any, keeps_floats: bool = False
+) -> tuple[Format | None, Quantise]:
     """The format of a quantised checkpoint, and how dense matrices are quantised while they are read.
+
+    keeps_floats: matrices that are quantised to 8-bit floats while they are read are held as such.
 
     Transformers' own readers of quantised checkpoints are never used: the settings are removed from `config`.
 
@@ -180,7 +194,7 @@ def quantisation(worker_config: WorkerConfig, config: Any) -> tuple[Format | Non
     settings = settings_of(worker_config.model_path, {"quantization_config": own})
     chosen = resolve_quantization(worker_config.quantization, worker_config.load_format, settings)
     if settings is None:
-        return None, keep if chosen is None else online(chosen)
+        return None, keep if chosen is None else online(chosen, keeps_floats)
     if settings is GGUF:
         return None, keep  # a source of weights of its own
     if worker_config.load_format == "dummy":
@@ -246,13 +260,14 @@ def _on_meta(
     form: Format | None,
     quantise: Quantise,
     kind: ModelClass,
+    keeps_floats: bool = False,
 ) -> Weights:
     """The module on the meta device, with only its buffers in memory.
 
     Raises:
         ImportError, AttributeError, TypeError: transformers' tables are not those of the versions tested.
     """
-    source = weight_source(worker_config, config, form)
+    source = weight_source(worker_config, config, form, keeps_floats)
     causal = module_on_meta(worker_config, config, dtype, kind)
     if kind is CAUSAL:
         rehearse(causal, resolve_max_model_len(worker_config, config))
@@ -260,8 +275,12 @@ def _on_meta(
     return CheckpointWeights(causal, source, dtype, quantise, with_heads=is_part)
 
 
-def weight_source(worker_config: WorkerConfig, config: Any, form: Format | None) -> WeightSource:
-    """The weights of the checkpoint that a configuration names. form: in which it is quantised.
+def weight_source(
+    worker_config: WorkerConfig, config: Any, form: Format | None, keeps_floats: bool = False
+) -> WeightSource:
+    """The weights of the checkpoint that a configuration names.
+
+    form: in which it is quantised. keeps_floats: see `QuantisedCheckpoint`.
 
     Raises:
         LoadError: a file is missing or broken, or the format refuses the checkpoint.
@@ -269,7 +288,7 @@ def weight_source(worker_config: WorkerConfig, config: Any, form: Format | None)
     path = worker_config.model_path
     if is_gguf(path):
         return GgufCheckpoint(path, config)
-    source = Checkpoint(path) if form is None else QuantisedCheckpoint(Checkpoint(path), form)
+    source = Checkpoint(path) if form is None else QuantisedCheckpoint(Checkpoint(path), form, keeps_floats)
     foreign = read_foreign(Path(path), worker_config.trust_remote_code)
     return source if foreign is None else MappedCheckpoint(source, foreign)
 

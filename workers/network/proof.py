@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pagewire.kernels.data.floats import Floats
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.kernels.data.states import StateBatch
@@ -262,7 +263,7 @@ def permitted_difference(dtype: torch.dtype, schemes: Iterable[Scheme]) -> float
     halves of a byte makes over 100%, and so does a zero of 4 bits that is off by 1. Single products are proven more
     sharply (`products.py`).
     """
-    return ROUNDED if any(isinstance(scheme, Integers) for scheme in schemes) else tolerance(dtype)
+    return ROUNDED if any(isinstance(scheme, Integers | Floats) for scheme in schemes) else tolerance(dtype)
 
 
 def permitted_by(expected: Expected, permitted: float) -> float:

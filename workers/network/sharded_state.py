@@ -95,7 +95,7 @@ def save_sharded_state(
         raise ValueError(f"{manifest_path} exists: save to a folder of its own")
     model_config = load_config(config)
     dtype = resolve_dtype(config, model_config)
-    weights = build_module(config, model_config, dtype, device)
+    weights = build_module(config, model_config, dtype, device, integers_only=True)
     run = DryRun.make(model_config.get_text_config().vocab_size, max_model_len)
     manifest = Manifest(str(dtype).removeprefix("torch."), config.quantization, run.offsets)
     manifest.stages, manifest.layers = config.parallel.stages, ends(stage)

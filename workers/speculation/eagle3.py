@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.data.paging import AttentionBatch
+from pagewire.kernels.linear import multiplies_floats
 from pagewire.kernels.stack import normed_by
 from pagewire.workers.checkpoint.formats.online import online
 from pagewire.workers.device.interface import Device
@@ -69,7 +70,8 @@ class Eagle3:
         """
         self._config, self._path, self._vocab_size = config, path, target.vocab_size
         self._device, self._ranks = device, ranks
-        self._quantise = keep if quantization is None else online(quantization)
+        keeps_floats = multiplies_floats(target.dtype, device.torch_device)
+        self._quantise = keep if quantization is None else online(quantization, keeps_floats)
         self.settings = EagleSettings.read(path)
         if self.settings.vocab_size != target.vocab_size:
             raise LoadError(

@@ -31,6 +31,7 @@ from pagewire.ipc.files.hub import read_json
 from pagewire.ipc.wire.worker_messages import StepPlan
 from pagewire.kernels.data.paging import Cache
 from pagewire.kernels.data.weight import Linear, dense_weight
+from pagewire.kernels.linear import multiplies_floats
 from pagewire.kernels.ops import rms_norm
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.checkpoint.formats.online import online
@@ -125,7 +126,8 @@ class MlpSpeculator:
         """
         self._path, self._slots, self._dtype = path, slots, target.dtype
         self._device, self._sampler, self._ranks = device, sampler, ranks
-        self._quantise = keep if quantization is None else online(quantization)
+        keeps_floats = multiplies_floats(target.dtype, device.torch_device)
+        self._quantise = keep if quantization is None else online(quantization, keeps_floats)
         self.settings = Settings.read(path)
         if self.settings.vocab_size != slots.vocab_size:
             raise LoadError(

@@ -18,6 +18,7 @@ from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.host.heap import release_spare_memory
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files
+from pagewire.kernels.linear import multiplies_floats
 from pagewire.workers.checkpoint.headers import WITHOUT_HEADERS
 from pagewire.workers.checkpoint.mtp_layers import mtp_prefixes
 from pagewire.workers.checkpoint.source import WeightSource
@@ -76,8 +77,9 @@ def read_layers(
     first, count = config.num_hidden_layers, num_layers(config)
     larger = load_config(_with_layers(worker_config, config, count))
     try:
-        form, quantise = quantisation(worker_config, larger)
-        source = weight_source(worker_config, larger, form)
+        keeps_floats = multiplies_floats(target.dtype, device.torch_device)
+        form, quantise = quantisation(worker_config, larger, keeps_floats)
+        source = weight_source(worker_config, larger, form, keeps_floats)
         names = list(source.names)
         causal = module_on_meta(worker_config, larger, target.dtype)
         prefixes = [f"{causal.base_model_prefix}.layers.{first + i}." for i in range(count)]

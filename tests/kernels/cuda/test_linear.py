@@ -14,9 +14,10 @@ from torch import Tensor
 from pagewire.kernels.adapted import Adapted
 from pagewire.kernels.cuda import linear
 from pagewire.kernels.cuda.kernels import CudaKernels
-from pagewire.kernels.cuda.linear import IntegerLinear, why_not
+from pagewire.kernels.cuda.linear import PackedWeightLinear, why_not
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.data.deltas import AdapterWeights, Delta, panels
+from pagewire.kernels.data.floats import NO_NUMBER, float8_weight
 from pagewire.kernels.data.integers import Integers, integer_weight
 from pagewire.kernels.data.weight import UnpackedLinear, Weight, dense_weight
 from pagewire.kernels.reference.kernels import reference
@@ -46,6 +47,15 @@ def make_weight(
     return integer_weight(scheme, codes, scales, added, dtype)
 
 
+def make_floats(group: int | None, n: int, k: int, dtype: torch.dtype) -> Weight:
+    """Codes of every number, and scales that differ much."""
+    generator = torch.Generator().manual_seed(n + k)
+    codes = torch.randint(0, 256, (n, k), generator=generator, dtype=torch.uint8)
+    codes = codes.where(codes & NO_NUMBER != NO_NUMBER, 1)
+    scales = torch.rand((n, k // (group or k)), generator=generator) * 0.02 + 1e-4
+    return float8_weight(codes.view(torch.float8_e4m3fn), scales, group, dtype)
+
+
 def make_rows_of_x(count: int, k: int, dtype: torch.dtype) -> Tensor:
     """Rows that are nearly equal: what rounding their products would hide shows if most of them is taken away."""
     noise = torch.randn(count, k, generator=torch.Generator().manual_seed(count))
@@ -58,14 +68,14 @@ def make_bias(weight: Weight) -> Tensor:
     return -(dataclasses.replace(weight, dtype=FP32).dense() @ row).to(weight.dtype)
 
 
-def make_linear(launcher: EmulatedLauncher, weight: Weight, bias: Tensor | None = None) -> IntegerLinear:
+def make_linear(launcher: EmulatedLauncher, weight: Weight, bias: Tensor | None = None) -> PackedWeightLinear:
     """The layer, with its tensors in front of inaccessible memory."""
-    layer = IntegerLinear(launcher, weight, bias)
+    layer = PackedWeightLinear(launcher, weight, bias)
     layer._parts = {name: part if part is None else guarded(part) for name, part in layer._parts.items()}
     return layer
 
 
-def multiply(layer: IntegerLinear, x: Tensor) -> Tensor:
+def multiply(layer: PackedWeightLinear, x: Tensor) -> Tensor:
     """The product, written to memory in front of inaccessible memory."""
     out = guarded(torch.full((len(x), layer.out_features), torch.nan, dtype=x.dtype))
     layer.multiply(x, out)
@@ -74,10 +84,13 @@ def multiply(layer: IntegerLinear, x: Tensor) -> Tensor:
 
 def check(weight: Weight, x: Tensor, result: Tensor, bias: Tensor | None = None) -> None:
     """The result is that of exact arithmetic, but for sums in float32 and one rounding to its dtype."""
-    scheme, (_, scales, *offsets) = weight.scheme, weight.parts
-    assert isinstance(scheme, Integers)
+    scheme, (codes, scales, *offsets) = weight.scheme, weight.parts
     width = weight.shape[1] // scales.shape[1]
-    exact = (scheme.values(weight.parts).double() - scheme.zero) * scales.double().repeat_interleave(width, 1)
+    if isinstance(scheme, Integers):
+        exact = scheme.values(weight.parts).double() - scheme.zero
+    else:
+        exact = codes.view(torch.float8_e4m3fn).double()
+    exact *= scales.double().repeat_interleave(width, 1)
     if offsets:
         exact += offsets[0].double().repeat_interleave(width, 1)
     expected, sizes = x.double() @ exact.T, x.double().abs() @ exact.abs().T
@@ -139,6 +152,36 @@ def test_a_row_does_not_depend_on_the_batch(launcher: EmulatedLauncher, scheme: 
             assert torch.equal(layer(guarded(x[first:last])), crowd[first:last])
 
 
+@pytest.mark.parametrize("group", [None, 32, 64, 128], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_8_bit_floats(launcher: EmulatedLauncher, dtype: torch.dtype, group: int | None) -> None:
+    """By both kernels, to the same bits."""
+    for k in (128, 384, 2688):
+        weight = make_floats(group, 75, k, dtype)
+        bias, x = make_bias(weight), make_rows_of_x(150, k, dtype)
+        layer = make_linear(launcher, weight, bias)
+        crowd = multiply(layer, x)
+        check(weight, x, crowd, bias)
+        for first, last in ((0, 1), (17, 33), (40, 104), (80, 150)):
+            assert torch.equal(multiply(layer, guarded(x[first:last])), crowd[first:last])
+
+
+@pytest.mark.parametrize("group", [None, 32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_code_of_8_bit_floats(dtype: torch.dtype, group: int | None) -> None:
+    """A row of x with a single 1 has the numbers of a column, to the bit, and NaN where there is one."""
+    codes = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 32)
+    scales = torch.ones(256, 1)
+    layer = make_linear(
+        EmulatedLauncher(), float8_weight(codes.view(torch.float8_e4m3fn), scales, group, dtype)
+    )
+    expected = codes[:, 0].view(torch.float8_e4m3fn).float().to(dtype)
+    assert int(expected.isnan().sum()) == 2 and len(expected.unique()) == 253 + 2  # two zeros, two NaN
+    for count in (32, 96):  # few rows, and many
+        x = guarded(torch.eye(32).repeat(count // 32, 1).to(dtype))
+        torch.testing.assert_close(layer(x), expected.expand(count, 256), rtol=0, atol=0, equal_nan=True)
+
+
 def test_what_is_not_finite_stays_in_its_row() -> None:
     weight = make_weight(Integers(4, 32, 8), 40, 64, FP16, FP16, True)
     layer = make_linear(EmulatedLauncher(), weight)
@@ -171,8 +214,10 @@ def test_a_packed_weight_takes_the_memory_of_its_parts() -> None:
     bias = torch.zeros(64).half()
     for scheme, scale_dtype in ((Integers(4, 32, 8), FP16), (Integers(8, None, 128), FP32)):
         weight = make_weight(scheme, 64, 128, FP16, scale_dtype, scheme.group is not None)
-        assert IntegerLinear(EmulatedLauncher(), weight, bias).num_bytes == weight.num_bytes + bias.nbytes
-    narrow = IntegerLinear(EmulatedLauncher(), weight.slice(0, 33), None)
+        assert (
+            PackedWeightLinear(EmulatedLauncher(), weight, bias).num_bytes == weight.num_bytes + bias.nbytes
+        )
+    narrow = PackedWeightLinear(EmulatedLauncher(), weight.slice(0, 33), None)
     assert narrow.num_bytes == 64 * 128 + 33 * 4
 
 
@@ -187,7 +232,7 @@ def test_large_weights_are_ordered_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("weight", "reason"),
     [
-        (dense_weight(torch.randn(32, 64).to(BF16)), "dense weights are not integers"),
+        (dense_weight(torch.randn(32, 64).to(BF16)), "dense weights are neither integers nor 8-bit floats"),
         (
             make_weight(Integers(4, 32, 8), 32, 64, FP32, FP16, False),
             "bfloat16 or float16, not torch.float32",
@@ -200,6 +245,9 @@ def test_large_weights_are_ordered_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
         ),
         (make_weight(Integers(8, None, 8), 32, 64, BF16, FP16, True), "without groups has no offset"),
         (make_weight(Integers(4, 32, 128), 32, 64, BF16, FP16, False), "4 bits less 128"),
+        (make_floats(16, 32, 64, BF16), "groups of 16 8-bit floats are smaller than 32"),
+        (make_floats(None, 32, 50, BF16), "50 columns are no multiple of 32"),
+        (make_floats(32, 32, 64, FP32), "bfloat16 or float16, not torch.float32"),
     ],
 )
 def test_weights_without_a_kernel_are_made_dense(weight: Weight, reason: str) -> None:
@@ -208,7 +256,7 @@ def test_weights_without_a_kernel_are_made_dense(weight: Weight, reason: str) ->
     layer, x = kernels.pack(weight), torch.randn(3, weight.shape[1]).to(weight.dtype)
     assert isinstance(layer, UnpackedLinear) and torch.equal(layer(x), x @ weight.dense().T)
     with pytest.raises(ValueError, match="no kernel for this weight"):
-        IntegerLinear(EmulatedLauncher(), weight, None)
+        PackedWeightLinear(EmulatedLauncher(), weight, None)
 
 
 def test_a_replaced_kernel_makes_weights_dense() -> None:
@@ -216,7 +264,7 @@ def test_a_replaced_kernel_makes_weights_dense() -> None:
         make_weight(Integers(4, 32, 8), 32, 64, BF16, FP16, False),
         CudaKernels(EmulatedLauncher(), "cpu"),
     )
-    assert isinstance(kernels.pack(weight), IntegerLinear)
+    assert isinstance(kernels.pack(weight), PackedWeightLinear)
     kernels.replace("pack")
     assert isinstance(kernels.pack(weight), UnpackedLinear)
 
@@ -224,11 +272,13 @@ def test_a_replaced_kernel_makes_weights_dense() -> None:
 def test_shares_of_ranks() -> None:
     """Shares of outputs have the bits of the whole; those of columns add up to it."""
     weight, x = make_weight(Integers(4, 32, 8), 128, 256, FP16, FP16, True), make_rows_of_x(5, 256, FP16)
-    whole = IntegerLinear(EmulatedLauncher(), weight, None)(x)
-    rows = [IntegerLinear(EmulatedLauncher(), weight.rows(part, 2), None)(x) for part in range(2)]
+    whole = PackedWeightLinear(EmulatedLauncher(), weight, None)(x)
+    rows = [PackedWeightLinear(EmulatedLauncher(), weight.rows(part, 2), None)(x) for part in range(2)]
     assert torch.equal(torch.cat(rows, 1), whole)
     columns = [
-        IntegerLinear(EmulatedLauncher(), weight.columns(part, 2), None)(x[:, 128 * part : 128 * part + 128])
+        PackedWeightLinear(EmulatedLauncher(), weight.columns(part, 2), None)(
+            x[:, 128 * part : 128 * part + 128]
+        )
         for part in range(2)
     ]
     torch.testing.assert_close(sum(columns), whole, rtol=2**-8, atol=2**-6)
@@ -239,7 +289,7 @@ def test_adapters_change_packed_products() -> None:
     delta = Delta(torch.randn(4, 64).to(BF16), panels(torch.randn(40, 4).to(BF16)), 0, 40)
     adapter = AdapterWeights([[delta]], ((40, 64),), BF16)
     rows = make_rows([adapter], [0, -1, 0])
-    layer = IntegerLinear(EmulatedLauncher(), weight, None)
+    layer = PackedWeightLinear(EmulatedLauncher(), weight, None)
     expected = layer(x)
     reference.adapt(x, expected, rows, 0)
     with emulated(EmulatedLauncher()):
@@ -257,7 +307,7 @@ def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for num_out, multiprocessors in ((257, 4), (257, 3)):
         weight = make_weight(Integers(8, None, 128), num_out, 32, FP16, FP32, False)
-        layer = IntegerLinear(EmulatedLauncher(multiprocessors=multiprocessors), weight, None)
+        layer = PackedWeightLinear(EmulatedLauncher(multiprocessors=multiprocessors), weight, None)
         for count in (1, 16, 17, 64, 65):
             layer(torch.zeros(count, 32).half())
     assert launched == ["few<", "few<", "few<", "few<", "many", "few<", "few<", "many", "many", "many"]
@@ -272,5 +322,5 @@ def test_no_launch_needs_a_kernel_that_is_not_loaded() -> None:
         def load(self, variants: object, progress: object = None) -> None:
             loaded.extend(variant.name for variant in variants)  # type: ignore[attr-defined]
 
-    IntegerLinear(Loading(), make_weight(Integers(8, 128, 128), 32, 128, FP16, BF16, False), None)
+    PackedWeightLinear(Loading(), make_weight(Integers(8, 128, 128), 32, 128, FP16, BF16, False), None)
     assert loaded == [f"linear_{kernel}<fp16, byte_codes, bf16, 32>" for kernel in ("few", "many")]

@@ -22,6 +22,7 @@ from tests.kernels.cuda.test_linear import (
     TABLE,
     check,
     make_bias,
+    make_floats,
     make_linear,
     make_rows_of_x,
     make_weight,
@@ -35,6 +36,8 @@ WEIGHTS = {
     "fine": make_weight(Integers(4, 16, 8), 74, 1088, FP16, BF16, True),
     "table": make_weight(Integers(4, 32, 130, TABLE), 75, 640, BF16, FP16, False),
     "bytes": make_weight(Integers(8, None, 128), 75, 1088, FP16, FP32, False),
+    "floats": make_floats(None, 75, 1088, FP16),
+    "float groups": make_floats(64, 75, 1856, BF16),
     "wide": make_weight(Integers(8, 32, 100), 75, 1856, BF16, BF16, True),
 }
 """Of every way in which codes become numbers and scales are applied. Some slices have more steps than stages."""
@@ -93,7 +96,21 @@ FAULTS = [
         "u32(p.low_values), u32(p.high_values >> 32)",
     ),
     ("table", FEW, "codes & 0x8888u) >> 1", "codes & 0x8880u) >> 1"),
+    ("floats", FEW, "? 0x7b80 : 0x5c00", "? 0x7b80 : 0x5800"),
+    ("float groups", FEW, "? 0x7b80 : 0x5c00", "? 0x7b00 : 0x5c00"),
+    ("floats", FEW, "(word << 8 & SIGNS)", "(word & SIGNS)"),
+    ("floats", FEW, "word >> (8 - UP) & MAGNITUDES", "word >> UP & MAGNITUDES"),
+    ("floats", FEW, "(0x7fu << UP)", "(0x7eu << UP)"),
+    (
+        "float groups",
+        MANY,
+        "widen_floats<typename K::T>(words[half][j]",
+        "widen_floats<typename K::T>(words[0][j]",
+    ),
     # Scales and offsets.
+    ("float groups", FEW, "j % 2 ? two.w : two.y", "j % 2 ? two.y : two.w"),
+    ("float groups", FEW, "chunks[j / 2]", "chunks[j % 2]"),
+    ("float groups", MANY, "[CHUNKS * (threadIdx.x % 4) + i]", "[threadIdx.x % 4 + i]"),
     ("halves", FEW, "step >> p.group_shift", "step"),
     ("halves", FEW, "i64(block) * p.groups * K::GROUP_BYTES + ", ""),
     ("fine", FEW, "* K::SCALE_BYTES, true);", "* K::GROUP_BYTES, true);"),

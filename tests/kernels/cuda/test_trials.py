@@ -81,6 +81,16 @@ def test_weights_are_made_dense_if_their_products_are_wrong(edit: Edit) -> None:
     assert isinstance(kernels.pack(dense_weight(torch.ones(2, 32).to(BF16))), UnpackedLinear)
 
 
+@pytest.mark.planted_faults
+@pytest.mark.parametrize("name", ["no groups", "groups of 64"])
+def test_wrong_8_bit_floats_are_found(name: str) -> None:
+    (chosen,) = find(f"products with 8-bit floats, {name}")
+    assert chosen.why_wrong(CudaKernels(EmulatedLauncher(), "cpu"), CPU) == ""
+    edit = Edit("linear.cu", "0x7b80 : 0x5c00", "0x7b00 : 0x5800")  # half of each number
+    reason = chosen.why_wrong(CudaKernels(EmulatedLauncher(edits=(edit,)), "cpu"), CPU)
+    assert "differs from PyTorch by" in reason
+
+
 @pytest.mark.parametrize("cache_dtype", [BF16, E4M3], ids=str)
 def test_replacements_read_and_write_pages(cache_dtype: torch.dtype) -> None:
     """PyTorch goes on with the cache that kernels have filled, and kernels with its."""

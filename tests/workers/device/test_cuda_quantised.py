@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pagewire.ipc.wire.params import SamplingParams
-from pagewire.kernels.cuda.linear import IntegerLinear
+from pagewire.kernels.cuda.linear import PackedWeightLinear
 from pagewire.kernels.data.weight import Weight
 from pagewire.workers.run import runner as runner_module
 from pagewire.workers.run.runner import Runner
@@ -49,17 +49,17 @@ def prompt_logprobs(runner: Runner) -> np.ndarray[Any, Any]:
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[Weight]:
     """The weights that were packed for kernels."""
     weights: list[Weight] = []
-    init: Callable[..., None] = IntegerLinear.__init__
+    init: Callable[..., None] = PackedWeightLinear.__init__
 
-    def count(self: IntegerLinear, launcher: EmulatedLauncher, weight: Weight, bias: object) -> None:
+    def count(self: PackedWeightLinear, launcher: EmulatedLauncher, weight: Weight, bias: object) -> None:
         init(self, launcher, weight, bias)
         weights.append(weight)
 
-    monkeypatch.setattr(IntegerLinear, "__init__", count)
+    monkeypatch.setattr(PackedWeightLinear, "__init__", count)
     return weights
 
 
-@pytest.mark.parametrize("quantization", ["int4", "int8"])
+@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
 def test_weights_stay_packed(
     llama: Path, device: EmulatedCudaDevice, packed: list[Weight], quantization: str
 ) -> None:
@@ -67,6 +67,8 @@ def test_weights_stay_packed(
     narrow, _ = load_runner(llama, **SIZES, quantization=quantization)
     found, num_packed = prompt_logprobs(narrow), len(packed)
     num_recorded = device.num_recorded
+    names = {weight.scheme.name for weight in packed}
+    assert ("e4m3/row" in names) == (quantization == "fp8")
     assert num_packed >= 2 * 4 and device.num_replayed > 0
     device.kernels.replace("pack")
     wide, _ = load_runner(llama, **SIZES, quantization=quantization)

@@ -20,6 +20,7 @@ from pagewire.workers.checkpoint.formats.format import (
     FLOATS_OF_8_BITS,
     POWERS_OF_TWO,
     Dtype,
+    Floats,
     Held,
     Parts,
     Tensor,
@@ -128,6 +129,15 @@ class CompressedTensorsFormat:
             return shape, wider(shape[1])
         group = settings.group or shape[1]
         return shape, grouped(settings.bits, shape[1], group, scales, not settings.symmetric)
+
+    def floats(self, name: str, tensors: Tensors) -> Floats | None:
+        """See `FloatFormat.floats`."""
+        self.stored(name, parts := described(tensors))
+        if "weight" not in parts or parts["weight"].dtype not in FLOATS_OF_8_BITS:
+            return None
+        settings = self._groups.settings(name)
+        block = (settings.block_rows or 1, settings.group) if settings.group else None
+        return tensors["weight"], tensors["weight_scale"], block
 
     def weight(self, name: str, tensors: Tensors, dtype: Dtype) -> Weight:
         """See `Format.weight`."""

@@ -13,7 +13,9 @@ from typing import Any
 
 from pagewire.ipc.quoting import quoted
 from pagewire.workers.checkpoint.formats.format import (
+    FLOATS_OF_8_BITS,
     Dtype,
+    Floats,
     Held,
     Parts,
     Tensors,
@@ -79,6 +81,13 @@ class ScaledFloats:
     def stored(self, name: str, tensors: Parts) -> Held:
         """See `Format.stored`."""
         return float_format(name, tensors[_one_of(tensors, WEIGHTS)], tensors[_one_of(tensors, SCALES)])
+
+    def floats(self, name: str, tensors: Tensors) -> Floats | None:
+        """See `FloatFormat.floats`."""
+        self.stored(name, parts := described(tensors))
+        if parts[_one_of(tensors, WEIGHTS)].dtype not in FLOATS_OF_8_BITS:
+            return None
+        return tensors[_one_of(tensors, WEIGHTS)], tensors[_one_of(tensors, SCALES)], self.block
 
     def weight(self, name: str, tensors: Tensors, dtype: Dtype) -> Weight:
         """See `Format.weight`."""

@@ -27,6 +27,9 @@ Parts: TypeAlias = Mapping[str, TensorHeader]
 Held: TypeAlias = tuple[tuple[int, ...], NumberFormat]
 """The shape of the dense weight, and how it will be held."""
 
+Floats: TypeAlias = "tuple[torch.Tensor, torch.Tensor, tuple[int, int] | None]"
+"""8-bit floats [N, K], their scales, and rows and columns of a block, as for `reexpress.fp8_weight`."""
+
 FLOATS_OF_8_BITS = ("F8_E4M3", "F8_E5M2")
 POWERS_OF_TWO = ("U8", "F8_E8M0")
 """Dtypes of scales that are exponents with a bias of 127."""
@@ -85,6 +88,18 @@ class StackFormat(Format, Protocol):
 
     def stacked(self, name: str, tensors: Tensors, dtype: Dtype) -> Iterator[Weight]:
         """The matrices [N, K] of a stack, one by one. name: of the dense weight; else as `weight`."""
+
+
+@runtime_checkable
+class FloatFormat(Format, Protocol):
+    """A format that has matrices of 8-bit floats, which some devices multiply with as they are."""
+
+    def floats(self, name: str, tensors: Tensors) -> Floats | None:
+        """The numbers of a matrix and their scales; None if it has other numbers. Arguments as of `weight`.
+
+        Raises:
+            ValueError: the tensors do not fit each other.
+        """
 
 
 def parts_by_weight(

@@ -41,10 +41,10 @@ def quantised_as(quantization: str, name: str, num_in: int) -> NumberFormat | No
     )
 
 
-def online(quantization: str) -> Callable[[str, Weight], Weight]:
+def online(quantization: str, keeps_floats: bool = False) -> Callable[[str, Weight], Weight]:
     """A function from the name of a module and its dense weight to the quantised weight, or the same one.
 
-    quantization: one of `ONLINE`.
+    quantization: one of `ONLINE`. keeps_floats: see `rounded_to_fp8`.
 
     Raises:
         LoadError: it is none of them.
@@ -64,7 +64,7 @@ def online(quantization: str) -> Callable[[str, Weight], Weight]:
         if held is None or weight.scheme is not DENSE:
             return weight
         if quantization == "fp8" and IN_LAYERS.search(name):
-            return rounded_to_fp8(weight)
+            return rounded_to_fp8(weight, keeps_floats)
         if quantization == "bitsandbytes" and held.bits == 4:
             return nf4(weight)
         scheme = Integers(held.bits, held.group, 0 if held.has_offsets else 128)

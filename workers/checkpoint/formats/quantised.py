@@ -10,7 +10,14 @@ from torch import Tensor
 
 from pagewire.kernels.data.weight import Weight
 from pagewire.kernels.linear import dense
-from pagewire.workers.checkpoint.formats.format import Format, StackFormat, parts_by_weight
+from pagewire.workers.checkpoint.formats.format import (
+    FloatFormat,
+    Format,
+    StackFormat,
+    Tensors,
+    parts_by_weight,
+)
+from pagewire.workers.checkpoint.formats.reexpress import kept_fp8_weight
 from pagewire.workers.checkpoint.source import Checkpoint, WeightSource
 from pagewire.workers.errors import LoadError, first_line
 
@@ -21,14 +28,17 @@ class QuantisedCheckpoint(WeightSource):
     What belongs to no quantised matrix (norms, biases, modules that were left out) is read as it is.
     """
 
-    def __init__(self, files: Checkpoint, form: Format) -> None:
+    def __init__(self, files: Checkpoint, form: Format, keeps_floats: bool = False) -> None:
         """Find the tensors of each matrix.
+
+        keeps_floats: matrices of 8-bit floats stay as they are (`floats.Floats`) where kernels multiply with them;
+            else all are held as integers.
 
         Raises:
             LoadError: the format refuses the checkpoint.
         """
         super().__init__()
-        self._files, self._form = files, form
+        self._files, self._form, self._keeps_floats = files, form, keeps_floats
         with _named(f"a checkpoint in format {form.name}"):
             form.check(files.names)
         plain, self._parts = parts_by_weight(form, map(files.header, files.names))
@@ -62,7 +72,10 @@ class QuantisedCheckpoint(WeightSource):
         if name in self._plain:
             return self._files.weight(name, dtype)
         with _named(name):
-            return self._form.weight(_module(name), self._tensors(name), dtype)
+            module, tensors = _module(name), self._tensors(name)
+            if self._keeps_floats and (kept := _kept(self._form, module, tensors, dtype)) is not None:
+                return kept
+            return self._form.weight(module, tensors, dtype)
 
     def stacked(self, name: str, dtype: torch.dtype, transposed: bool) -> Iterator[Weight]:
         """See `WeightSource.stacked`."""
@@ -84,6 +97,15 @@ class QuantisedCheckpoint(WeightSource):
 
     def _is_stack(self, name: str) -> bool:
         return all(suffix.startswith("_") for suffix in self._parts[name])
+
+
+def _kept(form: Format, name: str, tensors: Tensors, dtype: torch.dtype) -> Weight | None:
+    """A matrix of 8-bit floats as they are; None if it holds others, or no kernel multiplies with them."""
+    floats = form.floats(name, tensors) if isinstance(form, FloatFormat) else None
+    if floats is None:
+        return None
+    values, scales, block = floats
+    return kept_fp8_weight(values, scales, dtype, block)
 
 
 def _module(name: str) -> str:

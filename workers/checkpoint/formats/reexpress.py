@@ -9,14 +9,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pagewire.kernels.data.integers import Integers, relative_error, row_blocks
+from pagewire.kernels.data.floats import float8_weight, has_nan
+from pagewire.kernels.data.integers import NOT_FINITE, Integers, relative_error, row_blocks
 from pagewire.kernels.data.weight import Weight, dense_weight
 from pagewire.kernels.linear import quantise
-from pagewire.workers.checkpoint.formats.format import wider
+from pagewire.workers.checkpoint.formats.format import known_group, wider
 
 logger = logging.getLogger("pagewire.worker")
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+MULTIPLE, SMALLEST_GROUP = 32, 64
+"""Columns of 8-bit floats that are kept: they are a multiple of the first, and the second or more share a scale."""
+EXPONENT_BIAS = 127
 SCALES = torch.bfloat16
 """The dtype of scales: float16 would lose those of small weights."""
 
@@ -81,8 +85,49 @@ def fp8_weight(
     return reexpressed(f"8-bit floats ({str(values.dtype).removeprefix('torch.float8_')})", blocks, dtype)
 
 
-def rounded_to_fp8(weight: Weight) -> Weight:
-    """A dense matrix rounded to e4m3 with a scale for each row, and held as a checkpoint of such numbers is."""
+def kept_fp8_weight(
+    values: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] | None = None
+) -> Weight | None:
+    """A matrix of 8-bit floats as it is, with a scale in float32 for each row, or each group of its columns.
+
+    Arguments as of `fp8_weight`; scales may also be exponents (float8_e8m0fnu, or uint8).
+
+    Returns:
+        None if no kernel multiplies with such numbers: e5m2, columns that are no multiple of 32, and scales for
+        other numbers of columns than multiples of 64. Smaller groups would take more memory than integers.
+
+    Raises:
+        ValueError: scales fit no such shape, or a number is not finite.
+    """
+    num_rows, num_in = values.shape
+    if values.dtype != torch.float8_e4m3fn or num_in % MULTIPLE:
+        return None
+    factors, rows, columns = _grid(values, as_numbers(scales), block)
+    group = None if columns >= num_in else known_group(columns, num_in)
+    if (group is not None and group < SMALLEST_GROUP) or (group is None and factors.shape[1] > 1):
+        return None
+    if has_nan(values.view(torch.uint8)) or not factors.isfinite().all():
+        raise ValueError(NOT_FINITE)
+    by_row = factors[torch.arange(num_rows, device=factors.device) // rows]
+    if group is not None:
+        by_row = by_row.repeat_interleave(columns // group, 1)[:, : num_in // group].contiguous()
+    return float8_weight(values, by_row, group, dtype)
+
+
+def as_numbers(scales: Tensor) -> Tensor:
+    """Scales in float32. Bytes are exponents of 2 with a bias of 127; the one that is no number is infinite."""
+    if scales.dtype == torch.float8_e8m0fnu:
+        scales = scales.view(torch.uint8)
+    if scales.dtype != torch.uint8:
+        return scales.float()
+    return torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - EXPONENT_BIAS)
+
+
+def rounded_to_fp8(weight: Weight, keeps_floats: bool = False) -> Weight:
+    """A dense matrix rounded to e4m3 with a scale for each row, and held as a checkpoint of such numbers is.
+
+    keeps_floats: as these numbers, where kernels multiply with them; else as integers.
+    """
     most = torch.finfo(torch.float8_e4m3fn).max
     device = weight.parts[0].device
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=device)
@@ -92,7 +137,8 @@ def rounded_to_fp8(weight: Weight) -> Weight:
         reach = rows.abs().amax(1, keepdim=True)
         scales[start:stop] = torch.where(reach > 0, reach / most, 1.0)
         values[start:stop] = (rows / scales[start:stop]).to(torch.float8_e4m3fn)
-    return fp8_weight(values, scales, weight.dtype)
+    kept = kept_fp8_weight(values, scales, weight.dtype) if keeps_floats else None
+    return fp8_weight(values, scales, weight.dtype) if kept is None else kept
 
 
 def _grid(values: Tensor, scales: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, int, int]:

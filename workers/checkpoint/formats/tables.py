@@ -10,7 +10,13 @@ from torch import Tensor
 from pagewire.kernels.data.integers import Integers, integer_weight
 from pagewire.kernels.data.weight import Weight
 from pagewire.workers.checkpoint.formats.format import known_group
-from pagewire.workers.checkpoint.formats.reexpress import FLOAT8, fp8_weight, log_once, reexpressed
+from pagewire.workers.checkpoint.formats.reexpress import (
+    FLOAT8,
+    as_numbers,
+    fp8_weight,
+    log_once,
+    reexpressed,
+)
 
 ZERO = 128
 REACH = 127
@@ -19,7 +25,6 @@ MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
 """Twice the numbers of E2M1 without their sign, which is the highest bit of a code."""
 E2M1 = tuple(ZERO + sign * size for sign in (1, -1) for size in MAGNITUDES)
 MXFP4, NVFP4 = Integers(4, 32, ZERO, E2M1), Integers(4, 16, ZERO, E2M1)
-BIAS = 127
 NAN = 255
 
 
@@ -112,9 +117,7 @@ def float_weight(
     """
     exponents = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
     if values.dtype in FLOAT8:
-        return fp8_weight(
-            values, _powers(exponents) if exponents.dtype == torch.uint8 else scales, dtype, block
-        )
+        return fp8_weight(values, as_numbers(scales), dtype, block)
     codes = values.view(torch.uint8)
     if exponents.dtype == torch.uint8:
         return mxfp4_weight(codes, exponents, dtype)
@@ -142,11 +145,6 @@ def nvfp4_weight(codes: Tensor, scales: Tensor, factor: Tensor, dtype: torch.dty
     return integer_weight(NVFP4, codes, products, None, dtype)
 
 
-def _powers(exponents: Tensor) -> Tensor:
-    """2 to the power of exponents with a bias, in float32: infinite for the byte that is no number."""
-    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - BIAS)
-
-
 def mxfp4_weight(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight:
     """A matrix [N, K] in MXFP4, exactly and without a copy of its codes.
 
@@ -158,5 +156,5 @@ def mxfp4_weight(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight
     """
     if exponents.dtype != torch.uint8 or (exponents == NAN).any():
         raise ValueError("its scales are no powers of two: bytes below 255")
-    scales = torch.ldexp(_powers(exponents), torch.tensor(-1)).bfloat16()  # of twice the numbers
+    scales = torch.ldexp(as_numbers(exponents), torch.tensor(-1)).bfloat16()  # of twice the numbers
     return integer_weight(MXFP4, codes, scales, None, dtype)

@@ -20,6 +20,7 @@ from pagewire.workers.checkpoint.formats.checks import (
 from pagewire.workers.checkpoint.formats.format import (
     FLOATS_OF_8_BITS,
     Dtype,
+    Floats,
     Held,
     Parts,
     Tensor,
@@ -81,6 +82,13 @@ class Torchao:
             check_shape(name, SCALE, scales, (1 if scales.shape[0] == groups == 1 else rows, groups))
         check_divides(name, "columns", columns, groups)
         return (rows, columns), grouped(bits, columns, columns // groups, scales, zeros is not None)
+
+    def floats(self, name: str, tensors: Tensors) -> Floats | None:
+        """See `FloatFormat.floats`."""
+        self.stored(name, parts := described(tensors))
+        if parts[VALUES].dtype not in FLOATS_OF_8_BITS:
+            return None
+        return tensors[VALUES], tensors[SCALE], None
 
     def weight(self, name: str, tensors: Tensors, dtype: Dtype) -> Weight:
         """See `Format.weight`."""

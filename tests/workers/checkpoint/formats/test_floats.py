@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.kernels.data import integers
+from pagewire.kernels.data.floats import Floats
 from pagewire.kernels.data.integers import Integers
+from pagewire.kernels.data.joining import column_slice
 from pagewire.kernels.data.weight import Weight
-from pagewire.workers.checkpoint.formats import floats, reexpress
+from pagewire.workers.checkpoint.formats import floats, reexpress, torchao
 from pagewire.workers.checkpoint.formats.format import described
-from pagewire.workers.checkpoint.formats.reexpress import fp8_weight
+from pagewire.workers.checkpoint.formats.quantised import QuantisedCheckpoint
+from pagewire.workers.checkpoint.formats.reexpress import fp8_weight, kept_fp8_weight
 from pagewire.workers.checkpoint.formats.registry import format_of
+from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.errors import LoadError
 from tests.workers.checkpoint.formats.reading import NAME, matrix, read
 from tests.workers.checkpoint.formats.rounding import rounded_floats
@@ -179,3 +186,92 @@ def test_what_is_not_served_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             form.weight("a", tensors, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("block", "group"), [((128, 128), 64), ((1, COLUMNS), None), ((ROWS, COLUMNS), None), ((64, 64), 64)]
+)
+def test_8_bit_floats_are_kept_for_kernels(block: tuple[int, int], group: int | None) -> None:
+    """Exactly, and so are the parts of ranks, whose columns may cut a group."""
+    values, scales, dense = quantised(*block, torch.float8_e4m3fn)
+    weight = kept_fp8_weight(values, scales, torch.float32, block)
+    assert weight is not None and weight.scheme == Floats(group)
+    assert torch.equal(weight.dense(), dense)
+    assert torch.equal(column_slice(weight, 160, 320).dense(), dense[:, 160:])
+    assert torch.equal(weight.rows(1, 2).dense(), dense[96:])
+    assert torch.equal(weight.take(torch.tensor([150, 3])).dense(), dense[[150, 3]])
+    assert torch.equal(Weight.joined([weight, weight.slice(0, 7)]).dense(), torch.cat([dense, dense[:7]]))
+
+
+def test_what_no_kernel_multiplies_with_is_not_kept() -> None:
+    values, scales, _ = quantised(128, 128, torch.float8_e5m2)
+    assert kept_fp8_weight(values, scales, torch.bfloat16, (128, 128)) is None
+    values, scales, _ = quantised(1, 32, torch.float8_e4m3fn)
+    assert kept_fp8_weight(values, scales, torch.bfloat16) is None
+    assert kept_fp8_weight(values[:, :40], scales[:, :1], torch.bfloat16) is None
+
+
+def test_kept_floats_are_numbers() -> None:
+    values, scales, _ = quantised(128, 128, torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="not finite"):
+        kept_fp8_weight(values, scales * torch.inf, torch.bfloat16, (128, 128))
+    values.view(torch.uint8)[3, 5] = 0xFF
+    with pytest.raises(ValueError, match="not finite"):
+        kept_fp8_weight(values, scales, torch.bfloat16, (128, 128))
+
+
+def test_scales_that_are_exponents_are_kept_as_numbers() -> None:
+    values = matrix().to(torch.float8_e4m3fn)
+    exponents = torch.full((len(values), 1), 125, dtype=torch.uint8)
+    weight = kept_fp8_weight(values, exponents, torch.float32)
+    assert weight is not None and torch.equal(weight.dense(), values.float() / 4)
+
+
+GROUP = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}, "targets": ["Linear"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "values_name", "scales_name"),
+    [
+        ({"quant_method": "fp8"}, "weight", "weight_scale"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "weight", "weight_scale"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "config_groups": {"group_0": GROUP},
+            },
+            "weight",
+            "weight_scale",
+        ),
+        ({"quant_method": "torchao"}, "_weight_qdata", "_weight_scale"),
+    ],
+    ids=lambda value: value["quant_method"] if isinstance(value, dict) else None,
+)
+def test_checkpoints_are_read_as_the_device_multiplies(
+    tmp_path: Path, config: dict[str, Any], values_name: str, scales_name: str
+) -> None:
+    """As floats, exactly, or as integers; dense matrices as they are."""
+    values, scales = matrix().to(torch.float8_e4m3fn), torch.rand(64, 1) + 0.5
+    tensors = {
+        f"{NAME}.{values_name}": values,
+        f"{NAME}.{scales_name}": scales,
+        "norm.weight": scales[:, 0].clone(),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    form = torchao.Torchao() if config["quant_method"] == "torchao" else format_of(config)
+    kept, held = (QuantisedCheckpoint(Checkpoint(tmp_path), form, keeps) for keeps in (True, False))
+    weight = kept.weight(f"{NAME}.weight", torch.float32)
+    assert weight.scheme == Floats(None) and torch.equal(weight.dense(), values.float() * scales)
+    assert torch.equal(kept.read(f"{NAME}.weight"), weight.dense())
+    assert held.weight(f"{NAME}.weight", torch.float32).scheme == Integers(8, 32, 128)
+    assert torch.equal(kept.read("norm.weight"), scales[:, 0])
+
+
+def test_other_numbers_have_their_own_schemes_where_floats_are_kept(tmp_path: Path) -> None:
+    original = rounded_floats(matrix(), 16)
+    tensors = {"weight": original.packed(), "weight_scale": original.scales, "weight_scale_2": torch.ones(1)}
+    save_file({f"{NAME}.{suffix}": part for suffix, part in tensors.items()}, tmp_path / "model.safetensors")
+    form = format_of({"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    weight = QuantisedCheckpoint(Checkpoint(tmp_path), form, True).weight(f"{NAME}.weight", torch.bfloat16)
+    assert isinstance(weight.scheme, Integers) and weight.scheme.bits == 4
