@@ -20,9 +20,9 @@ from pagewire.workers.checkpoint.formats.format import (
     FLOATS_OF_8_BITS,
     POWERS_OF_TWO,
     Dtype,
-    Floats,
     Held,
     Parts,
+    ScaledFloat8,
     Tensor,
     Tensors,
     Weight,
@@ -130,7 +130,7 @@ class CompressedTensorsFormat:
         group = settings.group or shape[1]
         return shape, grouped(settings.bits, shape[1], group, scales, not settings.symmetric)
 
-    def floats(self, name: str, tensors: Tensors) -> Floats | None:
+    def floats(self, name: str, tensors: Tensors) -> ScaledFloat8 | None:
         """See `FloatFormat.floats`."""
         self.stored(name, parts := described(tensors))
         if "weight" not in parts or parts["weight"].dtype not in FLOATS_OF_8_BITS:

@@ -15,9 +15,9 @@ from pagewire.ipc.quoting import quoted
 from pagewire.workers.checkpoint.formats.format import (
     FLOATS_OF_8_BITS,
     Dtype,
-    Floats,
     Held,
     Parts,
+    ScaledFloat8,
     Tensors,
     Weight,
     described,
@@ -82,7 +82,7 @@ class ScaledFloats:
         """See `Format.stored`."""
         return float_format(name, tensors[_one_of(tensors, WEIGHTS)], tensors[_one_of(tensors, SCALES)])
 
-    def floats(self, name: str, tensors: Tensors) -> Floats | None:
+    def floats(self, name: str, tensors: Tensors) -> ScaledFloat8 | None:
         """See `FloatFormat.floats`."""
         self.stored(name, parts := described(tensors))
         if parts[_one_of(tensors, WEIGHTS)].dtype not in FLOATS_OF_8_BITS:

@@ -27,7 +27,7 @@ Parts: TypeAlias = Mapping[str, TensorHeader]
 Held: TypeAlias = tuple[tuple[int, ...], NumberFormat]
 """The shape of the dense weight, and how it will be held."""
 
-Floats: TypeAlias = "tuple[torch.Tensor, torch.Tensor, tuple[int, int] | None]"
+ScaledFloat8: TypeAlias = "tuple[torch.Tensor, torch.Tensor, tuple[int, int] | None]"
 """8-bit floats [N, K], their scales, and rows and columns of a block, as for `reexpress.fp8_weight`."""
 
 FLOATS_OF_8_BITS = ("F8_E4M3", "F8_E5M2")
@@ -94,7 +94,7 @@ class StackFormat(Format, Protocol):
 class FloatFormat(Format, Protocol):
     """A format that has matrices of 8-bit floats, which some devices multiply with as they are."""
 
-    def floats(self, name: str, tensors: Tensors) -> Floats | None:
+    def floats(self, name: str, tensors: Tensors) -> ScaledFloat8 | None:
         """The numbers of a matrix and their scales; None if it has other numbers. Arguments as of `weight`.
 
         Raises:

@@ -20,9 +20,9 @@ from pagewire.workers.checkpoint.formats.checks import (
 from pagewire.workers.checkpoint.formats.format import (
     FLOATS_OF_8_BITS,
     Dtype,
-    Floats,
     Held,
     Parts,
+    ScaledFloat8,
     Tensor,
     Tensors,
     Weight,
@@ -83,7 +83,7 @@ class Torchao:
         check_divides(name, "columns", columns, groups)
         return (rows, columns), grouped(bits, columns, columns // groups, scales, zeros is not None)
 
-    def floats(self, name: str, tensors: Tensors) -> Floats | None:
+    def floats(self, name: str, tensors: Tensors) -> ScaledFloat8 | None:
         """See `FloatFormat.floats`."""
         self.stored(name, parts := described(tensors))
         if parts[VALUES].dtype not in FLOATS_OF_8_BITS:
