@@ -13,7 +13,7 @@ import torch
 from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.panels import NumberFormat
-from pagewire.kernels.cuda.linear import IntegerLinear, why_not
+from pagewire.kernels.cuda.linear import PackedWeightLinear, why_not
 from pagewire.kernels.data.integers import Integers, integer_weight
 from pagewire.kernels.data.weight import Weight
 from pagewire.workers.checkpoint.headers import read_headers
@@ -118,7 +118,7 @@ def test_what_stays_packed_is_what_has_a_kernel(stored: NumberFormat, num_in: in
     held = GpuLayout(dtype).held(stored, num_in)
     assert held.is_float != has_kernel
     if has_kernel:
-        packed = IntegerLinear(EmulatedLauncher(), weight, None)
+        packed = PackedWeightLinear(EmulatedLauncher(), weight, None)
         assert GpuLayout(dtype).integer_bytes(40, num_in, stored) == packed.num_bytes
 
 
