@@ -32,7 +32,7 @@ from pagewire.workers.estimate.gpu_layout import GPU
 MULTIPROCESSORS = 132  # of a GPU that is not there: those of an H100 and an H200
 TOKEN_BYTES = 64  # of a token in a step beside its states: its id, its position, its places; rounded up
 LENGTHS = (1024, 4096, 16_384, 65_536, 262_144)
-"""Lengths of requests that are told of."""
+"""In tokens: for each, `inspect` says how many requests of this length may run at a time."""
 
 
 class Gpu(NamedTuple):

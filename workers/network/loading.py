@@ -203,8 +203,6 @@ def load_model(
     )
     model, shapes = parts.proven_model()
     num_bytes = weight_bytes(model, parts.scores)
-    if device.asynchronous:  # a CPU's products have copies of their own
-        num_bytes -= tied_bytes(model)
     forget_mapped_files(worker_config.model_path)
     release_spare_memory()
     for note, count in weights.notes.items():
@@ -515,10 +513,10 @@ def tied_bytes(model: Model) -> int:
 
 
 def weight_bytes(model: Model, scores: ModuleScores | None) -> int:
-    """Bytes of all weights of a model and its classifier, including packed ones."""
+    """Bytes of all weights of a model and its classifier, including packed ones; memory of two counts once."""
     base, head = model.base, model.head
     modules: list[nn.Module] = []
-    total = 0
+    total = -tied_bytes(model)
     if isinstance(base, ModuleBase):
         modules.append(base.module)
     elif isinstance(base, EncoderDecoder):
