@@ -99,7 +99,7 @@ def compiled(is_gpu: bool) -> dict[str, Any]:
     arch = compile.architecture(capability(is_gpu))
     cubins = compile.build(variants, arch)
     figures = {"arch": arch, "kernels": len(cubins), "seconds": time.perf_counter() - begin}
-    spilled = [variant.name for variant, cubin in cubins.items() if cubin.local_bytes or cubin.spilled_bytes]
+    spilled = [variant.name for variant, cubin in cubins.items() if cubin.local_bytes]
     if spilled:
         raise RuntimeError(f"{len(spilled)} kernels use local memory: {spilled[0]}")
     if is_gpu:
@@ -120,16 +120,21 @@ def check_resources(cubins: dict[Any, Any]) -> None:
     Raises:
         RuntimeError: they differ.
     """
+    from cupy.cuda import driver
+
     from pagewire.kernels.cuda.launch import CupyDriver
 
-    driver = CupyDriver(0)
+    loader, kinds = CupyDriver(0), ("NUM_REGS", "LOCAL_SIZE_BYTES", "MAX_THREADS_PER_BLOCK")
     for variant, cubin in cubins.items():
-        function: Any = driver.load(cubin.image, cubin.symbol)
-        found = (function.num_regs, function.local_size_bytes, function.shared_size_bytes)
-        if found != (cubin.registers, cubin.local_bytes, cubin.shared_bytes):
-            raise RuntimeError(f"{variant.name}: the driver sees registers, local and shared memory {found}")
-        if function.max_threads_per_block < cubin.bound:
-            raise RuntimeError(f"{variant.name}: only {function.max_threads_per_block} threads in a block")
+        function: Any = loader.load(cubin.image, cubin.symbol)
+        registers, local, threads = (
+            driver.funcGetAttribute(getattr(driver, f"CU_FUNC_ATTRIBUTE_{kind}"), function.ptr)
+            for kind in kinds
+        )
+        if (registers, local) != (cubin.registers, cubin.local_bytes):
+            raise RuntimeError(f"{variant.name}: the driver sees {registers} registers, {local} bytes of local")
+        if threads < cubin.bound:
+            raise RuntimeError(f"{variant.name}: only {threads} threads in a block")
 
 
 def probes(is_gpu: bool) -> dict[str, Any]:

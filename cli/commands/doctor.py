@@ -239,14 +239,28 @@ def check_compile() -> Iterator[Finding]:
         raise CheckError(f"the cache cannot be written: {error}; set PAGEWIRE_CACHE_ROOT") from None
 
 
-def check_launch() -> Iterator[Finding]:
-    """Run a kernel on every GPU and compare the result with PyTorch's on the CPU."""
+def why_no_launch() -> str:
+    """Return what kernels lack here: a device or a compiler; empty if they have both."""
     import torch
 
+    from pagewire.kernels.cuda import compile
+
     if not torch.cuda.is_available():
-        yield Finding(None, "not tried: no device")
+        return "no device"
+    try:
+        compile.nvrtc()
+    except compile.CompileError:
+        return "no compiler"
+    return ""
+
+
+def check_launch() -> Iterator[Finding]:
+    """Run a kernel on every GPU and compare the result with PyTorch's on the CPU."""
+    if reason := why_no_launch():
+        yield Finding(None, f"not tried: {reason}")
         return
-    from pagewire.kernels.cuda.compile import CompileError
+    import torch
+
     from pagewire.kernels.data.layer import Activation
     from pagewire.kernels.reference.kernels import reference
 
@@ -255,12 +269,7 @@ def check_launch() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         try:
             result = silu_and_mul_on(index, x)
-        except CompileError:
-            yield Finding(None, "not tried: no compiler")
-            return
-        except (
-            Exception
-        ) as error:  # CuPy, the driver and torch raise many types; this command reports them all
+        except Exception as error:  # CuPy, the driver and torch raise many types; all are reported
             raise CheckError(f"cuda:{index}: {type(error).__name__}: {error}") from None
         if not torch.allclose(result.float(), expected.float(), rtol=2**-6, atol=1e-5):
             raise CheckError(f"cuda:{index}: wrong result: the device, its driver or the compiler is faulty")
@@ -269,21 +278,17 @@ def check_launch() -> Iterator[Finding]:
 
 def check_probes() -> Iterator[Finding]:
     """Check on every GPU what the kernels rely on: fragments of tensor cores, arithmetic, shared memory."""
+    if reason := why_no_launch():
+        yield Finding(None, f"not tried: {reason}")
+        return
     import torch
 
-    if not torch.cuda.is_available():
-        yield Finding(None, "not tried: no device")
-        return
-    from pagewire.kernels.cuda.compile import CompileError
     from pagewire.kernels.cuda.probes import PROBES
 
     for index in range(torch.cuda.device_count()):
         for name in PROBES:
             try:
                 reason = why_probe_fails(name, index)
-            except CompileError:
-                yield Finding(None, "not tried: no compiler")
-                return
             except Exception as error:  # as in `check_launch`
                 raise CheckError(f"cuda:{index}, {name}: {type(error).__name__}: {error}") from None
             if reason:

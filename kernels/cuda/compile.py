@@ -6,45 +6,22 @@ options), so changed inputs give another file.
 
 import functools
 import hashlib
-import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from pagewire.kernels.cuda.limits import launch_bound
+from pagewire.kernels.cuda.cubin import Cubin
 from pagewire.kernels.cuda.source import Variant, read_source
 from pagewire.kernels.native import cache
 
-OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+OPTIONS = ("--std=c++17",)
 OLDEST = (8, 0)
 """The compute capability that the kernels' instructions need."""
 
 
 class CompileError(RuntimeError):
     """There is no compiler, the compiler does not support the device, or it failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cubin:
-    """A compiled variant."""
-
-    symbol: str
-    """The kernel's mangled name."""
-    registers: int
-    """Registers per thread."""
-    local_bytes: int
-    """Local memory per thread: arrays that are not in registers, and spilled registers."""
-    spilled_bytes: int
-    """Spill stores and loads per thread, because registers did not suffice."""
-    shared_bytes: int
-    """Static shared memory of a block."""
-    bound: int
-    """The most threads of a block, see `limits.launch_bound`."""
-    image: bytes
-    """The cubin, as the driver loads it."""
 
 
 def install_command(cuda: int | None = None) -> str:
@@ -120,11 +97,10 @@ def compile_variant(variant: Variant, arch: str) -> Cubin:
         raise CompileError(f"{variant.name} needs {variant.needs}, not {arch}")
     name = _name_in_cache(variant, arch)
     if (stored := cache.read(name)) is not None:
-        header, _, image = stored.partition(b"\n")
-        return Cubin(**json.loads(header), image=image)
+        symbol, _, image = stored.partition(b"\n")
+        return Cubin.of(symbol.decode(), image)
     cubin = compile_uncached(variant, arch)
-    header_fields = {key: value for key, value in asdict(cubin).items() if key != "image"}
-    cache.write(name, json.dumps(header_fields).encode() + b"\n" + cubin.image)
+    cache.write(name, cubin.symbol.encode() + b"\n" + cubin.image)
     return cubin
 
 
@@ -151,8 +127,7 @@ def compile_uncached(variant: Variant, arch: str) -> Cubin:
             raise CompileError(f"{variant.name} for {arch}: {error}\n{log}") from error
         symbol = compiler.getLoweredName(program, variant.name)
         image = compiler.getCUBIN(program) + b"\0"  # CuPy drops the last byte as a string's terminator
-        resources = _resources(compiler.getProgramLog(program), symbol)
-        return Cubin(symbol, *resources, launch_bound(image, symbol), image)
+        return Cubin.of(symbol, image)
     finally:
         compiler.destroyProgram(program)
 
@@ -190,18 +165,5 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def _name_in_cache(variant: Variant, arch: str) -> str:
-    layout = (cache.FORMAT, *(item.name for item in fields(Cubin)))
-    key = repr((layout, read_source(variant.source), variant, arch, OPTIONS, nvrtc().getVersion()))
+    key = repr((cache.FORMAT, read_source(variant.source), variant, arch, OPTIONS, nvrtc().getVersion()))
     return f"cuda-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
-
-
-def _resources(log: str, symbol: str) -> tuple[int, int, int, int]:
-    """Registers, bytes of local memory, bytes spilled, and static shared memory, from the log of `ptxas -v`."""
-    _, separator, entry = log.partition(f"Compiling entry function '{symbol}'")
-    entry = entry.partition("Compiling entry function")[0]
-    registers = re.search(r"Used (\d+) registers", entry)
-    local = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
-    if not separator or registers is None or local is None:
-        raise CompileError(f"the compiler's log has no resource usage of {symbol}:\n{log}")
-    shared = re.search(r"(\d+) bytes smem", entry)
-    return int(registers[1]), int(local[1]), int(local[2]) + int(local[3]), int(shared[1]) if shared else 0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cuda import compile
+from pagewire.kernels.cuda.cubin import Cubin
 from pagewire.kernels.cuda.limits import LaunchError, check_launch
 from pagewire.kernels.cuda.source import Variant, parameter_dtype
 
@@ -101,7 +102,7 @@ class CudaLauncher:
         self.arch = compile.architecture(capability)
         self._driver = driver
         self._functions: dict[Variant, Function] = {}
-        self._cubins: dict[Variant, compile.Cubin] = {}
+        self._cubins: dict[Variant, Cubin] = {}
         self._allowed: dict[tuple[Variant, tuple[int, ...]], int] = {}
 
     @classmethod

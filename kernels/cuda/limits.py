@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 WARP = 32
 REGISTERS = 65536
@@ -12,52 +11,9 @@ REGISTERS = 65536
 REGISTER_UNIT = 8
 """The registers of a thread are allotted in multiples of this."""
 
-SECTION_HEADERS, NUM_SECTIONS = 0x28, 0x3C  # offsets in the header of an ELF file
-SECTION, SECTION_BYTES = "<IIQQQQIIQQ", 64
-ATTRIBUTE, LONG = (
-    "<BBH",
-    4,
-)  # of a kernel's information: format, kind, value or length; LONG: the value follows
-MAX_THREADS = 5  # the kind of the attribute that `__launch_bounds__` makes
-
 
 class LaunchError(RuntimeError):
     """A device cannot run kernels, or not this one. The message names it."""
-
-
-def launch_bound(image: bytes, symbol: str) -> int:
-    """The largest number of threads of a block for which a cubin's kernel was compiled; 0 if it has no bound.
-
-    Raises:
-        ValueError: the cubin has no information about the kernel.
-    """
-    for name, content in _sections(image):
-        if name == f".nv.info.{symbol}":
-            return math.prod(struct.unpack("<III", _attributes(content).get(MAX_THREADS, bytes(12))))
-    raise ValueError(f"the cubin has no information about {symbol}")
-
-
-def _sections(image: bytes) -> Iterator[tuple[str, bytes]]:
-    """The names and contents of an ELF file's sections."""
-    (start,) = struct.unpack_from("<Q", image, SECTION_HEADERS)
-    count, of_names = struct.unpack_from("<HH", image, NUM_SECTIONS)
-    headers = [struct.unpack_from(SECTION, image, start + i * SECTION_BYTES) for i in range(count)]
-    names = headers[of_names][4]
-    for header in headers:
-        name = image[names + header[0] : image.index(b"\0", names + header[0])]
-        yield name.decode(), image[header[4] : header[4] + header[5]]
-
-
-def _attributes(content: bytes) -> dict[int, bytes]:
-    """The attributes of a kernel that are longer than two bytes."""
-    result, place = {}, 0
-    while place + 4 <= len(content):
-        kind, number, length = struct.unpack_from(ATTRIBUTE, content, place)
-        place += 4
-        if kind == LONG:
-            result[number] = content[place : place + length]
-            place += length
-    return result
 
 
 def check_launch(
@@ -74,7 +30,7 @@ def check_launch(
     Args:
         name: of the kernel.
         block: threads along each axis.
-        bound: see `launch_bound`.
+        bound: see `Cubin.bound`.
         registers: of a thread.
         shared_bytes: of a block, static and dynamic.
         most_shared_bytes: that the device allows a block.

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.ipc.wire.items import LogprobRows
@@ -113,7 +112,7 @@ class CudaTokenSampler:
         self._device = device
         self._sampler = Sampler(device.launcher, max_rows, vocab_size, max_most_likely, device.torch_device)
         self._host = device.pinned(result_bytes(max_rows, max_most_likely))
-        self._plain: WeakKeyDictionary[SamplingSlot, tuple[NDArray[np.void], int]] = WeakKeyDictionary()
+        self._plain: WeakKeyDictionary[SamplingSlot, tuple[bytes, int]] = WeakKeyDictionary()
 
     def launch(
         self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks | None = None
@@ -140,15 +139,15 @@ class CudaTokenSampler:
             sampling = [row_sampling(slot, masks.mask_rows.get(i, -1), limit) for i, slot in enumerate(slots)]
             return sampling_request(sampling, masks.bits)
         values, nums = zip(*map(self._plain_row, slots), strict=True)
-        rows = np.concatenate(values)
+        rows = np.frombuffer(bytearray().join(values), sampling_rows(()).dtype)  # `concatenate` takes 19 us a row
         rows["position"] = [slot.num_tokens for slot in slots]
         return plain_request(rows, nums)
 
-    def _plain_row(self, slot: SamplingSlot) -> tuple[NDArray[np.void], int]:
-        """A slot's constant parameters, cached: `SamplingRow` [1], and its number of most likely tokens."""
+    def _plain_row(self, slot: SamplingSlot) -> tuple[bytes, int]:
+        """A slot's constant parameters, cached: a `SamplingRow`, and its number of most likely tokens."""
         if (cached := self._plain.get(slot)) is None:
             row = row_sampling(slot, max_most_likely=self._sampler.max_most_likely)
-            cached = self._plain[slot] = sampling_rows([row]), row.num_most_likely
+            cached = self._plain[slot] = sampling_rows([row]).tobytes(), row.num_most_likely
         return cached
 
 
