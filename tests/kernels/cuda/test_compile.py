@@ -242,9 +242,9 @@ class NvrtcWithLogs:
         self.logs: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._nvrtc, name)
+        return self._destroy if name == "destroyProgram" else getattr(self._nvrtc, name)
 
-    def destroyProgram(self, program: Any) -> None:
+    def _destroy(self, program: Any) -> None:
         self.logs.append(self._nvrtc.getProgramLog(program))
         self._nvrtc.destroyProgram(program)
 
@@ -261,4 +261,5 @@ def test_a_cubin_says_what_the_compiler_says(nvrtc: Any, monkeypatch: pytest.Mon
         (registers,) = re.findall(r"Used (\d+) registers", log)
         (local,) = re.findall(r"(\d+) bytes stack frame", log)
         shared = re.findall(r"(\d+) bytes smem", log) or [0]
-        assert (cubin.registers, cubin.local_bytes, cubin.shared_bytes) == (int(registers), int(local), int(*shared))
+        found = [cubin.registers, cubin.local_bytes, cubin.shared_bytes]
+        assert found == [int(registers), int(local), int(*shared)]
