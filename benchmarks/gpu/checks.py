@@ -132,7 +132,9 @@ def check_resources(cubins: dict[Any, Any]) -> None:
             for kind in kinds
         )
         if (registers, local) != (cubin.registers, cubin.local_bytes):
-            raise RuntimeError(f"{variant.name}: the driver sees {registers} registers, {local} bytes of local")
+            raise RuntimeError(
+                f"{variant.name}: the driver sees {registers} registers, {local} bytes of local"
+            )
         if threads < cubin.bound:
             raise RuntimeError(f"{variant.name}: only {threads} threads in a block")
 

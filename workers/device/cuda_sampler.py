@@ -139,7 +139,9 @@ class CudaTokenSampler:
             sampling = [row_sampling(slot, masks.mask_rows.get(i, -1), limit) for i, slot in enumerate(slots)]
             return sampling_request(sampling, masks.bits)
         values, nums = zip(*map(self._plain_row, slots), strict=True)
-        rows = np.frombuffer(bytearray().join(values), sampling_rows(()).dtype)  # `concatenate` takes 19 us a row
+        rows = np.frombuffer(
+            bytearray().join(values), sampling_rows(()).dtype
+        )  # `concatenate` takes 19 us a row
         rows["position"] = [slot.num_tokens for slot in slots]
         return plain_request(rows, nums)
 
