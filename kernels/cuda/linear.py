@@ -3,7 +3,7 @@
 See `pagewire.kernels.linear.pack`.
 
 A weight is brought into the order in which the kernels read it once, when it is packed: a warp's codes of a step
-are contiguous, 16 bytes by each lane (linear.cu). Sums are float32, and their order follows from the number of
+are contiguous, 16 bytes by each lane (linear.cuh). Sums are float32, and their order follows from the number of
 columns alone: a row's bits do not depend on how many rows there are.
 """
 
@@ -25,7 +25,7 @@ from pagewire.kernels.data.weight import Weight, check_rows
 
 SOURCE = "linear.cu"
 STEP, OUTPUTS, SLICES = 32, 32, 8
-"""Columns of a step, outputs of a warp, and slices of the columns. As in linear.cu."""
+"""Columns of a step, outputs of a warp, and slices of the columns. As in linear.cuh."""
 MOST_FEW = 64
 """Rows for which each slice has a warp, at most. The weight is read for every 16 of them."""
 CODES = ("half_codes", "table_codes", "byte_codes", "float_codes")
@@ -44,12 +44,19 @@ def variant(kernel: str, dtype: torch.dtype, codes: str, scale_dtype: torch.dtyp
 
 def variants(*dtypes: torch.dtype) -> list[Variant]:
     """Both kernels for each dtype (by default for all), codes and scales."""
-    groups = [(scales, span) for scales in DTYPES for span in SPANS[1:]]
+    return [variant for dtype in dtypes or DTYPES for codes in CODES for variant in kinds(dtype, codes)]
+
+
+def kinds(dtype: torch.dtype, codes: str) -> list[Variant]:
+    """Both kernels for a dtype and one of `CODES` with all scales, or for "dense_codes", which have none."""
+    scales = [(scales, span) for scales in DTYPES for span in SPANS[1:]]
+    if codes == "float_codes":
+        scales = [(torch.float32, STEP)]
+    elif codes == "dense_codes":
+        scales = []
     return [
         variant(kernel, dtype, codes, *kind)
-        for dtype in dtypes or DTYPES
-        for codes in CODES
-        for kind in ((torch.float32, 0), *([(torch.float32, STEP)] if codes == "float_codes" else groups))
+        for kind in ((torch.float32, 0), *scales)
         for kernel in ("few", "many")
     ]
 
@@ -106,13 +113,12 @@ class PackedWeightLinear:
             raise ValueError(f"no kernel for this weight: {reason}")
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self._launcher, self._few, self._many = launcher, *_launches(weight)
-        launcher.load(
-            [self._few.kernel, self._many.kernel]
-        )  # nothing may be loaded while a graph is recorded
-        self._parts = _parts(weight) | {"bias": bias}
-        self._sizes = _sizes(weight)
-        self.num_bytes = sum(part.nbytes for part in self._parts.values() if part is not None)
+        self._launcher, self.few, self.many = launcher, *_launches(weight)
+        launcher.load([self.few.kernel, self.many.kernel])  # nothing may be loaded while a graph is recorded
+        self.parts = _parts(weight) | {"bias": bias}
+        self.sizes = _sizes(weight)
+        self.device = weight.parts[0].device
+        self.num_bytes = sum(part.nbytes for part in self.parts.values() if part is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N], both in `dtype`. A row's bits do not depend on the others.
@@ -133,21 +139,21 @@ class PackedWeightLinear:
         """Write the product of rows [M, K], M > 0, aligned to 16 bytes, to out [M, N], contiguous."""
         launch = self._launch_for(len(rows))
         of_rows = {"x": rows, "x_stride": rows.stride(0), "m": len(rows), "out": out}
-        parameters = pack(launch.kernel, **of_rows, **self._parts, **self._sizes)
+        parameters = pack(launch.kernel, **of_rows, **self.parts, **self.sizes)
         grid = (-(-len(rows) // launch.rows), -(-self.out_features // launch.outputs))
         self._launcher.launch(launch.kernel, grid, (launch.threads,), parameters, launch.shared_bytes)
 
-    def _launch_for(self, num_rows: int) -> _Launch:
+    def _launch_for(self, num_rows: int) -> Launch:
         """The faster kernel for a number of rows; results are equal. By reckoning: no GPU has run them yet.
 
         With up to 64 rows the kernel for many reads the weight once, but has few blocks if there are few outputs.
         """
-        fills_device = -(-self.out_features // self._many.outputs) >= self._launcher.multiprocessors
-        few = num_rows <= (self._few.rows if fills_device else MOST_FEW)
-        return self._few if few else self._many
+        fills_device = -(-self.out_features // self.many.outputs) >= self._launcher.multiprocessors
+        few = num_rows <= (self.few.rows if fills_device else MOST_FEW)
+        return self.few if few else self.many
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """A kernel and its block: the rows and outputs that one computes, its threads, and its shared memory."""
 
     kernel: Variant
@@ -157,22 +163,33 @@ class _Launch(NamedTuple):
     shared_bytes: int
 
 
-def _launches(weight: Weight) -> tuple[_Launch, _Launch]:
-    """The launches for few and for many rows. Numbers as in linear.cu."""
+def _launches(weight: Weight) -> tuple[Launch, Launch]:
+    """The launches for few and for many rows."""
     scheme, scale_dtype = weight.scheme, weight.parts[1].dtype
     assert isinstance(scheme, Integers | Floats)
     span = 0 if scheme.group is None else min(scheme.group, STEP)
     kind = (weight.dtype, _codes(scheme), scale_dtype if span else torch.float32, span)
     scale_bytes = OUTPUTS * STEP // span * scale_dtype.itemsize if span else 0
     stage_bytes = OUTPUTS * STEP * _bits(scheme) // 8 + 2 * scale_bytes  # of a warp: codes, scales, offsets
-    stages, stride = (8 if _bits(scheme) == 4 else 6), 40
-    shared = SLICES * max(stages * stage_bytes, 16 * stride * 4)  # the sums of slices come after the stages
-    few = _Launch(variant("few", *kind), 16, OUTPUTS, 32 * SLICES, shared)
-    rows, warps, stages = 64, 4, 6
-    shared = (
-        stages * (rows * 2 * STEP + warps * stage_bytes) + rows * warps * OUTPUTS * 4
-    )  # rows, stages, sums
-    return few, _Launch(variant("many", *kind), rows, warps * OUTPUTS, 32 * warps, shared)
+    return _few_and_many(kind, stage_bytes, 8 if _bits(scheme) == 4 else 6, 6)
+
+
+def dense_launches(dtype: torch.dtype) -> tuple[Launch, Launch]:
+    """The launches over dense weights, as experts.py has them."""
+    return _few_and_many((dtype, "dense_codes", torch.float32, 0), OUTPUTS * STEP * dtype.itemsize, 4, 4)
+
+
+def _few_and_many(
+    kind: tuple[torch.dtype, str, torch.dtype, int], stage_bytes: int, few_stages: int, many_stages: int
+) -> tuple[Launch, Launch]:
+    """Numbers as in linear.cuh. stage_bytes: of a warp's weights in a step."""
+    stride = 40
+    shared = SLICES * max(few_stages * stage_bytes, 16 * stride * 4)  # the sums of slices follow the stages
+    few = Launch(variant("few", *kind), 16, OUTPUTS, 32 * SLICES, shared)
+    rows, warps = 64, 4
+    stages = many_stages * (rows * 2 * STEP + warps * stage_bytes)
+    shared = stages + rows * warps * OUTPUTS * 4  # rows and weights, sums
+    return few, Launch(variant("many", *kind), rows, warps * OUTPUTS, 32 * warps, shared)
 
 
 def _bits(scheme: Integers | Floats) -> int:
@@ -181,7 +198,7 @@ def _bits(scheme: Integers | Floats) -> int:
 
 
 def _parts(weight: Weight) -> dict[str, Tensor | None]:
-    """The tensors of a weight as the kernels read them, by their names in linear.cu."""
+    """The tensors of a weight as the kernels read them, by their names in linear.cuh."""
     scheme, (_, scales, *offsets) = weight.scheme, weight.parts
     assert isinstance(scheme, Integers | Floats)
     if scheme.group is None:
@@ -191,7 +208,7 @@ def _parts(weight: Weight) -> dict[str, Tensor | None]:
 
 
 def _sizes(weight: Weight) -> dict[str, int]:
-    """The numbers of a weight, by their names in linear.cu."""
+    """The numbers of a weight, by their names in linear.cuh."""
     scheme, (num_out, num_in) = weight.scheme, weight.shape
     assert isinstance(scheme, Integers | Floats)
     group, table = scheme.group or num_in, None if isinstance(scheme, Floats) else scheme.table
@@ -208,7 +225,7 @@ def _sizes(weight: Weight) -> dict[str, int]:
 
 
 def packed_codes(weight: Weight) -> Tensor:
-    """The codes of a weight [N, K] in the order of linear.cu: uint8 [N / 32, K / 32, bytes of a step].
+    """The codes of a weight [N, K] in the order of linear.cuh: uint8 [N / 32, K / 32, bytes of a step].
 
     N is rounded up; outputs that are added have code 0, and their scale is 0. Column `16 h + 8 i + 2 t + e` and
     output `8 j + g` of a step are in word j of lane `4 g + t`. A word has the codes of both halves h in half bytes
@@ -244,7 +261,7 @@ def _ordered(codes: Tensor, scheme: Integers | Floats) -> Tensor:
 
 
 def packed_scales(scales: Tensor) -> Tensor:
-    """Scales or offsets [N, groups] in the order of linear.cu: [N / 32, groups, 32], N rounded up.
+    """Scales or offsets [N, groups] in the order of linear.cuh: [N / 32, groups, 32], N rounded up.
 
     Output `8 j + 2 t + e` of a block is in place `8 t + 2 j + e`.
     """

@@ -203,7 +203,7 @@ class UnpackedLinear:
     """A linear layer over a dense `weight` [N, K] that stays as it is; `product` computes `x @ weight.T + bias`."""
 
     def __init__(self, product: Product, weight: Weight, bias: Tensor | None) -> None:
-        self._product, self.weight, self._bias = product, weight.dense(), bias
+        self._product, self.weight, self.bias = product, weight.dense(), bias
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.num_bytes = self.weight.nbytes + (0 if bias is None else bias.nbytes)
@@ -211,7 +211,7 @@ class UnpackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear.__call__`."""
         check_rows(x, self.in_features, self.dtype)
-        return self._product(x, self.weight, self._bias)
+        return self._product(x, self.weight, self.bias)
 
 
 class Product(Protocol):

@@ -71,7 +71,7 @@ def make_bias(weight: Weight) -> Tensor:
 def make_linear(launcher: EmulatedLauncher, weight: Weight, bias: Tensor | None = None) -> PackedWeightLinear:
     """The layer, with its tensors in front of inaccessible memory."""
     layer = PackedWeightLinear(launcher, weight, bias)
-    layer._parts = {name: part if part is None else guarded(part) for name, part in layer._parts.items()}
+    layer.parts = {name: part if part is None else guarded(part) for name, part in layer.parts.items()}
     return layer
 
 

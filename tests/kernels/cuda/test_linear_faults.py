@@ -50,11 +50,11 @@ def check_all(kind: str, count: int, launcher: EmulatedLauncher) -> None:
     result = multiply(layer, x)
     check(weight, x, result, bias)
     if count == FEW:
-        layer._few = layer._many
+        layer.few = layer.many
     assert torch.equal(multiply(layer, x[:FEW]), result[:FEW])  # by the other kernel
 
 
-LINEAR, WAIT = "linear.cu", "wait_for_copies<STAGES - %d>();\n        "
+LINEAR, WAIT = "linear.cuh", "wait_for_copies<STAGES - %d>();\n        "
 FAULTS = [
     # Copies and barriers.
     ("halves", FEW, "        wait_for_copies<STAGES - 2>();\n        __syncwarp();", "        __syncwarp();"),
@@ -135,9 +135,9 @@ FAULTS = [
     ("bytes", MANY, "slice_begin(p, slice + 1) == step + 1", "step % 8 == 7 || step + 1 == p.steps"),
     # Rows, outputs and slices.
     ("halves", FEW, "(i % 2 ? has_lower : has_upper) ? __ldg", "true ? __ldg"),
-    ("halves", FEW, "upper + 4 * p.x_stride", "upper + 8 * p.x_stride"),
+    ("halves", FEW, "has_lower ? row + 8 : first", "has_lower ? row : first"),
     ("halves", FEW, "upper += 16, lower += 16;", "upper += 16, lower += 8;"),
-    ("halves", FEW, "16 * step + lane % 4;", "16 * step + 2 * (lane % 4);"),
+    ("halves", FEW, "32 * step + 2 * (lane % 4);", "32 * step + 4 * (lane % 4);"),
     ("halves", FEW, "if (row >= p.m || output >= p.n) return;", "if (row >= p.m) return;"),
     ("halves", FEW, "(i % 2 ? lower : upper)", "(i % 2 ? upper : lower)"),
     ("halves", FEW, "return slice * p.steps / SLICES;", "return slice * (p.steps / SLICES);"),
@@ -150,7 +150,7 @@ FAULTS = [
     ("halves", FEW, "8 * (i >> 1);\n", "8 * (i & 1);\n"),
     ("halves", FEW, "row += SLICES) {", "row += 2 * SLICES) {"),
     ("halves", FEW, "p.bias ? to_float", "false ? to_float"),
-    ("halves", MANY, "min(first + row, p.m - 1) * p.x_stride", "(first + row) * p.x_stride"),
+    ("halves", MANY, "source(min(first + row, p.m - 1))", "source(first + row)"),
     ("halves", MANY, "min(block, (p.n - 1) / OUTPUTS)", "block"),
     ("halves", MANY, "} else if (row < p.m && output < p.n) {", "} else if (output < p.n) {"),
     ("halves", MANY, "} else if (row < p.m && output < p.n) {", "} else if (row < p.m) {"),
@@ -196,5 +196,5 @@ def test_faults_are_caught(
 
 def test_every_fault_is_in_the_source() -> None:
     """Once: what a change of the source moved is noticed before the faults are planted."""
-    text = dict(read_source(LINEAR))[LINEAR]
+    text = dict(read_source("linear.cu"))[LINEAR]
     assert [old for _, _, old, _ in FAULTS if text.count(old) != 1] == []

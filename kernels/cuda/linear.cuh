@@ -1,0 +1,525 @@
+// Products with weights that stay packed: out = x W' + bias, where W[n, k] = scale[n, g] * (code[n, k] - zero) +
+// offset[n, g] and column k is in group g. Codes are integers, or floats of 8 bits, without zero and offset. They become
+// numbers of x's type in registers, exactly; tensor cores multiply them, and scales and offsets are applied to sums in
+// float32.
+//
+// The order of every sum follows from k alone, so a row's bits depend neither on the other rows nor on the kernel. A step
+// is 32 columns. Steps are divided into SLICES slices. In a slice, from 0 and in ascending order, each span of columns with
+// one scale (a step, or half of it where groups have 16 columns) is added:
+//
+//     y = fma(sum of x * (code - zero), scale, y);  y = fma(sum of x, offset, y)
+//
+// Without groups a slice is one sum. Then slices are added in ascending order, in float32: there are no atomics. Without
+// groups the scale is applied after that. `linear_few` has a warp for each slice, so few rows use many warps; `linear_many`
+// has all slices in turn. linear.cu has them for a weight, experts.cu for the experts of a layer.
+//
+// Lane 4 g + t. The fragment of a half step h, 16 columns, has columns 16 h + 8 i + 2 t + e: pair i, element e of lane t.
+#pragma once
+#include "layout.cuh"
+#include "ptx.cuh"
+
+// Codes: a byte; half a byte; half a byte that is the index of a value from 0 to 255; a byte that is an e4m3; none: numbers
+// of x's type, in rows [n, 32 steps], to which neither scales nor offsets are applied.
+struct byte_codes {};
+struct half_codes {};
+struct table_codes {};
+struct float_codes {};
+struct dense_codes {};
+
+struct Product {
+    const void* x;        // [m, 32 steps], rows aligned to 16 bytes
+    const void* codes;    // [blocks of 32 outputs, steps, (8 bits: 2 halves,) lanes, 4]: words, as `Codes` reads them
+    const void* scales;   // [blocks, groups, 4, 4, 2]: of output 8 j + 2 t + e at (t, j, e). Without groups float32 [n]
+    const void* offsets;  // like scales; null: 0
+    const void* bias;     // [n]; null: 0
+    void* out;            // [m, n], contiguous
+    u64 low_values, high_values;  // of table_codes: the values of codes 0 to 7 and 8 to 15, a byte each
+    i64 x_stride;         // in elements, a multiple of 8
+    int m, n, steps;
+    int groups, group_shift;      // a group has 2^group_shift steps, or is half a step
+    int zero;
+};
+
+constexpr int SLICES = 8;       // of the steps
+constexpr int OUTPUTS = 32;     // of a warp
+constexpr int HALF_BYTES = 512;  // of a warp's codes, 16 bytes by each lane: of a step, or with 8 bits of half a step
+constexpr int TOTAL_STRIDE = 40;  // between rows of sums in shared memory: eight rows begin in different banks
+
+// SPAN: columns of a step that have one scale, 16 or 32; 0: a row has one.
+template <class Element, class Stored, class ScaleType, int SPAN>
+struct Kind {
+    using T = Element;
+    using Code = Stored;
+    using Scale = ScaleType;
+    static constexpr bool GROUPED = SPAN > 0;
+    static constexpr int SPANS = SPAN == 16 ? 2 : 1;  // of a step
+    static constexpr bool DENSE = is_same<Code, dense_codes>;
+    static constexpr int WORDS = DENSE ? 4 : is_same<Code, byte_codes> || is_same<Code, float_codes> ? 2 : 1;
+    static constexpr int CODE_BYTES = WORDS * HALF_BYTES;  // of a step, as are these
+    static constexpr int SCALE_BYTES = GROUPED ? SPANS * OUTPUTS * int(sizeof(Scale)) : 0;
+    static constexpr int GROUP_BYTES = SCALE_BYTES / SPANS;
+    static constexpr int STAGE_BYTES = CODE_BYTES + 2 * SCALE_BYTES;
+};
+
+constexpr int ROW_BYTES = 64;  // of a row of x, or of a dense weight, in a step
+
+// The place of a chunk of 16 bytes of such a row in shared memory.
+DEVICE int chunk_place(int row, int chunk) {
+    return row * ROW_BYTES + CHUNK_BYTES * swizzle(ROW_BYTES / CHUNK_BYTES, row, chunk);
+}
+
+DEVICE int slice_begin(const Product& p, int slice) { return slice * p.steps / SLICES; }
+
+// The stage after another one, of a ring.
+template <int STAGES>
+DEVICE int after(int stage) {
+    return stage == STAGES - 1 ? 0 : stage + 1;
+}
+
+// ---------------------------------------------------------------- codes to fragments
+
+// Four bytes less `zero` as two pairs. Exact, for the differences are integers up to 256.
+template <class T>
+DEVICE void widen_bytes(u32 bytes, u32 zero, u32 (&to)[2]) {
+    if constexpr (is_same<T, fp16>) {  // 0x6400 + byte is the number 1024 + byte
+        const u32 less = 0xe400e400u + zero * 0x10001u;
+        to[0] = add_pairs<T>(permute_bytes(bytes, 0x64646464u, 0x4140), less);
+        to[1] = add_pairs<T>(permute_bytes(bytes, 0x64646464u, 0x4342), less);
+    } else {  // 0x4b000000 + byte is 2^23 + byte. The half of a float32 that bf16 lacks is 0 in the difference
+        const float less = 8388608.0f + float(zero);
+        u32 bits[4];
+#pragma unroll
+        for (u32 i = 0; i < 4; i++)
+            bits[i] = __float_as_uint(__uint_as_float(permute_bytes(bytes, 0x4b000000u, 0x7440 + i)) - less);
+        to[0] = permute_bytes(bits[0], bits[1], 0x7632);
+        to[1] = permute_bytes(bits[2], bits[3], 0x7632);
+    }
+}
+
+// Pair `pair` of a word of eight half bytes less `zero`: half bytes `pair` and `pair + 4`. zero: less than 128.
+template <class T>
+DEVICE u32 widen_nibbles(u32 word, int pair, u32 zero) {
+    constexpr u32 BASE = is_same<T, bf16> ? 0x43004300u : 0x64006400u;  // 128, 1024: numbers whose last bit counts 1
+    return add_pairs<T>(and_or(word >> 4 * pair, 0x000f000fu, BASE), (BASE | 0x80008000u) + zero * 0x10001u);
+}
+
+// The four e4m3 of a word as two pairs: bytes 0 and 2, bytes 1 and 3. Sign and magnitude are shifted to their places in T;
+// a product with a power of two corrects for T's larger exponent bias. Exact, also for subnormal numbers. The magnitude
+// 0x7f is NaN: adding 1 to it carries, and the carry sets those bits of T's exponent that the shifted one has not.
+template <class T>
+DEVICE void widen_floats(u32 word, u32 (&to)[2]) {
+    constexpr int UP = is_same<T, bf16> ? 4 : 7;
+    constexpr u32 SIGNS = 0x80008000u, MAGNITUDES = (0x7fu << UP) * 0x00010001u, CARRIES = 0x00800080u;
+    constexpr u32 REST = is_same<T, bf16> ? 0xf0 : 0x80;         // times a carry: bits 11 to 14; bit 14
+    constexpr u32 FACTOR = is_same<T, bf16> ? 0x7b80 : 0x5c00;  // 2^120, 2^8
+    const u32 carried = (word & 0x7f7f7f7fu) + 0x01010101u;
+    const u32 even = (word << 8 & SIGNS) | (word << UP & MAGNITUDES) | (carried & CARRIES) * REST;
+    const u32 odd = (word & SIGNS) | (word >> (8 - UP) & MAGNITUDES) | (carried >> 8 & CARRIES) * REST;
+    to[0] = multiply_pairs<T>(even, FACTOR * 0x00010001u);
+    to[1] = multiply_pairs<T>(odd, FACTOR * 0x00010001u);
+}
+
+// The bytes of a table for four half bytes, the lower ones of `codes`.
+DEVICE u32 look_up(const Product& p, u32 codes) {
+    const u32 which = codes & 0x7777u;
+    const u32 low = permute_bytes(u32(p.low_values), u32(p.low_values >> 32), which);
+    const u32 high = permute_bytes(u32(p.high_values), u32(p.high_values >> 32), which);
+    return permute_bytes(low, high, 0x3210u + ((codes & 0x8888u) >> 1));
+}
+
+// A lane's codes of a step: for each half step and each eight outputs two pairs.
+template <class K>
+struct Codes {
+    u32 words[K::WORDS][4];  // of eight outputs each; of dense weights pairs, by eight outputs and eight columns
+
+    DEVICE explicit Codes(const unsigned char* stage) {
+        if constexpr (K::DENSE) {
+            const int lane = threadIdx.x % 32;
+#pragma unroll
+            for (int j = 0; j < 4; j++) ldmatrix_x4(words[j], stage + chunk_place(8 * j + lane % 8, lane / 8));
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < K::WORDS; i++) {
+            const uint4 word = *reinterpret_cast<const uint4*>(stage + HALF_BYTES * i + 16 * (threadIdx.x % 32));
+            words[i][0] = word.x, words[i][1] = word.y, words[i][2] = word.z, words[i][3] = word.w;
+        }
+    }
+    // The fragment of half step `half` and outputs 8 j to 8 j + 7.
+    DEVICE void fragment(const Product& p, int half, int j, u32 (&b)[2]) const {
+        if constexpr (K::DENSE) {
+            b[0] = words[j][2 * half], b[1] = words[j][2 * half + 1];
+        } else if constexpr (is_same<typename K::Code, byte_codes>) {
+            widen_bytes<typename K::T>(words[half][j], p.zero, b);
+        } else if constexpr (is_same<typename K::Code, float_codes>) {
+            widen_floats<typename K::T>(words[half][j], b);
+        } else if constexpr (is_same<typename K::Code, table_codes>) {
+            widen_bytes<typename K::T>(look_up(p, words[0][j] >> 16 * half), p.zero, b);
+        } else {
+            b[0] = widen_nibbles<typename K::T>(words[0][j], 2 * half, p.zero);
+            b[1] = widen_nibbles<typename K::T>(words[0][j], 2 * half + 1, p.zero);
+        }
+    }
+};
+
+// ---------------------------------------------------------------- a step of a warp
+
+// What a lane copies of the weights of OUTPUTS outputs: its codes, and some of the scales or offsets, which all lanes read.
+template <class K>
+struct LaneWeights {
+    const unsigned char* codes;
+    const unsigned char* factors;  // null: the lane copies none
+    int first_output;              // of a dense weight, of which it copies every eighth
+
+    DEVICE LaneWeights(const Product& p, int block) {
+        const int lane = threadIdx.x % 32;
+        codes = static_cast<const unsigned char*>(p.codes);
+        codes += K::DENSE ? 16 * (lane % 4) : i64(block) * p.steps * K::CODE_BYTES + 16 * lane;
+        first_output = OUTPUTS * block + lane / 4;
+        factors = nullptr;
+        if constexpr (K::GROUPED) {
+            constexpr int CHUNKS = K::SCALE_BYTES / 16;
+            const void* from = lane < CHUNKS ? p.scales : p.offsets;
+            const i64 begin = i64(block) * p.groups * K::GROUP_BYTES + 16 * (lane % CHUNKS);
+            if (lane < 2 * CHUNKS && from) factors = static_cast<const unsigned char*>(from) + begin;
+        }
+    }
+    // Starts to copy a step. stage: its codes, scales and offsets.
+    DEVICE void copy(const Product& p, int step, unsigned char* stage) const {
+        if constexpr (K::DENSE) {
+#pragma unroll
+            for (int i = 0; i < OUTPUTS; i += 8) {  // the last output stands for those after it, which nobody stores
+                const i64 row = min(first_output + i, p.n - 1);
+                unsigned char* const to = stage + chunk_place(i + threadIdx.x % 32 / 4, threadIdx.x % 4);
+                copy_async_16(to, codes + (row * p.steps + step) * ROW_BYTES, true);
+            }
+            return;
+        }
+        unsigned char* const own = stage + 16 * (threadIdx.x % 32);
+#pragma unroll
+        for (int i = 0; i < K::CODE_BYTES; i += HALF_BYTES)
+            copy_async_16(own + i, codes + i64(step) * K::CODE_BYTES + i, true);
+        if constexpr (K::GROUPED)
+            if (factors)
+                copy_async_16(own + K::CODE_BYTES, factors + i64(step >> p.group_shift) * K::SCALE_BYTES, true);
+    }
+};
+
+// The scales, or offsets, of a lane's outputs, as they are stored until they are used.
+template <class S>
+struct Factors {
+    static constexpr int CHUNKS = int(sizeof(S)) / 2;
+    uint4 chunks[CHUNKS];  // pairs of outputs 8 j + 2 t and the next
+
+    DEVICE explicit Factors(const unsigned char* scales) {
+#pragma unroll
+        for (int i = 0; i < CHUNKS; i++)
+            chunks[i] = reinterpret_cast<const uint4*>(scales)[CHUNKS * (threadIdx.x % 4) + i];
+    }
+    DEVICE float2 pair(int j) const {
+        if constexpr (CHUNKS == 2) {
+            const uint4& two = chunks[j / 2];
+            const u32 first = j % 2 ? two.z : two.x, second = j % 2 ? two.w : two.y;
+            return make_float2(__uint_as_float(first), __uint_as_float(second));
+        } else {
+            const uint4& four = chunks[0];
+            return unpack<S>(j == 0 ? four.x : j == 1 ? four.y : j == 2 ? four.z : four.w);
+        }
+    }
+    // Adds products [m][i] of outputs 8 j to 8 j + 7, times the factors, to sums.
+    template <int TILES>
+    DEVICE void add(const float (&products)[TILES][4], int j, float (&sums)[TILES][4][4]) const {
+        const float2 factors = pair(j);
+#pragma unroll
+        for (int m = 0; m < TILES; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                sums[m][j][i] = __fmaf_rn(products[m][i], i & 1 ? factors.y : factors.x, sums[m][j][i]);
+    }
+};
+
+// The fragments of x of a step: TILES times 16 rows, two half steps.
+template <int TILES>
+using Rows = u32[TILES][2][4];
+// Sums of TILES times 16 rows and OUTPUTS outputs.
+template <int TILES>
+using Sums = float[TILES][4][4];
+
+// The products of the rows with half steps FIRST to before LAST of eight outputs.
+template <class K, int FIRST, int LAST, int TILES>
+DEVICE void multiply_eight(const Product& p, const Codes<K>& codes, int j, const Rows<TILES>& x, float (&to)[TILES][4]) {
+    using T = typename K::T;
+#pragma unroll
+    for (int half = FIRST; half < LAST; half++) {
+        u32 b[2];
+        codes.fragment(p, half, j, b);
+#pragma unroll
+        for (int m = 0; m < TILES; m++) half == FIRST ? multiply<T>(to[m], x[m][half], b) : mma<T>(to[m], x[m][half], b);
+    }
+}
+
+// Adds half steps FIRST to before LAST, which have the scales and offsets of a span.
+template <class K, int FIRST, int LAST, int TILES>
+DEVICE void add_span(const Product& p, const unsigned char* scales, const Codes<K>& codes, const Rows<TILES>& x,
+                     Sums<TILES>& sums) {
+    const Factors<typename K::Scale> factors(scales);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float products[TILES][4];
+        multiply_eight<K, FIRST, LAST, TILES>(p, codes, j, x, products);
+        factors.template add<TILES>(products, j, sums);
+    }
+    if (!p.offsets) return;
+    constexpr u32 ONES = is_same<typename K::T, bf16> ? 0x3f803f80u : 0x3c003c00u;
+    const u32 ones[2] = {ONES, ONES};
+    float of_rows[TILES][4] = {};  // the sums of the rows, the same for every output
+#pragma unroll
+    for (int half = FIRST; half < LAST; half++)
+#pragma unroll
+        for (int m = 0; m < TILES; m++) mma<typename K::T>(of_rows[m], x[m][half], ones);
+    const Factors<typename K::Scale> offsets(scales + K::SCALE_BYTES);
+#pragma unroll
+    for (int j = 0; j < 4; j++) offsets.template add<TILES>(of_rows, j, sums);
+}
+
+// Adds the products of a step.
+template <class K, int TILES>
+DEVICE void add_step(const Product& p, const unsigned char* stage, const Rows<TILES>& x, Sums<TILES>& sums) {
+    const Codes<K> codes(stage);
+    const unsigned char* scales = stage + K::CODE_BYTES;
+    if constexpr (!K::GROUPED) {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                u32 b[2];
+                codes.fragment(p, half, j, b);
+#pragma unroll
+                for (int m = 0; m < TILES; m++) mma<typename K::T>(sums[m][j], x[m][half], b);
+            }
+    } else if constexpr (K::SPANS == 1) {
+        add_span<K, 0, 2, TILES>(p, scales, codes, x, sums);
+    } else {
+        add_span<K, 0, 1, TILES>(p, scales, codes, x, sums);
+        add_span<K, 1, 2, TILES>(p, scales + K::SCALE_BYTES / 2, codes, x, sums);
+    }
+}
+
+// The result of the sum of all slices.
+template <class K>
+DEVICE float finished(const Product& p, int output, float total) {
+    const float bias = p.bias ? to_float(static_cast<const typename K::T*>(p.bias)[output]) : 0.0f;
+    if constexpr (K::GROUPED || K::DENSE)
+        return total + bias;
+    else
+        return __fmaf_rn(total, static_cast<const float*>(p.scales)[output], bias);
+}
+
+template <class K>
+DEVICE void store(const Product& p, int row, int output, float total) {
+    if (row >= p.m || output >= p.n) return;
+    const float value = finished<K>(p, output, total);
+    static_cast<typename K::T*>(p.out)[i64(row) * p.n + output] = from_float<typename K::T>(value);
+}
+
+// Stores two outputs, the first of which has an even number.
+template <class K>
+DEVICE void store_two(const Product& p, int row, int output, float first, float second) {
+    if (p.n % 2) {  // rows that are not aligned
+        store<K>(p, row, output, first);
+        store<K>(p, row, output + 1, second);
+    } else if (row < p.m && output < p.n) {
+        const u32 pair = pack<typename K::T>(finished<K>(p, output, first), finished<K>(p, output + 1, second));
+        reinterpret_cast<u32*>(p.out)[(i64(row) * p.n + output) / 2] = pair;
+    }
+}
+
+// ---------------------------------------------------------------- few rows
+
+template <class K>
+struct Few {
+    static constexpr int ROWS = 16;
+    static constexpr int STAGES = K::DENSE ? 4 : K::WORDS == 1 ? 8 : 6;  // steps of a warp in shared memory
+};
+
+// The row of x of a row of a product: its own number, or another one.
+struct SameRow {
+    DEVICE int operator()(int row) const { return row; }
+};
+struct GatheredRow {
+    const int* sources;  // null: its own number
+    DEVICE int operator()(int row) const { return sources ? sources[row] : row; }
+};
+
+// What a lane loads of the rows of a tile, step by step: of the rows g and g + 8. Those after the last are zeros.
+struct LaneRows {
+    const u32* upper;  // its first pair in the next step
+    const u32* lower;
+    bool has_upper, has_lower;
+
+    template <class T, class Source>
+    DEVICE LaneRows(const Product& p, const T* x, Source source, int first, int step) {
+        const int lane = threadIdx.x % 32, row = first + lane / 4;
+        has_upper = row < p.m, has_lower = row + 8 < p.m;
+        const int offset = 32 * step + 2 * (lane % 4);
+        upper = reinterpret_cast<const u32*>(x + source(has_upper ? row : first) * p.x_stride + offset);
+        lower = reinterpret_cast<const u32*>(x + source(has_lower ? row + 8 : first) * p.x_stride + offset);
+    }
+    // The fragments of the next step.
+    DEVICE void load(Rows<1>& x) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const u32* pair = (i % 2 ? lower : upper) + 4 * (i / 2);
+            x[0][i / 4][i % 4] = (i % 2 ? has_lower : has_upper) ? __ldg(pair) : 0;
+        }
+        upper += 16, lower += 16;
+    }
+};
+
+// The sums of a slice, by a warp. ring: STAGES stages of its own.
+template <class K, class Source>
+DEVICE void sum_slice(const Product& p, Source source, int first_row, int block, int slice, unsigned char* ring, Sums<1>& sums) {
+    constexpr int STAGES = Few<K>::STAGES;
+    const int begin = slice_begin(p, slice), end = slice_begin(p, slice + 1);
+    const LaneWeights<K> weights(p, block);
+    LaneRows rows(p, static_cast<const typename K::T*>(p.x), source, first_row, begin);
+    int filled = 0, read = 0;  // stages
+    auto copy = [&](int step) {
+        if (step < end) weights.copy(p, step, ring + filled * K::STAGE_BYTES);
+        commit_copies();
+        filled = after<STAGES>(filled);
+    };
+    for (int step = begin; step < begin + STAGES - 1; step++) copy(step);
+#pragma unroll 1  // more steps at a time would need more registers than three blocks have
+    for (int step = begin; step < end; step++) {
+        Rows<1> x;
+        rows.load(x);
+        wait_for_copies<STAGES - 2>();
+        __syncwarp();  // the step's scales are there for all lanes, and the stage before it is read
+        copy(step + STAGES - 1);
+        add_step<K, 1>(p, ring + read * K::STAGE_BYTES, x, sums);
+        read = after<STAGES>(read);
+    }
+}
+
+// A block computes 16 rows from `first_row` on and OUTPUTS outputs, a warp one slice of them.
+template <class K, class Source>
+DEVICE void multiply_few(const Product& p, Source source, int first_row, int block) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Sums<1> sums = {};
+    unsigned char* const ring = shared_memory() + warp * Few<K>::STAGES * K::STAGE_BYTES;
+    sum_slice<K>(p, source, first_row, block, warp, ring, sums);
+    __syncthreads();  // the stages are read: sums take their place
+    float* const totals = reinterpret_cast<float*>(shared_memory());  // [SLICES, ROWS, OUTPUTS]
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int row = warp * Few<K>::ROWS + lane / 4 + 8 * (i >> 1);
+            totals[row * TOTAL_STRIDE + 8 * j + 2 * (lane % 4) + (i & 1)] = sums[0][j][i];
+        }
+    __syncthreads();
+    for (int row = warp; row < min(Few<K>::ROWS, p.m - first_row); row += SLICES) {
+        float total = 0.0f;  // of output `lane`
+#pragma unroll
+        for (int slice = 0; slice < SLICES; slice++)
+            total += totals[(slice * Few<K>::ROWS + row) * TOTAL_STRIDE + lane];
+        store<K>(p, first_row + row, OUTPUTS * block + lane, total);
+    }
+}
+
+// ---------------------------------------------------------------- many rows
+
+struct Many {
+    static constexpr int TILES = 4, ROWS = 16 * TILES, WARPS = 4, THREADS = 32 * WARPS;
+    template <class K>
+    static constexpr int STAGES = K::DENSE ? 4 : 6;
+    static constexpr int TILE_BYTES = ROWS * ROW_BYTES;  // of x, in a step
+};
+
+// Starts to copy a step of the block's rows. Instead of those after the last one, which nobody stores, it is copied.
+template <class T, class Source>
+DEVICE void copy_rows(const Product& p, Source source, int first, int step, unsigned char* to) {
+    constexpr int CHUNKS = ROW_BYTES / CHUNK_BYTES;
+#pragma unroll
+    for (int i = threadIdx.x; i < Many::ROWS * CHUNKS; i += Many::THREADS) {
+        const int row = i / CHUNKS, chunk = i % CHUNKS;
+        const T* from = static_cast<const T*>(p.x) + source(min(first + row, p.m - 1)) * p.x_stride + 32 * step + 8 * chunk;
+        copy_async_16(to + chunk_place(row, chunk), from, true);
+    }
+}
+
+// The fragments of a step's rows.
+DEVICE void read_rows(const unsigned char* tile, Rows<Many::TILES>& x) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < Many::TILES; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            ldmatrix_x4(x[m][half], tile + chunk_place(16 * m + lane % 16, 2 * half + lane / 16));
+}
+
+// The sums of all slices so far, a thread's own, which have no room in registers.
+struct Totals {
+    float4* own;  // [4 TILES], THREADS apart
+
+    DEVICE explicit Totals(unsigned char* memory) : own(reinterpret_cast<float4*>(memory) + threadIdx.x) {
+#pragma unroll
+        for (int i = 0; i < 4 * Many::TILES; i++) own[i * Many::THREADS] = make_float4(0, 0, 0, 0);
+    }
+    // Adds the sums of a slice, which become 0.
+    DEVICE void take(Sums<Many::TILES>& sums) {
+#pragma unroll
+        for (int m = 0; m < Many::TILES; m++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                float4& total = own[(4 * m + j) * Many::THREADS];
+                float(&sum)[4] = sums[m][j];
+                total = make_float4(total.x + sum[0], total.y + sum[1], total.z + sum[2], total.w + sum[3]);
+                sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+            }
+    }
+};
+
+// A block computes ROWS rows from `first_row` on and, by each warp, OUTPUTS outputs. outputs: the number of their tile.
+template <class K, class Source>
+DEVICE void multiply_many(const Product& p, Source source, int first_row, int outputs) {
+    constexpr int STAGES = Many::STAGES<K>, TILES = Many::TILES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int block = Many::WARPS * outputs + warp;
+    const int present = min(block, (p.n - 1) / OUTPUTS);  // a warp without outputs computes some that it does not store
+    unsigned char* const tiles = shared_memory();
+    unsigned char* const ring = tiles + STAGES * Many::TILE_BYTES + warp * STAGES * K::STAGE_BYTES;
+    Totals totals(tiles + STAGES * (Many::TILE_BYTES + Many::WARPS * K::STAGE_BYTES));
+    const LaneWeights<K> weights(p, present);
+    int filled = 0, read = 0;  // stages
+    auto copy = [&](int step) {
+        if (step < p.steps) {
+            copy_rows<typename K::T>(p, source, first_row, step, tiles + filled * Many::TILE_BYTES);
+            weights.copy(p, step, ring + filled * K::STAGE_BYTES);
+        }
+        commit_copies();
+        filled = after<STAGES>(filled);
+    };
+    for (int step = 0; step < STAGES - 1; step++) copy(step);
+    Sums<TILES> sums = {};
+#pragma unroll 1  // more steps at a time would need more registers
+    for (int step = 0, slice = 0; step < p.steps; step++) {
+        wait_for_copies<STAGES - 2>();
+        __syncthreads();  // the step is there for all threads, and the stage before it is read
+        copy(step + STAGES - 1);
+        Rows<TILES> x;
+        read_rows(tiles + read * Many::TILE_BYTES, x);
+        add_step<K, TILES>(p, ring + read * K::STAGE_BYTES, x, sums);
+        read = after<STAGES>(read);
+        while (slice_begin(p, slice + 1) <= step) slice++;
+        if (slice_begin(p, slice + 1) == step + 1) totals.take(sums);
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * TILES; i++) {
+        const float4 total = totals.own[i * Many::THREADS];
+        const int row = first_row + i / 4 * 16 + lane / 4, output = OUTPUTS * block + i % 4 * 8 + 2 * (lane % 4);
+        store_two<K>(p, row, output, total.x, total.y);
+        store_two<K>(p, row + 8, output, total.z, total.w);
+    }
+}
