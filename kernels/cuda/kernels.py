@@ -7,16 +7,14 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cuda import attention, gates, kv, linear, lora, norms, sampling, states
-from pagewire.kernels.cuda.experts import CudaExperts
-from pagewire.kernels.cuda.experts import why_not as why_no_experts
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.replacements import REPLACEMENTS
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.data.deltas import AdapterRows
-from pagewire.kernels.data.layer import Activation, Angles, Experts, HeadNorms
+from pagewire.kernels.data.layer import Activation, Angles, HeadNorms
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.weight import Linear, Weight
-from pagewire.kernels.reference.kernels import ExpertProducts, Kernels
+from pagewire.kernels.reference.kernels import Kernels
 
 
 @functools.cache
@@ -129,12 +127,6 @@ class CudaKernels(Kernels):
         if linear.why_not(weight) is None:
             return linear.PackedWeightLinear(self.launcher, weight, bias)
         return REPLACEMENTS.pack(weight, bias)
-
-    def experts(self, experts: Experts) -> ExpertProducts | None:
-        """See `Kernels.experts`. Those that `experts.why_not` names, among them ones with adapters, run one by one."""
-        if why_no_experts(experts) is not None:
-            return None
-        return CudaExperts(self.launcher, experts, self.activate_and_mul)
 
     def adapt(self, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:
         """See `pagewire.kernels.adapted.adapt`.

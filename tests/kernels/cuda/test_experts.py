@@ -7,17 +7,15 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from pagewire.kernels.cuda.experts import CudaExperts, place, why_not
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.layer import Activation, Experts
 from pagewire.kernels.data.weight import Linear, Weight, dense_weight
-from pagewire.kernels.experts import GroupedExperts, one_by_one
+from pagewire.kernels.experts import one_by_one
 from pagewire.workers.device.waits import WaitFinder
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, guarded
-from tests.kernels.cuda.emulate.worker import emulated
 from tests.kernels.cuda.test_linear import BF16, FP16, FP32, TABLE, make_floats, make_weight
 
 HIDDEN, INNER = 96, 64
@@ -56,6 +54,11 @@ def make_experts(
     return Experts(linears(2 * INNER, HIDDEN), linears(HIDDEN, INNER), activation)
 
 
+def grouped(kernels: CudaKernels, experts: Experts) -> CudaExperts:
+    """The experts as their kernels compute them."""
+    return CudaExperts(kernels.launcher, experts, kernels.activate_and_mul)
+
+
 def make_rows(
     num_tokens: int, count: int, chosen: int, dtype: torch.dtype = BF16
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,8 +90,7 @@ def one_each(kernels: CudaKernels, experts: Experts, x: Tensor, ids: Tensor, wei
 
 def check(kernels: CudaKernels, kind: str, experts: Experts, inputs: Sequence[Tensor]) -> Tensor:
     """The result of the kernels, which is that of a product for each expert."""
-    products = kernels.experts(experts)
-    assert isinstance(products, CudaExperts)
+    products = grouped(kernels, experts)
     x, ids, weights = inputs
     with WaitFinder():  # type: ignore[no-untyped-call]
         found = products(guarded(x), guarded(ids), guarded(weights))
@@ -131,8 +133,7 @@ def test_all_rows_of_one_expert_and_the_same_expert_twice() -> None:
 
 def test_an_id_of_no_expert_adds_nothing() -> None:
     kernels = CudaKernels(EmulatedLauncher(), "cpu")
-    products = kernels.experts(make_experts(kernels, "int4", 4))
-    assert products is not None
+    products = grouped(kernels, make_experts(kernels, "int4", 4))
     x, ids, weights = make_rows(9, 4, 2)
     wrong, without = ids.clone(), weights.clone()
     wrong[0, 0], wrong[3, 1], wrong[5] = -1, 4, 1 << 40
@@ -163,8 +164,7 @@ def test_places(launcher: EmulatedLauncher, tile_rows: int) -> None:
 def test_products_of_counted_rows(launcher: EmulatedLauncher) -> None:
     kernels = CudaKernels(launcher, "cpu")
     experts = make_experts(kernels, "int4", 4)
-    products, counts = kernels.experts(experts), [3, 0, 70, 5]
-    assert products is not None
+    products, counts = grouped(kernels, experts), [3, 0, 70, 5]
     for product, linears in ((products.up, experts.up), (products.down, experts.down)):
         rows = torch.randn(78, linears[0].in_features).to(BF16)
         assert torch.equal(product(rows, counts), one_by_one(linears)(rows, counts))
@@ -173,26 +173,11 @@ def test_products_of_counted_rows(launcher: EmulatedLauncher) -> None:
             product(rows, [78])
 
 
-def test_experts_with_an_activation_of_their_own() -> None:
-    """And with what follows the second product: the host counts the rows."""
-    launcher = EmulatedLauncher()
-    kernels = CudaKernels(launcher, "cpu")
-    inputs = make_rows(7, 4, 2)
-    with emulated(kernels):
-        for activation in (None, Activation.SILU):
-            experts = make_experts(kernels, "int8", 4, activation=activation)
-            grouped = GroupedExperts(
-                experts, torch.device("cpu"), lambda x: functional.relu(x[:, :INNER]), lambda x: 2 * x
-            )
-            assert not grouped.is_one_call
-            assert torch.equal(grouped(*inputs), grouped.one_by_one(*inputs))
-
-
 def test_what_has_no_kernel() -> None:
     kernels = CudaKernels(EmulatedLauncher(), "cpu")
     dense, packed = make_experts(kernels, "dense", 4), make_experts(kernels, "int4", 4)
     mixed = Experts([*dense.up[:2], *packed.up[2:]], dense.down, Activation.SILU)
-    assert "differ in the form" in str(why_not(mixed)) and kernels.experts(mixed) is None
+    assert "differ in the form" in str(why_not(mixed))
     narrow = [kernels.pack(dense_weight(torch.randn(64, 40).to(BF16)))]
     assert "64 x 40 are no multiples" in str(why_not(Experts(narrow, narrow, None)))
     strided = [kernels.pack(dense_weight(torch.randn(32, 64).to(BF16).T))]
@@ -201,8 +186,8 @@ def test_what_has_no_kernel() -> None:
     assert "not torch.float32" in str(why_not(Experts(whole, whole, None)))
     with pytest.raises(ValueError, match="no kernel for these experts"):
         CudaExperts(EmulatedLauncher(), mixed, kernels.activate_and_mul)
-    products, (x, ids, weights) = kernels.experts(dense), make_rows(3, 4, 2)
-    assert products is not None and products(x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
+    products, (x, ids, weights) = grouped(kernels, dense), make_rows(3, 4, 2)
+    assert products(x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
     for arguments in ((x, ids.int(), weights), (x, ids[:2], weights), (x, ids, weights[:, :1])):
         with pytest.raises(ValueError, match="for x"):
             products(*arguments)
@@ -230,7 +215,6 @@ FAULTS = [
     ("linear.cuh", "8 * j + lane % 8, lane / 8", "8 * j + lane % 8, lane / 8 ^ 1"),
     ("linear.cuh", "words[j][2 * half], b[1]", "words[j][half], b[1]"),
     ("linear.cuh", "(row * p.steps + step) * ROW_BYTES", "(row * p.steps) * ROW_BYTES"),
-    ("linear.cuh", "const i64 row = min(first_output + i, p.n - 1);", "const i64 row = first_output + i;"),
 ]
 
 
@@ -247,8 +231,7 @@ def check_results(launcher: EmulatedLauncher) -> None:
     experts = make_experts(kernels, "dense", 5)
     for num_tokens, chosen in ((90, 3), (3, 2)):
         x, ids, weights = make_rows(num_tokens, 5, chosen)
-        products = kernels.experts(experts)
-        assert products is not None
+        products = grouped(kernels, experts)
         order = ids.flatten().argsort(stable=True)
         placed = place(launcher, ids, 5, 16)
         assert torch.equal(placed.places[order].long(), torch.arange(len(order)))
@@ -262,7 +245,13 @@ def check_results(launcher: EmulatedLauncher) -> None:
         assert torch.equal(
             products(x, ids.where(ids != 0, 5), weights), products(x, ids, weights.where(ids != 0, 0))
         )
-        assert products(x, ids.where(ids != 1, -1), weights).isfinite().all()
+        broken = weights.where(ids != 1, torch.nan)
+        assert products(x, ids.where(ids != 1, -1), broken).isfinite().all()
+        first, last = ids[:, :2].sort(1).values.unbind(1)  # of one expert twice nothing is left, if in order
+        twice = products(
+            x, torch.stack([first, last, first], 1), torch.tensor([[4096.0, 1, -4096]]).expand(len(x), 3)
+        )
+        assert torch.equal(twice, products(x, last[:, None], torch.ones(len(x), 1)))
 
 
 @pytest.mark.planted_faults
