@@ -1,9 +1,9 @@
 """The experts of a layer on a GPU: a fixed number of launches, for which the host knows nothing of the choice.
 
-Rows are placed by expert (`place_rows` in experts.cu), each product is one launch for all experts, and a last one adds
-up the rows of each token. A block multiplies a tile of rows of one expert; there are as many blocks as any choice of
-that many tokens may need. Weights stay where they are. The order of sums is that of linear.py, for dense weights, too:
-a row's bits depend on no other row.
+Rows are placed by expert (`place_rows` in experts.cu), each product is one launch for all experts, and a last one
+adds up the rows of each token. A block multiplies a tile of rows of one expert; there are as many blocks as any
+choice of that many tokens may need. Weights stay where they are. The order of sums is that of linear.py, for dense
+weights, too: a row's bits depend on no other row.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def variants(*dtypes: torch.dtype) -> list[Variant]:
 
 
 def why_not(experts: Experts) -> str | None:
-    """Why experts have no kernel, so that they run one by one and the host waits for their rows; None: they have."""
+    """Why experts have no kernel and have to run one by one; None if they have one."""
     for linears in (experts.up, experts.down):
         if any(not isinstance(linear, PackedWeightLinear | UnpackedLinear) for linear in linears):
             return "experts have adapters, or weights of another kind"
@@ -136,8 +136,7 @@ class _Products:
         self._launches = tuple(launch._replace(kernel=grouped(launch.kernel)) for launch in self._launches)
         launcher.load([launch.kernel for launch in self._launches])  # not while a graph is recorded
         addresses = [_addresses(linear) for linear in linears]
-        device = torch.device("cpu") if not linears else _device(first)
-        self._parts = torch.tensor(addresses, dtype=torch.int64).to(device)
+        self._parts = torch.tensor(addresses, dtype=torch.int64).to(_device(first))
 
     def launch_for(self, num_rows: int) -> Launch:
         """The launch for a number of rows of all experts; the results of both are equal."""

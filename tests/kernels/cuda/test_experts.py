@@ -249,7 +249,9 @@ def check_results(launcher: EmulatedLauncher) -> None:
         assert products(x, ids.where(ids != 1, -1), broken).isfinite().all()
         first, last = ids[:, :2].sort(1).values.unbind(1)  # of one expert twice nothing is left, if in order
         twice = products(
-            x, torch.stack([first, last, first], 1), torch.tensor([[4096.0, 1, -4096]]).expand(len(x), 3)
+            x,
+            torch.stack([first, last, first], 1),
+            torch.tensor([[2.0**20, 1, -(2.0**20)]]).expand(len(x), 3),
         )
         assert torch.equal(twice, products(x, last[:, None], torch.ones(len(x), 1)))
 
