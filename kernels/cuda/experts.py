@@ -133,7 +133,8 @@ class _Products:
                 "steps": self.in_features // STEP,
                 **dict.fromkeys(zeros, 0),
             }
-        self._launches = tuple(launch._replace(kernel=grouped(launch.kernel)) for launch in self._launches)
+        few, many = self._launches
+        self._launches = few._replace(kernel=grouped(few.kernel)), many._replace(kernel=grouped(many.kernel))
         launcher.load([launch.kernel for launch in self._launches])  # not while a graph is recorded
         addresses = [_addresses(linear) for linear in linears]
         self._parts = torch.tensor(addresses, dtype=torch.int64).to(_device(first))
