@@ -256,7 +256,9 @@ class SamplingResult:
         """Views of `memory`, uint8 [`result_bytes(max_rows, max_most_likely)`]."""
         parts = _result_parts(max_most_likely)
         sizes = [max_rows * size * dtype.itemsize for size, dtype in parts]
-        views = [part.view(dtype) for part, (_, dtype) in zip(memory.split_with_sizes(sizes), parts, strict=True)]
+        views = [
+            part.view(dtype) for part, (_, dtype) in zip(memory.split_with_sizes(sizes), parts, strict=True)
+        ]
         token_ids, totals, statuses, peaks, ranks, *tables = views
         return cls(memory, token_ids, statuses, peaks, ranks, totals, *(x.view(max_rows, -1) for x in tables))
 
