@@ -156,7 +156,9 @@ class CudaLauncher:
         if shared_bytes > self._allowed.get((variant, block := tuple(block)), -1):
             self._allow(variant, block, shared_bytes)
         try:
-            function(tuple(grid), block, (parameters,), shared_bytes, self._driver.stream())
+            # Of an array with fields, NumPy would first describe each to CuPy, which takes longer than the launch.
+            plain = parameters.view(f"V{parameters.itemsize}")
+            function(tuple(grid), block, (plain,), shared_bytes, self._driver.stream())
         except Exception as error:  # CuPy's own types, which name no kernel
             raise LaunchError(f"{variant.name}, grid {tuple(grid)}, block {block}: {error}") from error
 
@@ -212,7 +214,7 @@ class CupyDriver:
 
     def stream(self) -> Any:
         """See `Driver.stream`."""
-        address = torch.cuda.current_stream(self._index).cuda_stream
+        address = torch._C._cuda_getCurrentRawStream(self._index)  # without an object of PyTorch's
         if (stream := self._streams.get(address)) is None:
             stream = self._streams[address] = self._cuda.ExternalStream(address, self._index)
         return stream

@@ -235,7 +235,6 @@ class SamplingResult:
 
     memory: Tensor
     """uint8 [`result_bytes`]: the memory of all views."""
-    max_rows: int
     token_ids: Tensor
     """int64 [R]; 0 where the status is not `SAMPLED`."""
     statuses: Tensor
@@ -253,20 +252,20 @@ class SamplingResult:
     """float32 [R, 1 + max_most_likely]: the raw logits of `ids`."""
 
     @classmethod
-    def within(cls, memory: Tensor, num_rows: int, max_rows: int, max_most_likely: int) -> SamplingResult:
-        """Views of the first rows in `memory`, uint8 [`result_bytes(max_rows, max_most_likely)`]."""
-        views, start = [], 0
-        for size, dtype in _result_parts(max_most_likely):
-            end = start + max_rows * size * dtype.itemsize
-            view = memory[start:end].view(dtype)
-            views.append((view if size == 1 else view.view(max_rows, size))[:num_rows])
-            start = end
-        token_ids, totals, statuses, peaks, ranks, ids, logits = views
-        return cls(memory, max_rows, token_ids, statuses, peaks, ranks, totals, ids, logits)
+    def within(cls, memory: Tensor, max_rows: int, max_most_likely: int) -> SamplingResult:
+        """Views of `memory`, uint8 [`result_bytes(max_rows, max_most_likely)`]."""
+        parts = _result_parts(max_most_likely)
+        sizes = [max_rows * size * dtype.itemsize for size, dtype in parts]
+        views = [
+            part.view(dtype) for part, (_, dtype) in zip(memory.split_with_sizes(sizes), parts, strict=True)
+        ]
+        token_ids, totals, statuses, peaks, ranks, *tables = views
+        return cls(memory, token_ids, statuses, peaks, ranks, totals, *(x.view(max_rows, -1) for x in tables))
 
-    def within_memory(self, memory: Tensor) -> SamplingResult:
-        """The same views of another memory of the same size."""
-        return self.within(memory, len(self.token_ids), self.max_rows, self.ids.shape[1] - 1)
+    def first(self, num_rows: int) -> SamplingResult:
+        """The first rows."""
+        views = (getattr(self, item.name)[:num_rows] for item in fields(self)[1:])
+        return SamplingResult(self.memory, *views)
 
     def logprobs(self) -> NDArray[np.float32]:
         """The log probabilities of `ids`: float32 [R, 1 + max_most_likely]. Computed in float64, as on the CPU."""
@@ -334,7 +333,7 @@ class Sampler:
         }
         self._bin_masses = zeros(NUM_BINS, dtype=torch.int64)
         memory = torch.zeros(result_bytes(max_rows, max_most_likely), dtype=torch.uint8, device=on)
-        self._result = SamplingResult.within(memory, max_rows, max_rows, max_most_likely)
+        self._result = SamplingResult.within(memory, max_rows, max_most_likely)
 
     def sample(self, logits: Tensor, request: SamplingRequest) -> SamplingResult:
         """Sample one token per row of `logits` [R, V], float32, bfloat16 or float16, V contiguous.
@@ -354,7 +353,7 @@ class Sampler:
                 self._launch("choose_tokens", logits, request)
             if request.max_most_likely >= 0:
                 self._launch_logprobs(logits, request, self._result.token_ids)
-        return self._rows(len(logits))
+        return self._result.first(len(logits))
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, request: SamplingRequest) -> SamplingResult:
         """Log probabilities of `token_ids` (int64 [R], each in the vocabulary) under `logits` [R, V].
@@ -373,7 +372,7 @@ class Sampler:
         if len(logits):
             self._launch("find_peaks", logits, request)
             self._launch_logprobs(logits, request, token_ids.contiguous())
-        return replace(self._rows(len(logits)), token_ids=token_ids)
+        return replace(self._result.first(len(logits)), token_ids=token_ids)
 
     def _check(self, logits: Tensor, request: SamplingRequest) -> None:
         if logits.dtype not in DTYPES:
@@ -392,9 +391,6 @@ class Sampler:
             )
         if len(request.masks) and request.masks.shape[1] != -(-vocab_size // 32):
             raise ValueError(f"masks {tuple(request.masks.shape)} for a vocabulary of {vocab_size}")
-
-    def _rows(self, num_rows: int) -> SamplingResult:
-        return SamplingResult.within(self._result.memory, num_rows, self.max_rows, self.max_most_likely)
 
     def _launch(self, kernel: str, logits: Tensor, request: SamplingRequest) -> None:
         names = ("rows", "masks", "count_ids", "counts", "bias_ids", "biases", "allowed_ids", "forbidden_ids")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -144,12 +143,12 @@ class CudaDevice:
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """See `Device.upload`. All tensors are copied at once, from pinned memory that torch keeps until then."""
-        starts = np.cumsum([0, *(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)]).tolist()
-        host = self.pinned(starts[-1])
-        for tensor, start in zip(tensors, starts, strict=False):
-            _part(host, start, tensor).copy_(tensor)
-        device_bytes = host.to(self.torch_device, non_blocking=True)
-        return [_part(device_bytes, start, tensor) for tensor, start in zip(tensors, starts, strict=False)]
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+        host = self.pinned(sum(sizes))
+        for part, tensor in zip(host.split_with_sizes(sizes), tensors, strict=True):
+            _viewed(part, tensor).copy_(tensor)
+        parts = host.to(self.torch_device, non_blocking=True).split_with_sizes(sizes)
+        return [_viewed(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
     def download(self, source: Tensor, target: Tensor) -> CudaEvent:
         """Copy to pinned memory, in parallel with later work, which must not change the source until then."""
@@ -303,6 +302,7 @@ class CudaDevice:
         return total - free - self._torch_bytes()
 
 
-def _part(memory: Tensor, start: int, like: Tensor) -> Tensor:
-    """The part of `memory` from byte `start` on, with the dtype and shape of `like`."""
-    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+def _viewed(part: Tensor, like: Tensor) -> Tensor:
+    """The begin of a part of memory, with the dtype and shape of `like`."""
+    numbers = part[: like.nbytes].view(like.dtype)
+    return numbers if like.dim() == 1 else numbers.view(like.shape)

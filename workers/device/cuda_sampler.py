@@ -111,7 +111,8 @@ class CudaTokenSampler:
     def __init__(self, device: Transfers, max_rows: int, vocab_size: int, max_most_likely: int) -> None:
         self._device = device
         self._sampler = Sampler(device.launcher, max_rows, vocab_size, max_most_likely, device.torch_device)
-        self._host = device.pinned(result_bytes(max_rows, max_most_likely))
+        host = device.pinned(result_bytes(max_rows, max_most_likely))
+        self._on_host = SamplingResult.within(host, max_rows, max_most_likely)
         self._plain: WeakKeyDictionary[SamplingSlot, tuple[bytes, int]] = WeakKeyDictionary()
 
     def launch(
@@ -128,9 +129,9 @@ class CudaTokenSampler:
         request = self._request(slots, masks or TokenMasks())
         request = request.with_tensors(self._device.upload(request.tensors))
         result = self._sampler.sample(logits, request)
-        on_host = result.within_memory(self._host)
+        on_host = self._on_host.first(len(slots))
         on_host.statuses.fill_(NOT_ARRIVED)
-        copied = self._device.download(result.memory, self._host)
+        copied = self._device.download(result.memory, on_host.memory)
         return CudaPendingTokens(logits, slots, result.token_ids, on_host, copied)
 
     def _request(self, slots: Sequence[SamplingSlot], masks: TokenMasks) -> SamplingRequest:

@@ -109,9 +109,8 @@ class Expected:
     """What the original module makes of each request of a dry run.
 
     results: logits [n, V], or hidden states [n, H] of a model that pools. scores: [1 or n, L] of a classifier.
-    echoes: the results again, after the embeddings of tokens were rounded otherwise; there are none of models whose
-        layers keep no states. States may carry a difference in the last bit from token to token, and magnify it in
-        each of them.
+    echoes: the results again, after the embeddings of tokens were rounded otherwise. Many layers in 16 bits magnify
+        such a difference, and so do states, which carry it from token to token; other models have no echoes.
     """
 
     results: list[Tensor]
@@ -139,7 +138,7 @@ class Expected:
         echoes: list[Tensor] = []
         if collective.rank == 0:
             if pools:
-                results, scores = reference_states(weights, run)
+                results, scores, echoes = reference_states(weights, run)
             elif run.sources:
                 results = target_logits(weights, run, features)
             else:
@@ -155,8 +154,13 @@ def reference_logits(weights: Weights, run: DryRun) -> tuple[list[Tensor], list[
         output = causal(input_ids=ids, position_ids=positions, use_cache=False)
         return output.logits[0]  # type: ignore[no-any-return]
 
-    passes, echoes = passes_of(weights, run, forward), Echoes()
-    if not any(map(keeps_states, causal.modules())):
+    return with_echoes(weights, passes_of(weights, run, forward))
+
+
+def with_echoes(weights: Weights, passes: list[Callable[[], Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """What the passes of a module make, and their echoes; see `reference` and `Expected`."""
+    causal, echoes = weights.causal, Echoes()
+    if torch.finfo(causal.dtype).bits > 16 and not any(map(keeps_states, causal.modules())):
         return reference(weights, passes), []
     hook = causal.get_input_embeddings().register_forward_hook(echoes.embedded)
     try:
@@ -262,8 +266,8 @@ def sound_of(info: SourceInfo, generator: torch.Generator) -> PlainTensor:
     return PlainTensor("float32", tuple(samples.shape), samples.numpy().tobytes())
 
 
-def reference_states(weights: Weights, run: DryRun) -> tuple[list[Tensor], list[Tensor]]:
-    """Hidden states [n, H] of each request of a dry run by the untouched module; and logits, if it classifies.
+def reference_states(weights: Weights, run: DryRun) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Hidden states [n, H] of each request of a dry run by the untouched module; logits of a classifier; echoes.
 
     Raises:
         LoadError: the module's forward pass fails.
@@ -283,10 +287,10 @@ def reference_states(weights: Weights, run: DryRun) -> tuple[list[Tensor], list[
 
     hook = base.register_forward_hook(keep)
     try:
-        hidden = reference(weights, passes_of(weights, run, forward))
+        hidden, echoes = with_echoes(weights, passes_of(weights, run, forward))
     finally:
         hook.remove()
-    return hidden, scores[-len(hidden) :]
+    return hidden, scores[-len(hidden + echoes) :][: len(hidden)], echoes
 
 
 def from_first(tensors: list[Tensor], collective: Collective, device: Device) -> list[Tensor]:

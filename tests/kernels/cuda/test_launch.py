@@ -61,8 +61,8 @@ def test_a_launch_arrives_with_its_parameters(launcher: CudaLauncher, recorder: 
     assert loaded == "load" and launched == symbol and "rms_norm" in symbol
     grid, block, (parameters,), shared_bytes, stream = arguments
     assert (grid, block, shared_bytes, stream) == ((5,), (32,), 0, "torch's stream")
-    assert parameters.dtype == parameter_dtype("norms.cu", "RmsNorm") and parameters.size == 1
-    row = parameters[0]
+    assert parameters.dtype.names is None and parameters.size == 1
+    row = parameters.view(parameter_dtype("norms.cu", "RmsNorm"))[0]
     assert [row[name] for name in ("x", "weight", "out")] == [t.data_ptr() for t in (x, weight, out)]
     assert row["residual"] == 0 and row["size"] == 256 and row["inner"] == 5
     assert row["eps"] == np.float32(1e-5) and row["offset"] == 1.0

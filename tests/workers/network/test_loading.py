@@ -483,12 +483,13 @@ def test_workers_of_a_machine_have_processors_of_their_own(monkeypatch: pytest.M
     assert [default_threads(Parallel(local_size=n)) for n in (1, 2, 3, 9)] == [8, 4, 2, 1]
 
 
+@pytest.mark.parametrize(("name", "layers"), [("mamba2", 96), ("llama", 192)])
 def test_a_model_that_magnifies_rounding_is_served_and_a_wrong_one_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """States carry a difference in the last bit through 96 layers; in bfloat16 it is over the usual 4%."""
-    fields = SERVED["mamba2"].fields | {"num_hidden_layers": 96}
-    mamba = Architecture("mamba2", fields).write(tmp_path)
+    """Many layers, or states, magnify a difference in the last bit; in bfloat16 it is over the usual 4%."""
+    fields = SERVED[name].fields | {"num_hidden_layers": layers, "initializer_range": 0.3}
+    model = Architecture(name, fields).write(tmp_path)
     differences: list[float] = []
     measure = proof.worst_difference
 
@@ -497,9 +498,9 @@ def test_a_model_that_magnifies_rounding_is_served_and_a_wrong_one_is_not(
         return differences[-1]
 
     monkeypatch.setattr(proof, "worst_difference", measured)
-    load_runner(mamba, dtype="bfloat16")
+    load_runner(model, dtype="bfloat16")
     assert differences[0] > 0.04
     results = proof.results
     monkeypatch.setattr(proof, "results", lambda *given: [logits.roll(1, 1) for logits in results(*given)])
     with pytest.raises(DisprovenError, match="its logits with paged attention are wrong"):
-        load_runner(mamba, dtype="bfloat16")
+        load_runner(model, dtype="bfloat16")
