@@ -1,9 +1,9 @@
 """All variants of all kernels: `pagewire kernels build` and the tests compile them."""
 
-from pagewire.kernels.cuda import attention, experts, gates, kv, linear, lora, norms, probes, sampling, states
+from pagewire.kernels.cuda import attention, gates, kv, linear, lora, norms, probes, sampling, states
 from pagewire.kernels.cuda.source import Variant
 
-MODULES = (attention, experts, gates, kv, linear, lora, norms, probes, sampling, states)
+MODULES = (attention, gates, kv, linear, lora, norms, probes, sampling, states)
 
 
 def all_variants() -> list[Variant]:

@@ -134,7 +134,6 @@ FAULTS = [
     ("fine", MANY, "== step + 1) totals", "== step + 1 && slice % 2) totals"),
     ("bytes", MANY, "slice_begin(p, slice + 1) == step + 1", "step % 8 == 7 || step + 1 == p.steps"),
     # Rows, outputs and slices.
-    ("halves", FEW, "(i % 2 ? has_lower : has_upper) ? __ldg", "true ? __ldg"),
     ("halves", FEW, "has_lower ? row + 8 : first", "has_lower ? row : first"),
     ("halves", FEW, "upper += 16, lower += 16;", "upper += 16, lower += 8;"),
     ("halves", FEW, "32 * step + 2 * (lane % 4);", "32 * step + 4 * (lane % 4);"),

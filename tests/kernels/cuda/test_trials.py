@@ -65,8 +65,8 @@ def test_a_wrong_kernel_is_found_and_replaced(name: str) -> None:
 
 
 WRONG_PRODUCTS = [
-    Edit("linear.cu", "step >> p.group_shift", "step"),
-    Edit("linear.cu", "== step + 1) totals.take(sums);", "== step + 1 && slice % 2) totals.take(sums);"),
+    Edit("linear.cuh", "step >> p.group_shift", "step"),
+    Edit("linear.cuh", "== step + 1) totals.take(sums);", "== step + 1 && slice % 2) totals.take(sums);"),
 ]
 """A scale of another group; sums in another order, but only in the kernel for many rows."""
 
@@ -86,7 +86,7 @@ def test_weights_are_made_dense_if_their_products_are_wrong(edit: Edit) -> None:
 def test_wrong_8_bit_floats_are_found(name: str) -> None:
     (chosen,) = find(f"products with 8-bit floats, {name}")
     assert chosen.why_wrong(CudaKernels(EmulatedLauncher(), "cpu"), CPU) == ""
-    edit = Edit("linear.cu", "0x7b80 : 0x5c00", "0x7b00 : 0x5800")  # half of each number
+    edit = Edit("linear.cuh", "0x7b80 : 0x5c00", "0x7b00 : 0x5800")  # half of each number
     reason = chosen.why_wrong(CudaKernels(EmulatedLauncher(edits=(edit,)), "cpu"), CPU)
     assert "differs from PyTorch by" in reason
 
