@@ -222,7 +222,7 @@ def words(first: int) -> dict[str, Any]:
 def test_the_memory_of_grammars_is_bounded_cached_and_in_use(prover: ConfinedProver) -> None:
     pool = Pool(prover)
     sizes = [pool.wait(pool.submit(json=words(i))).num_bytes for i in range(2)]
-    max_bytes = int(3.5 * max(sizes))  # a tenant alone has half of it; proofs do not measure to the byte
+    max_bytes = int(3.1 * max(sizes))  # a tenant alone has half of it; proofs do not measure to the byte
     pool = Pool(prover, max_bytes=max_bytes)
     kept = pool.wait(pool.submit(json=words(0)))
     assert pool.submit(json=words(0)).outcome is kept
