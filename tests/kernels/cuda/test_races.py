@@ -45,7 +45,12 @@ PACKED = "products with 4 bits, groups of 64, scales in bfloat16"
 FAULTS = [
     (PACKED, "linear.cuh", "__syncwarp();  // the step's scales", "// the step's scales"),
     (PACKED, "linear.cuh", "__syncthreads();  // the stages are read", "// the stages are read"),
-    (PACKED, "linear.cuh", "        }\n    __syncthreads();\n    for (int row", "        }\n    for (int row"),
+    (
+        PACKED,
+        "linear.cuh",
+        "        }\n    __syncthreads();\n    for (int row",
+        "        }\n    for (int row",
+    ),
     (PACKED, "linear.cuh", "__syncthreads();  // the step is there", "// the step is there"),
     ("rms_norm of 1016", "norms.cu", "        __syncthreads();\n", ""),
     (
