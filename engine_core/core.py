@@ -19,7 +19,7 @@ import zmq
 from pagewire.engine_core.adapters.table import AdapterTable
 from pagewire.engine_core.admission.lobby import Lobby, ended
 from pagewire.engine_core.clients.block_events import BlockEvents
-from pagewire.engine_core.clients.clients import Clients
+from pagewire.engine_core.clients.clients import GREETING_MS, Clients
 from pagewire.engine_core.clients.control import Control
 from pagewire.engine_core.clients.intake import MessageIntake
 from pagewire.engine_core.clients.kv_events import KVPublisher
@@ -234,9 +234,10 @@ class EngineCore:
             logger.info("%s", line, extra={"facts": facts})
 
     def _announce_end(self, cause: BaseException) -> None:
-        self.intake.refuse_early(cause)
+        told = self.intake.refuse_early(cause) or isinstance(cause, EngineStoppedError)
         if not self.started:
-            self.clients.refuse_all(cause, wait_ms=0)
+            # A worker may fail before the frontend that spawned this core has greeted.
+            self.clients.refuse_all(cause, wait_ms=0 if told else GREETING_MS)
         else:
             self.grammars.close()
         if self._media_start is not None:

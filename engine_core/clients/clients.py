@@ -50,6 +50,7 @@ SEND_QUEUE = 64
 # 10 s at 15,000 tokens a second with 20 log probabilities each is about this much.
 MAX_BACKLOG_BYTES = 32 << 20
 MAX_REFUSED = 1000  # messages that a core which does not start answers before it looks whether it should end
+GREETING_MS = 1000  # how long a core that does not start waits for a frontend to tell
 MAX_FAULTS = 3  # messages that the core failed to handle, after which their sender is detached
 NOT_ATTACHED = "it is not attached, or was silent or read nothing for too long"
 SUBMIT = Submit.__struct_config__.tag
@@ -225,7 +226,7 @@ class Clients:
                 self.detach(client, "its process has ended")
             return False
 
-    def refuse_all(self, error: BaseException, wait_ms: int = 1000) -> None:
+    def refuse_all(self, error: BaseException, wait_ms: int = GREETING_MS) -> None:
         """Answer frontends that try to attach within `wait_ms` with `error`, because the core fails to start."""
         while self.socket.poll(wait_ms):
             for identity, _, _ in islice(self.messages(0.0), MAX_REFUSED):

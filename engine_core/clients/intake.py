@@ -121,11 +121,12 @@ class MessageIntake:
         for identity, hello in early_hellos.items():
             self._welcome(identity, hello)
 
-    def refuse_early(self, cause: BaseException) -> None:
-        """Answer the frontends that wait for the engine with the reason why it does not start."""
-        for identity in self._early_hellos:
+    def refuse_early(self, cause: BaseException) -> bool:
+        """Answer frontends that wait for the engine with the reason why it does not start. False: none waits."""
+        early_hellos, self._early_hellos = self._early_hellos, {}
+        for identity in early_hellos:
             self._core.clients.turn_away(identity, cause)
-        self._early_hellos.clear()
+        return bool(early_hellos)
 
     def _handle(self, identity: bytes, message: ToCore, num_bytes: int) -> None:
         clients = self._core.clients
