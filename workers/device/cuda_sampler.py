@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from pagewire.kernels.cuda.sampling import (
     Sampler,
     SamplingRequest,
     SamplingResult,
+    joined_rows,
     plain_request,
     result_bytes,
     sampling_request,
@@ -140,9 +140,7 @@ class CudaTokenSampler:
             sampling = [row_sampling(slot, masks.mask_rows.get(i, -1), limit) for i, slot in enumerate(slots)]
             return sampling_request(sampling, masks.bits)
         values, nums = zip(*map(self._plain_row, slots), strict=True)
-        rows = np.frombuffer(
-            bytearray().join(values), sampling_rows(()).dtype
-        )  # `concatenate` takes 19 us a row
+        rows = joined_rows(values)
         rows["position"] = [slot.num_tokens for slot in slots]
         return plain_request(rows, nums)
 

@@ -73,7 +73,7 @@ def make_rows(
 
 
 def one_each(kernels: CudaKernels, experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """The sum by a product for each expert's rows. Dense ones are exact, for PyTorch's order of sums is another."""
+    """The sum by a product for each expert's rows. PyTorch multiplies dense ones, in another order of sums."""
 
     def product(linear: Linear, row: Tensor) -> Tensor:
         return linear(row[None])[0]
@@ -152,7 +152,6 @@ def test_places(launcher: EmulatedLauncher, tile_rows: int) -> None:
         placed = place(launcher, guarded(ids), count, tile_rows)
         order = ids.flatten().argsort(stable=True)
         assert torch.equal(placed.sources.long(), order // chosen)
-        assert torch.equal(order[placed.places.long()].argsort(), placed.places[order].long().argsort())
         assert torch.equal(placed.places[order].long(), torch.arange(len(order)))
         tiles = placed.tiles[placed.tiles[:, 0] >= 0]
         rows = [row for _, first, last in tiles.tolist() for row in range(first, last)]
