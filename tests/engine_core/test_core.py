@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from pagewire.engine_core.clients.intake import MessageIntake
 from pagewire.engine_core.schedule.sequence import sequence_seed
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.wire.codec import Tensor
@@ -449,6 +451,25 @@ def test_a_worker_that_cannot_start_ends_the_core_with_its_cause(start_core: Cal
     assert refusal == Refused("no such model", "ModelNotFoundError")
     core.thread.join(20)
     assert type(core.error) is ModelNotFoundError and str(core.error) == "no such model"
+
+
+def test_a_frontend_that_greets_after_the_worker_failed_hears_the_cause(
+    start_core: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, refuse_early = threading.Event(), MessageIntake.refuse_early
+
+    def refused(intake: MessageIntake, cause: BaseException) -> bool:
+        told = refuse_early(intake, cause)
+        failed.set()
+        return told
+
+    monkeypatch.setattr(MessageIntake, "refuse_early", refused)
+    monkeypatch.setattr("pagewire.engine_core.core.GREETING_MS", 20_000)
+    core = start_core(worker_options=["--refuse", "no such model", "--refuse-as", "ModelNotFoundError"])
+    frontend = core.frontend()
+    assert failed.wait(20)
+    frontend.say(Hello(PROTOCOL, "test", os.getpid()))
+    assert frontend.hear() == Refused("no such model", "ModelNotFoundError")
 
 
 def test_a_worker_that_never_starts_ends_the_core_with_its_cause(start_core: Callable) -> None:
