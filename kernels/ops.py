@@ -17,6 +17,7 @@ add_rms_norm = dispatched(Kernels.add_rms_norm)
 layer_norm = dispatched(Kernels.layer_norm)
 activate_each = dispatched(Kernels.activate_each)
 activate_and_mul = dispatched(Kernels.activate_and_mul)
+fixed_sums = dispatched(Kernels.fixed_sums)
 
 linear = dispatched(Kernels.linear)
 route = dispatched(Kernels.route)

@@ -34,6 +34,7 @@ SOURCES = (  # the slowest to compile first
     "experts.cpp",
     "stack.cpp",
     "decode.cpp",
+    "encode.cpp",
     "integers.cpp",
     "collective.cpp",
     "team.cpp",

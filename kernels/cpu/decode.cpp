@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <vector>
 
+#include "embeddings.h"
 #include "kernels.h"
 #include "matrix.h"
 #include "parallel.h"
@@ -170,13 +170,9 @@ class Decoding {
     const int64_t start = starts_[row], slot = call_.slots[row];
     const DecodeSlot& sequence = call_.sequences[slot];
     const int64_t token = call_.tokens[slot * call_.max_tokens + start];
-    embed(token, static_cast<char*>(stack_.states) + row * stack_.hidden * element_);
-    const int64_t size = 2 * stack_.rotary_half * element_, position = start + call_.long_from[slot];
-    for (int64_t i = 0; i < call_.num_tables; ++i) {
-      const Angles& all = call_.tables[i];
-      copy_row(const_cast<void*>(stack_.angles[i].cos), row, all.cos, position, size);
-      copy_row(const_cast<void*>(stack_.angles[i].sin), row, all.sin, position, size);
-    }
+    embed(call_.embeddings, token, static_cast<char*>(stack_.states) + row * stack_.hidden * element_, stack_.hidden,
+          attention.dtype);
+    lay_angles(stack_, row, call_.tables, call_.num_tables, start + call_.long_from[slot]);
     const int64_t block = attention.block_table[row * attention.block_table_stride + start / attention.block_size];
     slots_[row] = block * attention.block_size + start % attention.block_size;
     seq_lens_[row] = int32_t(start + 1);
@@ -186,27 +182,10 @@ class Decoding {
     edits_ = edits_ || changed.is_penalised() || changed.is_held_back();
   }
 
-  void embed(int64_t token, char* to) const {
-    const EmbeddingRows& from = call_.embeddings;
-    const char* const numbers = static_cast<const char*>(from.rows) + token * from.row_bytes;
-    if (!from.form) {
-      std::memcpy(to, numbers, size_t(from.row_bytes));
-      return;
-    }
-    const int64_t before = token * from.scale_bytes;
-    pagewire_dequantise(reinterpret_cast<const uint8_t*>(numbers), static_cast<const char*>(from.scales) + before,
-                        from.offsets ? static_cast<const char*>(from.offsets) + before : nullptr, to, 1, stack_.hidden,
-                        from.form, stack_.attention.dtype, 1);
-  }
-
   void take(int64_t row, int64_t token) {
     const int64_t slot = call_.slots[row];
     call_.tokens[slot * call_.max_tokens + ++starts_[row]] = token;
     ++call_.num_tokens[slot];
-  }
-
-  static void copy_row(void* to, int64_t row, const void* from, int64_t number, int64_t size) {
-    std::memcpy(static_cast<char*>(to) + row * size, static_cast<const char*>(from) + number * size, size_t(size));
   }
 
   const DecodeCall& call_;

@@ -9,21 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from pagewire.kernels.cpu.embeddings import RowTable, angle_tables, are_rows
 from pagewire.kernels.cpu.experts import is_packed, matrix
-from pagewire.kernels.cpu.integers import SchemeStruct
 from pagewire.kernels.cpu.library import structure
 from pagewire.kernels.cpu.stack import CompiledStack
 from pagewire.kernels.data.deltas import AdaptedLinear
-from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.layer import Angles
 from pagewire.kernels.data.paging import Cache
-from pagewire.kernels.data.weight import DENSE, Linear, Weight
+from pagewire.kernels.data.weight import Linear, Weight
 
-AnglesParameters, EmbeddingRows, DecodeSlot, DecodeCall = map(
-    structure, ("Angles", "EmbeddingRows", "DecodeSlot", "DecodeCall")
-)
+DecodeSlot, DecodeCall = map(structure, ("DecodeSlot", "DecodeCall"))
 
 
 @dataclass(frozen=True)
@@ -53,22 +49,14 @@ class DecoderParts:
     head: Linear
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """Those that the library reads rows of."""
-        return [*self.embeddings.parts, *(part for pair in self.angles for part in pair)]
-
-    @property
     def fit(self) -> bool:
         """True if the layers are one call, and the others are of their dtype and of kinds that decode.cpp knows."""
         rows, head = self.embeddings, self.head
         if not self.stack.is_single or not is_packed(head) or isinstance(head, AdaptedLinear):
             return False
-        if not (isinstance(rows.scheme, Integers) or rows.scheme is DENSE):
-            return False
         if rows.shape[0] < head.out_features or rows.shape[1] != head.in_features:
             return False
-        dtypes = {rows.dtype, head.dtype, *(part.dtype for pair in self.angles for part in pair)}
-        return dtypes == {self.stack.dtype} and all(tensor.is_contiguous() for tensor in self.tensors)
+        return head.dtype == self.stack.dtype and are_rows([rows], self.angles, self.stack.dtype)
 
 
 class CompiledDecoder:
@@ -82,15 +70,13 @@ class CompiledDecoder:
     def __init__(self, parts: DecoderParts, sequences: SequenceArrays) -> None:
         self._parts = parts
         embeddings, angles, head = parts.embeddings, parts.angles, parts.head
-        self._owners: list[object] = [sequences]
-        self._tables = (AnglesParameters * max(1, len(angles)))()
-        for table, (cos, sin) in zip(self._tables, angles, strict=False):
-            table.cos, table.sin = cos.data_ptr(), sin.data_ptr()
+        self._rows, self._tables = RowTable(embeddings), angle_tables(angles)
+        self._sequences = sequences
         self.slots = (DecodeSlot * len(sequences.tokens))()
         """How the sequence of each slot goes on; see `DecodeSlot` in kernels.h."""
         self._call = DecodeCall(
             head=matrix(head),
-            embeddings=self._rows(embeddings),
+            embeddings=self._rows.struct,
             tables=ctypes.addressof(self._tables),
             num_tables=len(angles),
             sequences=ctypes.addressof(self.slots),
@@ -103,22 +89,6 @@ class CompiledDecoder:
         )
         self._capacity = 0
         self._held: object = None
-
-    def _rows(self, embeddings: Weight) -> ctypes.Structure:
-        rows, *others = embeddings.parts
-        scheme, form = embeddings.scheme, None
-        if isinstance(scheme, Integers):
-            form = SchemeStruct(scheme, others[0].dtype, len(others) > 1)
-            self._owners.append(form)
-        scales, offsets = (*(part.data_ptr() for part in others), None, None)[:2]
-        return EmbeddingRows(
-            rows=rows.data_ptr(),
-            scales=scales,
-            offsets=offsets,
-            form=None if form is None else form.address,
-            row_bytes=rows.stride(0) * rows.itemsize,
-            scale_bytes=others[0].stride(0) * others[0].itemsize if others else 0,
-        )
 
     def __call__(
         self,
@@ -160,11 +130,7 @@ class CompiledDecoder:
 
     def _reserve(self, num_rows: int) -> None:
         """Take memory for steps of this many rows."""
-        angles = [
-            (cos.new_empty(num_rows, cos.shape[1]), sin.new_empty(num_rows, sin.shape[1]))
-            for cos, sin in self._parts.angles
-        ]
-        stack, held = self._parts.stack.call_for(num_rows, angles, self._parts.caches)
+        stack, held, _ = self._parts.stack.call_for(num_rows, self._parts.angles, self._parts.caches)
         logits = torch.empty(num_rows, self._parts.head.out_features, dtype=self._parts.head.dtype)
         self._call.stack, self._call.logits = ctypes.addressof(stack), logits.data_ptr()
         self._held, self._capacity = (stack, held, logits), num_rows

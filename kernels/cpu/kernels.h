@@ -66,6 +66,9 @@ EXPORT void pagewire_add_rms_norm(const void* x, void* residual, const void* wei
 EXPORT void pagewire_layer_norm(const void* x, const void* residual, const void* weight, const void* bias, void* sum,
                                 void* out, int64_t rows, int64_t size, float eps, int32_t dtype, int32_t num_threads);
 
+EXPORT int pagewire_fixed_sums(const void* x, const int64_t* ends, int64_t* sums, int64_t segments, int64_t size,
+                               double one, int32_t dtype, int32_t num_threads);
+
 EXPORT void pagewire_activate_each(const void* x, void* out, int64_t rows, int64_t size, int32_t activation,
                                    int32_t dtype, int32_t num_threads);
 
@@ -428,6 +431,7 @@ struct EmbeddingRows {
   const void* offsets;   // the same, or null
   const Integers* form;  // null: numbers
   int64_t row_bytes, scale_bytes;  // from row to row
+  int64_t count;           // of rows
 };
 
 struct DecodeCall {
@@ -454,3 +458,25 @@ struct DecodeCall {
 };
 
 EXPORT int64_t pagewire_decode(const DecodeCall* call);
+
+// ---- encode.cpp ----
+
+// Whole prompts of an encoder.
+struct EncodeCall {
+  const StackCall* stack;  // but for what depends on the prompts
+  EmbeddingRows words;
+  EmbeddingRows types, positions;  // numbers; without rows: there are none
+  Norm norm;                       // of the sum
+  const Angles* tables;            // of all positions, of each kind
+  int64_t num_tables;
+  int64_t first_position, num_positions;
+  const int64_t* tokens;           // [slots, max_tokens]
+  int64_t max_tokens;
+  // Of the prompts.
+  const int64_t* slots;            // [rows]
+  const int64_t* lengths;          // [rows]: tokens
+  const int64_t* seconds;          // [rows]: the first token of the second text
+  int64_t rows;
+};
+
+EXPORT int pagewire_encode(const EncodeCall* call);

@@ -117,6 +117,21 @@ class CpuKernels(Kernels):
         )
         return out
 
+    def fixed_sums(self, x: Tensor, ends: Tensor, one: float) -> Tensor | None:
+        if not x.is_contiguous() or not ends.is_contiguous() or ends[-1] != len(x):
+            raise ValueError(f"contiguous rows that end with the last segment expected, not {tuple(x.shape)}")
+        sums = torch.empty(len(ends), x.shape[1], dtype=torch.int64)
+        failed = self._library.pagewire_fixed_sums(
+            x.data_ptr(),
+            ends.data_ptr(),
+            sums.data_ptr(),
+            *sums.shape,
+            one,
+            DTYPES[x.dtype],
+            torch.get_num_threads(),
+        )
+        return None if failed else sums
+
     def activate_each(self, x: Tensor, activation: Activation) -> Tensor:
         if activation is Activation.CLAMPED_SWIGLU:
             raise ValueError(f"{activation} is of pairs of elements, not of each")

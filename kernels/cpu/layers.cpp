@@ -3,6 +3,10 @@
 // Each row is computed on its own and in one fixed order, so its bits do not depend on the batch. Values are
 // rounded to the tensors' type wherever PyTorch would store an intermediate result.
 
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+
 #include "kernels.h"
 #include "layout.h"
 #include "parallel.h"
@@ -277,6 +281,38 @@ EXPORT void pagewire_layer_norm(const void* x, const void* residual, const void*
                      sum ? static_cast<T*>(sum) + first : nullptr, static_cast<T*>(out) + first, size, eps);
     });
   });
+}
+
+// sums [segments, size] of the rows x [rows, size] of each segment: of elements times `one`, rounded to integers. Those of a
+// segment are the ones before its end, from the end before on; the last end is the number of rows.
+// Returns 0, or 1 if some elements are not finite.
+EXPORT int pagewire_fixed_sums(const void* x, const int64_t* ends, int64_t* sums, int64_t segments, int64_t size,
+                               double one, int32_t dtype, int32_t num_threads) {
+  constexpr int64_t kColumns = 64;
+  const int64_t blocks = (size + kColumns - 1) / kColumns;
+  std::atomic<int> failed{0};
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    if (ends[segments - 1] * size < kParallelElements) num_threads = 1;
+    parallel_for(segments * blocks, num_threads, [&](int64_t item) {
+      const int64_t segment = item / blocks, column = item % blocks * kColumns, width = std::min(kColumns, size - column);
+      int64_t totals[kColumns] = {};
+      float numbers[kColumns + kLanes] = {};
+      double difference = 0;  // of each number and itself: NaN if one is not finite
+      for (int64_t row = segment ? ends[segment - 1] : 0; row < ends[segment]; ++row) {
+        const T* const from = static_cast<const T*>(x) + row * size + column;
+        for (int64_t i = 0; i < width; i += kLanes) store(numbers + i, load(from + i, width - i));
+        for (int64_t i = 0; i < kColumns; ++i) {
+          const double scaled = double(numbers[i]) * one;
+          difference += scaled - scaled;
+          totals[i] += int64_t(std::nearbyint(scaled));
+        }
+      }
+      std::copy_n(totals, width, sums + segment * size + column);
+      if (difference != 0) failed.store(1, std::memory_order_relaxed);
+    });
+  });
+  return failed.load();
 }
 
 // x and out [rows, size], contiguous; they may be the same. activation: 0 SiLU, 1 GELU's tanh form, 3 GELU,

@@ -35,7 +35,7 @@ NormParameters, MixtureParameters, LayerParameters, AnglesParameters, StackCall 
 )
 
 
-def _norm(norm: Norm | LayerNorm, size: int, dtype: torch.dtype) -> ctypes.Structure:
+def norm_struct(norm: Norm | LayerNorm, size: int, dtype: torch.dtype) -> ctypes.Structure:
     bias = None if isinstance(norm, Norm) else norm.bias
     for vector in (norm.weight, bias):
         if vector is not None and not (
@@ -270,7 +270,7 @@ class CompiledStack:
             attention=attention,
         )
         if input_norm is not None:
-            call.input_norm = _norm(input_norm, self._hidden_size, self.dtype)
+            call.input_norm = norm_struct(input_norm, self._hidden_size, self.dtype)
         return call
 
     def _struct(self, layer: Layer, experts: CompiledExperts | None) -> ctypes.Structure:
@@ -303,7 +303,7 @@ class CompiledStack:
         self._owners += owners
         return LayerParameters(
             **matrices,
-            **{name: _norm(norm, size, self.dtype) for name, (norm, size) in norms.items()},
+            **{name: norm_struct(norm, size, self.dtype) for name, (norm, size) in norms.items()},
             terms=terms,
             angles=-1 if layer.angles is None else layer.angles,
             scale=layer.scale,
@@ -337,11 +337,8 @@ class CompiledStack:
         normed = torch.empty_like(states) if self._norm_first else states
         call.states, call.normed = states.data_ptr(), normed.data_ptr() if self._norm_first else None
         most = num_tokens
-        if self._in_groups and adapters is None:
-            call.group_tokens = max(GROUP_TOKENS * torch.get_num_threads(), batch.max_query_len)
-            most = min(call.group_tokens, num_tokens)
-        else:
-            call.group_tokens = 0
+        call.group_tokens = 0 if adapters is not None else self.group_tokens(batch.max_query_len)
+        most = min(call.group_tokens or num_tokens, num_tokens)
         scratch = _set_scratch(call, self._widths, self._num_chosen, most, states)
         call.x = None if x is None else x.data_ptr()
         for number, tap in taps.items():
@@ -360,27 +357,44 @@ class CompiledStack:
         return len(self._stretches) == 1 and not any(self._is_mixed) and self._sum is None
 
     def call_for(
-        self, num_rows: int, angles: Sequence[Angles], caches: Sequence[Cache | None]
-    ) -> tuple[ctypes.Structure, object]:
-        """A call for up to num_rows tokens that has all but them; and what must live as long as it.
+        self,
+        num_tokens: int,
+        tables: Sequence[Angles],
+        caches: Sequence[Cache | None],
+        group_tokens: int = 0,
+    ) -> tuple[ctypes.Structure, object, Tensor]:
+        """A call for up to num_tokens tokens that has all but them.
 
-        angles: places [num_rows, rot_dim] for those of the tokens.
+        tables: of all positions; the call has memory for what its tokens take. group_tokens: see `StackCall`.
+
+        Returns:
+            The call, what must live as long as it, and the memory [num_tokens, H] that its results will be in.
 
         Raises:
             ValueError: the caches or the angles do not fit.
         """
-        held = self._take_angles(angles, num_rows)
+        sizes = [(num_tokens, cos.shape[1]) for cos, _ in tables]
+        angles = [
+            (cos.new_empty(size), sin.new_empty(size)) for size, (cos, sin) in zip(sizes, tables, strict=True)
+        ]
+        held = self._take_angles(angles, num_tokens)
         self._take_caches(caches)
         call = StackCall.from_buffer_copy(self._call)
-        tables = type(self._tables).from_buffer_copy(self._tables)
-        call.angles, call.x, call.adapters, call.group_tokens = ctypes.addressof(tables), None, None, 0
+        structs = type(self._tables).from_buffer_copy(self._tables)
+        call.angles, call.x, call.adapters = ctypes.addressof(structs), None, None
         call.first_half, call.last_half, call.given = 0, self._stretches[0].last, None
-        states = torch.empty(num_rows, self._hidden_size, dtype=self.dtype)
-        normed = torch.empty_like(states) if self._norm_first else None
-        call.states, call.normed = states.data_ptr(), None if normed is None else normed.data_ptr()
-        scratch = _set_scratch(call, self._widths, self._num_chosen, num_rows, states)
+        states = torch.empty(num_tokens, self._hidden_size, dtype=self.dtype)
+        normed = torch.empty_like(states) if self._norm_first else states
+        call.states, call.normed = states.data_ptr(), normed.data_ptr() if self._norm_first else None
+        call.group_tokens = group_tokens
+        most = min(group_tokens or num_tokens, num_tokens)
+        scratch = _set_scratch(call, self._widths, self._num_chosen, most, states)
         call.attention.whole, call.attention.num_threads = None, torch.get_num_threads()
-        return call, (held, tables, states, normed, scratch)
+        return call, (held, structs, states, normed, scratch), normed
+
+    def group_tokens(self, longest: int) -> int:
+        """How many tokens of whole prompts run together at most, given the longest prompt; 0: all do."""
+        return max(GROUP_TOKENS * torch.get_num_threads(), longest) if self._in_groups else 0
 
     def _run(self, normed: Tensor) -> None:
         """Run the call that is set up, stretch by stretch. normed: [T, H], its result; and what halves take.

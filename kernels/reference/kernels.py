@@ -6,6 +6,7 @@ tensors).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -226,6 +227,22 @@ class Kernels:
             return (up + 1) * (gate * elementwise(torch.sigmoid, gate * 1.702))
         gate, up = x.chunk(2, dim=-1)
         return self.activate_each(gate, activation) * up
+
+    def fixed_sums(self, x: Tensor, ends: Tensor, one: float) -> Tensor | None:
+        """Sums over the rows of each segment, exact and in any order: of elements times `one`, rounded to integers.
+
+        Args:
+            x: [T, H], contiguous, T at least 1. ends: int64 [n], ascending: behind the last row of each segment.
+            one: finite, at most 2**30: the sums stand for sums of rows up to 2**33.
+
+        Returns:
+            int64 [n, H]; None if some elements are not finite.
+        """
+        scaled = x.double() * one
+        if not math.isfinite(scaled.sum().item()):  # float64 numbers that were float32 cannot overflow
+            return None
+        sums = scaled.round_().long().cumsum(0).index_select(0, ends - 1)
+        return torch.cat((sums[:1], sums.diff(dim=0)))  # what wraps around is back in the difference
 
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """See `pagewire.kernels.linear.pack`; weight and bias are on the device, and fit. Here both are kept."""

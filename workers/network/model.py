@@ -41,7 +41,7 @@ class Model:
     """Its tokens attend to later ones, too, so prompts run as a whole, and nothing is cached."""
     first_position: int = 0
     """Of a prompt's first token: RoBERTa and its descendants count from behind the padding token."""
-    _pages: Pages = field(default_factory=Pages, init=False)
+    pages: Pages = field(default_factory=Pages, init=False)
 
     @property
     def is_last(self) -> bool:
@@ -68,7 +68,7 @@ class Model:
         """Final hidden states [T, H] of the tokens int64 [T] of a step; or those that go to the next stage."""
         positions = step.positions
         if self.encodes:
-            step.use(self._pages)
+            step.use(self.pages)
             positions = positions + self.first_position if self.first_position else positions
         overlay = step.overlay if step.received is None else None
         with step, laid_over(self.base, overlay):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pagewire.ipc.wire.pooling import TOKEN_TASKS, PoolingInfo, PoolingParams
 from pagewire.kernels.data.elementwise import elementwise
-from pagewire.kernels.ops import rms_norm
+from pagewire.kernels.ops import fixed_sums, rms_norm
 from pagewire.workers.network.module_base import Dense, ModuleScores, chain
 from pagewire.workers.network.pooling_spec import PoolingSpec
 
@@ -95,13 +95,8 @@ class Pooler:
             places = starts if self.spec.pooling_type == "CLS" else ends - 1
             states = hidden.index_select(0, places).float()
         else:
-            scaled = hidden.double() * FRACTION
-            if not finite(scaled):
+            if (totals := fixed_sums(hidden, ends, FRACTION)) is None:
                 return None
-            sums = scaled.round_().long().cumsum(0).index_select(0, ends - 1)
-            totals = torch.cat(
-                (sums[:1], sums.diff(dim=0))
-            )  # integers that wrap around, and back in the difference
             states = (totals.double() / FRACTION / (ends - starts)[:, None]).float()
         try:
             return self._finish(states, task)
@@ -117,10 +112,13 @@ class Pooler:
                 slot.first = hidden[0].float()
             assert slot.first is not None, "the first token is computed first"
             return slot.first
-        scaled = hidden.double() * FRACTION
-        slot.finite = slot.finite and finite(scaled)
-        part = scaled.round_().long().sum(0)
-        slot.total = part if slot.total is None or start == 0 else slot.total + part
+        part = fixed_sums(hidden, torch.tensor([len(hidden)], device=hidden.device), FRACTION)
+        if part is None:
+            slot.finite, part = (
+                False,
+                torch.zeros(1, hidden.shape[1], dtype=torch.int64, device=hidden.device),
+            )
+        slot.total = part[0] if slot.total is None or start == 0 else slot.total + part[0]
         return (slot.total.double() / FRACTION / (start + len(hidden))).float()
 
     def _finish(self, states: Tensor, task: PoolingParams) -> Tensor:

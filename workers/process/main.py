@@ -60,9 +60,8 @@ from pagewire.workers.weight_cache.ahead import WeightsAhead
 
 if TYPE_CHECKING:
     from pagewire.workers.adapters.loader import Adapters
-    from pagewire.workers.run.decoding import DecodedStep
     from pagewire.workers.run.runner import Runner
-    from pagewire.workers.run.step import RunningStep
+    from pagewire.workers.run.step import FinishedStep, RunningStep
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -227,7 +226,7 @@ class Pipeline:
 
         self._connection, self._runner = connection, runner
         self._quiet = Quiet(connection.is_quiet, connection.descriptors)
-        self.running: RunningStep | DecodedStep | None = None
+        self.running: RunningStep | FinishedStep | None = None
         self._idle_since = runner.device.record_event()
 
     def reached(self) -> bool:

@@ -16,18 +16,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, StepPlan, StepResult, WorkerConfig
+from pagewire.ipc.wire.worker_messages import Row, RowResult, StepPlan, StepResult, WorkerConfig
 from pagewire.kernels.cpu.decode import CompiledDecoder, DecoderParts, SequenceArrays
 from pagewire.kernels.cpu.drawing import parameters
 from pagewire.kernels.cpu.stack import CompiledStack
 from pagewire.kernels.data.paging import Cache
 from pagewire.kernels.data.weight import Weight, dense_weight
 from pagewire.workers.batch.slots import Slots
-from pagewire.workers.device.interface import Device, Event
+from pagewire.workers.device.interface import Device
 from pagewire.workers.module.transforms import QuantisedEmbedding
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.module_base import ModuleHead
 from pagewire.workers.network.network import Network
+from pagewire.workers.run.step import FinishedStep
 from pagewire.workers.sample.sampler import SamplingSlot
 
 if TYPE_CHECKING:
@@ -61,31 +62,6 @@ class Quiet:
     descriptors: Sequence[int]
 
 
-@dataclass
-class DecodedStep:
-    """A plan that has run to its end; as a `RunningStep`."""
-
-    plan: StepPlan
-    result: StepResult
-    begin: Event
-    end: Event
-    num_further = 0
-
-    def reached(self) -> bool:
-        """True: the work is done."""
-        return True
-
-    def sample(self, masks: Callable[[], Masks | None]) -> None:
-        """Nothing: the tokens are sampled."""
-
-    def finish(self, since: Event | None = None) -> StepResult:
-        """See `RunningStep.finish`."""
-        self.result.busy_us = int(self.end.seconds_since(self.begin) * 1e6)
-        if since is not None:
-            self.result.idle_us = max(0, int(self.begin.seconds_since(since) * 1e6))
-        return self.result
-
-
 class KnownSlot(NamedTuple):
     """A slot's sequence as the decoder has it. is_plain: it can be taken. ends: memory that the decoder reads."""
 
@@ -103,7 +79,7 @@ class Decoding:
         self._decoder: CompiledDecoder | None = None
         self._known: dict[int, KnownSlot] = {}
 
-    def run(self, plan: StepPlan, quiet: Quiet | None) -> DecodedStep | None:
+    def run(self, plan: StepPlan, quiet: Quiet | None) -> FinishedStep | None:
         """Run a plan that was applied to the slots; None if it is for the other way. quiet: None: it stays so."""
         rows, slots = plan.rows, self._runner.slots
         if not rows or plan.masked or not all(map(decodes, rows)):
@@ -123,7 +99,7 @@ class Decoding:
             sequence = slots.sampling[row.slot]
             for token_id in own.token_ids:
                 sequence.append(token_id)
-        return DecodedStep(plan, result, begin, self._runner.device.record_event())
+        return FinishedStep(plan, result, begin, self._runner.device.record_event())
 
     def forget(self) -> None:
         """Let go of the model and its caches."""
@@ -209,7 +185,11 @@ def embedding_rows(network: Network) -> Weight | None:
     embedding = network.embedding
     if embedding is None or embedding != type(embedding)(embedding.words):
         return None
-    words: Any = embedding.words
-    if isinstance(words, QuantisedEmbedding):
-        return words.rows
-    return dense_weight(words.weight) if type(words) is torch.nn.Embedding else None
+    return rows_of(embedding.words)
+
+
+def rows_of(module: Any) -> Weight | None:
+    """The table [V, H] that a module looks tokens up in; None if there is no module, or it does more than that."""
+    if isinstance(module, QuantisedEmbedding):
+        return module.rows
+    return dense_weight(module.weight) if type(module) is torch.nn.Embedding else None

@@ -8,8 +8,8 @@ from pagewire.ipc.wire.items import LogprobRows
 from pagewire.ipc.wire.worker_messages import Row, RowResult, StepPlan, StepResult
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.interface import Event
-from pagewire.workers.run.decoding import DecodedStep, Quiet
-from pagewire.workers.run.step import RunningStep
+from pagewire.workers.run.decoding import Quiet
+from pagewire.workers.run.step import FinishedStep, RunningStep
 
 
 class StepLauncher(Protocol):
@@ -17,12 +17,12 @@ class StepLauncher(Protocol):
 
     slots: Slots
 
-    def launch(self, plan: StepPlan) -> RunningStep | DecodedStep:
+    def launch(self, plan: StepPlan) -> RunningStep | FinishedStep:
         """Launch the model for a plan."""
 
 
 def go_on(
-    launcher: StepLauncher, step: RunningStep | DecodedStep, result: StepResult, quiet: Quiet | None = None
+    launcher: StepLauncher, step: RunningStep | FinishedStep, result: StepResult, quiet: Quiet | None = None
 ) -> Event:
     """Add the further steps of a plan to the result of its first one; returns the end of the last.
 

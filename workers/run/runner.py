@@ -29,13 +29,14 @@ from pagewire.workers.network.loaded import LoadedModel, Phases
 from pagewire.workers.network.network import Network
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.single import SingleRank
-from pagewire.workers.run.decoding import DecodedStep, Decoding, Quiet
+from pagewire.workers.run.decoding import Decoding, Quiet
+from pagewire.workers.run.encoding import Encoding
 from pagewire.workers.run.extension import WorkerExtension
 from pagewire.workers.run.graphs import DecodeGraphs
 from pagewire.workers.run.launch import go_on
 from pagewire.workers.run.processors import LogitsProcessors
 from pagewire.workers.run.room import records_steps, size_kv
-from pagewire.workers.run.step import RunningStep
+from pagewire.workers.run.step import FinishedStep, RunningStep
 from pagewire.workers.run.trial_steps import GREEDY, TrialSteps, of_first_stage
 from pagewire.workers.sample.typical import TypicalAcceptance
 from pagewire.workers.speculation.interface import Drafter, NoDrafter
@@ -165,7 +166,7 @@ class Runner:
         self.states: list[Tensor] = []
         self.graphs: DecodeGraphs | None = None
         self.profile: Any = None
-        self.decoding = Decoding(self)
+        self.decoding, self.encoding = Decoding(self), Encoding(self)
         self.embedding_size = 0
         self.records = records_steps(self)
         self.num_blocks, self.num_states = size_kv(self)
@@ -252,7 +253,7 @@ class Runner:
         go_on(self, step, result)
         return result
 
-    def launch(self, plan: StepPlan, quiet: Quiet | None = None) -> RunningStep | DecodedStep:
+    def launch(self, plan: StepPlan, quiet: Quiet | None = None) -> RunningStep | FinishedStep:
         """Launch the model for a plan. Tokens that the previous step still samples are taken from the device.
 
         quiet: a plan of several steps goes on only as long as this is so; None: it is.
@@ -261,9 +262,7 @@ class Runner:
         self.slots.apply(plan, with_tokens=not model.is_last)
         if self.media is not None:
             self.media.apply(plan)
-        if (decoded := self.decoding.run(plan, quiet)) is not None:
-            return decoded
-        return self._launch(plan)
+        return self.decoding.run(plan, quiet) or self.encoding.run(plan) or self._launch(plan)
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> RunningStep:
@@ -363,6 +362,7 @@ class Runner:
         """Give the memory for KV blocks and states back, and forget every request."""
         self.slots.clear()
         self.decoding.forget()
+        self.encoding.forget()
         if self.media is not None:
             self.media.clear()
         self.graphs, self.caches, self.states = None, [], []

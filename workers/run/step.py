@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire.ipc.wire.codec import Tensor as PlainTensor
 from pagewire.ipc.wire.items import LogprobRows
 from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, StepPlan, StepResult
 from pagewire.kernels.data.deltas import AdapterRows
@@ -28,8 +27,8 @@ from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.interface import Device, Event, PendingTokens, TokenSampler
 from pagewire.workers.device.kv_size import LOGIT_CHUNK
 from pagewire.workers.network.loaded import LoadedModel
-from pagewire.workers.network.pooler import Pooler, PoolingSlot
 from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.run.pooling import PooledRow, pool_rows
 from pagewire.workers.run.processors import LogitsProcessors
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, logprob_rows
@@ -96,7 +95,7 @@ class RunningStep:
         self._sequences: list[SamplingSlot | None] = []  # of each row, if a drafter is to see them
         self._prompts: list[PromptLogprobsRequest] = []
         self._prompt_logprobs: dict[int, LogprobRows] = {}  # by row
-        self._pooled: list[tuple[int, PoolingSlot]] = []
+        self._pooled: list[PooledRow] = []
         self.num_further = plan.num_steps - 1
 
     def run(self, batch: Batch, hidden: Tensor) -> None:
@@ -107,7 +106,11 @@ class RunningStep:
         if self._runner.drafter.follows or any(row.num_drafts for row in self.plan.rows):
             self._sequences = [slots.sampling.get(row.slot) for row in self.plan.rows]
             self._features = self._runner.drafter.features(hidden)
-        self._pooled = [(i, slots.pooling[row.slot]) for i, row in enumerate(self.plan.rows) if row.pool]
+        self._pooled = [
+            PooledRow(i, row, slots.pooling[row.slot], batch.starts[i])
+            for i, row in enumerate(self.plan.rows)
+            if row.pool
+        ]
         for i, row in enumerate(self.plan.rows):
             if row.num_prompt_logprobs:
                 first = row.start + 1
@@ -162,7 +165,11 @@ class RunningStep:
         for row, logprobs in self._prompt_logprobs.items():
             result.rows[row].prompt_logprobs = logprobs
         if self._pooled:
-            self._pool(result)
+            with self._runner.span("pool"), torch.inference_mode():
+                pooler = self._runner.model.pooler
+                assert pooler is not None, "rows to pool are of a model that pools"
+                pool_rows(pooler, self._pooled, self._hidden, self._runner.slots, result)
+            self._end = self._runner.device.record_event()
         if self._sequences:
             self._draft(result)
         if rows:
@@ -173,43 +180,6 @@ class RunningStep:
         if since is not None:
             result.idle_us = max(0, int(self._begin.seconds_since(since) * 1e6))
         return result
-
-    @torch.inference_mode()
-    def _pool(self, result: StepResult) -> None:
-        """Add the hidden states of rows to their prompts' pooled results, and return those that are whole."""
-        pooler, batch = self._runner.model.pooler, self._batch
-        assert pooler is not None and batch is not None, "rows to pool are of a model that pools"
-        with self._runner.span("pool"):
-            if (together := self._pool_together(pooler)) is not None:
-                for (i, _), values in zip(self._pooled, together.numpy(), strict=True):
-                    result.rows[i].pooled = PlainTensor("float32", values.shape, values.tobytes())
-                return
-            for i, slot in self._pooled:
-                row, first = self.plan.rows[i], batch.starts[i]
-                ids = torch.from_numpy(
-                    self._runner.slots.tokens[row.slot, row.start : row.start + row.num_tokens]
-                )
-                try:
-                    pooled = pooler.add(slot, self._hidden[first : first + row.num_tokens], row.start, ids)
-                except ValueError as error:
-                    result.rows[i] = RowResult(error=str(error))
-                    continue
-                if pooled is not None:
-                    values = pooled.cpu().contiguous()
-                    data = values.numpy().tobytes()
-                    result.rows[i].pooled = PlainTensor("float32", tuple(values.shape), data)
-        self._end = self._runner.device.record_event()
-
-    def _pool_together(self, pooler: Pooler) -> Tensor | None:
-        """The embeddings [n, D] of rows to pool, on the host, if all rows are whole prompts; None: one by one."""
-        rows, slots = self.plan.rows, [slot for _, slot in self._pooled]
-        if len(rows) < 2 or len(slots) < len(rows):
-            return None
-        if any(row.num_tokens < slot.num_tokens for row, slot in zip(rows, slots, strict=True)):
-            return None
-        ends = torch.tensor([row.num_tokens for row in rows], device=self._hidden.device).cumsum(0)
-        pooled = pooler.together(slots, self._hidden[: sum(row.num_tokens for row in rows)], ends)
-        return None if pooled is None else pooled.cpu().contiguous()
 
     @property
     def end(self) -> Event:
@@ -285,6 +255,31 @@ class RunningStep:
         rows = LogprobRows.join(parts)
         assert rows is not None, "a request has at least one token"
         return rows
+
+
+@dataclass
+class FinishedStep:
+    """A plan that has run to its end; as a `RunningStep`."""
+
+    plan: StepPlan
+    result: StepResult
+    begin: Event
+    end: Event
+    num_further = 0
+
+    def reached(self) -> bool:
+        """True: the work is done."""
+        return True
+
+    def sample(self, masks: Callable[[], Masks | None]) -> None:
+        """Nothing: the tokens are sampled."""
+
+    def finish(self, since: Event | None = None) -> StepResult:
+        """See `RunningStep.finish`."""
+        self.result.busy_us = int(self.end.seconds_since(self.begin) * 1e6)
+        if since is not None:
+            self.result.idle_us = max(0, int(self.begin.seconds_since(since) * 1e6))
+        return self.result
 
 
 def candidate(row: Row, sample: int, rule: TypicalAcceptance | None) -> Candidate | None:

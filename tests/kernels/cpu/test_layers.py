@@ -76,6 +76,22 @@ def test_layer_norm(kernels: CpuKernels, dtype: torch.dtype) -> None:
             assert torch.equal(kernels.layer_norm(x[3:4], weight, own, 1e-6, residual=row), out[3:4])
 
 
+def test_fixed_sums(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for size in SIZES:
+        x = (3 * torch.randn(61, size)).to(dtype)
+        ends = torch.tensor([1, 1 + 16, 60, 61])
+        found, expected = (each.fixed_sums(x, ends, 2.0**30) for each in (kernels, reference))
+        assert found is not None and expected is not None and torch.equal(found, expected)
+        exact = [part.double().mul(2.0**30).round().long().sum(0) for part in x.split([1, 16, 43, 1])]
+        assert torch.equal(found, torch.stack(exact))
+        for number in (torch.nan, torch.inf):
+            bad = x.clone()
+            bad[40, -1] = number
+            assert kernels.fixed_sums(bad, ends, 2.0**30) is None
+            assert reference.fixed_sums(bad, ends, 2.0**30) is None
+
+
 @pytest.mark.parametrize("activation", [a for a in Activation if a is not Activation.CLAMPED_SWIGLU])
 def test_activations_of_each_element(kernels: CpuKernels, dtype: torch.dtype, activation: Activation) -> None:
     x = torch.cat([torch.linspace(-12, 12, 5003), torch.tensor([0.0, -0.0, 1e-8, -30.0, 80.0])]).to(dtype)

@@ -15,9 +15,10 @@ from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, StepResult
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.workers.module.transforms import QuantisedEmbedding
-from pagewire.workers.run.decoding import DecodedStep, Decoding, Quiet
+from pagewire.workers.run.decoding import Decoding, Quiet
 from pagewire.workers.run.launch import go_on
 from pagewire.workers.run.runner import Runner
+from pagewire.workers.run.step import FinishedStep
 from tests.workers.architectures import EXPERTS, GROUPED, SERVED, VOCAB_SIZE, Architecture
 from tests.workers.driver import GREEDY, Driver, load_runner
 from tests.workers.gguf_files import write_gguf
@@ -57,7 +58,7 @@ class Count:
         self.is_on = True
         run = Decoding.run
 
-        def counted(decoding: Decoding, plan: StepPlan, quiet: Quiet | None) -> DecodedStep | None:
+        def counted(decoding: Decoding, plan: StepPlan, quiet: Quiet | None) -> FinishedStep | None:
             decoded = run(decoding, plan, quiet) if self.is_on else None
             self.taken += decoded is not None
             self.left += decoded is None

@@ -1,0 +1,31 @@
+// Rows of tables that tokens begin with.
+#pragma once
+
+#include <cstring>
+
+#include "kernels.h"
+
+// Writes row `number` of a table to `to` [hidden], as numbers of `dtype`.
+inline void embed(const EmbeddingRows& from, int64_t number, void* to, int64_t hidden, int32_t dtype) {
+  const char* const numbers = static_cast<const char*>(from.rows) + number * from.row_bytes;
+  if (!from.form) {
+    std::memcpy(to, numbers, size_t(from.row_bytes));
+    return;
+  }
+  const int64_t before = number * from.scale_bytes;
+  pagewire_dequantise(reinterpret_cast<const uint8_t*>(numbers), static_cast<const char*>(from.scales) + before,
+                      from.offsets ? static_cast<const char*>(from.offsets) + before : nullptr, to, 1, hidden, from.form,
+                      dtype, 1);
+}
+
+// Points a stack's angles of token `row` to those of a position: copies them out of the tables of all positions.
+inline void lay_angles(const StackCall& stack, int64_t row, const Angles* tables, int64_t num_tables, int64_t position) {
+  const size_t size = size_t(2 * stack.rotary_half) * (stack.attention.dtype == 0 ? 4 : 2);
+  for (int64_t i = 0; i < num_tables; ++i) {
+    const Angles &of_step = stack.angles[i], &all = tables[i];
+    std::memcpy(static_cast<char*>(const_cast<void*>(of_step.cos)) + row * size,
+                static_cast<const char*>(all.cos) + position * size, size);
+    std::memcpy(static_cast<char*>(const_cast<void*>(of_step.sin)) + row * size,
+                static_cast<const char*>(all.sin) + position * size, size);
+  }
+}
