@@ -21,6 +21,7 @@ from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.data.kv_codes import head_size
 from pagewire.kernels.data.layer import Angles, Half, Layer, LayerNorm, Mixture, Norm
 from pagewire.kernels.data.paging import AttentionBatch, Cache, check_scales
+from pagewire.kernels.data.weight import Linear
 
 GROUP_TOKENS = 768
 """Tokens of whole prompts that pass through all layers together, for each thread: two chunks of rows in linear.cpp.
@@ -98,6 +99,30 @@ def _mixture(
         normalised=router.normalised,
         rounded=router.rounded,
     )
+
+
+def _check_shapes(layer: Layer, linears: Mapping[str, Linear], sizes: tuple[int, int, int, int]) -> None:
+    """Check the weights of a layer, given by name.
+
+    sizes: of the result of the first product, of attention, of a state, and of what the first product takes.
+
+    Raises:
+        ValueError: one has another shape.
+    """
+    qkv_size, attended_size, hidden, input_size = sizes
+    shapes: dict[str, tuple[int, int]] = {}
+    if layer.mixer is None:
+        shapes |= {"qkv": (qkv_size, input_size), "out": (hidden, attended_size)}
+    if "up" in linears:
+        inner = linears["down"].in_features
+        shapes |= {"up": ((2 if layer.gated else 1) * inner, hidden), "down": (hidden, inner)}
+    if layer.mixture is not None:
+        shapes["router"] = len(layer.mixture.experts.up), hidden
+    if "shared_gate" in linears:
+        shapes["shared_gate"] = 1, hidden
+    for name, shape in shapes.items():
+        if (linears[name].out_features, linears[name].in_features) != shape:
+            raise ValueError(f"{name}: a weight {shape} expected")
 
 
 def _scratch_widths(
@@ -277,22 +302,7 @@ class CompiledStack:
         linears, hidden = layer.linears(), self._hidden_size
         # The first layer may take something wider than the states.
         input_size = self._input_size if layer is self._layers[0] else hidden
-        shapes: dict[str, tuple[int, int]] = {}
-        if layer.mixer is None:
-            shapes |= {"qkv": (self._qkv_size, input_size), "out": (hidden, self._attended_size)}
-        if "up" in linears:
-            intermediate = linears["down"].in_features
-            shapes |= {
-                "up": ((2 if layer.gated else 1) * intermediate, hidden),
-                "down": (hidden, intermediate),
-            }
-        if layer.mixture is not None:
-            shapes["router"] = len(layer.mixture.experts.up), hidden
-        if "shared_gate" in linears:
-            shapes["shared_gate"] = 1, hidden
-        for name, shape in shapes.items():
-            if (linears[name].out_features, linears[name].in_features) != shape:
-                raise ValueError(f"{name}: a weight {shape} expected")
+        _check_shapes(layer, linears, (self._qkv_size, self._attended_size, hidden, input_size))
         matrices = {name: matrix(linear) for name, linear in linears.items()}
         if layer.mixture is not None and experts is not None:
             matrices["mixture"] = _mixture(layer.mixture, experts, hidden, matrices)

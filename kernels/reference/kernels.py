@@ -6,7 +6,6 @@ tensors).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -34,6 +33,7 @@ from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight
 from pagewire.kernels.reference import attention, drawing
 from pagewire.kernels.reference.quantised import UnpackedQuantisedLinear
 from pagewire.kernels.reference.states import StateKernels
+from pagewire.kernels.reference.sums import fixed_sums
 
 ROWS = 16
 """Rows of every product in `Kernels.linear`."""
@@ -229,20 +229,8 @@ class Kernels:
         return self.activate_each(gate, activation) * up
 
     def fixed_sums(self, x: Tensor, ends: Tensor, one: float) -> Tensor | None:
-        """Sums over the rows of each segment, exact and in any order: of elements times `one`, rounded to integers.
-
-        Args:
-            x: [T, H], contiguous, T at least 1. ends: int64 [n], ascending: behind the last row of each segment.
-            one: finite, at most 2**30: the sums stand for sums of rows up to 2**33.
-
-        Returns:
-            int64 [n, H]; None if some elements are not finite.
-        """
-        scaled = x.double() * one
-        if not math.isfinite(scaled.sum().item()):  # float64 numbers that were float32 cannot overflow
-            return None
-        sums = scaled.round_().long().cumsum(0).index_select(0, ends - 1)
-        return torch.cat((sums[:1], sums.diff(dim=0)))  # what wraps around is back in the difference
+        """See `pagewire.kernels.reference.sums.fixed_sums`."""
+        return fixed_sums(x, ends, one)
 
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """See `pagewire.kernels.linear.pack`; weight and bias are on the device, and fit. Here both are kept."""
@@ -315,13 +303,7 @@ class Kernels:
         return ids, weights.to(logits.dtype).float() if router.rounded else weights
 
     def add_gated(self, out: Tensor, x: Tensor, gate: Tensor) -> None:
-        """`out += sigmoid(gate) * x` in place, every step rounded.
-
-        Args:
-            out: [T, H], contiguous.
-            x: [T, H].
-            gate: [T, 1].
-        """
+        """`out += sigmoid(gate) * x` in place, every step rounded. out [T, H], contiguous; x [T, H]; gate [T, 1]."""
         out += elementwise(torch.sigmoid, gate) * x
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
