@@ -303,7 +303,7 @@ class Kernels:
         return ids, weights.to(logits.dtype).float() if router.rounded else weights
 
     def add_gated(self, out: Tensor, x: Tensor, gate: Tensor) -> None:
-        """`out += sigmoid(gate) * x` in place, every step rounded. out [T, H], contiguous; x [T, H]; gate [T, 1]."""
+        """`out += sigmoid(gate) * x` in place, each step rounded. out [T, H], contiguous; x [T, H]; gate [T, 1]."""
         out += elementwise(torch.sigmoid, gate) * x
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
