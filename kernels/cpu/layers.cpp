@@ -90,6 +90,15 @@ void store_row(const T* from, T* block, int64_t row, int64_t size, int64_t block
     store_key(from, block, row, size, block_size);
 }
 
+// How far a token's row is into its granule, if all rows of that come from consecutive tokens; -1: they do not.
+int64_t place_in_granule(const int64_t* slots, int64_t token, int64_t tokens) {
+  const int64_t place = slots[token] % kGranule, first = token - place;
+  if (first < 0 || first + kGranule > tokens) return -1;
+  for (int64_t i = 0; i < kGranule; ++i)
+    if (slots[first + i] != slots[token] - place + i) return -1;
+  return place;
+}
+
 thread_local Scratch thread_codes;
 
 // Stores a row as codes, and their scale.
@@ -220,16 +229,22 @@ EXPORT int pagewire_store(const void* source, void* cache, const int64_t* slots,
                           int64_t cache_head_stride, int64_t num_blocks, int64_t block_size, int32_t values,
                           int32_t dtype, int32_t cache_dtype, int32_t num_threads) {
   std::atomic<int> outside{0};
+  const bool in_granules = cache_dtype == dtype && granule_size(block_size) == kGranule;
   dispatch(dtype, [&](auto element) {
     using T = decltype(element);
     for_rows(tokens, heads * size, num_threads, [&](int64_t token) {
       const int64_t slot = slots[token], row = slot % block_size;
       if (slot < 0) return;
       if (slot >= num_blocks * block_size) return outside.store(1, std::memory_order_relaxed);
+      const int64_t place_in = in_granules ? place_in_granule(slots, token, tokens) : -1;
+      if (place_in > 0) return;  // the granule's first row brings it along
       for (int64_t head = 0; head < heads; ++head) {
         const T* from = static_cast<const T*>(source) + token * token_stride + head * head_stride;
         const int64_t place = slot / block_size * block_stride + head * cache_head_stride;
-        if (cache_dtype == dtype)
+        if (place_in == 0)
+          (values ? store_granule_values<T> : store_granule_keys<T>)(from, token_stride,
+                                                                static_cast<T*>(cache) + place + row * size, size);
+        else if (cache_dtype == dtype)
           store_row(from, static_cast<T*>(cache) + place, row, size, block_size, values);
         else
           store_codes(from, static_cast<code8*>(cache) + place, row, size, block_size, values);

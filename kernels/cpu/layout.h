@@ -44,11 +44,57 @@ void store_key(const T* key, T* block, int64_t row, int64_t size, int64_t block_
   if (size % kPair<T>) to[(size - 1) * granule + within] = key[size - 1];
 }
 
+// Copies the keys [size] of a whole granule, `stride` elements from one to the next.
+template <class T>
+void store_granule_keys(const T* keys, int64_t stride, T* granule, int64_t size) {
+  constexpr int64_t kStep = kPair<T> * sizeof(T);
+  const int64_t whole = size / kPair<T>, squares = kStep == sizeof(uint32_t) ? whole / kLanes * kLanes : 0;
+  for (int64_t step = 0; step < squares; step += kLanes)
+    for (int64_t first = 0; first < kGranule; first += kLanes) {
+      Words words[kLanes];
+      for (int64_t key = 0; key < kLanes; ++key)
+        words[key] = load_raw<Words>(keys + (first + key) * stride + step * kPair<T>);
+      transpose(words);
+      for (int64_t i = 0; i < kLanes; ++i)
+        std::memcpy(granule + ((step + i) * kGranule + first) * kPair<T>, &words[i], sizeof(Words));
+    }
+  for (int64_t key = 0; key < kGranule; ++key) {
+    const T* const from = keys + key * stride;
+    for (int64_t step = squares; step < whole; ++step)
+      std::memcpy(granule + (step * kGranule + key) * kPair<T>, from + step * kPair<T>, kStep);
+    if (size % kPair<T>) granule[(size - 1) * kGranule + key] = from[size - 1];
+  }
+}
+
 // Copies a value [size] to its row of a block.
 template <class T>
 void store_value(const T* value, T* block, int64_t row, int64_t size) {
   T* to = block + row / kPair<T> * kPair<T> * size + row % kPair<T>;
   for (int64_t column = 0; column < size; ++column) to[column * kPair<T>] = value[column];
+}
+
+// Copies the values [size] of a whole granule, `stride` elements from one to the next.
+template <class T>
+void store_granule_values(const T* values, int64_t stride, T* granule, int64_t size) {
+  if constexpr (kPair<T> == 2 && sizeof(T) == 2) {
+    const int64_t squares = size / kLanes * kLanes;
+    for (int64_t row = 0; row < kGranule; row += 2) {
+      const T *const first = values + row * stride, *const second = first + stride;
+      T* const to = granule + row * size;
+      for (int64_t column = 0; column < squares; column += kLanes) {
+        const Words low = __builtin_convertvector(load_raw<Halves>(first + column), Words);
+        const Words high = __builtin_convertvector(load_raw<Halves>(second + column), Words);
+        const Words both = low | high << 16;
+        std::memcpy(to + column * 2, &both, sizeof(both));
+      }
+      for (int64_t column = squares; column < size; ++column) {
+        to[column * 2] = first[column];
+        to[column * 2 + 1] = second[column];
+      }
+    }
+  } else {
+    for (int64_t row = 0; row < kGranule; ++row) store_value(values + row * stride, granule, row, size);
+  }
 }
 
 // Copies the first `columns` elements of a granule's keys, an even number, to rows of values.

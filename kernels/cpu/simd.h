@@ -233,6 +233,23 @@ INLINE Floats every_second(Floats low, Floats high) {
   return every_second<First>(low, high, std::make_integer_sequence<int, kLanes>{});
 }
 
+// Two vectors of a square of blocks of D lanes: the second block of the first one and the first block of the second one
+// change places.
+template <int D, int... L>
+INLINE void exchange(Words& a, Words& b, std::integer_sequence<int, L...>) {
+  const Words first = shuffle(a, b, std::integer_sequence<int, (L & D ? kLanes + L - D : L)...>{});
+  b = shuffle(a, b, std::integer_sequence<int, (L & D ? kLanes + L : L + D)...>{});
+  a = first;
+}
+
+// Transposes a square of words: ever smaller blocks of it change places.
+template <int D = kLanes / 2>
+INLINE void transpose(Words (&rows)[kLanes]) {
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & D)) exchange<D>(rows[i], rows[i + D], std::make_integer_sequence<int, kLanes>{});
+  if constexpr (D > 1) transpose<D / 2>(rows);
+}
+
 // op over all lanes: halves of the vector, quarters of the result, and so on.
 template <int S = kLanes / 2, class Vector, class Op>
 INLINE auto across_lanes(Vector v, const Op& op) {

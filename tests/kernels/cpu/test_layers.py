@@ -144,15 +144,22 @@ def arranged(cache: Cache, pair: int) -> tuple[Tensor, Tensor]:
     return k.reshape(cache.k.shape), v.reshape(cache.v.shape)
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("block_size", [8, 16, 24, 32])
-def test_store_kv(kernels: CpuKernels, dtype: torch.dtype, block_size: int) -> None:
+def test_store_kv(kernels: CpuKernels, dtype: torch.dtype, block_size: int, in_turn: bool) -> None:
+    """In any order, and in turn: whole granules, some of which are cut, not in order or not stored."""
     torch.manual_seed(0)
-    for num_tokens, k_size, v_size in ((5, 8, 13), (300, 64, 64)):
+    for num_tokens, k_size, v_size in ((5, 8, 13), (300, 64, 64), (300, 36, 19)):
         fused = torch.randn(num_tokens, 3 * (k_size + v_size)).to(dtype)
         k = fused[:, : 3 * k_size].view(num_tokens, 3, k_size)
         v = fused[:, 3 * k_size :].view(num_tokens, 3, v_size)
         slots = torch.randperm(40 * block_size)[:num_tokens]
-        slots[::4] = -1
+        if in_turn and 100 < num_tokens < 40 * block_size - 11:
+            slots = torch.arange(11, 11 + num_tokens)
+            slots[70:72] = slots[70:72].flip(0)
+            slots[100] = -1
+        else:
+            slots[::4] = -1
         cache, plain = (allocate_kv(40, 3, block_size, k_size, v_size, dtype) for _ in range(2))
         kernels.store_kv(k, v, cache, slots)
         reference.store_kv(k, v, plain, slots)
