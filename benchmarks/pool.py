@@ -7,8 +7,9 @@
 First the embeddings of 500 sentences of Python's documentation are compared with those of each peer. Texts of the
 measurements are random words of a token each, `--mixed`: of half to all of the length. Every engine tokenizes and
 returns float32 arrays; all compute in float32, and `--int8` in 8 bits instead. `--http`: with our HTTP server on
-the same core. Figures are medians of up to `--runs` rounds; the engines take turns, and
-a batch that would need more than what is left of `--seconds` is named and left out. Lengths over the checkpoint's
+the same core. Figures are medians of up to `--runs` rounds. The engines take turns, with pauses of `--pause` seconds:
+threads of some look out for more work behind a call, and would take the processors from the next engine. A batch
+that would need more than what is left of `--seconds` is named and left out. Lengths over the checkpoint's
 `max_seq_length` are allowed up to what the model has positions for, in all engines. The machine must be idle: our
 core and worker are sessions of their own, to which Linux gives other shares of a busy processor than to the peer.
 """
@@ -181,12 +182,15 @@ def compare(engines: dict[str, Embed]) -> None:
         )
 
 
-def rounds(engines: dict[str, Embed], texts: list[str], runs: int, deadline: float) -> dict[str, list[float]]:
-    """Seconds of each engine, in turn, for one round at least and until the deadline."""
+def rounds(
+    engines: dict[str, Embed], texts: list[str], runs: int, pause: float, deadline: float
+) -> dict[str, list[float]]:
+    """Seconds of each engine, in turn, for one round at least and until the deadline. pause: seconds before each."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(runs):
         begin = time.perf_counter()
         for name, embed in engines.items():
+            time.sleep(pause)
             start = time.perf_counter()
             embed(texts)
             seconds[name].append(time.perf_counter() - start)
@@ -205,11 +209,11 @@ def measure(engines: dict[str, Embed], options: argparse.Namespace) -> None:
     """Print the figures of each batch, small ones first."""
     rng = random.Random(0)
     deadline = time.perf_counter() + options.seconds
-    warm = [text_of(length, rng, False) for length in LENGTHS]
+    warm = [text_of(length, rng, False) for length in options.lengths]
     found = {name: embed(warm) for name, embed in engines.items()}
     per_token = 0.0
     for count, length in sorted(
-        ((b, n) for b in options.batches for n in LENGTHS), key=lambda c: c[0] * c[1]
+        ((b, n) for b in options.batches for n in options.lengths), key=lambda c: c[0] * c[1]
     ):
         label = f"{count:5d} x {length:3d} tokens"
         texts = [text_of(length, rng, options.mixed) for _ in range(count)]
@@ -219,7 +223,7 @@ def measure(engines: dict[str, Embed], options: argparse.Namespace) -> None:
             continue
         if count == PEER_BATCH:
             found = {name: embed(texts) for name, embed in engines.items()}
-        seconds = rounds(engines, texts, options.runs, deadline)
+        seconds = rounds(engines, texts, options.runs, options.pause, deadline)
         per_token = sum(statistics.median(own) for own in seconds.values()) / (count * length)
         ours = statistics.median(seconds["pagewire"])
         line = f"{label}: pagewire {1e3 * ours:9.1f} ms ({count * length / ours:7.0f} tokens/s)"
@@ -246,6 +250,10 @@ def main() -> None:
     parser.add_argument(
         "--batches", type=int, nargs="+", default=BATCHES, help="numbers of texts (default: %(default)s)"
     )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a text (default: %(default)s)"
+    )
+    parser.add_argument("--pause", type=float, default=0.1, help="seconds before each call")
     parser.add_argument("--mixed", action="store_true", help="texts of half to all of the length")
     options = parser.parse_args()
     print(f"{processor()}; {options.threads} threads; load {os.getloadavg()[0]:.1f}")
