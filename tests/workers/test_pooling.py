@@ -202,7 +202,7 @@ def test_bits_are_those_of_a_prompt_alone(model_type: str, dtype: str, tmp_path:
 
 @pytest.mark.parametrize("model_type", [*CAUSAL, *ENCODERS])
 def test_classifiers(model_type: str, tmp_path: Path) -> None:
-    """Logits to 1e-4, and probabilities; prompts of a batch have the bits that they have alone."""
+    """Logits to 1e-4, and probabilities; prompts of a batch have the bits that they have alone, and in chunks."""
     folder = write(tmp_path, model_type, "AutoModelForSequenceClassification", num_labels=3, pad_token_id=0)
     prompts = make_prompts(128, LENGTHS)
     expected = torch.stack(states(folder, prompts, "AutoModelForSequenceClassification"))
@@ -217,6 +217,8 @@ def test_classifiers(model_type: str, tmp_path: Path) -> None:
         torch.stack(pool(runner, prompts, own)), expected.softmax(1), atol=1e-4, rtol=0
     )
     assert torch.equal(pool(runner, prompts[2:3], raw)[0], logits[2])
+    if model_type in CAUSAL:
+        assert all(map(torch.equal, pool(runner, prompts, raw, budget=7), logits))
 
 
 def reward_model(folder: Path, name: str, labels: int) -> tuple[Path, list[Tensor]]:

@@ -77,16 +77,17 @@ class Pooler:
         return self._finish(pooled[None], slot.task)[0]
 
     def together(self, slots: Sequence[PoolingSlot], hidden: Tensor, ends: Tensor) -> Tensor | None:
-        """The embeddings [n, D] of whole prompts that stand one behind the other, as `add` returns each.
+        """The results [n, D] of whole prompts that stand one behind the other, as `add` returns each.
 
-        None where each is to be added by itself: they do not want the same, a layer follows the pooling, or some
-        states are not finite.
+        None where each is to be added by itself: they do not want the same, or vectors of tokens, some states are
+        not finite, or layers follow on a GPU, where a row's bits may depend on the others.
 
         Args:
             slots: [n]. hidden: [T, H], of all their tokens. ends: int64 [n], of the prompts in it, ascending.
         """
         task = slots[0].task
-        if self.spec.kind != "embed" or self.dense or task.task in TOKEN_TASKS:
+        layers_follow = self.spec.kind != "embed" or len(self.dense) > 0
+        if task.task in TOKEN_TASKS or (layers_follow and not hidden.is_cpu):
             return None
         if any(slot.task is not task and slot.task != task for slot in slots):
             return None
