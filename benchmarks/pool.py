@@ -7,7 +7,7 @@
 First the embeddings of 500 sentences of Python's documentation are compared with those of each peer. Texts of the
 measurements are random words of a token each, `--mixed`: of half to all of the length. Every engine tokenizes and
 returns float32 arrays; all compute in float32, and `--int8` in 8 bits instead. `--http`: with our HTTP server on
-the same core. Figures are medians of up to `--runs` rounds. The engines take turns, with pauses of `--pause` seconds:
+the same core. Figures are medians of up to `--runs` rounds. The engines take turns, with `--pause` seconds between:
 threads of some look out for more work behind a call, and would take the processors from the next engine. A batch
 that would need more than what is left of `--seconds` is named and left out. Lengths over the checkpoint's
 `max_seq_length` are allowed up to what the model has positions for, in all engines. The machine must be idle: our
@@ -185,7 +185,7 @@ def compare(engines: dict[str, Embed]) -> None:
 def rounds(
     engines: dict[str, Embed], texts: list[str], runs: int, pause: float, deadline: float
 ) -> dict[str, list[float]]:
-    """Seconds of each engine, in turn, for one round at least and until the deadline. pause: seconds before each."""
+    """Seconds of each engine, in turn, for one round at least and until the deadline. pause: before each."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(runs):
         begin = time.perf_counter()
