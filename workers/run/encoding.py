@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.worker_messages import RowResult, StepPlan, StepResult
 from pagewire.kernels.cpu.encode import CompiledEncoder, EncoderParts
 from pagewire.kernels.cpu.stack import CompiledStack
@@ -60,10 +59,10 @@ class Encoding:
             return None
         begin = self._runner.device.record_event()
         pooling = [slots.pooling[row.slot] for row in rows]
-        seconds = np.array(
-            [second_text(slot.task, row.num_tokens) for slot, row in zip(pooling, rows, strict=True)]
-        )
-        hidden = encoder(about[0], about[1], seconds)
+        seconds = [
+            slot.task.second_segment or row.num_tokens for slot, row in zip(pooling, rows, strict=True)
+        ]
+        hidden = encoder(about[0], about[1], np.array(seconds, np.int64))
         firsts = about[1].cumsum() - about[1]
         pooled = [
             PooledRow(index, row, slot, first)
@@ -86,11 +85,6 @@ class Encoding:
         if self._of is not runner.loaded:
             self._of, self._encoder = runner.loaded, open_encoder(runner)
         return self._encoder
-
-
-def second_text(task: PoolingParams, num_tokens: int) -> int:
-    """The first token of a prompt's second text; behind the prompt if it has none."""
-    return task.second_segment or num_tokens
 
 
 def open_encoder(runner: ModelToEncode) -> CompiledEncoder | None:

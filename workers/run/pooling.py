@@ -53,7 +53,7 @@ def pool_rows(
 
 
 def _together(pooler: Pooler, rows: Sequence[PooledRow], hidden: Tensor) -> Tensor | None:
-    """The embeddings [n, D] of rows, on the host, if they are whole prompts side by side; None: one by one."""
+    """The results [n, D] of rows, on the host, if they are whole prompts side by side; None: one by one."""
     lengths = [each.row.num_tokens for each in rows]
     if any(length < each.slot.num_tokens for length, each in zip(lengths, rows, strict=True)):
         return None
