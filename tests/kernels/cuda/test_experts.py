@@ -13,7 +13,6 @@ from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.layer import Activation, Experts
 from pagewire.kernels.data.weight import Linear, Weight, dense_weight
-from pagewire.kernels.experts import one_by_one
 from pagewire.workers.device.waits import WaitFinder
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, guarded
 from tests.kernels.cuda.test_linear import BF16, FP16, FP32, TABLE, make_floats, make_weight
@@ -160,29 +159,18 @@ def test_places(launcher: EmulatedLauncher, tile_rows: int) -> None:
             assert 0 < last - first <= tile_rows and (ids.flatten()[order[first:last]] == expert).all()
 
 
-def test_products_of_counted_rows(launcher: EmulatedLauncher) -> None:
-    kernels = CudaKernels(launcher, "cpu")
-    experts = make_experts(kernels, "int4", 4)
-    products, counts = grouped(kernels, experts), [3, 0, 70, 5]
-    for product, linears in ((products.up, experts.up), (products.down, experts.down)):
-        rows = torch.randn(78, linears[0].in_features).to(BF16)
-        assert torch.equal(product(rows, counts), one_by_one(linears)(rows, counts))
-        assert product(rows[:0], [0] * 4).shape == (0, linears[0].out_features)
-        with pytest.raises(ValueError, match="78 rows for 4 experts"):
-            product(rows, [78])
-
-
 def test_what_has_no_kernel() -> None:
     kernels = CudaKernels(EmulatedLauncher(), "cpu")
     dense, packed = make_experts(kernels, "dense", 4), make_experts(kernels, "int4", 4)
     mixed = Experts([*dense.up[:2], *packed.up[2:]], dense.down, Activation.SILU)
     assert "differ in the form" in str(why_not(mixed))
     narrow = [kernels.pack(dense_weight(torch.randn(64, 40).to(BF16)))]
-    assert "64 x 40 are no multiples" in str(why_not(Experts(narrow, narrow, None)))
+    assert "64 x 40 are no multiples" in str(why_not(Experts(narrow, narrow, Activation.SILU)))
     strided = [kernels.pack(dense_weight(torch.randn(32, 64).to(BF16).T))]
-    assert "not contiguous" in str(why_not(Experts(strided, strided, None)))
+    assert "not contiguous" in str(why_not(Experts(strided, strided, Activation.SILU)))
     whole = [kernels.pack(dense_weight(torch.randn(64, 64)))]
-    assert "not torch.float32" in str(why_not(Experts(whole, whole, None)))
+    assert "not torch.float32" in str(why_not(Experts(whole, whole, Activation.SILU)))
+    assert "no such activation" in str(why_not(Experts(dense.up, dense.down, None)))
     with pytest.raises(ValueError, match="no kernel for these experts"):
         CudaExperts(EmulatedLauncher(), mixed, kernels.activate_and_mul)
     products, (x, ids, weights) = grouped(kernels, dense), make_rows(3, 4, 2)
