@@ -32,6 +32,7 @@ TRIED = {
     "cache writes": ("store_kv", "rotate_and_store"),
     "attention": ("paged_attention",),
     "products": ("pack",),
+    "experts": ("experts",),
     "adapters": ("adapt",),
 }
 """The methods of the kernels that are tried together."""

@@ -111,9 +111,7 @@ class CompiledExperts:
             return None
         return cls(library, up, down, experts.activation)
 
-    def __init__(
-        self, library: ctypes.CDLL, up: Matrices, down: Matrices, activation: Activation
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, up: Matrices, down: Matrices, activation: Activation) -> None:
         self._library, self._up, self._down = library, up, down
         self.hidden_size, self.scratch_width = up.in_features, up.in_features + up.out_features
         self._dtype, self._rows = up.dtype, RunningRows((*up.linears, *down.linears))

@@ -192,13 +192,10 @@ class Kernels:
         """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last axis, computed in float32.
 
         Args:
-            x: [..., N].
+            x: [..., N], as the result, which has its dtype.
             weight: [N].
             bias: [N]; None: 0.
             residual: like x, is added to it first; the sum is rounded to x's dtype.
-
-        Returns:
-            A tensor of x's shape and dtype.
         """
         total = x if residual is None else x + residual
         return functional.layer_norm(total, weight.shape, weight, bias, eps)
@@ -281,10 +278,7 @@ class Kernels:
         return None
 
     def grouped(self, linears: Sequence[Linear]) -> GroupedProduct | None:
-        """The products of several matrices of equal shape in one call, but for what adapters change in them.
-
-        None: they are called one by one.
-        """
+        """The product of several layers of equal shape, without adapters, in one call; None: there is none."""
         return None
 
     def route(self, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from pagewire.kernels.cuda.trials import trials
+from pagewire.kernels.cuda.variants import Launches
 from pagewire.workers.device import cuda, first_run, trial_process
 from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.device.first_run import (
-    Launches,
     NoTrialError,
     Tried,
     replace_wrong_kernels,
@@ -63,7 +63,7 @@ def test_an_engine_serves_although_kernels_are_wrong(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """PyTorch computes the gate, and the sampler of CPUs draws tokens; the next start knows without trials."""
-    some = [trial for trial in trials(*LAUNCHES[:3]) if trial.name == "silu_and_mul"]
+    some = [trial for trial in trials(LAUNCHES) if trial.name == "silu_and_mul"]
     monkeypatch.setattr(first_run, "trials", lambda *_, **__: some)  # the others take long to compile
     monkeypatch.setattr(
         first_run, "why_sampling_is_wrong", lambda device, dtype: "differs from the CPU's sampler"
