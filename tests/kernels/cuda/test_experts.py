@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pagewire.kernels.cuda.experts import CudaExperts, place, why_not
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.layer import Activation, Experts
-from pagewire.kernels.data.weight import Linear, Weight, dense_weight
+from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight, dense_weight
 from pagewire.workers.device.waits import WaitFinder
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, guarded
 from tests.kernels.cuda.test_linear import BF16, FP16, FP32, TABLE, make_floats, make_weight
@@ -166,7 +167,10 @@ def test_what_has_no_kernel() -> None:
     assert "differ in the form" in str(why_not(mixed))
     narrow = [kernels.pack(dense_weight(torch.randn(64, 40).to(BF16)))]
     assert "64 x 40 are no multiples" in str(why_not(Experts(narrow, narrow, Activation.SILU)))
-    strided = [kernels.pack(dense_weight(torch.randn(32, 64).to(BF16).T))]
+    transposed = dense_weight(torch.randn(32, 64).to(BF16).T)
+    packed_rows = [kernels.pack(transposed)]
+    assert why_not(Experts(packed_rows, packed_rows, Activation.SILU)) is None
+    strided = [UnpackedLinear(functional.linear, transposed, None)]
     assert "not contiguous" in str(why_not(Experts(strided, strided, Activation.SILU)))
     whole = [kernels.pack(dense_weight(torch.randn(64, 64)))]
     assert "not torch.float32" in str(why_not(Experts(whole, whole, Activation.SILU)))

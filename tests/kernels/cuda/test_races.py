@@ -69,6 +69,13 @@ FAULTS = [
         "__syncthreads();  // the token is read",
         "// the token is read",
     ),
+    (
+        "experts with dense weights",
+        "experts.cu",
+        "    __syncthreads();\n    for (int chunk",
+        "    for (int chunk",
+    ),
+    ("experts with dense weights", "experts.cu", "    __syncthreads();\n    int row =", "    int row ="),
     ("state space of 14", "states.cu", "__syncthreads();  // the sums of", "// the sums of"),
     (
         "prefill attention over bfloat16, heads of 64",

@@ -50,6 +50,8 @@ FAULTS = {
     "delta rule of ": (Edit("states.cu", "* p.beta[at]", ""), False),
     "convolution": (Edit("states.cu", "window[tap + 1]", "window[tap]"), False),
     "adapters": (Edit("lora.cu", "delta.scale * sum", "sum"), False),
+    "experts with dense": (Edit("experts.cu", "__fmul_rn(weight, pair.y)", "pair.y"), False),
+    "experts with 8-bit floats": (Edit("experts.cu", "choice / p.num_chosen", "choice"), False),
 }
 
 
