@@ -17,7 +17,6 @@ from pagewire.kernels.data.floats import NO_NUMBER, Floats
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.layer import Activation, Experts
 from pagewire.kernels.data.weight import Weight, dense_weight
-from pagewire.kernels.experts import adapted, one_by_one, weighted_experts
 from pagewire.kernels.reference.kernels import Kernels, reference
 
 TABLE = tuple(range(0, 240, 15))
@@ -123,10 +122,11 @@ def load_experts(
 def add_experts(kernels: Kernels, layout: Layout, loaded: Sequence[Any]) -> Tensor:
     """The weighted sums of experts, and by how much those of fewer tokens differ."""
     x, ids, weights, experts, compiled = loaded
-    if compiled is None:
-        up, down = (adapted(one_by_one(linears), linears) for linears in (experts.up, experts.down))
-        between = partial(kernels.activate_and_mul, activation=experts.activation)
-        sums = weighted_experts(x, ids, weights, NUM_EXPERTS, up, between, down)
+    if compiled is None:  # each expert computes all rows, whose weights are 0 if they are not its own
+        sums = torch.zeros(x.shape, device=x.device)
+        for number, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
+            own = (weights * (ids == number)).sum(1, keepdim=True)
+            sums += own * down(kernels.activate_and_mul(up(x), experts.activation))
         return torch.cat([sums, torch.zeros_like(sums)])
     many = compiled(x, ids, weights)
     few = [compiled(*part) for part in zip(*(each.split(20) for each in (x, ids, weights)), strict=True)]

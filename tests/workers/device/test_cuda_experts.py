@@ -163,9 +163,9 @@ def test_other_routers_keep_their_modules(tmp_path: Path, device: EmulatedCudaDe
 
 
 def test_adapters_of_experts_give_what_peft_does(tmp_path: Path, device: EmulatedCudaDevice) -> None:
-    """Experts that may have adapters run one by one, and so steps are not recorded."""
+    """Of their router, too. Experts that may have adapters run one by one, and so steps are not recorded."""
     model = write(tmp_path / "model", "mixtral")
-    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
     kind = {"r": 4, "target_modules": ["q_proj"], "target_parameters": parameters}
     adapter = write_adapter(model, tmp_path / "adapter", 1, 0.1, **kind)
     adapted = Adapted(load_folder(model))
