@@ -91,7 +91,7 @@ def _expert_case(
     up, down = one_by_one(experts.up), one_by_one(experts.down)
     activate = partial(kernels.activate_and_mul, activation=Activation.SILU)
 
-    def each_expert(i: int) -> Tensor:
+    def each_expert(i: int) -> object:
         rows = down(activate(up(x[i][orders[i] // num_chosen], counts[i])), counts[i])
         weighted = rows * shares[i].flatten()[orders[i], None]
         return torch.zeros_like(x[i], dtype=torch.float32).index_add_(0, orders[i] // num_chosen, weighted)
@@ -118,7 +118,7 @@ def _expert_case(
 def _exact(weights: list[tuple[Weight, Weight]], x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
     """The sums in float64."""
     out = torch.zeros_like(x)
-    for expert in ids.unique().tolist():
+    for expert in sorted(set(ids.flatten().tolist())):
         up, down = (
             weight.scheme.dense(weight.parts, torch.float64).to(x.device) for weight in weights[expert]
         )
