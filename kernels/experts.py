@@ -53,9 +53,10 @@ class GroupedExperts:
             if after is None:
                 self.compiled = kernels_of(experts.up, device).experts(experts)
         self.between, self.after = between, after
-        self._up, self._down = (
-            adapted(grouped_product(linears, device), linears) for linears in (experts.up, experts.down)
-        )
+        if self.compiled is None:
+            self._up, self._down = (
+                adapted(grouped_product(linears, device), linears) for linears in (experts.up, experts.down)
+            )
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum [T, H].
@@ -94,7 +95,7 @@ def grouped_product(linears: Sequence[Linear], device: torch.device) -> GroupedP
 
 
 def one_by_one(linears: Sequence[Linear]) -> GroupedProduct:
-    """The same, one after the other."""
+    """The product of several linear layers without adapters, one after the other."""
     linears = [plain(linear) for linear in linears]
 
     def product(rows: Tensor, counts: Sequence[int]) -> Tensor:

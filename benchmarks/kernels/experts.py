@@ -16,7 +16,7 @@ from pagewire.kernels.data.layer import Activation, Experts
 from pagewire.kernels.data.weight import Weight, dense_weight
 from pagewire.kernels.experts import one_by_one
 
-from .case import Case, Extent, distance, num_copies
+from .case import Case, Extent, Run, distance, num_copies
 from .linear import random_integers
 
 
@@ -91,7 +91,7 @@ def _expert_case(
     up, down = one_by_one(experts.up), one_by_one(experts.down)
     activate = partial(kernels.activate_and_mul, activation=Activation.SILU)
 
-    def each_expert(i: int) -> object:
+    def each_expert(i: int) -> Tensor:
         rows = down(activate(up(x[i][orders[i] // num_chosen], counts[i])), counts[i])
         weighted = rows * shares[i].flatten()[orders[i], None]
         return torch.zeros_like(x[i], dtype=torch.float32).index_add_(0, orders[i] // num_chosen, weighted)
@@ -109,7 +109,7 @@ def _expert_case(
     title = (
         f"{num_chosen} of {sizes.num_experts} experts, {num_tokens} x {sizes.hidden} x {sizes.inner}, {name}"
     )
-    peers = {"one by one": each_expert}
+    peers: dict[str, Run] = {"one by one": each_expert}
     return Case(
         title, num_bytes, flops, copies, lambda i: compiled(x[i], ids[i], shares[i]), error, 2e-2, peers
     )

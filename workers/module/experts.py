@@ -71,8 +71,9 @@ def grouped_experts(module: Any, weights: Weights, device: torch.device) -> Grou
     grouped = GroupedExperts(experts, device, between)
     if device.type == "cpu" or grouped.compiled is not None:  # on a GPU they run one by one otherwise
         check_experts(grouped, device)
-    after = normed(module, weights) if module.has_post_expert_norm else None
-    return GroupedExperts(experts, device, between, after)
+    if not module.has_post_expert_norm:
+        return grouped
+    return GroupedExperts(experts, device, between, normed(module, weights))
 
 
 def normed(module: Any, weights: Weights) -> Callable[[Tensor], Tensor]:

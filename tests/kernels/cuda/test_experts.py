@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 from pagewire.kernels.cuda.experts import CudaExperts, place, why_not
 from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.layer import Activation, Experts
 from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight, dense_weight
@@ -142,6 +144,23 @@ def test_an_id_of_no_expert_adds_nothing() -> None:
     found = products(x, wrong, weights)
     assert torch.equal(found, products(x, ids, without)) and not found[5].any()
     assert not products(x, torch.full_like(ids, 9), weights).any()
+
+
+def test_the_number_of_launches_does_not_depend_on_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, launch = list[str](), EmulatedLauncher.launch
+
+    def count(self: EmulatedLauncher, variant: Variant, *others: Any) -> None:
+        launched.append(variant.name.partition("<")[0])
+        launch(self, variant, *others)
+
+    monkeypatch.setattr(EmulatedLauncher, "launch", count)
+    kernels = CudaKernels(EmulatedLauncher(), "cpu")
+    products = grouped(kernels, make_experts(kernels, "int4", 4))
+    for num_tokens in (1, 90):
+        products(*make_rows(num_tokens, 4, 2))
+    few, many = launched[:5], launched[5:]
+    assert few == ["place_rows", "experts_few", "gate", "experts_few", "add_experts"]
+    assert many == [name.replace("few", "many") for name in few]
 
 
 @pytest.mark.parametrize("tile_rows", [16, 64])

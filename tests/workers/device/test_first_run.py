@@ -30,6 +30,7 @@ from tests.workers.driver import Driver, load_runner
 from tests.workers.parity import make_prompts
 
 LAUNCHES = Launches(torch.bfloat16, torch.bfloat16, 32)
+LAUNCHES_OF_MIXTURE = LAUNCHES._replace(mixture=True)
 GATE = Edit("gates.cu", "x / (1.0f + expf(-x))", "x / (1.0f + expf(x))")
 
 
@@ -171,12 +172,23 @@ def test_the_process_of_trials(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(trial_process, "die_with_parent", lambda fd: None)
     monkeypatch.setattr(cuda.CudaDevice, "open", lambda index: EmulatedCudaDevice())
     monkeypatch.setattr(
-        trial_process, "all_trials", lambda device, launches: tried if launches == LAUNCHES else []
+        trial_process, "all_trials", lambda _, launches: tried if launches == LAUNCHES_OF_MIXTURE else []
     )
     monkeypatch.setattr(
         sys,
         "argv",
-        ["trial_process", "cuda:0", "bfloat16", "bfloat16", "32", "--skip", "1", "--lifeline", "0"],
+        [
+            "trial_process",
+            "cuda:0",
+            "bfloat16",
+            "bfloat16",
+            "32",
+            "--mixture",
+            "--skip",
+            "1",
+            "--lifeline",
+            "0",
+        ],
     )
     assert trial_process.main() == 0
     ready, *lines = capsys.readouterr().out.splitlines()
