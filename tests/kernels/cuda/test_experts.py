@@ -35,13 +35,7 @@ KINDS: dict[str, Make] = {
 }
 
 
-def make_experts(
-    kernels: CudaKernels,
-    kind: str,
-    count: int,
-    dtype: torch.dtype = BF16,
-    activation: Activation | None = Activation.SILU,
-) -> Experts:
+def make_experts(kernels: CudaKernels, kind: str, count: int, dtype: torch.dtype = BF16) -> Experts:
     """Experts whose weights differ, as do their biases."""
 
     def linears(n: int, k: int) -> list[Linear]:
@@ -53,7 +47,7 @@ def make_experts(
             result.append(kernels.pack(own, torch.full((n,), number / 8).to(dtype)))
         return result
 
-    return Experts(linears(2 * INNER, HIDDEN), linears(HIDDEN, INNER), activation)
+    return Experts(linears(2 * INNER, HIDDEN), linears(HIDDEN, INNER), Activation.SILU)
 
 
 def grouped(kernels: CudaKernels, experts: Experts) -> CudaExperts:
