@@ -117,20 +117,26 @@ def floor_seconds(
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    layer = hidden * head_dim * 2 * (heads + kv_heads) + 3 * hidden * config["intermediate_size"]
-    body, head = layers * layer, hidden * config["vocab_size"]
+    num_experts, chosen = config.get("num_experts", 1), config.get("num_experts_per_tok", 1)
+    inner = 3 * hidden * config.get("moe_intermediate_size", config["intermediate_size"])
+    others = hidden * head_dim * 2 * (heads + kv_heads)
+    body, head = layers * (others + chosen * inner), hidden * config["vocab_size"]
     kv_bytes = 2 * layers * kv_heads * head_dim * 2
+
+    def streaming(rows: int) -> float:
+        """The time to read the weights; of experts those that so many tokens go to, by random choices."""
+        read = num_experts * (1 - (1 - chosen / num_experts) ** rows)
+        return bits / 8 * (layers * (others + read * inner) + head) / limits.read_bytes_per_s
 
     def step(rows: int) -> float:
         """The weights are streamed or multiplied, whichever takes longer."""
-        streamed = bits / 8 * (body + head) / limits.read_bytes_per_s
-        return max(streamed, 2 * rows * (body + head) / limits.flop_per_s)
+        return max(streaming(rows), 2 * rows * (body + head) / limits.flop_per_s)
 
     prompt_tokens = shared + count * (num_in - shared)
     attention = 2 * layers * heads * head_dim * 2 * count * (num_in - shared) * (num_in + shared) / 2
     attention += 2 * layers * heads * head_dim * 2 * shared * shared / 2
     flop = 2 * (prompt_tokens * body + count * head) + attention
-    seconds = max(flop / limits.flop_per_s, bits / 8 * (body + head) / limits.read_bytes_per_s)
+    seconds = max(flop / limits.flop_per_s, streaming(prompt_tokens))
     for done in range(num_in, num_in + num_out - 1):
         seconds += step(count) + count * (done + 1) * kv_bytes / limits.read_bytes_per_s
     return seconds

@@ -14,22 +14,23 @@ from pagewire.kernels.data.layer import Experts
 from pagewire.kernels.data.weight import Linear
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.ops import activate_and_mul
-from pagewire.kernels.reference.kernels import ExpertProducts
+from pagewire.kernels.reference.kernels import GroupedProduct, Kernels
 
 Between = Callable[[Tensor], Tensor]
 """A function of rows [R, N] to rows [R, I], each computed on its own."""
-GroupedProduct = Callable[[Tensor, Sequence[int]], Tensor]
-"""Rows in order of the expert, and how many each expert has, to the rows of the result."""
 RoutedProduct = Callable[[Tensor, Sequence[int], Tensor], Tensor]
-"""The same, with the token int64 [R] that each row is of."""
+"""A `GroupedProduct` that is also given the token int64 [R] that each row is of."""
 
 
 class GroupedExperts:
     """The experts of a layer: x [T, H], ids int64 [T, C] and weights [T, C] to the weighted sum [T, H].
 
-    Each token goes to C experts. Rows are ordered by expert, and each product is one call for all experts where the
-    device's kernels allow it. A token's results are multiplied with their weights and added in ascending order of
-    the experts, all in float32, and rounded once. On the CPU its bits depend on nothing but the token.
+    Each token goes to C experts. All of it is one call, or each product is, where the device's kernels allow it. A
+    token's results are multiplied with their weights and added in ascending order of the experts, all in float32,
+    and rounded once. On the CPU its bits depend on nothing but the token. On a GPU the host waits for the device,
+    to learn how many rows each expert gets, unless all is one call.
+
+    compiled: that call; None: there is none.
     """
 
     def __init__(
@@ -46,15 +47,16 @@ class GroupedExperts:
         """
         self.experts = experts
         self.num_bytes = experts.num_bytes
-        self.compiled = compiled(experts, device)
-        self.is_one_call = self.compiled is not None and experts.activation is not None and after is None
+        self.compiled = None
         if experts.activation is not None:
             between = partial(activate_and_mul, activation=experts.activation)
+            if after is None:
+                self.compiled = kernels_of(experts.up, device).experts(experts)
         self.between, self.after = between, after
-        if self.compiled is not None:
-            self._products = self._adapted(self.compiled.up, self.compiled.down)
-        else:
-            self._products = self._one_by_one()
+        if self.compiled is None:
+            self._up, self._down = (
+                adapted(grouped_product(linears, device), linears) for linears in (experts.up, experts.down)
+            )
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum [T, H].
@@ -62,20 +64,14 @@ class GroupedExperts:
         Raises:
             ValueError: shapes or dtypes do not fit, or an id is of no expert.
         """
-        if self.compiled is not None and self.is_one_call:
+        if self.compiled is not None:
             return self.compiled(x, ids, weights)
-        return self._weighted(x, ids, weights, *self._products)
+        return self._weighted(x, ids, weights, self._up, self._down)
 
     def one_by_one(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The same, to the same bits, by a product for each expert."""
-        return self._weighted(x, ids, weights, *self._one_by_one())
-
-    def _one_by_one(self) -> tuple[RoutedProduct, RoutedProduct]:
-        return self._adapted(one_by_one(self.experts.up), one_by_one(self.experts.down))
-
-    def _adapted(self, up: GroupedProduct, down: GroupedProduct) -> tuple[RoutedProduct, RoutedProduct]:
-        """The experts' products, with what the adapters of the rows change in them."""
-        return adapted(up, self.experts.up), adapted(down, self.experts.down)
+        """The same by a product for each expert: to the same bits, but for dense weights on a GPU."""
+        up, down = (adapted(one_by_one(each), each) for each in (self.experts.up, self.experts.down))
+        return self._weighted(x, ids, weights, up, down)
 
     def _weighted(
         self, x: Tensor, ids: Tensor, weights: Tensor, up: RoutedProduct, down: RoutedProduct
@@ -88,20 +84,18 @@ class GroupedExperts:
         return weighted_experts(x, ids, weights, len(self.experts.up), up, self.between, last)
 
 
-def compiled(experts: Experts, device: torch.device) -> ExpertProducts | None:
-    """The products of experts as a device's kernels compute them for all at once; None if they do not."""
-    return implementation_for(torch.empty(0, dtype=experts.up[0].dtype, device=device)).experts(experts)
+def kernels_of(linears: Sequence[Linear], device: torch.device) -> Kernels:
+    """The kernels for linear layers on a device."""
+    return implementation_for(torch.empty(0, dtype=linears[0].dtype, device=device))
 
 
-def grouped_products(experts: Experts, device: torch.device) -> tuple[GroupedProduct, GroupedProduct]:
-    """The two products of experts without adapters, for all at once where the device's kernels allow it."""
-    if (products := compiled(experts, device)) is not None:
-        return products.up, products.down
-    return one_by_one(experts.up), one_by_one(experts.down)
+def grouped_product(linears: Sequence[Linear], device: torch.device) -> GroupedProduct:
+    """The product of several linear layers without adapters, in one call where the device's kernels allow it."""
+    return kernels_of(linears, device).grouped(linears) or one_by_one(linears)
 
 
 def one_by_one(linears: Sequence[Linear]) -> GroupedProduct:
-    """The product of the experts' rows with their linear layers without adapters, one after the other."""
+    """The product of several linear layers without adapters, one after the other."""
     linears = [plain(linear) for linear in linears]
 
     def product(rows: Tensor, counts: Sequence[int]) -> Tensor:

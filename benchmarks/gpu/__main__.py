@@ -32,12 +32,13 @@ TRIED = {
     "cache writes": ("store_kv", "rotate_and_store"),
     "attention": ("paged_attention",),
     "products": ("pack",),
+    "experts": ("experts",),
     "adapters": ("adapt",),
 }
 """The methods of the kernels that are tried together."""
 REHEARSAL = 5
 """How many times as long everything may take in a rehearsal."""
-GROUPS = ("decode", "prefill", "write", "rows", "sampling", "linear", "lora", "encoder")
+GROUPS = ("decode", "prefill", "write", "rows", "sampling", "linear", "experts", "lora", "encoder")
 
 
 def parts(is_gpu: bool) -> list[Part]:
@@ -69,6 +70,7 @@ def parts(is_gpu: bool) -> list[Part]:
         Part("racecheck", 60, partial(checks.sanitized, "racecheck")),
         Part("model 8b", 90, partial(speed.model, is_gpu, "llama-3-8b")),
         Part("model 8b int4", 120, partial(speed.model, is_gpu, "llama-3-8b", quantization="int4")),
+        Part("model experts", 120, partial(speed.model, is_gpu, "qwen3-moe")),
         Part("model adapters", 90, partial(speed.model, is_gpu, "llama-3.2-1b", adapters=True)),
         Part("encoder", 90, partial(speed.encoder, is_gpu, "all-mpnet-base-v2")),
         Part("encoder speed", 90, partial(speed.encoder, is_gpu, "all-MiniLM-L6-v2")),

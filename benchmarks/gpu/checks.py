@@ -27,6 +27,8 @@ SANITIZED_TRIALS = (
     "products with 4 bits, groups of 64, scales in float16",
     "products with 8 bits, groups of 16, scales in float16",
     "products with 8-bit floats, groups of 64",
+    "experts with 4 bits, groups of 64, scales in float16",
+    "experts with dense weights",
     "adapters",
 )
 
@@ -191,10 +193,11 @@ def first_run(is_gpu: bool) -> dict[str, Any]:
     import torch
 
     from benchmarks.gpu.place import Gpu, Rehearsal
-    from pagewire.workers.device.first_run import Launches, here, in_processes, replace_wrong_kernels
+    from pagewire.kernels.cuda.variants import Launches
+    from pagewire.workers.device.first_run import here, in_processes, replace_wrong_kernels
 
     device = (Gpu() if is_gpu else Rehearsal()).worker_device()
-    launches = Launches(torch.bfloat16, torch.float8_e4m3fn, 128)
+    launches = Launches(torch.bfloat16, torch.float8_e4m3fn, 128, mixture=True)
     if not is_gpu:  # sampling is all that is tried for float32
         launches = Launches(torch.float32, torch.float32, 64)
     seconds = []
@@ -328,11 +331,12 @@ def run_sanitized() -> None:
     from benchmarks.gpu.place import Gpu
     from pagewire.kernels.cuda.layout import exchange_chunks
     from pagewire.kernels.cuda.trials import trials
+    from pagewire.kernels.cuda.variants import Launches
 
     place = Gpu()
     kernels = place.kernels()
-    for trial in trials(torch.bfloat16, torch.bfloat16, 128):
+    for trial in trials(Launches(torch.bfloat16, torch.bfloat16, 128, mixture=True)):
         if trial.name in SANITIZED_TRIALS:
-            trial.compute(kernels, exchange_chunks, [x.to(place.device) for x in trial.inputs])
+            trial.runs(kernels, exchange_chunks, place.device)()
             torch.cuda.synchronize()
             print(trial.name, flush=True)

@@ -67,10 +67,23 @@ QWEN = {
     "eos_token_id": 151645,
     "bos_token_id": 151643,
 }
+QWEN_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 12,
+    "norm_topk_prob": True,
+}
+"""A quarter of the layers of Qwen3-30B-A3B: 8 billion weights, and a token is multiplied with 1 billion."""
 MODELS = {
     "llama-3.2-1b": LLAMA | SIZES_1B | {"head_dim": 64, "tie_word_embeddings": True},
     "llama-3-8b": LLAMA | SIZES_8B,
     "qwen3-8b": LLAMA | QWEN,
+    "qwen3-moe": LLAMA | QWEN | QWEN_EXPERTS,
 }
 TINY = {
     "hidden_size": 64,
@@ -81,6 +94,8 @@ TINY = {
     "head_dim": 32,
 }
 """Sizes of a model that shows that everything runs."""
+TINY_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+"""And of its experts, if it has some."""
 RANK = 16
 BITS = {None: 16, "int4": 5, "int8": 8.5}
 """Of a weight as it is read, with its scales and offsets, by how it is quantised."""

@@ -13,11 +13,12 @@ from benchmarks.kernels.case import Extent
 from pagewire.kernels.cuda import attention, norms
 from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.kernels import CudaKernels
-from pagewire.kernels.cuda.trials import Trial, trials
+from pagewire.kernels.cuda.trial import Trial, short
+from pagewire.kernels.cuda.trials import trials
+from pagewire.kernels.cuda.variants import Launches
 from pagewire.workers.device.cuda import CudaDevice
-from pagewire.workers.device.first_run import Launches
 
-PRODUCTS = ("groups of 64, scales in float16", "8-bit floats, groups of 64")
+PRODUCTS = ("groups of 64, scales in float16", "8-bit floats, groups of 64", "dense weights")
 """The ends of the names of trials of products that are rehearsed."""
 KV_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -67,13 +68,11 @@ class Gpu:
             for head_dim in attention.HEAD_DIMS:
                 for kv_dtype in KV_DTYPES:
                     for encodes in (False, True):
-                        launches = Launches(dtype, kv_dtype, head_dim, encodes)
-                        for trial in trials(
-                            dtype, kv_dtype, head_dim, encodes=encodes, recurrent=not encodes
-                        ):
+                        kinds = (encodes, not encodes, not encodes)
+                        for trial in trials(Launches(dtype, kv_dtype, head_dim, *kinds)):
                             if (dtype, trial.name) not in seen:
                                 seen.add((dtype, trial.name))
-                                yield str(launches.dtype).removeprefix("torch."), trial
+                                yield short(dtype), trial
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
         """See `Place`."""
@@ -108,8 +107,8 @@ class Rehearsal:
 
     def trials(self) -> Iterator[tuple[str, Trial]]:
         """See `Place`: few, for each kernel has to be compiled for the emulation."""
-        for trial in trials(torch.bfloat16, torch.bfloat16, 64):
-            is_norm, is_product = trial.method.endswith("norm"), trial.method == "pack"
+        for trial in trials(Launches(torch.bfloat16, torch.bfloat16, 64, mixture=True)):
+            is_norm, is_product = trial.method.endswith("norm"), trial.method in ("pack", "experts")
             if trial.name.endswith((" of 248", *PRODUCTS)) or not (is_norm or is_product):
                 yield "bfloat16", trial
 

@@ -31,7 +31,9 @@ def model(
     kind: dict[str, Any] = {"adapters": adapters, "quantization": quantization}
     if is_gpu:
         return models.run_model(models.MODELS[name], models.QUICK, limits, **kind)
-    return models.run_model(models.MODELS[name] | models.TINY, models.SMALL, limits, **kind)
+    sizes = models.MODELS[name]
+    tiny = models.TINY | (models.TINY_EXPERTS if "num_experts" in sizes else {})
+    return models.run_model(sizes | tiny, models.SMALL, limits, **kind)
 
 
 def encoder(is_gpu: bool, name: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from .adapters import lora_cases
 from .attention import decode_cases, encoder_cases, prefill_cases
 from .cache_writes import write_cases
 from .case import Case, Extent
+from .experts import expert_cases
 from .linear import linear_cases
 from .rows import row_cases
 from .sampling import sampling_cases
@@ -30,6 +31,7 @@ CASES: dict[str, Callable[[KernelLauncher, str, Extent], Iterator[Case]]] = {
     "write": write_cases,
     "rows": row_cases,
     "linear": linear_cases,
+    "experts": expert_cases,
     "lora": lora_cases,
     "sampling": sampling_cases,
 }

@@ -40,7 +40,8 @@ def linear_cases(launcher: KernelLauncher, on: str, extent: Extent) -> Iterator[
                 yield _linear_case(launcher, on, name, scheme, shape, num_rows)
 
 
-def _weight(scheme: Integers, shape: tuple[int, int], on: str, seed: int) -> Weight:
+def random_integers(scheme: Integers, shape: tuple[int, int], on: str, seed: int) -> Weight:
+    """A random weight [N, K] of a scheme, for rows of bfloat16."""
     generator = torch.Generator(on).manual_seed(seed)
     num_out, num_in = shape
     codes = torch.randint(
@@ -57,13 +58,16 @@ def _linear_case(
 ) -> Case:
     num_out, num_in = shape
     bias = torch.randn(num_out, device=on).bfloat16()
-    weight = _weight(scheme, shape, on, 0)
+    weight = random_integers(scheme, shape, on, 0)
     first = PackedWeightLinear(launcher, weight, bias)
     num_bytes = first.num_bytes + 2 * num_rows * (num_in + num_out)
     copies = num_copies(num_bytes)
     layers = [
         first,
-        *(PackedWeightLinear(launcher, _weight(scheme, shape, on, i), bias) for i in range(1, copies)),
+        *(
+            PackedWeightLinear(launcher, random_integers(scheme, shape, on, i), bias)
+            for i in range(1, copies)
+        ),
     ]
     x = torch.randn(copies, num_rows, num_in, device=on).bfloat16()
     dense = torch.stack(

@@ -50,18 +50,32 @@ def matrix(linear: Linear) -> ctypes.Structure:
     )
 
 
-class _Matrices:
-    """Linear layers of equal shape, one for each expert."""
+class Matrices:
+    """Linear layers of equal shape, such as those of each expert; see `Kernels.grouped`."""
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL, linears: Sequence[Linear]) -> Matrices | None:
+        """None if not all are packed weights, dense or quantised.
+
+        Raises:
+            ValueError: they differ in shape or dtype.
+        """
+        if not linears or not all(map(is_packed, linears)):
+            return None
+        forms = {(linear.out_features, linear.in_features, linear.dtype) for linear in linears}
+        if len(forms) > 1:
+            raise ValueError(f"experts differ: {sorted(map(str, forms))}")
+        return cls(library, linears)
 
     def __init__(self, library: ctypes.CDLL, linears: Sequence[Linear]) -> None:
         first_adapted(linears)  # refuses numbers that do not follow one another
-        self._library, self._owners = library, linears
+        self._library, self.linears = library, linears
         self.structs = (Matrix * len(linears))(*map(matrix, linears))
         first = linears[0]
         self.dtype, self.in_features, self.out_features = first.dtype, first.in_features, first.out_features
 
     def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """See `ExpertProducts.up`."""
+        """See `GroupedProduct`."""
         check_rows(rows, self.in_features, self.dtype)
         if len(counts) != len(self.structs) or sum(counts) != len(rows) or min(counts) < 0:
             raise ValueError(f"{len(rows)} rows for {len(self.structs)} experts, which get {counts}")
@@ -87,39 +101,28 @@ class CompiledExperts:
 
     @classmethod
     def of(cls, library: ctypes.CDLL, experts: Experts) -> CompiledExperts | None:
-        """None if not all linear layers are packed weights, dense or quantised.
+        """None if not all linear layers are packed weights, or there is no activation between them.
 
         Raises:
             ValueError: they differ in shape or dtype.
         """
-        up, down = experts.up, experts.down
-        if not up or not all(map(is_packed, (*up, *down))):
+        up, down = (Matrices.of(library, linears) for linears in (experts.up, experts.down))
+        if up is None or down is None or experts.activation is None:
             return None
-        forms = {(linear.out_features, linear.in_features, linear.dtype) for linear in up}
-        forms_down = {(linear.out_features, linear.in_features, linear.dtype) for linear in down}
-        if len(up) != len(down) or len(forms) > 1 or len(forms_down) > 1:
-            raise ValueError(f"experts differ: {sorted(map(str, forms | forms_down))}")
         return cls(library, up, down, experts.activation)
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        up: Sequence[Linear],
-        down: Sequence[Linear],
-        activation: Activation | None,
-    ) -> None:
-        self._library = library
-        self.up, self.down = _Matrices(library, up), _Matrices(library, down)
-        self.hidden_size, self.scratch_width = up[0].in_features, up[0].in_features + up[0].out_features
-        self._dtype, self._rows = up[0].dtype, RunningRows((*up, *down))
-        is_gated = up[0].out_features == 2 * down[0].in_features and down[0].out_features == up[0].in_features
-        if activation is not None and not (is_gated and activation in ACTIVATION_CODES):
-            raise ValueError(f"experts {up[0].out_features} and {down[0].in_features} wide with {activation}")
+    def __init__(self, library: ctypes.CDLL, up: Matrices, down: Matrices, activation: Activation) -> None:
+        self._library, self._up, self._down = library, up, down
+        self.hidden_size, self.scratch_width = up.in_features, up.in_features + up.out_features
+        self._dtype, self._rows = up.dtype, RunningRows((*up.linears, *down.linears))
+        is_gated = up.out_features == 2 * down.in_features and down.out_features == up.in_features
+        if len(up.linears) != len(down.linears) or not (is_gated and activation in ACTIVATION_CODES):
+            raise ValueError(f"experts {up.out_features} and {down.in_features} wide with {activation}")
         self.struct = ExpertsStruct(
-            up=ctypes.addressof(self.up.structs),
-            down=ctypes.addressof(self.down.structs),
-            count=len(up),
-            activation=-1 if activation is None else ACTIVATION_CODES[activation],
+            up=ctypes.addressof(up.structs),
+            down=ctypes.addressof(down.structs),
+            count=len(up.linears),
+            activation=ACTIVATION_CODES[activation],
         )
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

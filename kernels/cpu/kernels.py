@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagewire.kernels.cpu import adapters, attention, drawing, integers
 from pagewire.kernels.cpu.build import InstructionSet
-from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts
+from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts, Matrices
 from pagewire.kernels.cpu.library import choose
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
 from pagewire.kernels.cpu.quantised import PackedForm, QuantisedLinear
@@ -222,8 +222,10 @@ class CpuKernels(Kernels):
         return CompiledStack.of(self._library, input_norm, layers, norm_first=norm_first)
 
     def experts(self, experts: Experts) -> CompiledExperts | None:
-        """The experts in one call; None if they are not packed by this library."""
         return CompiledExperts.of(self._library, experts)
+
+    def grouped(self, linears: Sequence[Linear]) -> Matrices | None:
+        return Matrices.of(self._library, linears)
 
     def route(self, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         (num_tokens, num_experts), num_chosen = logits.shape, router.num_chosen

@@ -224,7 +224,7 @@ class CompiledStack:
                 return None
             if layer.mixture is not None:
                 experts = layer.mixture.experts
-                if experts.activation is None or CompiledExperts.of(library, experts) is None:
+                if CompiledExperts.of(library, experts) is None:
                     return None
                 dtypes |= {experts.up[0].dtype, experts.down[0].dtype}
             norms = (layer.attention_norm, layer.output_norm)

@@ -54,6 +54,8 @@ def variants(*dtypes: torch.dtype) -> list[Variant]:
 
 def why_not(experts: Experts) -> str | None:
     """Why experts have no kernel and have to run one by one; None if they have one."""
+    if experts.activation is None:
+        return "the kernels have no such activation"
     for linears in (experts.up, experts.down):
         if any(not isinstance(linear, PackedWeightLinear | UnpackedLinear) for linear in linears):
             return "experts have adapters, or weights of another kind"
@@ -175,7 +177,7 @@ def _addresses(linear: Linear) -> list[int]:
 
 
 class CudaExperts:
-    """The experts of a layer; see `ExpertProducts`. An id of no expert adds nothing: the host does not see it."""
+    """The experts of a layer; see `Kernels.experts`. An id of no expert adds nothing: the host does not see it."""
 
     def __init__(
         self, launcher: KernelLauncher, experts: Experts, activate: Callable[[Tensor, Activation], Tensor]
@@ -208,7 +210,8 @@ class CudaExperts:
         if not ids.numel():
             return out.zero_()
         assert self._experts.activation is not None
-        placed = self._placed(ids.contiguous())
+        tile_rows = self._up.launch_for(ids.numel()).rows
+        placed = place(self._launcher, ids.contiguous(), len(self._up.linears), tile_rows)
         rows = self._up(_aligned(x), placed, placed.sources)
         rows = self._down(self._activate(rows, self._experts.activation), placed, None)
         kernel = add_variant(x.dtype)
@@ -218,26 +221,6 @@ class CudaExperts:
         shared_bytes = 4 * ids.shape[1]
         self._launcher.launch(kernel, (len(x),), (THREADS,), pack(kernel, **fields, **sizes), shared_bytes)
         return out
-
-    def up(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """See `ExpertProducts.up`."""
-        return self._grouped(self._up, rows, counts)
-
-    def down(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """See `ExpertProducts.down`."""
-        return self._grouped(self._down, rows, counts)
-
-    def _grouped(self, products: _Products, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        check_rows(rows, products.in_features, products.dtype)
-        if len(counts) != len(products.linears) or sum(counts) != len(rows) or min(counts) < 0:
-            raise ValueError(f"{len(rows)} rows for {len(products.linears)} experts, which get {counts}")
-        if not len(rows):
-            return rows.new_empty(0, products.out_features)
-        ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(rows.device)
-        return products(_aligned(rows), self._placed(ids[:, None]), None)
-
-    def _placed(self, ids: Tensor) -> Placed:
-        return place(self._launcher, ids, len(self._up.linears), self._up.launch_for(ids.numel()).rows)
 
 
 def _aligned(rows: Tensor) -> Tensor:

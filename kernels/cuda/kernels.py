@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cuda import attention, gates, kv, linear, lora, norms, sampling, states
+from pagewire.kernels.cuda import attention, gates, kv, linear, lora, norms, states
+from pagewire.kernels.cuda import experts as cuda_experts
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.replacements import REPLACEMENTS
-from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.data.deltas import AdapterRows
-from pagewire.kernels.data.layer import Activation, Angles, HeadNorms
+from pagewire.kernels.data.layer import Activation, Angles, Experts, HeadNorms
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.weight import Linear, Weight
 from pagewire.kernels.reference.kernels import Kernels
@@ -31,41 +31,6 @@ def serves(tensors: Sequence[Tensor]) -> bool:
     """True if kernels support these tensors: one 16-bit float dtype, and 8-bit floats for cached K and V."""
     dtype = tensors[0].dtype
     return dtype in norms.DTYPES and all(tensor.dtype in (dtype, *kv.FP8) for tensor in tensors)
-
-
-def variants(
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    head_dim: int,
-    encodes: bool = False,
-    recurrent: bool = False,
-) -> list[Variant]:
-    """The kernels that a model may launch. Float32 models have sampling kernels only.
-
-    kv_dtype: of its KV cache. head_dim: of its attention; 0: no layer attends.
-    encodes: it is an encoder, which keeps keys and values for a layer only.
-    recurrent: it has layers with states.
-    """
-    result = [sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES if dtype in sampling.DTYPES]
-    if dtype not in norms.DTYPES:
-        return result
-    result += [gates.variant(dtype, activation) for activation in gates.ACTIVATIONS]
-    result += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
-    result += linear.variants(dtype)
-    if encodes:
-        result.append(kv.variant(dtype, dtype))
-        if head_dim in attention.TWO_SIDED_HEAD_DIMS:
-            result.append(attention.prefill_instance(dtype, dtype, head_dim, two_sided=True).variant)
-        return result
-    result += lora.variants(dtype)
-    if recurrent:
-        result += states.variants(dtype)
-    for cache_dtype in dict.fromkeys((dtype, kv_dtype)) if head_dim else ():
-        result.append(kv.variant(dtype, cache_dtype))
-        if head_dim in attention.HEAD_DIMS:
-            instances = (attention.decode_instance, attention.prefill_instance)
-            result += [instance(dtype, cache_dtype, head_dim).variant for instance in instances]
-    return result
 
 
 class CudaKernels(Kernels):
@@ -127,6 +92,12 @@ class CudaKernels(Kernels):
         if linear.why_not(weight) is None:
             return linear.PackedWeightLinear(self.launcher, weight, bias)
         return REPLACEMENTS.pack(weight, bias)
+
+    def experts(self, experts: Experts) -> cuda_experts.CudaExperts | None:
+        """See `Kernels.experts`; `experts.why_not` says why experts are called one by one."""
+        if cuda_experts.why_not(experts) is not None:
+            return None
+        return cuda_experts.CudaExperts(self.launcher, experts, self.activate_and_mul)
 
     def adapt(self, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:
         """See `pagewire.kernels.adapted.adapt`.

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
-from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight
+from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight, dense_weight
 from pagewire.kernels.reference.kernels import Kernels
 
 
@@ -35,8 +35,11 @@ class PagedReference(Kernels):
         return super().paged_attention(q, _rows(cache, blocks), batch, scale, terms, out)
 
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """See `pagewire.kernels.linear.pack`. The weight is made dense; a row's bits may depend on the batch."""
-        return UnpackedLinear(functional.linear, weight, bias)
+        """See `pagewire.kernels.linear.pack`. The weight is made dense; a row's bits may depend on the batch.
+
+        One that lies transposed, as some families' experts do, is laid in rows: experts.py reads it so.
+        """
+        return UnpackedLinear(functional.linear, dense_weight(weight.dense().contiguous()), bias)
 
     def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
         """See `Kernels.store_kv`."""

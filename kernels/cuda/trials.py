@@ -6,147 +6,49 @@ are: a worker runs these trials when it first starts on a device (`workers/devic
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from pagewire.kernels.cuda import attention, gates, kv, linear, norms, states
-from pagewire.kernels.cuda.kernels import CudaKernels
-from pagewire.kernels.cuda.layout import exchange_chunks
+from pagewire.kernels.cuda import attention, gates, kv, norms, states
+from pagewire.kernels.cuda.product_trials import expert_trials, linear_trials
+from pagewire.kernels.cuda.trial import TOLERANCE, Layout, Trial, normal, short
+from pagewire.kernels.cuda.variants import Launches
 from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
-from pagewire.kernels.data.floats import NO_NUMBER, Floats
-from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.layer import Activation, Norm
 from pagewire.kernels.data.paging import CAUSAL, UNSCALED, AttentionBatch, Cache, KVScales, LogitTerms
 from pagewire.kernels.data.states import StateBatch
-from pagewire.kernels.data.weight import Weight
-from pagewire.kernels.reference.kernels import Kernels, reference
+from pagewire.kernels.reference.kernels import Kernels
 from pagewire.kernels.reference.states import StateKernels
 
-TOLERANCE = {
-    torch.float16: 0.02,
-    torch.bfloat16: 0.05,
-    torch.float8_e4m3fn: 0.15,
-    torch.float8_e5m2: 0.3,
-}
-"""The largest `difference` of right results, by the dtype in which they are rounded: one or two units in
-its last place; for fp8 one."""
 HEADS, KV_HEADS, BLOCK_SIZE = 8, 2, 16
-TABLE = tuple(range(0, 240, 15))
-SCHEMES = {
-    f"{title}, {f'groups of {group}' if group else 'no groups'}": Integers(bits, group, zero, table)
-    for title, bits, zero, table in (
-        ("4 bits", 4, 8, None),
-        ("a table", 4, 99, TABLE),
-        ("8 bits", 8, 128, None),
-    )
-    for group in (None, 64, 16)
-} | {"4 bits, groups of 64": Integers(4, 64, 0), "8 bits, groups of 16": Integers(8, 16, 0)}
-"""A scheme for each kind of kernel for products with integers. With zero 0 there are offsets."""
-FLOAT_SCHEMES = {"8-bit floats, no groups": Floats(None), "8-bit floats, groups of 64": Floats(64)}
 SCALES = KVScales(0.5, 2.0)
-Layout = Callable[[Tensor], Tensor]
-"""Brings a cache from rows to the layout of an implementation, and back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A method of the kernels on small inputs."""
-
-    name: str
-    """What is tried, for the log."""
-    method: str
-    """Of `Kernels`; computed by PyTorch if the trial fails. "states": all of `StateKernels`."""
-    compute: Callable[[Kernels, Layout, Sequence[Tensor]], Tensor]
-    """Calls the method, with copies of the inputs, which it may change. Returns its results as rows [n, any]."""
-    inputs: Sequence[Tensor]
-    """On the CPU."""
-    tolerance: float
-    records: bool = True
-    """A CUDA graph can record it."""
-
-    @torch.inference_mode()
-    def why_wrong(self, kernels: CudaKernels, device: torch.device) -> str:
-        """Why the kernels cannot be relied on; empty if they give what PyTorch gives on the CPU.
-
-        On a GPU they are also recorded in a CUDA graph and replayed, which shows a launch on another stream.
-        """
-        expected = self.compute(reference, lambda cache: cache, [x.clone() for x in self.inputs])
-        inputs = [x.to(device) for x in self.inputs]
-
-        def run() -> Tensor:
-            return self.compute(kernels, exchange_chunks, [x.clone() for x in inputs])
-
-        if (error := difference(run(), expected)) > self.tolerance:
-            return f"differs from PyTorch by {error:.2g}"
-        if device.type != "cuda" or not self.records:
-            return ""
-        error = difference(recorded(run), expected)
-        return "" if error <= self.tolerance else f"differs from PyTorch by {error:.2g} in a CUDA graph"
-
-
-def difference(result: Tensor, expected: Tensor) -> float:
-    """The largest difference of two elements, relative to the expected one and to the size of its row [n, any].
-
-    The size is the root mean square. Where a row must be zeros, another number is infinitely wrong, and so is NaN.
-    """
-    result, expected = result.cpu().double(), expected.double()
-    size = expected.abs() + expected.square().mean(-1, keepdim=True).sqrt()
-    errors = torch.where(result == expected, 0.0, (result - expected).abs() / size)
-    return float(errors.nan_to_num(math.inf, math.inf).amax())
-
-
-def recorded(run: Callable[[], Tensor]) -> Tensor:
-    """The result of a replayed CUDA graph of `run`, in memory that held NaN before."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
-    result.fill_(torch.nan)
-    graph.replay()
-    torch.cuda.synchronize()
-    return result
-
-
-def trials(
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    head_dim: int,
-    encodes: bool = False,
-    recurrent: bool = False,
-) -> list[Trial]:
-    """A trial of every kernel that a model may launch, as `kernels.variants` lists them, but for sampling."""
+def trials(launches: Launches) -> list[Trial]:
+    """A trial of every kernel that a model may launch, as `variants_of` lists them, but for sampling."""
+    dtype, head_dim = launches.dtype, launches.head_dim
     if dtype not in norms.DTYPES:
         return []
     result = [*norm_trials(dtype), *gate_trials(dtype), *linear_trials(dtype)]
-    if encodes:
+    if launches.mixture:
+        result += expert_trials(dtype)
+    if launches.encodes:
         result += write_trials(dtype, dtype, head_dim)
         if head_dim in attention.TWO_SIDED_HEAD_DIMS:
             result += two_sided_trials(dtype, head_dim)
         return result
     result.append(adapter_trial(dtype))
-    if recurrent:
+    if launches.recurrent:
         result += [*matrix_trials(dtype), *channel_trials(dtype)]
-    for cache_dtype in dict.fromkeys((dtype, kv_dtype)) if head_dim else ():
+    for cache_dtype in dict.fromkeys((dtype, launches.kv_dtype)) if head_dim else ():
         result += write_trials(dtype, cache_dtype, head_dim)
         if head_dim in attention.HEAD_DIMS:
             result += attention_trials(dtype, cache_dtype, head_dim)
     return result
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Random float32 numbers, the same in every process."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def short(dtype: torch.dtype) -> str:
-    """A dtype's name in the log."""
-    return str(dtype).removeprefix("torch.")
 
 
 def norm_trials(dtype: torch.dtype) -> Iterator[Trial]:
@@ -180,47 +82,6 @@ def gate_trials(dtype: torch.dtype) -> Iterator[Trial]:
 
         name = f"{activation.value}_and_mul"
         yield Trial(name, "activate_and_mul", compute, [2 * normal(3, 2 * 136).to(dtype)], TOLERANCE[dtype])
-
-
-def linear_trials(dtype: torch.dtype) -> Iterator[Trial]:
-    """Products with packed weights of every kind, for few and for many rows, which must have the same bits.
-
-    All rows are nearly equal, and the bias takes most of them away: what rounding to `dtype` would hide shows.
-    """
-    num_out, num_in, num_rows = 72, 640, linear.MOST_FEW + 6
-    row = normal(num_in)
-    x = (row + normal(num_rows, num_in, seed=1) / 64).to(dtype)
-    codes = torch.randint(256, (num_out, num_in), generator=torch.Generator().manual_seed(2)).to(torch.uint8)
-
-    def compute(
-        scheme: Integers | Floats, kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]
-    ) -> Tensor:
-        x, bias, *parts = inputs
-        weight = Weight(scheme, tuple(parts), (num_out, num_in), dtype)
-        if kernels is reference:  # whose products with integers round x, too
-            matrix = replace(weight, dtype=torch.float32).dense()
-            exact = functional.linear(x.float(), matrix, bias.float())
-            return torch.cat([exact, torch.zeros_like(exact)])
-        product = kernels.pack(weight, bias)
-        many, few = product(x), torch.cat([product(x[i : i + 20]) for i in range(0, num_rows, 20)])
-        return torch.cat([many, few - many])
-
-    for name, floats in FLOAT_SCHEMES.items():
-        scales = (1 + normal(num_out, num_in // (floats.group or num_in), seed=3).abs()) / 1000
-        parts = [codes.where(codes & NO_NUMBER != NO_NUMBER, 0), scales]
-        bias = -Weight(floats, tuple(parts), (num_out, num_in), torch.float32).dense() @ row
-        inputs = [x, bias.to(dtype), *parts]
-        yield Trial(f"products with {name}", "pack", partial(compute, floats), inputs, TOLERANCE[dtype])
-    for name, scheme in SCHEMES.items():
-        groups = (num_out, num_in // (scheme.group or num_in))
-        scales = (1 + normal(*groups, seed=3).abs()) / 1000
-        factors = [scales, -9 * scales] if scheme.zero == 0 else [scales]
-        for scale_dtype in [torch.float32] if scheme.group is None else norms.DTYPES:
-            parts = [codes[:, : num_in * scheme.bits // 8], *(factor.to(scale_dtype) for factor in factors)]
-            bias = -Weight(scheme, tuple(parts), (num_out, num_in), torch.float32).dense() @ row
-            inputs = [x, bias.to(dtype), *parts]
-            title = f"products with {name}, scales in {short(scale_dtype)}"
-            yield Trial(title, "pack", partial(compute, scheme), inputs, TOLERANCE[dtype])
 
 
 def write_trials(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> Iterator[Trial]:

@@ -1,11 +1,58 @@
-"""All variants of all kernels: `pagewire kernels build` and the tests compile them."""
+"""All variants of all kernels, which `pagewire kernels build` and the tests compile, and those of one model."""
 
-from pagewire.kernels.cuda import attention, gates, kv, linear, lora, norms, probes, sampling, states
+from typing import NamedTuple
+
+import torch
+
+from pagewire.kernels.cuda import attention, experts, gates, kv, linear, lora, norms, probes, sampling, states
 from pagewire.kernels.cuda.source import Variant
 
-MODULES = (attention, gates, kv, linear, lora, norms, probes, sampling, states)
+MODULES = (attention, experts, gates, kv, linear, lora, norms, probes, sampling, states)
+
+
+class Launches(NamedTuple):
+    """What decides which kernels a model may launch.
+
+    kv_dtype: of its KV cache. head_dim: of its attention; 0: no layer attends.
+    encodes: it is an encoder, which keeps keys and values for a layer only.
+    recurrent: it has layers with states. mixture: it has experts.
+    """
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    head_dim: int
+    encodes: bool = False
+    recurrent: bool = False
+    mixture: bool = False
 
 
 def all_variants() -> list[Variant]:
     """The variants of every module, module by module."""
     return [variant for module in MODULES for variant in module.variants()]
+
+
+def variants_of(launches: Launches) -> list[Variant]:
+    """The kernels that a model may launch. Float32 models have sampling kernels only."""
+    dtype, head_dim = launches.dtype, launches.head_dim
+    result = [sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES if dtype in sampling.DTYPES]
+    if dtype not in norms.DTYPES:
+        return result
+    result += [gates.variant(dtype, activation) for activation in gates.ACTIVATIONS]
+    result += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
+    result += linear.variants(dtype)
+    if launches.mixture:
+        result += experts.variants(dtype)
+    if launches.encodes:
+        result.append(kv.variant(dtype, dtype))
+        if head_dim in attention.TWO_SIDED_HEAD_DIMS:
+            result.append(attention.prefill_instance(dtype, dtype, head_dim, two_sided=True).variant)
+        return result
+    result += lora.variants(dtype)
+    if launches.recurrent:
+        result += states.variants(dtype)
+    for cache_dtype in dict.fromkeys((dtype, launches.kv_dtype)) if head_dim else ():
+        result.append(kv.variant(dtype, cache_dtype))
+        if head_dim in attention.HEAD_DIMS:
+            instances = (attention.decode_instance, attention.prefill_instance)
+            result += [instance(dtype, cache_dtype, head_dim).variant for instance in instances]
+    return result

@@ -39,17 +39,15 @@ ROWS = 16
 """Rows of every product in `Kernels.linear`."""
 
 
-class ExpertProducts(Protocol):
-    """The products of a layer's experts, packed by an implementation."""
+class CompiledSum(Protocol):
+    """The experts of a layer in one call, packed by an implementation."""
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """See `pagewire.kernels.experts.GroupedExperts`; the experts' activation is one that the kernels have."""
+        """See `pagewire.kernels.experts.GroupedExperts`."""
 
-    def up(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Rows [R, H] to [R, N]: the first `counts[0]` of them by the first expert, and so on."""
 
-    def down(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Rows [R, I] to [R, H], likewise."""
+GroupedProduct = Callable[[Tensor, Sequence[int]], Tensor]
+"""Rows [R, K] in order of their matrix, and how many each matrix has, to [R, N]. The host knows these numbers."""
 
 
 class Kernels:
@@ -195,13 +193,10 @@ class Kernels:
         """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last axis, computed in float32.
 
         Args:
-            x: [..., N].
+            x: [..., N], as the result, which has its dtype.
             weight: [N].
             bias: [N]; None: 0.
             residual: like x, is added to it first; the sum is rounded to x's dtype.
-
-        Returns:
-            A tensor of x's shape and dtype.
         """
         total = x if residual is None else x + residual
         return functional.layer_norm(total, weight.shape, weight, bias, eps)
@@ -283,8 +278,12 @@ class Kernels:
         """All layers of a `pagewire.kernels.stack.Stack` in one call; None: they run kernel by kernel."""
         return None
 
-    def experts(self, experts: Experts) -> ExpertProducts | None:
-        """The products of all experts in one call each; None: they are called one by one."""
+    def experts(self, experts: Experts) -> CompiledSum | None:
+        """All experts of a layer, which have an activation, in one call; None: they are called one by one."""
+        return None
+
+    def grouped(self, linears: Sequence[Linear]) -> GroupedProduct | None:
+        """The product of several layers of equal shape, without adapters, in one call; None: there is none."""
         return None
 
     def route(self, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:

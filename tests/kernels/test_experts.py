@@ -97,8 +97,7 @@ def threads() -> Iterator[None]:
 def test_one_call_has_the_bits_of_a_call_for_each_expert(scheme: str, dtype: torch.dtype) -> None:
     for activation in (*Activation, None):
         experts = make_experts(dtype, SCHEMES[scheme], activation)
-        assert isinstance(experts.compiled, CompiledExperts)
-        assert experts.is_one_call == (activation is not None)
+        assert isinstance(experts.compiled, CompiledExperts) == (activation is not None)
         for num_tokens in (1, 2, 70):
             x, ids, weights = make_rows(num_tokens, dtype)
             found = experts(x, ids, weights)
@@ -115,10 +114,10 @@ def test_products_have_the_bits_of_the_reference(kernels: CpuKernels, scheme: st
         [[module.pack(weight) for weight in weights] for weights in matrices]
         for module in (kernels, reference)
     )
-    compiled = kernels.experts(Experts(packed[0], packed[1], None))
-    assert compiled is not None
     counts = [1, 0, 40, 3, 20, 0]
-    for product, linears, size in ((compiled.up, plain[0], HIDDEN), (compiled.down, plain[1], WIDTH)):
+    for own, linears in zip(packed, plain, strict=True):
+        product, size = kernels.grouped(own), own[0].in_features
+        assert product is not None
         rows = torch.randn(sum(counts), size, generator=torch.Generator().manual_seed(2)).to(dtype)
         assert torch.equal(product(rows, counts), one_by_one(linears)(rows, counts))
 
@@ -275,7 +274,7 @@ def test_experts_of_different_schemes() -> None:
     every = [make_experts(torch.bfloat16, SCHEMES[name]).experts for name in ("dense", "int8", "int4")]
     up, down = ([getattr(every[i % 3], name)[i] for i in range(NUM_EXPERTS)] for name in ("up", "down"))
     experts = GroupedExperts(Experts(up, down, Activation.SILU), CPU)
-    assert experts.is_one_call
+    assert experts.compiled is not None
     x, ids, weights = make_rows(30, torch.bfloat16)
     assert torch.equal(experts(x, ids, weights), experts.one_by_one(x, ids, weights))
 
@@ -306,10 +305,12 @@ def test_what_does_not_fit_is_refused(best_kernels: CpuKernels, monkeypatch: pyt
             experts(*arguments)
     with pytest.raises(ValueError, match="rows of 128"):
         experts(x.bfloat16(), ids, weights)
+    held = experts.experts
+    product = best_kernels.grouped(held.up)
+    assert product is not None
     for counts in ([3], [4, 0, 0, 0, 0, 0], [4, -1, 0, 0, 0, 0]):
         with pytest.raises(ValueError, match="3 rows"):
-            experts.compiled.up(x, counts)
-    held = experts.experts
+            product(x, counts)
     with pytest.raises(ValueError, match="experts differ"):
         best_kernels.experts(Experts([*held.up[:5], held.down[0]], held.down, Activation.SILU))
     with pytest.raises(ValueError, match="wide"):

@@ -19,9 +19,10 @@ from pagewire.kernels.cuda.kv import FP8
 from pagewire.kernels.cuda.norms import DTYPES as KERNEL_DTYPES
 from pagewire.kernels.cuda.sampling import MAX_VOCAB_SIZE
 from pagewire.kernels.cuda.source import Variant
+from pagewire.kernels.cuda.variants import Launches, variants_of
 from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.device.cuda_sampler import CudaTokenSampler
-from pagewire.workers.device.first_run import SAMPLING, Launches, in_processes, replace_wrong_kernels
+from pagewire.workers.device.first_run import SAMPLING, in_processes, replace_wrong_kernels
 from pagewire.workers.device.gpu_memory import CONTEXT_BYTES, GpuMemory, attention_scratch, sampling_scratch
 from pagewire.workers.device.interface import KernelNeeds, LoadedSizes, TokenSampler
 from pagewire.workers.device.kv_size import GIB
@@ -121,10 +122,10 @@ class CudaDevice:
                 "device='cpu', or dtype='float32', which needs none"
             )
         launched = [
-            Launches(needs.dtype, needs.kv_dtype, head_dim, needs.encodes, needs.recurrent)
+            Launches(needs.dtype, needs.kv_dtype, head_dim, needs.encodes, needs.recurrent, needs.mixture)
             for head_dim in sorted(needs.head_dims) or [0]
         ]
-        variants = dict.fromkeys(variant for each in launched for variant in cuda_kernels.variants(*each))
+        variants = dict.fromkeys(variant for each in launched for variant in variants_of(each))
 
         def progress(done: int, total: int, variant: Variant) -> None:
             if done % 8 == 0 or done == total:

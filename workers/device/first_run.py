@@ -23,7 +23,9 @@ from pagewire.ipc.host.lifeline import Child, exit_cause
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.source import HERE
-from pagewire.kernels.cuda.trials import normal, trials
+from pagewire.kernels.cuda.trial import normal
+from pagewire.kernels.cuda.trials import trials
+from pagewire.kernels.cuda.variants import Launches
 from pagewire.kernels.native import cache
 from pagewire.workers.device.cuda_sampler import CudaTokenSampler, Transfers
 from pagewire.workers.sample.sampler import SamplingSlot, sample
@@ -36,6 +38,8 @@ LIMIT_SECONDS = 120.0  # for all trials: they take seconds, and more if the cach
 MOST_PROCESSES = 6
 """Processes that may end by a trial. Then the kernels that remain are replaced without one."""
 PROGRAM = "pagewire.workers.device.trial_process"
+KINDS = ("encodes", "recurrent", "mixture")
+"""The fields of `Launches` that are options of the program."""
 NO_TRIAL = 2
 """The exit status of a process that cannot run trials."""
 VOCAB_SIZE = 5000  # more than the sampling kernels' slice
@@ -43,16 +47,6 @@ VOCAB_SIZE = 5000  # more than the sampling kernels' slice
 
 class NoTrialError(Exception):
     """The trials cannot be run. The message says why."""
-
-
-class Launches(NamedTuple):
-    """Which kernels a model may launch; see `kernels.cuda.kernels.variants`."""
-
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    head_dim: int
-    encodes: bool = False
-    recurrent: bool = False
 
 
 class TriedDevice(Transfers, Protocol):
@@ -76,7 +70,7 @@ def all_trials(device: TriedDevice, launches: Launches) -> list[Tried]:
         return why_sampling_is_wrong(device, launches.dtype)
 
     result = [Tried("sampling", SAMPLING, sampling)]
-    for trial in trials(*launches):
+    for trial in trials(launches):
 
         def run(why_wrong: Callable[..., str] = trial.why_wrong) -> str:
             return why_wrong(device.kernels, device.torch_device)
@@ -195,7 +189,7 @@ def in_processes(device: TriedDevice, launches: Launches) -> dict[str, str]:
     """
     types = [str(dtype).removeprefix("torch.") for dtype in launches[:2]]
     command = [sys.executable, "-m", PROGRAM, str(device.torch_device), *types, str(launches.head_dim)]
-    command += [f"--{name}" for name in ("encodes", "recurrent") if getattr(launches, name)]
+    command += [f"--{name}" for name in KINDS if getattr(launches, name)]
     return verdicts_from(command, [tried.name for tried in all_trials(device, launches)])
 
 

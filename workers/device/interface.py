@@ -58,7 +58,7 @@ class KernelNeeds(NamedTuple):
 
     dtype, kv_dtype: of its numbers, and of its KV cache. head_dims: the sizes of attention heads in its layers;
     empty if none attends. encodes: it is an encoder. chunks: some layers attend to chunks of keys.
-    recurrent: some layers keep states.
+    recurrent: some layers keep states. mixture: some have experts.
     """
 
     dtype: torch.dtype
@@ -67,6 +67,7 @@ class KernelNeeds(NamedTuple):
     encodes: bool = False
     chunks: bool = False
     recurrent: bool = False
+    mixture: bool = False
 
 
 class LoadedSizes(NamedTuple):

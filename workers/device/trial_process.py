@@ -12,8 +12,9 @@ import sys
 import torch
 
 from pagewire.ipc.host.lifeline import die_with_parent
+from pagewire.kernels.cuda.variants import Launches
 from pagewire.workers.device.cuda import CudaDevice
-from pagewire.workers.device.first_run import NO_TRIAL, Launches, NoTrialError, all_trials, verdict
+from pagewire.workers.device.first_run import KINDS, NO_TRIAL, NoTrialError, all_trials, verdict
 
 
 def main() -> int:
@@ -29,14 +30,15 @@ def main() -> int:
     parser.add_argument("dtype")
     parser.add_argument("kv_dtype")
     parser.add_argument("head_dim", type=int)
-    parser.add_argument("--encodes", action="store_true")
-    parser.add_argument("--recurrent", action="store_true")
+    for kind in KINDS:
+        parser.add_argument(f"--{kind}", action="store_true")
     parser.add_argument("--skip", type=int, required=True, metavar="N")
     parser.add_argument("--lifeline", required=True, type=int, metavar="FD")
     options = parser.parse_args()
     die_with_parent(options.lifeline)
     dtype, kv_dtype = (getattr(torch, name) for name in (options.dtype, options.kv_dtype))
-    launches = Launches(dtype, kv_dtype, options.head_dim, options.encodes, options.recurrent)
+    kinds = {kind: getattr(options, kind) for kind in KINDS}
+    launches = Launches(dtype, kv_dtype, options.head_dim, **kinds)
     device = CudaDevice.open(torch.device(options.device).index)
     print("ready", flush=True)
     for tried in all_trials(device, launches)[options.skip :]:

@@ -8,14 +8,14 @@ from typing import Any
 
 from pagewire.workers.estimate.inventory import Matrix, Part
 from pagewire.workers.estimate.states import Shapes, state_bytes
-from pagewire.workers.module.structure import DEFAULT_POSITIONS, MAX_POSITIONS
+from pagewire.workers.module.structure import DEFAULT_POSITIONS, MAX_POSITIONS, NUM_EXPERTS
 
 NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "max_positions": MAX_POSITIONS,
-    "num_experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
+    "num_experts": NUM_EXPERTS,
     "experts_per_token": (
         "num_experts_per_tok",
         "num_experts_per_token",

@@ -158,8 +158,7 @@ def footprint(
         dimensions=dimensions,
         dtype=own,
         isa=isa,
-        is_stack=has_stack_structure(dimensions.model_type, names, headers.config)
-        and not (isa == GPU and dimensions.num_experts),  # a GPU's experts run one by one, as `build.py` says
+        is_stack=has_stack_structure(dimensions.model_type, names, headers.config),
         parts=[_figures(part, of_part, share or 1.0) for part, of_part in by_part.items() if of_part],
         loading_bytes=_loading_bytes(held, own),
         kv_token_bytes=dimensions.kv_elements * kv_item

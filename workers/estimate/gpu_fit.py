@@ -126,18 +126,22 @@ def expected_memory(sizes: Footprint, config: WorkerConfig, gpu: Gpu, max_model_
 
 
 def is_recordable(sizes: Footprint, config: WorkerConfig) -> bool:
-    """True if a worker may record steps of the model, as far as headers say; its trial may show that it waits."""
-    if sizes.state_bytes or sizes.dimensions.num_experts or sizes.dtype == "float32":
+    """True if a worker may record steps of the model, as far as headers say; its trial may show that it waits.
+
+    It waits where experts have no kernel, which headers do not say: then room for graphs is left for nothing. With
+    adapters they have none.
+    """
+    if sizes.state_bytes or sizes.dtype == "float32":
         return False
-    return sizes.is_stack or config.lora is None
+    return config.lora is None or (sizes.is_stack and not sizes.dimensions.num_experts)
 
 
 def activation_bytes(sizes: Footprint, config: WorkerConfig, max_model_len: int) -> int:
     """Bytes of the largest step, beside what stays: of its layers, or of its logits.
 
     In a layer the sum and its norm live beside what attention or the feed-forward half makes of them: queries,
-    keys, values and the result; or two inputs of an activation and its output. The rows of experts, which come one
-    after the other, are gathered, and their results are put together.
+    keys, values and the result; or two inputs of an activation and its output. The rows of experts are reckoned as
+    where these run one by one, which takes more than one call: rows are gathered, and results are put together.
     """
     dimensions, size = sizes.dimensions, config.parallel.num_shards
     item, hidden = ITEM_BYTES[sizes.dtype], dimensions.hidden_size
@@ -150,7 +154,7 @@ def activation_bytes(sizes: Footprint, config: WorkerConfig, max_model_len: int)
         experts = dimensions.num_experts + dimensions.experts_per_token * routed
     widest = max(attention + hidden, 3 * dimensions.inner_size // size, experts)
     layers = num_tokens * (item * (2 * hidden + widest) + sizes.position_bytes + TOKEN_BYTES)
-    if not sizes.is_stack and not dimensions.num_experts:  # norms of modules are float32
+    if not sizes.is_stack:  # norms of modules are float32
         layers += num_tokens * 4 * hidden
     num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     logits = num_tokens * TOKEN_BYTES + item * (

@@ -21,7 +21,7 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.device.machine import runs_on_cpu
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.registered import registered_class
-from pagewire.workers.module.structure import CHUNKED, DEFAULT_POSITIONS, MAX_POSITIONS, WINDOWS
+from pagewire.workers.module.structure import CHUNKED, DEFAULT_POSITIONS, MAX_POSITIONS, NUM_EXPERTS, WINDOWS
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -242,6 +242,12 @@ def head_dims(config: Any) -> set[int]:
         (own, getattr(own, "head_dim", None), getattr(own, "num_attention_heads", None)) for own in attending
     ]
     return {head_dim or own.hidden_size // heads for own, head_dim, heads in sizes if head_dim or heads}
+
+
+def has_experts(config: Any) -> bool:
+    """True if a model's configuration says that some of its layers have experts."""
+    text = config.get_text_config()
+    return any(getattr(text, name, None) for name in NUM_EXPERTS)
 
 
 def state_layers(config: Any) -> list[str]:

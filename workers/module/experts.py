@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.data.layer import Activation, Experts, Router
+from pagewire.kernels.data.weight import UnpackedLinear
 from pagewire.kernels.experts import GroupedExperts
 from pagewire.kernels.linear import Linear, dense_weight
 from pagewire.kernels.ops import activate_and_mul, route
@@ -66,15 +67,13 @@ def grouped_experts(module: Any, weights: Weights, device: torch.device) -> Grou
     """
     up, down = (expert_linears(module, name, weights, device) for name in (up_name(module), "down_proj"))
     between = module._apply_gate if module.has_gate else module.act_fn
-    # On a GPU experts run one by one, with the module's own activation.
-    activation = (
-        activation_of(between, up[0].out_features) if device.type == "cpu" and module.has_gate else None
-    )
-    experts = Experts(up, down, activation)
-    if device.type == "cpu":
-        check_experts(GroupedExperts(experts, device, between))
-    after = normed(module, weights) if module.has_post_expert_norm else None
-    return GroupedExperts(experts, device, between, after)
+    experts = Experts(up, down, activation_of(between, up[0].out_features) if module.has_gate else None)
+    grouped = GroupedExperts(experts, device, between)
+    if device.type == "cpu" or grouped.compiled is not None:  # on a GPU they run one by one otherwise
+        check_experts(grouped, device)
+    if not module.has_post_expert_norm:
+        return grouped
+    return GroupedExperts(experts, device, between, normed(module, weights))
 
 
 def normed(module: Any, weights: Weights) -> Callable[[Tensor], Tensor]:
@@ -115,20 +114,25 @@ def activation_of(between: Callable[[Tensor], Tensor], size: int) -> Activation 
     return None
 
 
-def check_experts(grouped: GroupedExperts) -> None:
+def check_experts(grouped: GroupedExperts, device: torch.device) -> None:
     """Compare the products of all experts at once with a product for each expert; every expert has rows.
 
     Raises:
-        LoadError: a bit differs.
+        LoadError: a bit differs, or of dense weights on a GPU, which PyTorch adds up in another order, more than
+            rounding.
     """
     experts = grouped.experts
     num_experts, first = len(experts.up), experts.up[0]
-    x = torch.randn(num_experts, first.in_features, generator=torch.Generator().manual_seed(0)).to(
-        first.dtype
-    )
+    x = torch.randn(num_experts, first.in_features, generator=torch.Generator().manual_seed(0))
     ids = (torch.arange(num_experts)[:, None] + torch.arange(min(2, num_experts))) % num_experts
     weights = torch.linspace(0.25, 1.0, ids.numel()).view(ids.shape)
-    if not torch.equal(grouped(x, ids, weights), grouped.one_by_one(x, ids, weights)):
+    inputs = x.to(device, first.dtype), ids.to(device), weights.to(device)
+    found, expected = grouped(*inputs), grouped.one_by_one(*inputs)
+    is_right = torch.equal(found, expected)
+    if not is_right and any(isinstance(linears[0], UnpackedLinear) for linears in (experts.up, experts.down)):
+        difference = (found.float() - expected.float()).norm()
+        is_right = bool(difference <= tolerance(first.dtype) * expected.float().norm())
+    if not is_right:
         raise LoadError(f"the grouped product of {num_experts} experts differs from that of each")
 
 

@@ -25,9 +25,10 @@ from pagewire.kernels.adapted import Adapted
 from pagewire.kernels.data.deltas import Delta
 from pagewire.kernels.data.layer import Experts
 from pagewire.kernels.data.weight import dense_weight
-from pagewire.kernels.experts import GroupedProduct, grouped_products
+from pagewire.kernels.experts import grouped_product
 from pagewire.kernels.linear import dense
 from pagewire.kernels.ops import linear
+from pagewire.kernels.reference.kernels import GroupedProduct
 from pagewire.workers.module.products import packed
 from pagewire.workers.module.weights import Weights
 
@@ -48,7 +49,7 @@ class LatentHeads:
         )
         self.dtype, self.num_bytes = keys[0].dtype, keys_and_values.num_bytes
         self.adapted: Adapted | None = None
-        self._keys, self._values = grouped_products(keys_and_values, device)
+        self._keys, self._values = (grouped_product(heads, device) for heads in (keys, values))
 
     def queries(self, q: Tensor) -> Tensor:
         """Queries [T, H, nope + rope] of expanded keys as those of latents, [T, H, rank + rope]."""

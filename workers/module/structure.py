@@ -33,6 +33,8 @@ MAX_POSITIONS = (
     "max_seq_len",  # of MPT and DBRX
 )
 """The names that families give the setting of the longest sequence."""
+NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+"""The names that families give the number of a layer's experts."""
 CHUNKED = "chunked_attention"
 WINDOWS = {
     "sliding_attention": "sliding_window",

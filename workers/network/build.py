@@ -80,8 +80,6 @@ class _NetworkBuilder:
         parts = list(structure.layers(base, None if stage is None else stage.layers))
         attending = [part for part in parts if part.mixer is None]
         require(len(parts) > 0 and all(self._heads(part)[1] == self._heads(part)[2] for part in attending))
-        # Experts on a GPU are called one by one, between which the host waits: that cannot be recorded as a graph.
-        require(self.device.type == "cpu" or all(part.mixture is None for part in parts))
         halves = [half for part in parts for half in (part.mixer, part.feed_forward) if half is not None]
         # Nobody has seen whether they can be recorded on a GPU.
         require(not halves or self.device.type == "cpu")
@@ -204,10 +202,12 @@ class _NetworkBuilder:
         router = router_of(module.gate, self.weights, self.device)
         if router is None:
             raise OtherStructureError
-        experts = grouped_experts(module.experts, self.weights, self.device).experts
-        require(experts.activation is not None and not module.experts.has_post_expert_norm)
+        grouped = grouped_experts(module.experts, self.weights, self.device)
+        require(grouped.experts.activation is not None and grouped.after is None)
+        # On a GPU the host would wait within the stack for experts that have no kernel.
+        require(self.device.type == "cpu" or grouped.compiled is not None)
         shared_gate = getattr(module, "shared_expert_gate", None)
-        return Mixture(router, experts, None if shared_gate is None else self._joined([shared_gate]))
+        return Mixture(router, grouped.experts, None if shared_gate is None else self._joined([shared_gate]))
 
     def _joined(self, linears: Sequence[Any]) -> Linear:
         """One packed linear layer in place of several with the same input."""

@@ -32,6 +32,7 @@ from pagewire.workers.errors import DisprovenError, LoadError
 from pagewire.workers.module import attention
 from pagewire.workers.module.configuration import (
     end_of_sequence,
+    has_experts,
     head_dims,
     load_config,
     log_dtype,
@@ -151,6 +152,7 @@ class ModelSettings:
             encodes=self.encodes,
             chunks=CHUNKED in kinds,
             recurrent=bool(state_layers(self.config)),
+            mixture=has_experts(self.config),
         )
 
 

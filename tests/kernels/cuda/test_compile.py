@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire.kernels.cuda import compile, experts, limits, lora, norms, probes
+from pagewire.kernels.cuda import compile, limits, lora, norms, probes
 from pagewire.kernels.cuda.attention import HEAD_DIMS
 from pagewire.kernels.cuda.source import Variant
-from pagewire.kernels.cuda.variants import all_variants
+from pagewire.kernels.cuda.variants import Launches, all_variants
 from tests.kernels.cuda.emulate.recorder import Recorder
 
 ARCHITECTURE = "sm_90"
 OTHERS = ("sm_80", "sm_89", "sm_100")
 ONE = norms.variants()[0]
-EVERY = [*all_variants(), *experts.variants()]  # no worker calls the experts' kernels yet
+EVERY = all_variants()
 
 
 def largest_of_each_family() -> list[Variant]:
@@ -60,7 +60,8 @@ MOST_SHARED = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_10
 @pytest.mark.parametrize("arch", MOST_SHARED)
 def test_every_launch_is_within_the_limits(nvrtc: object, arch: str) -> None:
     """Threads as compiled for, registers, and shared memory, of the kernels with the largest heads."""
-    launches = Recorder.of_trials(torch.bfloat16, torch.float8_e4m3fn, max(HEAD_DIMS), recurrent=True)
+    kinds = Launches(torch.bfloat16, torch.float8_e4m3fn, max(HEAD_DIMS), recurrent=True, mixture=True)
+    launches = Recorder.of_trials(kinds)
     cubins = compile.build([launch.variant for launch in launches], arch)
     for variant, block, shared_bytes in launches:
         cubin = cubins[variant]

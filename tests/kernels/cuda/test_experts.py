@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pagewire.kernels.cuda.experts import CudaExperts, place, why_not
 from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.layer import Activation, Experts
-from pagewire.kernels.data.weight import Linear, Weight, dense_weight
-from pagewire.kernels.experts import one_by_one
+from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight, dense_weight
 from pagewire.workers.device.waits import WaitFinder
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, guarded
 from tests.kernels.cuda.test_linear import BF16, FP16, FP32, TABLE, make_floats, make_weight
@@ -33,13 +35,7 @@ KINDS: dict[str, Make] = {
 }
 
 
-def make_experts(
-    kernels: CudaKernels,
-    kind: str,
-    count: int,
-    dtype: torch.dtype = BF16,
-    activation: Activation | None = Activation.SILU,
-) -> Experts:
+def make_experts(kernels: CudaKernels, kind: str, count: int, dtype: torch.dtype = BF16) -> Experts:
     """Experts whose weights differ, as do their biases."""
 
     def linears(n: int, k: int) -> list[Linear]:
@@ -51,7 +47,7 @@ def make_experts(
             result.append(kernels.pack(own, torch.full((n,), number / 8).to(dtype)))
         return result
 
-    return Experts(linears(2 * INNER, HIDDEN), linears(HIDDEN, INNER), activation)
+    return Experts(linears(2 * INNER, HIDDEN), linears(HIDDEN, INNER), Activation.SILU)
 
 
 def grouped(kernels: CudaKernels, experts: Experts) -> CudaExperts:
@@ -144,6 +140,23 @@ def test_an_id_of_no_expert_adds_nothing() -> None:
     assert not products(x, torch.full_like(ids, 9), weights).any()
 
 
+def test_the_number_of_launches_does_not_depend_on_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, launch = list[str](), EmulatedLauncher.launch
+
+    def count(self: EmulatedLauncher, variant: Variant, *others: Any) -> None:
+        launched.append(variant.name.partition("<")[0])
+        launch(self, variant, *others)
+
+    monkeypatch.setattr(EmulatedLauncher, "launch", count)
+    kernels = CudaKernels(EmulatedLauncher(), "cpu")
+    products = grouped(kernels, make_experts(kernels, "int4", 4))
+    for num_tokens in (1, 90):
+        products(*make_rows(num_tokens, 4, 2))
+    few, many = launched[:5], launched[5:]
+    assert few == ["place_rows", "experts_few", "gate", "experts_few", "add_experts"]
+    assert many == [name.replace("few", "many") for name in few]
+
+
 @pytest.mark.parametrize("tile_rows", [16, 64])
 def test_places(launcher: EmulatedLauncher, tile_rows: int) -> None:
     """In order of the expert, and then of the choice; a tile of one expert's rows for each of them."""
@@ -160,29 +173,21 @@ def test_places(launcher: EmulatedLauncher, tile_rows: int) -> None:
             assert 0 < last - first <= tile_rows and (ids.flatten()[order[first:last]] == expert).all()
 
 
-def test_products_of_counted_rows(launcher: EmulatedLauncher) -> None:
-    kernels = CudaKernels(launcher, "cpu")
-    experts = make_experts(kernels, "int4", 4)
-    products, counts = grouped(kernels, experts), [3, 0, 70, 5]
-    for product, linears in ((products.up, experts.up), (products.down, experts.down)):
-        rows = torch.randn(78, linears[0].in_features).to(BF16)
-        assert torch.equal(product(rows, counts), one_by_one(linears)(rows, counts))
-        assert product(rows[:0], [0] * 4).shape == (0, linears[0].out_features)
-        with pytest.raises(ValueError, match="78 rows for 4 experts"):
-            product(rows, [78])
-
-
 def test_what_has_no_kernel() -> None:
     kernels = CudaKernels(EmulatedLauncher(), "cpu")
     dense, packed = make_experts(kernels, "dense", 4), make_experts(kernels, "int4", 4)
     mixed = Experts([*dense.up[:2], *packed.up[2:]], dense.down, Activation.SILU)
     assert "differ in the form" in str(why_not(mixed))
     narrow = [kernels.pack(dense_weight(torch.randn(64, 40).to(BF16)))]
-    assert "64 x 40 are no multiples" in str(why_not(Experts(narrow, narrow, None)))
-    strided = [kernels.pack(dense_weight(torch.randn(32, 64).to(BF16).T))]
-    assert "not contiguous" in str(why_not(Experts(strided, strided, None)))
+    assert "64 x 40 are no multiples" in str(why_not(Experts(narrow, narrow, Activation.SILU)))
+    transposed = dense_weight(torch.randn(32, 64).to(BF16).T)
+    packed_rows = [kernels.pack(transposed)]
+    assert why_not(Experts(packed_rows, packed_rows, Activation.SILU)) is None
+    strided = [UnpackedLinear(functional.linear, transposed, None)]
+    assert "not contiguous" in str(why_not(Experts(strided, strided, Activation.SILU)))
     whole = [kernels.pack(dense_weight(torch.randn(64, 64)))]
-    assert "not torch.float32" in str(why_not(Experts(whole, whole, None)))
+    assert "not torch.float32" in str(why_not(Experts(whole, whole, Activation.SILU)))
+    assert "no such activation" in str(why_not(Experts(dense.up, dense.down, None)))
     with pytest.raises(ValueError, match="no kernel for these experts"):
         CudaExperts(EmulatedLauncher(), mixed, kernels.activate_and_mul)
     products, (x, ids, weights) = grouped(kernels, dense), make_rows(3, 4, 2)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.layout import exchange_chunks
-from pagewire.kernels.cuda.variants import all_variants
+from pagewire.kernels.cuda.variants import Launches, all_variants, variants_of
 from pagewire.kernels.data.layer import Activation, Layer, Norm
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache
 from pagewire.kernels.data.weight import Linear, UnpackedLinear, dense_weight
@@ -183,9 +183,7 @@ def test_what_is_compiled_ahead_exists(encodes: bool) -> None:
     known = set(all_variants())
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for size in (24, 64, 128, 256):
-            ahead = cuda_kernels.variants(
-                dtype, torch.float8_e4m3fn, size, encodes=encodes, recurrent=not encodes
-            )
+            ahead = variants_of(Launches(dtype, torch.float8_e4m3fn, size, encodes, not encodes, not encodes))
             assert set(ahead) <= known
             attention = [variant.name for variant in ahead if "attention" in variant.name]
             two_sided = [name for name in attention if name.endswith(", true>")]

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from pagewire.kernels.cuda.kernels import CudaKernels
-from pagewire.kernels.cuda.trials import Trial, trials
+from pagewire.kernels.cuda.trial import Trial
+from pagewire.kernels.cuda.trials import trials
+from pagewire.kernels.cuda.variants import Launches
 from pagewire.workers.device.first_run import why_sampling_is_wrong
 from tests.kernels.cuda.emulate import Edit, EmulatedLauncher, EmulationError
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
@@ -19,11 +21,12 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 TRIALS = {
     trial.name: trial
     for encodes in (False, True)
-    for trial in trials(BF16, E4M3, 64, encodes=encodes, recurrent=not encodes)
+    for trial in trials(Launches(BF16, E4M3, 64, encodes, not encodes, not encodes))
     if not trial.method.endswith(("norm", "states"))
     or trial.name.endswith((" 248", " 1016", " 4088"))  # of one warp, of four, of more
     or trial.name in ("delta rule of 14", "state space of 14")  # the others with states share no memory
-    if trial.method != "pack" or trial.name.endswith("groups of 64, scales in bfloat16")
+    if trial.method not in ("pack", "experts")
+    or trial.name.endswith(("groups of 64, scales in bfloat16", "dense weights"))
 }
 
 
@@ -66,6 +69,13 @@ FAULTS = [
         "__syncthreads();  // the token is read",
         "// the token is read",
     ),
+    (
+        "experts with dense weights",
+        "experts.cu",
+        "    __syncthreads();\n    for (int chunk",
+        "    for (int chunk",
+    ),
+    ("experts with dense weights", "experts.cu", "    __syncthreads();\n    int row =", "    int row ="),
     ("state space of 14", "states.cu", "__syncthreads();  // the sums of", "// the sums of"),
     (
         "prefill attention over bfloat16, heads of 64",

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from pagewire.kernels.cuda import kernels as cuda_kernels
-from pagewire.kernels.cuda import sampling, trials
+from pagewire.kernels.cuda import sampling, trial, trials
 from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.kernels.cuda.variants import Launches, variants_of
 from pagewire.kernels.data.weight import UnpackedLinear, dense_weight
 from tests.kernels.cuda.emulate import Edit, EmulatedLauncher
 from tests.kernels.cuda.emulate.recorder import Recorder
@@ -18,18 +18,18 @@ BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("kind", [{}, {"encodes": True}, {"recurrent": True}], ids=str)
+@pytest.mark.parametrize("kind", [{}, {"encodes": True}, {"recurrent": True}, {"mixture": True}], ids=str)
 def test_every_kernel_has_a_trial(kind: dict[str, bool]) -> None:
     for dtype, head_dim in ((BF16, 64), (FP16, 128)):
-        launches = Recorder.of_trials(dtype, E4M3, head_dim, **kind)
-        expected = set(cuda_kernels.variants(dtype, E4M3, head_dim, **kind))
+        launches = Launches(dtype, E4M3, head_dim, **kind)
+        launched = {launch.variant for launch in Recorder.of_trials(launches)}
         of_sampling = {sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES}
-        assert {launch.variant for launch in launches} == expected - of_sampling
+        assert launched == set(variants_of(launches)) - of_sampling
 
 
 def find(name: str, cache_dtype: torch.dtype = BF16, encodes: bool = False) -> list[trials.Trial]:
     """The trials whose names begin so; norms of short rows only, as each shape is another kernel."""
-    known = trials.trials(BF16, cache_dtype, 32, encodes=encodes, recurrent=not encodes)
+    known = trials.trials(Launches(BF16, cache_dtype, 32, encodes, not encodes, not encodes))
     found = [t for t in known if t.name.startswith(name)]
     return found[:1] if " of " in name else found[-2:]
 
@@ -50,6 +50,8 @@ FAULTS = {
     "delta rule of ": (Edit("states.cu", "* p.beta[at]", ""), False),
     "convolution": (Edit("states.cu", "window[tap + 1]", "window[tap]"), False),
     "adapters": (Edit("lora.cu", "delta.scale * sum", "sum"), False),
+    "experts with dense": (Edit("experts.cu", "__fmul_rn(weight, pair.y)", "pair.y"), False),
+    "experts with 8-bit floats": (Edit("experts.cu", "choice / p.num_chosen", "choice"), False),
 }
 
 
@@ -97,7 +99,7 @@ def test_replacements_read_and_write_pages(cache_dtype: torch.dtype) -> None:
     kernels = CudaKernels(EmulatedLauncher(), "cpu")
     for method in ("store_kv", "rotate_and_store", "paged_attention"):
         kernels.replace(method)
-    chosen = [t for t in trials.trials(BF16, cache_dtype, 64) if t.method in kernels.replaced]
+    chosen = [t for t in trials.trials(Launches(BF16, cache_dtype, 64)) if t.method in kernels.replaced]
     assert len(chosen) == (4 if cache_dtype == BF16 else 8)
     assert not any(verdicts(kernels, chosen))
 
@@ -114,5 +116,5 @@ def test_replacements_read_and_write_pages(cache_dtype: torch.dtype) -> None:
 def test_the_difference_of_results(
     result: list[list[float]], expected: list[list[float]], at_least: float
 ) -> None:
-    difference = trials.difference(torch.tensor(result), torch.tensor(expected))
+    difference = trial.difference(torch.tensor(result), torch.tensor(expected))
     assert difference >= at_least and (difference == 0.0) == (at_least == 0.0)

@@ -34,11 +34,11 @@ from pagewire.kernels.cuda import states
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.cuda.trials import channel_trials, matrix_trials, trials
+from pagewire.kernels.cuda.variants import Launches
 from pagewire.kernels.reference.kernels import reference
 from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.device import cuda
 from pagewire.workers.device.cpu import CpuTokenSampler
-from pagewire.workers.device.first_run import Launches
 from pagewire.workers.device.interface import KernelNeeds
 from pagewire.workers.device.open import open_device, own_gpu
 from pagewire.workers.errors import LoadError
@@ -173,12 +173,17 @@ def outcome(result: StepResult) -> tuple[object, ...]:
 
 
 def test_tokens_are_those_of_transformers(llama: Path, load: Callable[..., Runner]) -> None:
+    check_tokens(llama, load())
+
+
+def check_tokens(folder: Path, runner: Runner) -> None:
+    """No token was much more likely to transformers in float32, and log probabilities are nearly the same."""
     from transformers import AutoModelForCausalLM
 
     prompts = make_prompts(VOCAB_SIZE)
     params = SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1)
-    causal = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
-    for request in Driver(load()).run(prompts, 6, params):
+    causal = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for request in Driver(runner).run(prompts, 6, params):
         ids = torch.tensor([request.prompt + request.output])
         with torch.inference_mode():
             wanted = causal(ids).logits[0, :-1].log_softmax(-1)
@@ -582,7 +587,7 @@ def test_kernels_of_states_are_compiled_and_tried_before_the_first_step(
     config = Architecture(name, SERVED[name].fields | fields).config()
     EmulatedCudaDevice(launcher).prepare(ModelSettings(config, None, dtype, dtype, [], 64).kernel_needs)
     assert [launches.head_dim for launches in tried] == [head_dim]
-    names = {trial.name for trial in trials(*tried[0])}
+    names = {trial.name for trial in trials(tried[0])}
     assert names >= {trial.name for trial in (*matrix_trials(dtype), *channel_trials(dtype))}
     assert set(compiled) >= set(states.variants(dtype))
 

@@ -86,7 +86,6 @@ def test_models_that_run_as_modules_are_replayed(tmp_path: Path, load: Load, nam
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mixtral", "aten::bincount has a result that the host must know"),
         ("dbrx", "aten::nonzero has a result that the host must know"),
         ("gpt2", "aten::lift_fresh copies numbers from the host"),
     ],

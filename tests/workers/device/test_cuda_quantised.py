@@ -79,7 +79,7 @@ def test_weights_stay_packed(
 
 
 def test_experts_stay_packed(tmp_path: Path, device: EmulatedCudaDevice, packed: list[Weight]) -> None:
-    """Each is a product of its own on a GPU."""
+    """Those of a layer are one call over packed weights."""
     sizes = HEADS | {"num_local_experts": 4}
     folder = Architecture("mixtral", sizes).write(tmp_path, dtype="bfloat16")
     narrow, _ = load_runner(folder, **SIZES, quantization="int4")

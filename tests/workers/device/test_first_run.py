@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from pagewire.kernels.cuda.trials import trials
+from pagewire.kernels.cuda.variants import Launches
 from pagewire.workers.device import cuda, first_run, trial_process
 from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.device.first_run import (
-    Launches,
     NoTrialError,
     Tried,
     replace_wrong_kernels,
@@ -30,6 +30,7 @@ from tests.workers.driver import Driver, load_runner
 from tests.workers.parity import make_prompts
 
 LAUNCHES = Launches(torch.bfloat16, torch.bfloat16, 32)
+LAUNCHES_OF_MIXTURE = LAUNCHES._replace(mixture=True)
 GATE = Edit("gates.cu", "x / (1.0f + expf(-x))", "x / (1.0f + expf(x))")
 
 
@@ -63,7 +64,7 @@ def test_an_engine_serves_although_kernels_are_wrong(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """PyTorch computes the gate, and the sampler of CPUs draws tokens; the next start knows without trials."""
-    some = [trial for trial in trials(*LAUNCHES[:3]) if trial.name == "silu_and_mul"]
+    some = [trial for trial in trials(LAUNCHES) if trial.name == "silu_and_mul"]
     monkeypatch.setattr(first_run, "trials", lambda *_, **__: some)  # the others take long to compile
     monkeypatch.setattr(
         first_run, "why_sampling_is_wrong", lambda device, dtype: "differs from the CPU's sampler"
@@ -171,12 +172,23 @@ def test_the_process_of_trials(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(trial_process, "die_with_parent", lambda fd: None)
     monkeypatch.setattr(cuda.CudaDevice, "open", lambda index: EmulatedCudaDevice())
     monkeypatch.setattr(
-        trial_process, "all_trials", lambda device, launches: tried if launches == LAUNCHES else []
+        trial_process, "all_trials", lambda _, launches: tried if launches == LAUNCHES_OF_MIXTURE else []
     )
     monkeypatch.setattr(
         sys,
         "argv",
-        ["trial_process", "cuda:0", "bfloat16", "bfloat16", "32", "--skip", "1", "--lifeline", "0"],
+        [
+            "trial_process",
+            "cuda:0",
+            "bfloat16",
+            "bfloat16",
+            "32",
+            "--mixture",
+            "--skip",
+            "1",
+            "--lifeline",
+            "0",
+        ],
     )
     assert trial_process.main() == 0
     ready, *lines = capsys.readouterr().out.splitlines()

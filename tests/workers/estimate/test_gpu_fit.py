@@ -79,9 +79,10 @@ def test_a_worker_shares_out_what_was_expected(
     assert found.memory.weights == plan.weights + dense_embedding_bytes(runner)
     same = ("total", "reserve", "others", "context", "scratch")
     assert [getattr(found.memory, part) for part in same] == [getattr(plan, part) for part in same]
-    assert found.memory.graphs == plan.graphs == (0 if name in ("mixture", "states") else GRAPH_BYTES)
+    assert found.memory.graphs == plan.graphs == (0 if name == "states" else GRAPH_BYTES)
     if name != "states":  # whose kernels take some more
-        assert plan.activations <= found.memory.activations <= 1.15 * plan.activations
+        slack = 1.2 if name == "mixture" else 1.15  # experts are reckoned one by one, and run in one call
+        assert plan.activations <= found.memory.activations <= slack * plan.activations
     assert found.kv_token_bytes * 16 == ready.bytes_per_block
     if name != "states":
         assert found.kv_tokens == ready.num_blocks * 16

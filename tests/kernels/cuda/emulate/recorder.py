@@ -10,6 +10,7 @@ import torch
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.cuda.trials import trials
+from pagewire.kernels.cuda.variants import Launches
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 
 
@@ -39,18 +40,10 @@ class Recorder(EmulatedLauncher):
         self.launches.add(RecordedLaunch(variant, tuple(block), shared_bytes))
 
     @classmethod
-    def of_trials(
-        cls,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype,
-        head_dim: int,
-        *,
-        encodes: bool = False,
-        recurrent: bool = False,
-    ) -> set[RecordedLaunch]:
+    def of_trials(cls, launches: Launches) -> set[RecordedLaunch]:
         """The launches of the trials of a first run."""
         device = cls()
         kernels = CudaKernels(device, "cpu")
-        for trial in trials(dtype, kv_dtype, head_dim, encodes=encodes, recurrent=recurrent):
+        for trial in trials(launches):
             trial.why_wrong(kernels, torch.device("cpu"))
         return device.launches

@@ -12,9 +12,9 @@ from torch import Tensor
 from pagewire.kernels import dispatch
 from pagewire.kernels.cuda.kernels import CudaKernels, serves
 from pagewire.kernels.cuda.norms import DTYPES
+from pagewire.kernels.cuda.variants import Launches
 from pagewire.kernels.reference.kernels import Kernels
 from pagewire.workers.device.cuda import CudaDevice
-from pagewire.workers.device.first_run import Launches
 from pagewire.workers.device.gpu_memory import CONTEXT_BYTES, attention_scratch
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.peak import TensorPeak

@@ -1,0 +1,133 @@
+"""Trials of products with weights that stay packed, and of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pagewire.kernels.cuda import linear, norms
+from pagewire.kernels.cuda.trial import TOLERANCE, Layout, Trial, normal, short
+from pagewire.kernels.data.floats import NO_NUMBER, Floats
+from pagewire.kernels.data.integers import Integers
+from pagewire.kernels.data.layer import Activation, Experts
+from pagewire.kernels.data.weight import Weight, dense_weight
+from pagewire.kernels.reference.kernels import Kernels, reference
+
+TABLE = tuple(range(0, 240, 15))
+SCHEMES = {
+    f"{title}, {f'groups of {group}' if group else 'no groups'}": Integers(bits, group, zero, table)
+    for title, bits, zero, table in (
+        ("4 bits", 4, 8, None),
+        ("a table", 4, 99, TABLE),
+        ("8 bits", 8, 128, None),
+    )
+    for group in (None, 64, 16)
+} | {"4 bits, groups of 64": Integers(4, 64, 0), "8 bits, groups of 16": Integers(8, 16, 0)}
+"""A scheme for each kind of kernel for products with integers. With zero 0 there are offsets."""
+FLOAT_SCHEMES = {"8-bit floats, no groups": Floats(None), "8-bit floats, groups of 64": Floats(64)}
+NUM_EXPERTS, NUM_CHOSEN, HIDDEN, INNER = 3, 2, 192, 64
+
+
+def packed_weights(num_out: int, num_in: int, dtype: torch.dtype) -> Iterator[tuple[str, Weight]]:
+    """A random weight [N, K] for each kind of kernel for packed weights, for rows of a dtype, with its name."""
+    shape = (num_out, num_in)
+    codes = torch.randint(256, shape, generator=torch.Generator().manual_seed(2)).to(torch.uint8)
+    for name, floats in FLOAT_SCHEMES.items():
+        scales = (1 + normal(num_out, num_in // (floats.group or num_in), seed=3).abs()) / 1000
+        yield name, Weight(floats, (codes.where(codes & NO_NUMBER != NO_NUMBER, 0), scales), shape, dtype)
+    for name, scheme in SCHEMES.items():
+        scales = (1 + normal(num_out, num_in // (scheme.group or num_in), seed=3).abs()) / 1000
+        factors = [scales, -9 * scales] if scheme.zero == 0 else [scales]
+        for scale_dtype in [torch.float32] if scheme.group is None else norms.DTYPES:
+            parts = [codes[:, : num_in * scheme.bits // 8], *(factor.to(scale_dtype) for factor in factors)]
+            yield f"{name}, scales in {short(scale_dtype)}", Weight(scheme, tuple(parts), shape, dtype)
+
+
+def exact_matrix(weight: Weight) -> Tensor:
+    """The numbers of a weight in float32."""
+    return replace(weight, dtype=torch.float32).dense()
+
+
+def linear_trials(dtype: torch.dtype) -> Iterator[Trial]:
+    """Products with packed weights of every kind, for few and for many rows, which must have the same bits.
+
+    All rows are nearly equal, and the bias takes most of them away: what rounding to `dtype` would hide shows.
+    """
+    num_out, num_in, num_rows = 72, 640, linear.MOST_FEW + 6
+    row = normal(num_in)
+    x = (row + normal(num_rows, num_in, seed=1) / 64).to(dtype)
+
+    def compute(like: Weight, kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+        x, bias, *parts = inputs
+        weight = replace(like, parts=tuple(parts))
+        if kernels is reference:  # whose products with integers round x, too
+            exact = functional.linear(x.float(), exact_matrix(weight), bias.float())
+            return torch.cat([exact, torch.zeros_like(exact)])
+        product = kernels.pack(weight, bias)
+        many, few = product(x), torch.cat([product(x[i : i + 20]) for i in range(0, num_rows, 20)])
+        return torch.cat([many, few - many])
+
+    for name, weight in packed_weights(num_out, num_in, dtype):
+        bias = -exact_matrix(weight) @ row
+        inputs = [x, bias.to(dtype), *weight.parts]
+        yield Trial(f"products with {name}", "pack", partial(compute, weight), inputs, TOLERANCE[dtype])
+
+
+def expert_trials(dtype: torch.dtype) -> Iterator[Trial]:
+    """Experts with weights of every kind, for few and for many rows, which must have the same bits."""
+    num_tokens = 30
+    x = normal(num_tokens, HIDDEN).to(dtype)
+    weights, ids = normal(num_tokens, NUM_EXPERTS, seed=1).softmax(-1).topk(NUM_CHOSEN)
+    dense = [dense_weight(normal(*shape).to(dtype) / 16) for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER))]
+    kinds = zip(packed_weights(2 * INNER, HIDDEN, dtype), packed_weights(HIDDEN, INNER, dtype), strict=True)
+    pairs = {name: (up, down) for (name, up), (_, down) in kinds} | {"dense weights": tuple(dense)}
+    for name, (up, down) in pairs.items():
+        inputs = [x, ids, weights, *up.parts, *down.parts]
+        loaded = partial(load_experts, up, down)
+        yield Trial(f"experts with {name}", "experts", add_experts, inputs, TOLERANCE[dtype], load=loaded)
+
+
+def load_experts(
+    like_up: Weight, like_down: Weight, kernels: Kernels, inputs: Sequence[Tensor]
+) -> Sequence[Any]:
+    """What `add_experts` gets: rows, choice, weights, experts, and these in one call where there is one.
+
+    like_up, like_down: weights whose parts are the last inputs. Each expert has their rows, in another order.
+    """
+    x, ids, weights, *parts = inputs
+    num_parts = len(like_up.parts)
+    whole = [
+        replace(like_up, parts=tuple(parts[:num_parts])),
+        replace(like_down, parts=tuple(parts[num_parts:])),
+    ]
+    if kernels is reference:  # whose products with integers round x, too
+        x, whole = x.float(), [dense_weight(exact_matrix(weight)) for weight in whole]
+    up, down = (
+        [
+            kernels.pack(weight.take(torch.arange(weight.shape[0], device=x.device).roll(number)))
+            for number in range(NUM_EXPERTS)
+        ]
+        for weight in whole
+    )
+    experts = Experts(up, down, Activation.SILU)
+    return x, ids, weights, experts, kernels.experts(experts)
+
+
+def add_experts(kernels: Kernels, layout: Layout, loaded: Sequence[Any]) -> Tensor:
+    """The weighted sums of experts, and by how much those of fewer tokens differ."""
+    x, ids, weights, experts, compiled = loaded
+    if compiled is None:  # each expert computes all rows, whose weights are 0 if they are not its own
+        sums = torch.zeros(x.shape, device=x.device)
+        for number, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
+            own = (weights * (ids == number)).sum(1, keepdim=True)
+            sums += own * down(kernels.activate_and_mul(up(x), experts.activation))
+        return torch.cat([sums, torch.zeros_like(sums)])
+    many = compiled(x, ids, weights)
+    few = [compiled(*part) for part in zip(*(each.split(20) for each in (x, ids, weights)), strict=True)]
+    return torch.cat([many, torch.cat(few) - many])
