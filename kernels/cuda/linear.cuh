@@ -339,7 +339,8 @@ DEVICE void store_two(const Product& p, int row, int output, float first, float 
 template <class K>
 struct Few {
     static constexpr int ROWS = 16;
-    static constexpr int STAGES = K::DENSE ? 4 : K::WORDS == 1 ? 8 : 6;  // steps of a warp in shared memory
+    static constexpr int STAGES = K::WORDS == 1 ? 5 : 4;  // steps of a warp in shared memory
+    static constexpr int STAGE_BYTES = K::STAGE_BYTES + ROWS * ROW_BYTES;  // weights, then rows
 };
 
 // The row of x of a row of a product: its own number, or another one.
@@ -351,30 +352,41 @@ struct GatheredRow {
     DEVICE int operator()(int row) const { return sources ? sources[row] : row; }
 };
 
-// What a lane loads of the rows of a tile, step by step: of the rows g and g + 8. Those after the last are zeros.
+// What a lane copies of the 16 rows of a tile: 8 columns of a step, of every eighth row. Nothing is copied in the place of
+// rows after the last: nobody stores what comes of them.
+template <class T>
 struct LaneRows {
-    const u32* upper;  // its first pair in the next step
-    const u32* lower;
-    bool has_upper, has_lower;
+    const T* from[2];  // in step 0; null: there is no such row
+    int place;         // of the first one in a stage; the other is eight rows on
 
-    template <class T, class Source>
-    DEVICE LaneRows(const Product& p, const T* x, Source source, int first, int step) {
-        const int lane = threadIdx.x % 32, row = first + lane / 4;
-        has_upper = row < p.m, has_lower = row + 8 < p.m;
-        const int offset = 32 * step + 2 * (lane % 4);
-        upper = reinterpret_cast<const u32*>(x + source(has_upper ? row : first) * p.x_stride + offset);
-        lower = reinterpret_cast<const u32*>(x + source(has_lower ? row + 8 : first) * p.x_stride + offset);
-    }
-    // The fragments of the next step.
-    DEVICE void load(Rows<1>& x) {
+    template <class Source>
+    DEVICE LaneRows(const Product& p, Source source, int first) {
+        const int lane = threadIdx.x % 32;
+        place = chunk_place(lane / 4, lane % 4);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const u32* pair = (i % 2 ? lower : upper) + 4 * (i / 2);
-            x[0][i / 4][i % 4] = (i % 2 ? has_lower : has_upper) ? __ldg(pair) : 0;
+        for (int i = 0; i < 2; i++) {
+            const int row = first + lane / 4 + 8 * i;
+            from[i] = row < p.m ? static_cast<const T*>(p.x) + source(row) * p.x_stride + 8 * (lane % 4) : nullptr;
         }
-        upper += 16, lower += 16;
+    }
+    // Starts to copy a step.
+    DEVICE void copy(int step, unsigned char* tile) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (from[i]) copy_async_16(tile + place + 8 * i * ROW_BYTES, from[i] + 32 * step, true);
     }
 };
+
+// The fragments of a step's rows, TILES times 16.
+template <int TILES>
+DEVICE void read_rows(const unsigned char* tile, Rows<TILES>& x) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < TILES; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            ldmatrix_x4(x[m][half], tile + chunk_place(16 * m + lane % 16, 2 * half + lane / 16));
+}
 
 // The sums of a slice, by a warp. ring: STAGES stages of its own.
 template <class K, class Source>
@@ -383,22 +395,26 @@ DEVICE void sum_slice(const Product& p, Source source, int first_row, int block,
     constexpr int STAGES = Few<K>::STAGES;
     const int begin = slice_begin(p, slice), end = slice_begin(p, slice + 1);
     const LaneWeights<K> weights(p, block);
-    LaneRows rows(p, static_cast<const typename K::T*>(p.x), source, first_row, begin);
+    const LaneRows<typename K::T> rows(p, source, first_row);
     int filled = 0, read = 0;  // stages
+    auto stage = [&](int number) { return ring + number * Few<K>::STAGE_BYTES; };
     auto copy = [&](int step) {
-        if (step < end) weights.copy(p, step, ring + filled * K::STAGE_BYTES);
+        if (step < end) {
+            weights.copy(p, step, stage(filled));
+            rows.copy(step, stage(filled) + K::STAGE_BYTES);
+        }
         commit_copies();
         filled = after<STAGES>(filled);
     };
     for (int step = begin; step < begin + STAGES - 1; step++) copy(step);
 #pragma unroll 1  // more steps at a time would need more registers than three blocks have
     for (int step = begin; step < end; step++) {
-        Rows<1> x;
-        rows.load(x);
         wait_for_copies<STAGES - 2>();
-        __syncwarp();  // the step's scales are there for all lanes, and the stage before it is read
+        __syncwarp();  // the step is there for all lanes, and the stage before it is read
         copy(step + STAGES - 1);
-        add_step<K, 1>(p, ring + read * K::STAGE_BYTES, x, sums);
+        Rows<1> x;
+        read_rows<1>(stage(read) + K::STAGE_BYTES, x);
+        add_step<K, 1>(p, stage(read), x, sums);
         read = after<STAGES>(read);
     }
 }
@@ -408,7 +424,7 @@ template <class K, class Source>
 DEVICE void multiply_few(const Product& p, Source source, int first_row, int block) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Sums<1> sums = {};
-    unsigned char* const ring = shared_memory() + warp * Few<K>::STAGES * K::STAGE_BYTES;
+    unsigned char* const ring = shared_memory() + warp * Few<K>::STAGES * Few<K>::STAGE_BYTES;
     sum_slice<K>(p, source, first_row, block, warp, ring, sums);
     __syncthreads();  // the stages are read: sums take their place
     float* const totals = reinterpret_cast<float*>(shared_memory());  // [SLICES, ROWS, OUTPUTS]
@@ -449,16 +465,6 @@ DEVICE void copy_rows(const Product& p, Source source, int first, int step, unsi
         const T* from = static_cast<const T*>(p.x) + place;
         copy_async_16(to + chunk_place(row, chunk), from, true);
     }
-}
-
-// The fragments of a step's rows.
-DEVICE void read_rows(const unsigned char* tile, Rows<Many::TILES>& x) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int m = 0; m < Many::TILES; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            ldmatrix_x4(x[m][half], tile + chunk_place(16 * m + lane % 16, 2 * half + lane / 16));
 }
 
 // The sums of all slices so far, a thread's own, which have no room in registers.
@@ -511,7 +517,7 @@ DEVICE void multiply_many(const Product& p, Source source, int first_row, int ou
         __syncthreads();  // the step is there for all threads, and the stage before it is read
         copy(step + STAGES - 1);
         Rows<TILES> x;
-        read_rows(tiles + read * Many::TILE_BYTES, x);
+        read_rows<TILES>(tiles + read * Many::TILE_BYTES, x);
         add_step<K, TILES>(p, ring + read * K::STAGE_BYTES, x, sums);
         read = after<STAGES>(read);
         while (slice_begin(p, slice + 1) <= step) slice++;

@@ -171,7 +171,7 @@ def _launches(weight: Weight) -> tuple[Launch, Launch]:
     kind = (weight.dtype, _codes(scheme), scale_dtype if span else torch.float32, span)
     scale_bytes = OUTPUTS * STEP // span * scale_dtype.itemsize if span else 0
     stage_bytes = OUTPUTS * STEP * _bits(scheme) // 8 + 2 * scale_bytes  # of a warp: codes, scales, offsets
-    return _few_and_many(kind, stage_bytes, 8 if _bits(scheme) == 4 else 6, 6)
+    return _few_and_many(kind, stage_bytes, 5 if _bits(scheme) == 4 else 4, 6)
 
 
 def dense_launches(dtype: torch.dtype) -> tuple[Launch, Launch]:
@@ -183,9 +183,10 @@ def _few_and_many(
     kind: tuple[torch.dtype, str, torch.dtype, int], stage_bytes: int, few_stages: int, many_stages: int
 ) -> tuple[Launch, Launch]:
     """Numbers as in linear.cuh. stage_bytes: of a warp's weights in a step."""
-    stride = 40
-    shared = SLICES * max(few_stages * stage_bytes, 16 * stride * 4)  # the sums of slices follow the stages
-    few = Launch(variant("few", *kind), 16, OUTPUTS, 32 * SLICES, shared)
+    rows, stride = 16, 40
+    stages = few_stages * (stage_bytes + rows * 2 * STEP)  # weights and rows of a warp
+    shared = SLICES * max(stages, rows * stride * 4)  # the sums of slices follow the stages
+    few = Launch(variant("few", *kind), rows, OUTPUTS, 32 * SLICES, shared)
     rows, warps = 64, 4
     stages = many_stages * (rows * 2 * STEP + warps * stage_bytes)
     shared = stages + rows * warps * OUTPUTS * 4  # rows and weights, sums

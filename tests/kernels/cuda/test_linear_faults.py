@@ -59,14 +59,14 @@ FAULTS = [
     # Copies and barriers.
     ("halves", FEW, "        wait_for_copies<STAGES - 2>();\n        __syncwarp();", "        __syncwarp();"),
     ("halves", FEW, f"{WAIT % 2}__syncwarp", f"{WAIT % 1}__syncwarp"),
-    ("halves", FEW, "        __syncwarp();  // the step's scales", "        // the step's scales"),
+    ("halves", FEW, "        __syncwarp();  // the step is there", "        // the step is there"),
     ("halves", FEW, "    __syncthreads();  // the stages are read", "    // the stages are read"),
     ("halves", FEW, "        }\n    __syncthreads();\n    for (int row", "        }\n    for (int row"),
     (
         "halves",
         FEW,
-        "        copy(step + STAGES - 1);\n        add_step",
-        "        copy(step + STAGES);\n        add_step",
+        "        copy(step + STAGES - 1);\n        Rows<1>",
+        "        copy(step + STAGES);\n        Rows<1>",
     ),
     ("wide", FEW, "stage == STAGES - 1 ?", "stage == STAGES - 2 ?"),
     ("halves", MANY, f"{WAIT % 2}__syncthreads", f"{WAIT % 1}__syncthreads"),
@@ -74,8 +74,8 @@ FAULTS = [
     (
         "wide",
         MANY,
-        "        copy(step + STAGES - 1);\n        Rows",
-        "        copy(step + STAGES);\n        Rows",
+        "        copy(step + STAGES - 1);\n        Rows<TILES>",
+        "        copy(step + STAGES);\n        Rows<TILES>",
     ),
     ("halves", MANY, "CHUNK_BYTES, row, chunk)", "CHUNK_BYTES, row, chunk & 2)"),
     # Codes.
@@ -134,11 +134,11 @@ FAULTS = [
     ("fine", MANY, "== step + 1) totals", "== step + 1 && slice % 2) totals"),
     ("bytes", MANY, "slice_begin(p, slice + 1) == step + 1", "step % 8 == 7 || step + 1 == p.steps"),
     # Rows, outputs and slices.
-    ("halves", FEW, "has_lower ? row + 8 : first", "has_lower ? row : first"),
-    ("halves", FEW, "upper += 16, lower += 16;", "upper += 16, lower += 8;"),
-    ("halves", FEW, "32 * step + 2 * (lane % 4);", "32 * step + 4 * (lane % 4);"),
+    ("halves", FEW, "first + lane / 4 + 8 * i;", "first + lane / 4 + 4 * i;"),
+    ("halves", FEW, "from[i] + 32 * step,", "from[i] + 16 * step,"),
+    ("halves", FEW, "8 * (lane % 4) : nullptr;", "4 * (lane % 4) : nullptr;"),
     ("halves", FEW, "if (row >= p.m || output >= p.n) return;", "if (row >= p.m) return;"),
-    ("halves", FEW, "(i % 2 ? lower : upper)", "(i % 2 ? upper : lower)"),
+    ("halves", FEW, "tile + place + 8 * i * ROW_BYTES", "tile + place + 4 * i * ROW_BYTES"),
     ("halves", FEW, "return slice * p.steps / SLICES;", "return slice * (p.steps / SLICES);"),
     (
         "halves",
