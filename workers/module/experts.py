@@ -142,7 +142,7 @@ def router_of(gate: Any, weights: Weights, device: torch.device) -> Router | Non
         return None
     weights.fill(gate)
     x = torch.randn(ROUTER_ROWS, gate.weight.shape[1], generator=torch.Generator().manual_seed(0))
-    found = gate(x.to(gate.weight.dtype))
+    found = gate(x.to(gate.weight.device, gate.weight.dtype))
     if not isinstance(found, tuple) or len(found) != 3:
         return None
     logits, expected, ids = found
