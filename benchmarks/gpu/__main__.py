@@ -61,7 +61,7 @@ def parts(is_gpu: bool) -> list[Part]:
         Part("graphs", 30, partial(checks.graphs, is_gpu)),
         Part("streams", 30, partial(checks.streams, is_gpu)),
         Part("nccl", 45, partial(checks.nccl, is_gpu)),
-        Part("worker", 100, partial(checks.tests, is_gpu, "gpu")),
+        Part("worker", 240, partial(checks.tests, is_gpu, "gpu and not test_gpu and not emulated")),
     ]
     fast = [Part(f"speed {group}", 30, partial(speed.kernels, is_gpu, group)) for group in GROUPS]
     engines = [

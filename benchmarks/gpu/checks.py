@@ -222,7 +222,9 @@ def tests(is_gpu: bool, expression: str) -> dict[str, Any]:
     # Without a GPU these tests run on the emulated device, which takes minutes: a rehearsal runs a short one.
     root = Path(__file__).parents[2] / "tests"
     chosen = [root / "workers" / "device", "-k", expression] if is_gpu else [root / "ipc" / "test_quoting.py"]
-    command([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, chosen)])
+    # Names as they run, and the first failures in full: the part's time may end before its tests.
+    options = ["-v", "--tb=short", "--maxfail=3", "-p", "no:cacheprovider"]
+    command([sys.executable, "-m", "pytest", *options, *map(str, chosen)])
     return {}
 
 

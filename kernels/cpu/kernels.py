@@ -195,13 +195,14 @@ class CpuKernels(Kernels):
             return QuantisedLinear(self._library, self.isa.panels, weight, bias)
         return PackedLinear(self._library, self.isa.panels, weight, bias)
 
-    def packed_linear(self, packed: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> PackedLinear:
-        """See `PackedLinear.of_packed`."""
-        return PackedLinear.of_packed(self._library, self.isa.panels, packed, bias, shape)
+    def of_packed(self, packed: Tensor, bias: Tensor | None, form: PackedForm | tuple[int, int]) -> Linear:
+        """A layer over what was packed before. form: of integers; or the shape of a dense weight.
 
-    def quantised_linear(self, packed: Tensor, form: PackedForm, bias: Tensor | None) -> QuantisedLinear:
-        """See `QuantisedLinear.of_packed`."""
-        return QuantisedLinear.of_packed(self._library, self.isa.panels, packed, form, bias)
+        See `QuantisedLinear.of_packed` and `PackedLinear.of_packed`.
+        """
+        if isinstance(form, PackedForm):
+            return QuantisedLinear.of_packed(self._library, self.isa.panels, packed, form, bias)
+        return PackedLinear.of_packed(self._library, self.isa.panels, packed, bias, form)
 
     def quantise(self, weight: Weight, scheme: Integers, scale_dtype: torch.dtype) -> Weight:
         return integers.quantise(self._library, weight, scheme, scale_dtype)

@@ -26,8 +26,9 @@ from pagewire.kernels.data.weight import Weight, check_rows
 SOURCE = "linear.cu"
 STEP, OUTPUTS, SLICES = 32, 32, 8
 """Columns of a step, outputs of a warp, and slices of the columns. As in linear.cuh."""
-MOST_FEW = 64
-"""Rows for which each slice has a warp, at most. The weight is read for every 16 of them."""
+MOST_FEW, MOST_FEW_OF_MANY = 192, 48
+"""Rows for which each slice has a warp, at most; and of a weight with so many outputs that the kernel for many rows
+has a block for each multiprocessor. Measured on an H100: with 4,096, 6,144 and 28,672 outputs."""
 CODES = ("half_codes", "table_codes", "byte_codes", "float_codes")
 SPANS = (0, 32, 16)
 """Columns of a step that have one scale; 0: a row of the weight has one."""
@@ -144,13 +145,13 @@ class PackedWeightLinear:
         self._launcher.launch(launch.kernel, grid, (launch.threads,), parameters, launch.shared_bytes)
 
     def _launch_for(self, num_rows: int) -> Launch:
-        """The faster kernel for a number of rows; results are equal. Chosen by reckoning.
+        """The faster kernel for a number of rows; results are equal.
 
-        With up to 64 rows the kernel for many reads the weight once, but has few blocks if there are few outputs.
+        That for few reads the weight for every 16 rows, that for many once for 64, but has few blocks if there are
+        few outputs.
         """
         fills_device = -(-self.out_features // self.many.outputs) >= self._launcher.multiprocessors
-        few = num_rows <= (self.few.rows if fills_device else MOST_FEW)
-        return self.few if few else self.many
+        return self.few if num_rows <= (MOST_FEW_OF_MANY if fills_device else MOST_FEW) else self.many
 
 
 class Launch(NamedTuple):

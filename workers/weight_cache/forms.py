@@ -117,12 +117,12 @@ FORMS: dict[type, Form] = {
     DividedEmbedding: Form(["rows", "own", "collective"], DividedEmbedding),
     PackedLinear: Form(
         ["packed", "bias", "out_features", "in_features"],
-        lambda packed, bias, out_features, in_features: cpu().packed_linear(
+        lambda packed, bias, out_features, in_features: cpu().of_packed(
             packed, bias, (out_features, in_features)
         ),
     ),
     QuantisedLinear: Form(
-        ["packed", "form", "bias"], lambda packed, form, bias: cpu().quantised_linear(packed, form, bias)
+        ["packed", "form", "bias"], lambda packed, form, bias: cpu().of_packed(packed, bias, form)
     ),
     GatheredLinear: Form(["linear", "gather"], GatheredLinear),
     Gather: Form(["spans", "collective"], Gather),

@@ -2,12 +2,12 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from pagewire.kernels.cuda import compile
+from pagewire.kernels.cuda import compile, linear
 from pagewire.kernels.cuda.source import Variant
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, EmulationError
 
@@ -75,3 +75,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for variant, row in table.items():
             cells = (f"{row.get(arch, '-'):>7}" for arch in archs)
             terminalreporter.line(" ".join([f"{variant.name:{width}}", *cells]))
+
+
+@pytest.fixture(scope="module")
+def many_from_65_rows_on() -> Iterator[None]:
+    """Products of more rows take the kernel for many, as they do on a GPU where that is faster."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "MOST_FEW", 64)
+        yield

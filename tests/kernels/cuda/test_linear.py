@@ -25,6 +25,8 @@ from tests.kernels.adapter_rows import make_rows
 from tests.kernels.cuda.emulate import ORDERS, EmulatedLauncher, guarded
 from tests.kernels.cuda.emulate.worker import emulated
 
+pytestmark = pytest.mark.usefixtures("many_from_65_rows_on")
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TABLE = (0, 255, 3, 17, 128, 127, 1, 254, 60, 61, 62, 200, 99, 31, 32, 33)
 GROUPS = (None, 16, 32, 64, 128)
@@ -308,7 +310,7 @@ def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_out, multiprocessors in ((257, 4), (257, 3)):
         weight = make_weight(Integers(8, None, 128), num_out, 32, FP16, FP32, False)
         layer = PackedWeightLinear(EmulatedLauncher(multiprocessors=multiprocessors), weight, None)
-        for count in (1, 16, 17, 64, 65):
+        for count in (1, 48, 49, 64, 65):
             layer(torch.zeros(count, 32).half())
     assert launched == ["few<", "few<", "few<", "few<", "many", "few<", "few<", "many", "many", "many"]
 

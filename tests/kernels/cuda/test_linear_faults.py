@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from pagewire.kernels.cuda.linear import MOST_FEW, _launches
+from pagewire.kernels.cuda.linear import _launches
 from pagewire.kernels.cuda.source import read_source
 from pagewire.kernels.data.integers import Integers
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher
@@ -29,7 +29,9 @@ from tests.kernels.cuda.test_linear import (
     multiply,
 )
 
-FEW, MANY = 21, MOST_FEW + 21
+pytestmark = pytest.mark.usefixtures("many_from_65_rows_on")
+
+FEW, MANY = 21, 85
 """Rows: the last tile of neither is full."""
 WEIGHTS = {
     "halves": make_weight(Integers(4, 64, 0), 150, 2624, BF16, FP16, True),
@@ -178,7 +180,7 @@ def compiled() -> None:
     faulty = []
     for kind, count, old, new in FAULTS:
         few, many = _launches(WEIGHTS[kind])
-        faulty.append(((few if count <= MOST_FEW else many).kernel, Edit(LINEAR, old, new)))
+        faulty.append(((few if count == FEW else many).kernel, Edit(LINEAR, old, new)))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda pair: load(pair[0], (pair[1],)), faulty))
 
