@@ -45,7 +45,7 @@ def check_product(product: Linear, weight: Weight, bias: Tensor | None, device: 
     index = torch.linspace(0, num_out - 1, min(num_out, NUM_OUTPUTS)).long()
     x = exact_inputs(num_in)
     actual = product(x.to(device, weight.dtype)).cpu().double()[:, index]
-    rows = replace(weight.take(index), dtype=torch.float32).dense().double()
+    rows = replace(weight.take(index), dtype=torch.float32).dense().cpu().double()
     expected = x.double() @ rows.T
     rounding = torch.finfo(weight.dtype).eps / 2
     terms = x.double().abs() @ rows.abs().T

@@ -1,0 +1,56 @@
+"""Proofs at load keep what they compare on one device. A device that computes nothing stands for a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from pagewire.kernels.data.integers import Integers, integer_weight
+from pagewire.workers.module.experts import router_of
+from pagewire.workers.module.products import check_product
+
+OTHER = torch.device("meta")
+"""In this mode, as on a GPU, an operation on tensors of two devices raises."""
+
+
+def test_a_product_of_weights_that_were_quantised_on_the_device() -> None:
+    """Up to where the results are looked at."""
+
+    class Product:
+        def __call__(self, x: Tensor) -> Tensor:
+            assert x.device == OTHER
+            return x.new_zeros(len(x), 64)
+
+    with FakeTensorMode():
+        codes = torch.zeros(64, 64, dtype=torch.uint8, device=OTHER)
+        scales = torch.ones(64, 4, dtype=torch.float16, device=OTHER)
+        weight = integer_weight(Integers(4, 32, 8), codes, scales, None, torch.bfloat16)
+        product: Any = Product()
+        with pytest.raises(DataDependentOutputException):
+            check_product(product, weight, torch.zeros(64, device=OTHER), OTHER)
+
+
+def test_a_router_whose_weights_lie_on_the_device() -> None:
+    """Up to where its weights are packed."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 16, device=OTHER))
+
+        def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits = nn.functional.linear(hidden, self.weight)
+            weights, ids = logits.softmax(-1).topk(2)
+            return logits, weights, ids
+
+    class Filled:
+        def fill(self, module: nn.Module) -> None:
+            """Nothing: the weights are there."""
+
+    filled: Any = Filled()
+    with FakeTensorMode(), pytest.raises(NotImplementedError, match="no kernels for device 'meta'"):
+        router_of(Gate(), filled, OTHER)
