@@ -2,10 +2,15 @@
 
 #include "parallel.h"
 
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -36,6 +41,7 @@ class Team {
     round_.fetch_add(1);
     if (sleepers_.load() > 0) {
       std::lock_guard<std::mutex> hold(asleep_);
+      keep_off_this_processor();
       alarm_.notify_all();
     }
     body(data);
@@ -49,7 +55,7 @@ class Team {
 
   void work(int number) {
     for (uint64_t seen = 0;;) {
-      await_round(seen);
+      await_round(seen, number);
       seen = round_.load();
       if (!join(number)) continue;
       body_(data_);
@@ -65,7 +71,7 @@ class Team {
     return false;
   }
 
-  void await_round(uint64_t seen) {
+  void await_round(uint64_t seen, int number) {
     const auto until = std::chrono::steady_clock::now() + kLookout;
     do {
       for (int i = 0; i < 32; ++i) {
@@ -73,13 +79,42 @@ class Team {
         relax();
       }
     } while (std::chrono::steady_clock::now() < until);
+    Sleeper self;
     std::unique_lock<std::mutex> hold(asleep_);
+    if (sleeping_.size() <= size_t(number)) sleeping_.resize(size_t(number) + 1);
+    sleeping_[size_t(number)] = &self;
     sleepers_.fetch_add(1);  // before the last look: who starts a round looks at this after it
     alarm_.wait(hold, [&] { return round_.load() != seen; });
     sleepers_.fetch_sub(1);
+    sleeping_[size_t(number)] = nullptr;
+    if (self.moved) sched_setaffinity(0, sizeof(self.allowed), &self.allowed);
+  }
+
+  // A thread that sleeps, and where it fell asleep.
+  struct Sleeper {
+    pid_t thread = pid_t(syscall(SYS_gettid));
+    int processor = sched_getcpu();
+    cpu_set_t allowed = {};
+    bool moved = false;  // it must not run where it fell asleep
+
+    Sleeper() { sched_getaffinity(0, sizeof(allowed), &allowed); }
+  };
+
+  // A thread wakes where it fell asleep. If that is the processor of the one who wakes it, it waits there behind the work
+  // that it should share, for milliseconds, until Linux balances the load. So such a thread may run on any other one; it
+  // takes that back once it is awake.
+  void keep_off_this_processor() {
+    const int here = sched_getcpu();
+    for (Sleeper* sleeper : sleeping_) {
+      if (!sleeper || here < 0 || sleeper->processor != here || CPU_COUNT(&sleeper->allowed) < 2) continue;
+      cpu_set_t others = sleeper->allowed;
+      CPU_CLR(size_t(here), &others);
+      sleeper->moved = !sched_setaffinity(sleeper->thread, sizeof(others), &others);
+    }
   }
 
   std::mutex busy_, asleep_;
+  std::vector<Sleeper*> sleeping_;  // by number; null: it is awake
   std::condition_variable alarm_;
   int num_threads_ = 1;  // the caller is one
   void (*body_)(void*) = nullptr;
