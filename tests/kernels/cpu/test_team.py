@@ -14,7 +14,13 @@ from pagewire.kernels.cpu.kernels import CpuKernels
 TASKS = Path("/proc/self/task")
 
 
+def running() -> set[str]:
+    """The threads of this process."""
+    return {task.name for task in TASKS.iterdir()}
+
+
 def asleep(thread: str) -> bool:
+    """True if a thread sleeps."""
     return (TASKS / thread / "stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
@@ -33,9 +39,9 @@ def test_a_thread_that_was_woken_elsewhere_may_run_everywhere_again(best_kernels
         pytest.skip("one processor")
     x, weight, threads = torch.randn(4096, 64), torch.ones(64), torch.get_num_threads()
     torch.set_num_threads(2)
-    before = set(os.listdir(TASKS))
+    before = running()
     expected = best_kernels.rms_norm(x, weight, 1e-6)
-    team = set(os.listdir(TASKS)) - before or before - {str(os.getpid())}
+    team = running() - before or before - {str(os.getpid())}
     try:
         for turn in range(40):
             wait_until_asleep(team)
