@@ -124,7 +124,7 @@ def floor_seconds(
     kv_bytes = 2 * layers * kv_heads * head_dim * 2
 
     def streaming(rows: int) -> float:
-        """The time to read the weights; of experts those that so many tokens go to, by random choices."""
+        """The time to read the weights. Of experts, it is as many as `rows` tokens choose on average, at random."""
         read = num_experts * (1 - (1 - chosen / num_experts) ** rows)
         return bits / 8 * (layers * (others + read * inner) + head) / limits.read_bytes_per_s
 

@@ -101,22 +101,21 @@ def attention_case(
     peers: dict[str, Run] = {}
     if kept == torch.bfloat16 and contexts in (0, length - 1) and length % BLOCK_SIZE == 0:
         dense = (copies, requests, shape.kv_heads, length, shape.size)
-
-        def torch_attention(i: int) -> Tensor:
-            heads = q[i].view(requests, queries, shape.heads, shape.size).transpose(1, 2)
-            return functional.scaled_dot_product_attention(
-                heads,
-                k.view(dense)[i],
-                v.view(dense)[i],
-                is_causal=contexts == 0 and not whole,
-                enable_gqa=True,
-            )
-
-        peers["torch"] = torch_attention
+        heads = q.view(copies, requests, queries, shape.heads, shape.size).transpose(2, 3)
+        peers["torch"] = _torch_attention(heads, k.view(dense), v.view(dense), contexts == 0 and not whole)
     if queries == 1 and kept == torch.bfloat16 and (flashinfer := _flashinfer()) is not None:
         peers["flashinfer"] = _flashinfer_decode(flashinfer, q, k, v, table, length, shape)
     num_bytes, flops = cache_bytes + io_bytes, 4 * pairs * shape.heads * shape.size
     return Case(name, num_bytes, flops, copies, run, error, 2e-2, peers)
+
+
+def _torch_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Run:
+    """PyTorch's attention over copies of queries, keys and values [copies, requests, heads, tokens, size]."""
+
+    def run(i: int) -> Tensor:
+        return functional.scaled_dot_product_attention(q[i], k[i], v[i], is_causal=is_causal, enable_gqa=True)
+
+    return run
 
 
 def _flashinfer() -> Any:

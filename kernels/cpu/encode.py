@@ -127,7 +127,7 @@ class CompiledEncoder:
         return self._states[:num_tokens]
 
     def _reserve(self, num_tokens: int, num_pages: int, group_tokens: int) -> None:
-        """Take memory for prompts of so many tokens, all together."""
+        """Take memory for prompts whose lengths add up to `num_tokens`."""
         parts = self._parts
         caches = parts.pages(num_pages)
         stack, held, self._states = parts.stack.call_for(num_tokens, parts.angles, caches, group_tokens)

@@ -27,8 +27,8 @@ SOURCE = "linear.cu"
 STEP, OUTPUTS, SLICES = 32, 32, 8
 """Columns of a step, outputs of a warp, and slices of the columns. As in linear.cuh."""
 MOST_FEW, MOST_FEW_OF_MANY = 192, 48
-"""Rows for which each slice has a warp, at most; and of a weight with so many outputs that the kernel for many rows
-has a block for each multiprocessor. Measured on an H100: with 4,096, 6,144 and 28,672 outputs."""
+"""The most rows that the kernel for few rows multiplies. The second number is for large weights: with them, the
+other kernel has a block for each multiprocessor. Measured on an H100, with 4,096, 6,144 and 28,672 outputs."""
 CODES = ("half_codes", "table_codes", "byte_codes", "float_codes")
 SPANS = (0, 32, 16)
 """Columns of a step that have one scale; 0: a row of the weight has one."""

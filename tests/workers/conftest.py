@@ -10,7 +10,10 @@ import pytest
 from pagewire.workers.device import auto_dtype
 from pagewire.workers.estimate import figures
 from pagewire.workers.module import configuration
+from pagewire.workers.run import runner as runner_module
 from pagewire.workers.run.runner import Runner
+from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
+from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
 from tests.workers.architectures import GROUPED, Architecture
 from tests.workers.driver import load_runner
 
@@ -37,3 +40,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runner(llama: Path) -> Runner:
     """A fresh runner of it."""
     return load_runner(llama)[0]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedCudaDevice]:
+    """An emulated GPU of 4 GiB, which all runners get that are loaded."""
+    own = EmulatedCudaDevice(EmulatedLauncher())
+    monkeypatch.setattr(runner_module, "open_device", lambda config: own)
+    with emulated(own.kernels):
+        yield own

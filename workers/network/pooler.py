@@ -36,7 +36,6 @@ class PoolingSlot:
     total: Tensor | None = None
     first: Tensor | None = None
     parts: list[Tensor] = field(default_factory=list)
-    finite: bool = True
 
 
 @dataclass
@@ -70,11 +69,7 @@ class Pooler:
             slot.parts.append(self._finish(hidden.float(), slot.task))
             return torch.cat(slot.parts) if ends else None
         pooled = self._pool(slot, hidden, start)
-        if not ends:
-            return None
-        if not slot.finite:
-            raise ValueError(NOT_FINITE)
-        return self._finish(pooled[None], slot.task)[0]
+        return self._finish(pooled[None], slot.task)[0] if ends else None
 
     def together(self, slots: Sequence[PoolingSlot], hidden: Tensor, ends: Tensor) -> Tensor | None:
         """The results [n, D] of whole prompts that stand one behind the other, as `add` returns each.
@@ -105,7 +100,7 @@ class Pooler:
             return None
 
     def _pool(self, slot: PoolingSlot, hidden: Tensor, start: int) -> Tensor:
-        """The pooled state float32 [H] of the tokens so far; it counts once they are all."""
+        """The pooled state float32 [H] of the tokens so far; it counts once they are all. Raises as `add`."""
         if self.spec.pooling_type == "LAST":
             return hidden[-1].float()
         if self.spec.pooling_type == "CLS":
@@ -115,10 +110,7 @@ class Pooler:
             return slot.first
         part = fixed_sums(hidden, torch.tensor([len(hidden)], device=hidden.device), FRACTION)
         if part is None:
-            slot.finite, part = (
-                False,
-                torch.zeros(1, hidden.shape[1], dtype=torch.int64, device=hidden.device),
-            )
+            raise ValueError(NOT_FINITE)
         slot.total = part[0] if slot.total is None or start == 0 else slot.total + part[0]
         return (slot.total.double() / FRACTION / (start + len(hidden))).float()
 

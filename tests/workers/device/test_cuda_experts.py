@@ -5,7 +5,7 @@ The oracles are transformers, PEFT, and the same experts one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,9 @@ from pagewire.workers.device.interface import KernelNeeds
 from pagewire.workers.errors import LoadError
 from pagewire.workers.network.loading import ModelSettings
 from pagewire.workers.network.network import Network
-from pagewire.workers.run import runner as runner_module
 from pagewire.workers.run.graphs import padding_batch
 from pagewire.workers.run.runner import Runner
-from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
-from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
+from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
 from tests.workers.architectures import EXPERTS, VOCAB_SIZE, Architecture
 from tests.workers.device.test_cuda import (
     HEADS,
@@ -52,15 +50,6 @@ MODELS: dict[str, dict[str, Any]] = {
 def write(folder: Path, name: str, **fields: Any) -> Path:
     """A model with experts of sizes that the kernels have, but for other fields."""
     return Architecture(name, HEADS | MODELS[name] | fields).write(folder, dtype="bfloat16")
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedCudaDevice]:
-    """The device of runners that are loaded."""
-    own = EmulatedCudaDevice(EmulatedLauncher())
-    monkeypatch.setattr(runner_module, "open_device", lambda config: own)
-    with emulated(own.kernels):
-        yield own
 
 
 def load(folder: Path, **fields: Any) -> Runner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ from pagewire.workers.device.gpu_memory import (
     sampling_scratch,
 )
 from pagewire.workers.errors import LoadError
-from pagewire.workers.run import runner as runner_module
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.peak import TensorPeak
-from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
+from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
 from tests.workers.architectures import VOCAB_SIZE, Architecture
 from tests.workers.driver import load_runner
 
@@ -41,15 +40,6 @@ BLOCK_BYTES = 2 * 2 * 16 * 32 * 2  # of 2 layers: keys and values of 16 tokens i
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Architecture("llama", HEADS).write(tmp_path_factory.mktemp("llama"), dtype="bfloat16")
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedCudaDevice]:
-    """The device of runners that are loaded, of 4 GiB."""
-    own = EmulatedCudaDevice(EmulatedLauncher())
-    monkeypatch.setattr(runner_module, "open_device", lambda load: own)
-    with emulated(own.kernels):
-        yield own
 
 
 def plan_of(runner: Runner) -> GpuMemory:

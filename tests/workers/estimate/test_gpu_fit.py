@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,9 @@ from pagewire.workers.estimate.fit import largest_stage, sizes_of
 from pagewire.workers.estimate.gpu_fit import Gpu, GpuFit, gpu_fit, gpu_remedies
 from pagewire.workers.estimate.gpu_layout import GPU, GpuLayout, stays_packed
 from pagewire.workers.module.transforms import QuantisedEmbedding
-from pagewire.workers.run import runner as runner_module
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
-from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
+from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
 from tests.workers.architectures import DELTA_RULE, RECURRENT, VOCAB_SIZE, Architecture
 from tests.workers.driver import load_runner
 from tests.workers.huge import write_huge
@@ -41,15 +39,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "vocabulary": ("llama", {"vocab_size": 32_000}),
     "states": ("qwen3_5_text", DELTA_RULE | {"layer_types": RECURRENT, "linear_num_value_heads": 8}),
 }
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedCudaDevice]:
-    """The device of runners that are loaded, of 4 GiB."""
-    own = EmulatedCudaDevice(EmulatedLauncher())
-    monkeypatch.setattr(runner_module, "open_device", lambda load: own)
-    with emulated(own.kernels):
-        yield own
 
 
 def fit_of(config: WorkerConfig, gpu: Gpu) -> GpuFit:

@@ -18,11 +18,11 @@ from pagewire.workers.module.transforms import QuantisedEmbedding
 from pagewire.workers.run.decoding import Decoding, Quiet
 from pagewire.workers.run.launch import go_on
 from pagewire.workers.run.runner import Runner
-from pagewire.workers.run.step import FinishedStep
 from tests.workers.architectures import EXPERTS, GROUPED, SERVED, VOCAB_SIZE, Architecture
 from tests.workers.driver import GREEDY, Driver, load_runner
 from tests.workers.gguf_files import write_gguf
 from tests.workers.parity import make_prompts, transformers_tokens
+from tests.workers.run.counted import Count
 
 TAKEN = [
     Architecture("llama", GROUPED),
@@ -50,26 +50,9 @@ OTHERS = [
 pytestmark = pytest.mark.skipif(cpu_kernels.load() is None, reason="no compiled kernels here")
 
 
-class Count:
-    """How many plans went which way."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.taken = self.left = 0
-        self.is_on = True
-        run = Decoding.run
-
-        def counted(decoding: Decoding, plan: StepPlan, quiet: Quiet | None) -> FinishedStep | None:
-            decoded = run(decoding, plan, quiet) if self.is_on else None
-            self.taken += decoded is not None
-            self.left += decoded is None
-            return decoded
-
-        monkeypatch.setattr(Decoding, "run", counted)
-
-
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch) -> Count:
-    return Count(monkeypatch)
+    return Count(monkeypatch, Decoding)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,13 +11,12 @@ import torch
 from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
 from pagewire.kernels.cpu import kernels as cpu_kernels
+from pagewire.workers.module.transforms import QuantisedEmbedding
 from pagewire.workers.network.network import Network
 from pagewire.workers.run.encoding import Encoding
-from pagewire.workers.run.runner import Runner
-from pagewire.workers.run.step import FinishedStep
-from tests.workers.driver import load_runner
 from tests.workers.parity import make_prompts
 from tests.workers.pooled import PACKED, pool, sentence_transformer, write
+from tests.workers.run.counted import Count
 
 EMBED = PoolingParams(task="embed")
 TOKENS = PoolingParams(task="token_embed", all_tokens=True)
@@ -26,33 +25,9 @@ LENGTHS = (23, 1, 64, 5, 17, 40, 33, 16)
 pytestmark = pytest.mark.skipif(cpu_kernels.load() is None, reason="no compiled kernels here")
 
 
-class Count:
-    """How many plans of pooled rows went which way."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.taken = self.left = 0
-        self.is_on = True
-        run = Encoding.run
-
-        def counted(encoding: Encoding, plan: StepPlan) -> FinishedStep | None:
-            encoded = run(encoding, plan) if self.is_on else None
-            if any(row.pool for row in plan.rows):
-                self.taken += encoded is not None
-                self.left += encoded is None
-            return encoded
-
-        monkeypatch.setattr(Encoding, "run", counted)
-
-    def load(self, folder: Path, **options: Any) -> Runner:
-        """A runner whose warm-up does not count."""
-        runner, _ = load_runner(folder, **options)
-        self.taken = self.left = 0
-        return runner
-
-
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch) -> Count:
-    return Count(monkeypatch)
+    return Count(monkeypatch, Encoding)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -76,6 +51,7 @@ def test_both_ways_give_the_same_bits(model_type: str, dtype: str, count: Count,
 def test_quantised_words_and_second_texts(count: Count, tmp_path: Path) -> None:
     folder = write(tmp_path, "bert", "AutoModelForSequenceClassification", num_labels=2)
     runner = count.load(folder, quantization="int8")
+    assert isinstance(runner.model.model.base.words, QuantisedEmbedding)
     prompts = make_prompts(100, LENGTHS)
     tasks = [
         PoolingParams(task="classify", all_tokens=True, second_segment=length // 2 if i % 2 else 0)
@@ -96,6 +72,7 @@ def test_groups_of_prompts(count: Count, monkeypatch: pytest.MonkeyPatch, tmp_pa
     runner = count.load(write(tmp_path, "nomic_bert"))
     prompts = make_prompts(100, LENGTHS)
     found = pool(runner, prompts, TOKENS)
+    assert count.taken == 1
     count.is_on = False
     assert all(map(torch.equal, found, pool(runner, prompts, TOKENS)))
 
