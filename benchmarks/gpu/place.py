@@ -68,7 +68,7 @@ class Gpu:
             for head_dim in attention.HEAD_DIMS:
                 for kv_dtype in KV_DTYPES:
                     for encodes in (False, True):
-                        kinds = (encodes, not encodes, not encodes)
+                        kinds = (encodes, not encodes, not encodes, torch.cuda.get_device_capability(0))
                         for trial in trials(Launches(dtype, kv_dtype, head_dim, *kinds)):
                             if (dtype, trial.name) not in seen:
                                 seen.add((dtype, trial.name))
@@ -107,7 +107,7 @@ class Rehearsal:
 
     def trials(self) -> Iterator[tuple[str, Trial]]:
         """See `Place`: few, for each kernel has to be compiled for the emulation."""
-        for trial in trials(Launches(torch.bfloat16, torch.bfloat16, 64, mixture=True)):
+        for trial in trials(Launches(torch.bfloat16, torch.bfloat16, 64, mixture=True, capability=(9, 0))):
             is_norm, is_product = trial.method.endswith("norm"), trial.method in ("pack", "experts")
             if trial.name.endswith((" of 248", *PRODUCTS)) or not (is_norm or is_product):
                 yield "bfloat16", trial

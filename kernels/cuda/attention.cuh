@@ -85,20 +85,23 @@ DEVICE int find_block(const AttentionParameters& a, int request, int token, int 
     return __ldg(a.block_table + i64(request) * a.table_width + (token >> a.block_shift));
 }
 
+// Where most kernels have chunk number `first + lane` of a page: one behind the other. (Added to the pointer first, what is
+// the lane's is added once.)
+DEVICE u8* chunk_in_order(u8* page, int first, int lane) { return page + lane * CHUNK_BYTES + first * CHUNK_BYTES; }
+
 // A warp copies the PAGE_ROWS rows that begin at `token` from `block`. Rows of tokens outside [begin, end) become zeros:
-// the page's contents there are undefined, and a weight of 0 does not make NaN 0.
-template <class S>
-DEVICE void copy_rows(u8* target, const u8* cache, const AttentionParameters& a, int kv_head, int block, int token,
-                      int begin, int end, int lane) {
+// the page's contents there are undefined, and a weight of 0 does not make NaN 0. place: as `chunk_in_order`.
+template <class S, class Place>
+DEVICE void copy_rows(u8* target, Place place, const u8* cache, const AttentionParameters& a, int kv_head, int block,
+                      int token, int begin, int end, int lane) {
     const i64 row = ((i64(block) * a.kv_heads + kv_head) << a.block_shift) + (token & ((1 << a.block_shift) - 1));
     const u8* source = cache + row * S::ROW_BYTES + lane * CHUNK_BYTES;
-    target += lane * CHUNK_BYTES;
     const int skipped = max(begin - token, 0), last = min(end - token, PAGE_ROWS);
     const u32 first = skipped * S::CHUNKS - lane, num_chunks = max(last - skipped, 0) * S::CHUNKS;
 #pragma unroll
     for (int i = 0; i < PAGE_ROWS * S::CHUNKS; i += 32)
         if (i + 32 <= PAGE_ROWS * S::CHUNKS || i + lane < PAGE_ROWS * S::CHUNKS)
-            copy_async_16(target + i * CHUNK_BYTES, source + i * CHUNK_BYTES, u32(i) - first < num_chunks);
+            copy_async_16(place(target, i, lane), source + i * CHUNK_BYTES, u32(i) - first < num_chunks);
 }
 
 // ---------------------------------------------------------------- queries
@@ -125,11 +128,18 @@ template <class S> DEVICE int last_key(const AttentionParameters& a, const Queri
     return position;
 }
 
-// Copies rows `first` to `first + count` into shared memory, swizzled; rows after the last become zeros. For fp8 keys,
-// each 16 elements are permuted as widen_word permutes the keys' elements, so the dot product is the same.
+// The place of a chunk of a query in shared memory: rows one after another, swizzled.
 template <class S>
-DEVICE void load_queries(u8* target, const AttentionParameters& a, const Queries& queries, int first, int count,
-                         int thread, int threads) {
+DEVICE int query_place(int row, int chunk) {
+    return (row * S::Q_CHUNKS + swizzle(S::Q_CHUNKS, row, chunk)) * CHUNK_BYTES;
+}
+
+// Copies rows `first` to `first + count` into shared memory; rows after the last become zeros. For fp8 keys, each 16
+// elements are permuted as widen_word permutes the keys' elements, so the dot product is the same.
+// place: that of a chunk of a row, as `query_place`.
+template <class S, class Place>
+DEVICE void load_queries(u8* target, Place place, const AttentionParameters& a, const Queries& queries, int first,
+                         int count, int thread, int threads) {
     const u16* q = static_cast<const u16*>(a.q);
     for (int i = thread; i < count * (S::D / 16); i += threads) {
         const int tile_row = i / (S::D / 16), part = i % (S::D / 16), row = first + tile_row;
@@ -147,16 +157,14 @@ DEVICE void load_queries(u8* target, const AttentionParameters& a, const Queries
                            y.x >> 16 | (y.y & 0xffff0000u), y.z >> 16 | (y.w & 0xffff0000u));
             x = even;
         }
-        uint4* row_chunks = reinterpret_cast<uint4*>(target) + tile_row * S::Q_CHUNKS;
-        row_chunks[swizzle(S::Q_CHUNKS, tile_row, 2 * part)] = x;
-        row_chunks[swizzle(S::Q_CHUNKS, tile_row, 2 * part + 1)] = y;
+        *reinterpret_cast<uint4*>(target + place(tile_row, 2 * part)) = x;
+        *reinterpret_cast<uint4*>(target + place(tile_row, 2 * part + 1)) = y;
     }
 }
 
 // The fragment of elements 16 k to 16 k + 15 of 16 rows.
 template <class S> DEVICE void query_fragment(u32 a[4], const u8* queries, int first_row, int k, int lane) {
-    const int row = first_row + (lane & 15), chunk = 2 * k + (lane >> 4);
-    ldmatrix_x4(a, queries + (row * S::Q_CHUNKS + swizzle(S::Q_CHUNKS, row, chunk)) * CHUNK_BYTES);
+    ldmatrix_x4(a, queries + query_place<S>(first_row + (lane & 15), 2 * k + (lane >> 4)));
 }
 
 // ---------------------------------------------------------------- keys and values
@@ -340,12 +348,16 @@ DEVICE void mask_logits(float (&logits)[S::M][S::KEYS / 8][4], const AttentionPa
         }
 }
 
-// Turns logits into weights relative to the largest logit so far, and scales the earlier sums accordingly.
+// The factors of the sums so far, as new logits are taken in: rows i of tile m.
+template <class S> using Shrink = float[S::M][2];
+
+// Turns logits into weights relative to the largest logit so far. `shrink`: what the earlier weighted values must be
+// multiplied by.
 template <class S>
-DEVICE void fold_logits(float (&logits)[S::M][S::KEYS / 8][4], Rows<S>& rows, float scale) {
+DEVICE void weigh_logits(float (&logits)[S::M][S::KEYS / 8][4], Rows<S>& rows, float scale, Shrink<S>& shrink) {
 #pragma unroll
     for (int m = 0; m < S::M; m++) {
-        float shrink[2], offset[2];
+        float offset[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float top = rows.top[m][i];
@@ -354,9 +366,9 @@ DEVICE void fold_logits(float (&logits)[S::M][S::KEYS / 8][4], Rows<S>& rows, fl
                 top = fmaxf(top, fmaxf(logits[m][n][2 * i], logits[m][n][2 * i + 1]));
             top = max_lanes<4>(top);
             offset[i] = top == MINUS_INFINITY ? 0.0f : -top * scale;  // no key seen yet: every weight is 2^-inf
-            shrink[i] = exp2_approx(rows.top[m][i] * scale + offset[i]);
+            shrink[m][i] = exp2_approx(rows.top[m][i] * scale + offset[i]);
             rows.top[m][i] = top;
-            rows.sum[m][i] *= shrink[i];
+            rows.sum[m][i] *= shrink[m][i];
         }
 #pragma unroll
         for (int n = 0; n < S::KEYS / 8; n++)
@@ -365,25 +377,38 @@ DEVICE void fold_logits(float (&logits)[S::M][S::KEYS / 8][4], Rows<S>& rows, fl
                 logits[m][n][i] = exp2_approx(logits[m][n][i] * scale + offset[i >> 1]);
                 rows.sum[m][i >> 1] += logits[m][n][i];
             }
-        if (__any_sync(ALL_LANES, shrink[0] != 1.0f || shrink[1] != 1.0f))
-#pragma unroll
-            for (int j = 0; j < S::D / 8; j++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) rows.out[m][j][i] *= shrink[i >> 1];
     }
 }
 
-// Adds the weighted values of KEYS keys.
+// Multiplies the weighted values so far.
 template <class S>
-DEVICE void add_values(Rows<S>& rows, const float (&weights)[S::M][S::KEYS / 8][4], const u8* values, int lane) {
-    u32 a[S::M][S::KEYS / 16][4];
+DEVICE void shrink_values(Rows<S>& rows, const Shrink<S>& shrink) {
+#pragma unroll
+    for (int m = 0; m < S::M; m++)
+        if (__any_sync(ALL_LANES, shrink[m][0] != 1.0f || shrink[m][1] != 1.0f))
+#pragma unroll
+            for (int j = 0; j < S::D / 8; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) rows.out[m][j][i] *= shrink[m][i >> 1];
+}
+
+// The fragments of weights, by 16 keys.
+template <class S> using Weights = u32[S::M][S::KEYS / 16][4];
+
+template <class S>
+DEVICE void pack_weights(const float (&weights)[S::M][S::KEYS / 8][4], Weights<S>& to) {
 #pragma unroll
     for (int m = 0; m < S::M; m++)
 #pragma unroll
         for (int n = 0; n < S::KEYS / 8; n++) {
-            a[m][n / 2][n % 2 * 2] = pack<typename S::T>(weights[m][n][0], weights[m][n][1]);
-            a[m][n / 2][n % 2 * 2 + 1] = pack<typename S::T>(weights[m][n][2], weights[m][n][3]);
+            to[m][n / 2][n % 2 * 2] = pack<typename S::T>(weights[m][n][0], weights[m][n][1]);
+            to[m][n / 2][n % 2 * 2 + 1] = pack<typename S::T>(weights[m][n][2], weights[m][n][3]);
         }
+}
+
+// Adds the weighted values of KEYS keys.
+template <class S>
+DEVICE void add_values(Rows<S>& rows, const Weights<S>& weights, const u8* values, int lane) {
 #pragma unroll
     for (int first = 0; first < S::KEYS; first += S::GROUP)
 #pragma unroll
@@ -396,21 +421,32 @@ DEVICE void add_values(Rows<S>& rows, const float (&weights)[S::M][S::KEYS / 8][
                 for (int half = 0; half < 2; half++)
 #pragma unroll
                     for (int m = 0; m < S::M; m++)
-                        mma<typename S::T>(rows.out[m][2 * j + half], a[m][first / 16 + step], b[step][half]);
+                        mma<typename S::T>(rows.out[m][2 * j + half], weights[m][first / 16 + step], b[step][half]);
         }
 }
 
-// One step: attention to KEYS keys, the first of which is `first_key`. `query`: as for multiply_keys. `partly`: some key
-// is masked for some row.
+// Applies what changes logits, and turns them into weights. `partly`: some key is masked for some row.
+template <class S>
+DEVICE void weigh(float (&logits)[S::M][S::KEYS / 8][4], Rows<S>& rows, const AttentionParameters& a,
+                  const Queries& queries, int first_row, int first_key, bool partly, int lane, Shrink<S>& shrink) {
+    if (is_biased<S>(a)) bias_logits<S>(logits, a, queries, first_row, first_key, opaque(lane));
+    if (partly) mask_logits<S>(logits, a, queries, first_row, first_key, opaque(lane));
+    weigh_logits<S>(logits, rows, exponent_scale<S>(a), shrink);
+}
+
+// One step: attention to KEYS keys, the first of which is `first_key`. `query`: as for multiply_keys. `partly`: as for
+// weigh.
 template <class S, class Query>
 DEVICE void attend(Rows<S>& rows, Query query, const u8* keys, const u8* values, const AttentionParameters& a,
                    const Queries& queries, int first_row, int first_key, bool partly, int lane) {
     float logits[S::M][S::KEYS / 8][4];
     multiply_keys<S>(logits, query, keys, opaque(lane));
-    if (is_biased<S>(a)) bias_logits<S>(logits, a, queries, first_row, first_key, opaque(lane));
-    if (partly) mask_logits<S>(logits, a, queries, first_row, first_key, opaque(lane));
-    fold_logits<S>(logits, rows, exponent_scale<S>(a));
-    add_values<S>(rows, logits, values, opaque(lane));
+    Shrink<S> shrink;
+    weigh<S>(logits, rows, a, queries, first_row, first_key, partly, lane, shrink);
+    shrink_values<S>(rows, shrink);
+    Weights<S> weights;
+    pack_weights<S>(logits, weights);
+    add_values<S>(rows, weights, values, opaque(lane));
 }
 
 // A head's sink, as an exponent of 2; -inf without sinks.

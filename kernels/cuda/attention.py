@@ -1,7 +1,7 @@
 """Paged attention on a GPU: chooses the kernels for a batch and launches them. See `Kernels`."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
 TWO_SIDED_HEAD_DIMS = tuple(size for size in HEAD_DIMS if size <= 128)
 """Of kernels that attend to later keys: no encoder has larger heads."""
+WARPGROUP_HEAD_DIMS = tuple(size for size in HEAD_DIMS if size % 64 == 0)
+"""Of the prefill kernels with the products of warpgroups."""
 BLOCK_SIZES = (16, 32, 64)
 TILE_ROWS = 16
 """Rows of a tile. A row is a query token of one query head; the query heads of a KV head share tiles."""
@@ -28,8 +30,10 @@ RESIDENT = 2
 PART_KEYS = 256
 """Minimum number of keys in a part (`LEAST_GROUPS` in decode_attention.cu)."""
 NO_WINDOW = 2**30
-STEP_KEYS = 64
+STEP_KEYS = 128
 """Maximum number of keys in a step of prefill; a bias by distance is read for all of them."""
+WARPGROUPS = "warpgroup_attention"
+"""The prefill kernels with the products of warpgroups; the others stand in for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +91,39 @@ def prefill_instance(
 
     two_sided: it attends to later keys, too.
     """
-    tiles, keys = (2, STEP_KEYS) if head_dim <= 128 else (1, 32)
-    step = STEP_KEYS if head_dim <= 64 else 32
+    tiles, keys = (2, 64) if head_dim <= 128 else (1, 32)
+    step = 64 if head_dim <= 64 else 32
     numbers = f"{head_dim}, {tiles}, {keys}, {step}{', true' if two_sided else ''}"
     variant = _variant("prefill_attention", dtype, cache_dtype, numbers)
     rows, buffer = 4 * tiles * TILE_ROWS, 2 * keys * head_dim * cache_dtype.itemsize
     return Instance(variant, 128, rows * head_dim * dtype.itemsize + 2 * buffer + 128, rows)
 
 
-def _variant(kernel: str, dtype: torch.dtype, cache_dtype: torch.dtype, numbers: str) -> Variant:
-    name = f"{kernel}<{DTYPES[dtype]}, {(DTYPES | FP8)[cache_dtype]}, {numbers}>"
+@functools.cache
+def warpgroup_instance(dtype: torch.dtype, head_dim: int, *, two_sided: bool = False) -> Instance:
+    """The prefill kernel of sm_90a, for caches of the queries' dtype. A multiprocessor runs one block."""
+    keys = STEP_KEYS if head_dim <= 128 else 64
+    variant = _variant(WARPGROUPS, dtype, None, f"{head_dim}, {keys}{', true' if two_sided else ''}")
+    rows, row_bytes = 8 * TILE_ROWS, head_dim * dtype.itemsize
+    shared = rows * row_bytes + 4 * keys * row_bytes + 128
+    return Instance(replace(variant, needs="sm_90a"), 256, -(-shared // 1024) * 1024, rows)
+
+
+def has_warpgroups(
+    capability: tuple[int, int], dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int
+) -> bool:
+    """True if a device can run a prefill kernel with the products of warpgroups."""
+    return capability == (9, 0) and cache_dtype == dtype and head_dim in WARPGROUP_HEAD_DIMS
+
+
+def _variant(kernel: str, dtype: torch.dtype, cache_dtype: torch.dtype | None, numbers: str) -> Variant:
+    types = [DTYPES[dtype], *([] if cache_dtype is None else [(DTYPES | FP8)[cache_dtype]])]
+    name = f"{kernel}<{', '.join(types)}, {numbers}>"
     return Variant(f"{kernel}.cu", name, "AttentionParameters")
 
 
 def variants() -> list[Variant]:
-    """The decode and the prefill kernel for each dtype, cache dtype and head size, and the two-sided ones."""
+    """The decode and the prefill kernels for each dtype, cache dtype and head size, and the two-sided ones."""
     causal = [
         instance(dtype, cache_dtype, head_dim).variant
         for instance in (decode_instance, prefill_instance)
@@ -109,11 +131,23 @@ def variants() -> list[Variant]:
         for cache_dtype in (dtype, *FP8)
         for head_dim in HEAD_DIMS
     ]
-    return causal + [
-        prefill_instance(dtype, dtype, head_dim, two_sided=True).variant
-        for dtype in DTYPES
-        for head_dim in TWO_SIDED_HEAD_DIMS
+    causal += [
+        warpgroup_instance(dtype, head_dim).variant for dtype in DTYPES for head_dim in WARPGROUP_HEAD_DIMS
     ]
+    return causal + [
+        variant
+        for dtype in DTYPES
+        for size in TWO_SIDED_HEAD_DIMS
+        for variant in two_sided_variants(dtype, size, warpgroups=size in WARPGROUP_HEAD_DIMS)
+    ]
+
+
+def two_sided_variants(dtype: torch.dtype, head_dim: int, *, warpgroups: bool) -> list[Variant]:
+    """The kernels that attend to later keys. warpgroups: also that with the products of warpgroups."""
+    instances = [prefill_instance(dtype, dtype, head_dim, two_sided=True)]
+    if warpgroups:
+        instances.append(warpgroup_instance(dtype, head_dim, two_sided=True))
+    return [instance.variant for instance in instances]
 
 
 def choose_splits(tiles: int, multiprocessors: int, longest: int) -> int:
@@ -146,6 +180,8 @@ def paged_attention(
     scale: float,
     terms: LogitTerms = CAUSAL,
     out: Tensor | None = None,
+    *,
+    warpgroups: bool = True,
 ) -> Tensor:
     """See `Kernels.paged_attention`; the cache has the layout of `layout.cuh`.
 
@@ -158,6 +194,7 @@ def paged_attention(
         cache: K and V of one shape; of q's dtype, float8_e4m3fn or float8_e5m2.
         scale: above 0.
         terms: sinks and slopes are float32 or of q's dtype, biases by distance float32 and contiguous.
+        warpgroups: the products of warpgroups may be used, where a device has them.
 
     Raises:
         TypeError: no kernel supports a dtype.
@@ -182,8 +219,12 @@ def paged_attention(
     fields = _fields(workspace, q, cache, batch, out) | _term_fields(terms)
     fields |= {"scale": scale * cache.scales.k, "v_scale": cache.scales.v, "short_queries": short_queries}
     if two_sided or batch.max_query_len > short_queries:
-        prefill = prefill_instance(q.dtype, cache.k.dtype, head_dim, two_sided=two_sided)
-        row_tiles = tokens * group // prefill.rows + requests + 1  # see prefill_attention.cu
+        kinds = (q.dtype, cache.k.dtype, head_dim)
+        if warpgroups and has_warpgroups(launcher.capability, *kinds):
+            prefill = warpgroup_instance(q.dtype, head_dim, two_sided=two_sided)
+        else:
+            prefill = prefill_instance(*kinds, two_sided=two_sided)
+        row_tiles = tokens * group // prefill.rows + requests + 1  # see prefill.cuh
         _launch(launcher, prefill, (row_tiles, kv_heads), fields)
     if short_queries and (batch.max_query_len <= short_queries or requests > 1):  # some may be short, too
         row_tiles = kv_heads * -(-short_queries * group // TILE_ROWS)

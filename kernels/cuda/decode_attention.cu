@@ -40,8 +40,8 @@ struct Ring {
             for (int p = 0; p < PAGES; p++) {
                 const int token = next * S::GROUP + p * PAGE_ROWS;
                 u8* target = keys + p * PAGE_ROWS * S::ROW_BYTES;
-                copy_rows<S>(target, a.k, a, queries.kv_head, blocks[p], token, begin, end, lane);
-                copy_rows<S>(target + HALF, a.v, a, queries.kv_head, blocks[p], token, begin, end, lane);
+                copy_rows<S>(target, chunk_in_order, a.k, a, queries.kv_head, blocks[p], token, begin, end, lane);
+                copy_rows<S>(target + HALF, chunk_in_order, a.v, a, queries.kv_head, blocks[p], token, begin, end, lane);
             }
             next += step;
             look_up();
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1)
     Ring<S, STAGES> ring(a, queries, own, begin, end, start, finish, WARPS, lane);
     for (int i = 0; i < STAGES - 1; i++) ring.copy_next();
 
-    load_queries<S>(shared, a, queries, first_row, 16, thread, THREADS);
+    load_queries<S>(shared, query_place<S>, a, queries, first_row, 16, thread, THREADS);
     Rows<S> rows;
     __syncthreads();
     u32 kept[KEEP_QUERIES ? D / 16 : 1][4];

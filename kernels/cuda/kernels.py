@@ -39,6 +39,7 @@ class CudaKernels(Kernels):
     PyTorch computes what has no kernel of its own: rare operations, and those that the fast path fuses into others.
     on: the device's memory, where the workspace of attention is allocated.
     replaced: methods that PyTorch computes although they have kernels, see `replace`.
+    warpgroups: attention may use the products of warpgroups, where the GPU has them.
     """
 
     multiplies_floats = True
@@ -46,11 +47,18 @@ class CudaKernels(Kernels):
     def __init__(self, launcher: KernelLauncher, on: torch.device | str) -> None:
         self.launcher = launcher
         self.replaced: set[str] = set()
+        self.warpgroups = True
         self.states = states.CudaStateKernels(launcher)
         self._workspace = attention.Workspace.allocate(launcher.multiprocessors, on)
 
     def replace(self, method: str) -> None:
-        """Let PyTorch compute a method from now on: its kernel is wrong on this device."""
+        """Let PyTorch compute a method from now on: its kernel is wrong on this device.
+
+        In the place of attention with the products of warpgroups comes the kernel for all devices.
+        """
+        if method == attention.WARPGROUPS:
+            self.warpgroups = False
+            return
         setattr(self, method, getattr(REPLACEMENTS, method))
         self.replaced.add(method)
 
@@ -63,7 +71,8 @@ class CudaKernels(Kernels):
         terms: LogitTerms = CAUSAL,
         out: Tensor | None = None,
     ) -> Tensor:
-        return attention.paged_attention(self.launcher, self._workspace, q, cache, batch, scale, terms, out)
+        use = (self.launcher, self._workspace)
+        return attention.paged_attention(*use, q, cache, batch, scale, terms, out, warpgroups=self.warpgroups)
 
     def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
         kv.write_kv(self.launcher, None, k, v, cache, slot_mapping)

@@ -326,6 +326,8 @@ DEVICE void ldmatrix_x4_transposed(u32 out[4], const void* row) { load_matrices<
 DEVICE void ldmatrix_x2(u32 out[2], const void* row) { load_matrices<2, false>(out, row); }
 DEVICE void ldmatrix_x2_transposed(u32 out[2], const void* row) { load_matrices<2, true>(out, row); }
 
+DEVICE u32 shared_address(const void* p) { return u32(static_cast<const char*>(p) - emulated::block.shared); }
+
 #else
 
 DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
@@ -376,6 +378,7 @@ DEVICE void wait_for_copies() {
             emulated::touch(copy.target, copy.bytes, emulated::Touch::WRITE);
             memset(copy.target, 0, copy.bytes);
             memcpy(copy.target, copy.source, copy.kept);
+            emulated::current->unfenced = true;
         }
 }
 
@@ -410,12 +413,12 @@ DEVICE void barrier(int number, int num_threads) {
 #endif
 }
 
-// The block's dynamic shared memory, aligned to 128 bytes.
+// The block's dynamic shared memory, aligned to 1024 bytes. (The emulation aligns it to 128 if its size is no multiple.)
 DEVICE unsigned char* shared_memory() {
 #ifdef EMULATED
     return reinterpret_cast<unsigned char*>(emulated::block.shared);
 #else
-    extern __shared__ __align__(128) unsigned char dynamic_shared_memory[];
+    extern __shared__ __align__(1024) unsigned char dynamic_shared_memory[];
     return dynamic_shared_memory;
 #endif
 }

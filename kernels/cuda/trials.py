@@ -6,6 +6,7 @@ are: a worker runs these trials when it first starts on a device (`workers/devic
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cuda import attention, gates, kv, norms, states
+from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.product_trials import expert_trials, linear_trials
 from pagewire.kernels.cuda.trial import TOLERANCE, Layout, Trial, normal, short
 from pagewire.kernels.cuda.variants import Launches
@@ -39,7 +41,8 @@ def trials(launches: Launches) -> list[Trial]:
     if launches.encodes:
         result += write_trials(dtype, dtype, head_dim)
         if head_dim in attention.TWO_SIDED_HEAD_DIMS:
-            result += two_sided_trials(dtype, head_dim)
+            for method in attention_methods(launches, dtype):
+                result.append(two_sided_trial(method, dtype, head_dim))
         return result
     result.append(adapter_trial(dtype))
     if launches.recurrent:
@@ -47,8 +50,17 @@ def trials(launches: Launches) -> list[Trial]:
     for cache_dtype in dict.fromkeys((dtype, launches.kv_dtype)) if head_dim else ():
         result += write_trials(dtype, cache_dtype, head_dim)
         if head_dim in attention.HEAD_DIMS:
-            result += attention_trials(dtype, cache_dtype, head_dim)
+            result.append(attention_trial("decode", DECODE, "paged_attention", dtype, cache_dtype, head_dim))
+            for method in attention_methods(launches, cache_dtype):
+                result.append(attention_trial("prefill", PREFILL, method, dtype, cache_dtype, head_dim))
     return result
+
+
+def attention_methods(launches: Launches, cache_dtype: torch.dtype) -> list[str]:
+    """The methods of trials of prefill attention, as `attend` takes them."""
+    kinds = (launches.dtype, cache_dtype, launches.head_dim)
+    has_warpgroups = attention.has_warpgroups(launches.capability, *kinds)
+    return ["paged_attention", *([attention.WARPGROUPS] if has_warpgroups else [])]
 
 
 def norm_trials(dtype: torch.dtype) -> Iterator[Trial]:
@@ -118,8 +130,8 @@ def write_trials(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) ->
 
 
 DECODE = ((0, 1), (36, 37), (599, 600))
-PREFILL = ((0, 90), (30, 100), (42, 43))
-WHOLE_PROMPTS = ((0, 90), (0, 33))
+PREFILL = ((0, 90), (300, 400), (42, 43))
+WHOLE_PROMPTS = ((0, 200), (0, 33))
 """The positions of the new tokens of each request: (first, end). In decode the keys of the last are split."""
 
 
@@ -138,13 +150,20 @@ def paged_inputs(
 
 
 def attend(
+    method: str,
     spans: Sequence[tuple[int, int]],
     terms: Callable[[Sequence[Tensor]], Sequence[LogitTerms]],
     kernels: Kernels,
     layout: Layout,
     inputs: Sequence[Tensor],
 ) -> Tensor:
-    """Attention with each of some terms. inputs: those of `paged_inputs`, and what `terms` gets."""
+    """Attention with each of some terms.
+
+    method: `WARPGROUPS`: with their products; else without. inputs: those of `paged_inputs`, and what `terms` gets.
+    """
+    if isinstance(kernels, CudaKernels):
+        kernels = copy.copy(kernels)
+        kernels.warpgroups = method == attention.WARPGROUPS
     q, k, v, starts, lengths, table, *others = inputs
     slots = torch.full((len(q),), -1, dtype=torch.int64, device=q.device)
     longest = max(end - first for first, end in spans), max(end for _, end in spans)
@@ -155,30 +174,40 @@ def attend(
     return torch.cat(results).flatten(0, 1)
 
 
-def attention_trials(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> Iterator[Trial]:
-    """Decode, and prompts in a batch with decode; plain, and with all that changes logits."""
+def attention_trial(
+    kind: str,
+    spans: Sequence[tuple[int, int]],
+    method: str,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    head_dim: int,
+) -> Trial:
+    """Attention of one kind of batch; plain, and with all that changes logits."""
 
     def terms(others: Sequence[Tensor]) -> Sequence[LogitTerms]:
         sinks, slopes = others
         return CAUSAL, LogitTerms(window=50, softcap=5.0, sinks=sinks, alibi=slopes)
 
     others = [torch.linspace(-1, 3, HEADS), torch.logspace(-3, -1, HEADS)]
-    for kind, spans in (("decode", DECODE), ("prefill", PREFILL)):
-        name = f"{kind} attention over {short(cache_dtype)}, heads of {head_dim}"
-        inputs = [*paged_inputs(spans, dtype, cache_dtype, head_dim), *others]
-        yield Trial(name, "paged_attention", partial(attend, spans, terms), inputs, TOLERANCE[dtype])
+    name = f"{kind} attention{_with(method)} over {short(cache_dtype)}, heads of {head_dim}"
+    inputs = [*paged_inputs(spans, dtype, cache_dtype, head_dim), *others]
+    return Trial(name, method, partial(attend, method, spans, terms), inputs, TOLERANCE[dtype])
 
 
-def two_sided_trials(dtype: torch.dtype, head_dim: int) -> Iterator[Trial]:
+def two_sided_trial(method: str, dtype: torch.dtype, head_dim: int) -> Trial:
     """Whole prompts of an encoder: all keys, a window, and biases by distance."""
 
     def terms(others: Sequence[Tensor]) -> Sequence[LogitTerms]:
         return LogitTerms.two_sided(), LogitTerms.two_sided(20), LogitTerms.two_sided(None, others[0])
 
     inputs = [*paged_inputs(WHOLE_PROMPTS, dtype, dtype, head_dim), normal(HEADS, 2 * 256, seed=4)]
-    compute = partial(attend, WHOLE_PROMPTS, terms)
-    name = f"two-sided attention, heads of {head_dim}"
-    yield Trial(name, "paged_attention", compute, inputs, TOLERANCE[dtype])
+    compute = partial(attend, method, WHOLE_PROMPTS, terms)
+    name = f"two-sided attention{_with(method)}, heads of {head_dim}"
+    return Trial(name, method, compute, inputs, TOLERANCE[dtype])
+
+
+def _with(method: str) -> str:
+    return " with warpgroups" if method == attention.WARPGROUPS else ""
 
 
 def adapter_trial(dtype: torch.dtype) -> Trial:

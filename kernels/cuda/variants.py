@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from pagewire.kernels.cuda import attention, experts, gates, kv, linear, lora, norms, probes, sampling, states
+from pagewire.kernels.cuda.compile import OLDEST
 from pagewire.kernels.cuda.source import Variant
 
 MODULES = (attention, experts, gates, kv, linear, lora, norms, probes, sampling, states)
@@ -16,6 +17,7 @@ class Launches(NamedTuple):
     kv_dtype: of its KV cache. head_dim: of its attention; 0: no layer attends.
     encodes: it is an encoder, which keeps keys and values for a layer only.
     recurrent: it has layers with states. mixture: it has experts.
+    capability: the compute capability of the device.
     """
 
     dtype: torch.dtype
@@ -24,6 +26,7 @@ class Launches(NamedTuple):
     encodes: bool = False
     recurrent: bool = False
     mixture: bool = False
+    capability: tuple[int, int] = OLDEST
 
 
 def all_variants() -> list[Variant]:
@@ -45,7 +48,8 @@ def variants_of(launches: Launches) -> list[Variant]:
     if launches.encodes:
         result.append(kv.variant(dtype, dtype))
         if head_dim in attention.TWO_SIDED_HEAD_DIMS:
-            result.append(attention.prefill_instance(dtype, dtype, head_dim, two_sided=True).variant)
+            warpgroups = attention.has_warpgroups(launches.capability, dtype, dtype, head_dim)
+            result += attention.two_sided_variants(dtype, head_dim, warpgroups=warpgroups)
         return result
     result += lora.variants(dtype)
     if launches.recurrent:
@@ -55,4 +59,6 @@ def variants_of(launches: Launches) -> list[Variant]:
         if head_dim in attention.HEAD_DIMS:
             instances = (attention.decode_instance, attention.prefill_instance)
             result += [instance(dtype, cache_dtype, head_dim).variant for instance in instances]
+        if attention.has_warpgroups(launches.capability, dtype, cache_dtype, head_dim):
+            result.append(attention.warpgroup_instance(dtype, head_dim).variant)
     return result

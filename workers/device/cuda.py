@@ -122,7 +122,15 @@ class CudaDevice:
                 "device='cpu', or dtype='float32', which needs none"
             )
         launched = [
-            Launches(needs.dtype, needs.kv_dtype, head_dim, needs.encodes, needs.recurrent, needs.mixture)
+            Launches(
+                needs.dtype,
+                needs.kv_dtype,
+                head_dim,
+                needs.encodes,
+                needs.recurrent,
+                needs.mixture,
+                self.launcher.capability,
+            )
             for head_dim in sorted(needs.head_dims) or [0]
         ]
         variants = dict.fromkeys(variant for each in launched for variant in variants_of(each))

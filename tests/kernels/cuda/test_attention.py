@@ -79,13 +79,18 @@ def batch_of(
 PAIRS = [(dtype, cache) for dtype in (BF16, FP16) for cache in (dtype, E4M3, E5M2)]
 INSTANCES = [(BF16, BF16, size) for size in attention.HEAD_DIMS]
 INSTANCES += [(*pair, 64) for pair in PAIRS[1:]] + [(BF16, E4M3, 80), (BF16, E4M3, 256)]
+AMPERE, HOPPER = (8, 0), (9, 0)
+KINDS = [(AMPERE, *kinds) for kinds in INSTANCES]
+KINDS += [(HOPPER, *kinds) for kinds in INSTANCES if attention.has_warpgroups(HOPPER, *kinds)]
 
 
-@pytest.mark.parametrize(("dtype", "cache_dtype", "head_dim"), INSTANCES, ids=str)
-def test_variants(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize(("capability", "dtype", "cache_dtype", "head_dim"), KINDS, ids=str)
+def test_variants(
+    capability: tuple[int, int], dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int
+) -> None:
     """Every head size, every pair of types: decode and mixed batches, plain and with all options."""
     shape = Shape(num_heads=6, num_kv_heads=2, head_dim=head_dim, v_head_dim=head_dim)
-    launcher = EmulatedLauncher(order=ORDERS[2])
+    launcher = EmulatedLauncher(order=ORDERS[2], capability=capability)
     for spans in (
         [(0, 1), (40, 41), (0, 0), (LONGEST - 2, LONGEST)],
         [(0, 60), (0, 0), (399, 400), (130, 240)],
@@ -133,7 +138,12 @@ def batches(draw: st.DrawFn, max_queries: int) -> tuple[Paged, LogitTerms, torch
     return paged, terms, cache_dtype
 
 
-launchers = st.builds(EmulatedLauncher, order=st.sampled_from(ORDERS), multiprocessors=st.integers(1, 9))
+launchers = st.builds(
+    EmulatedLauncher,
+    order=st.sampled_from(ORDERS),
+    multiprocessors=st.integers(1, 9),
+    capability=st.sampled_from([AMPERE, HOPPER]),
+)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -16,7 +16,7 @@ from pagewire.kernels.data.paging import CAUSAL, WHOLE, LogitTerms
 from tests.kernels.batches import TOLERANCE, Paged, Shape
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher
 from tests.kernels.cuda.emulate.library import load
-from tests.kernels.cuda.test_attention import BF16, E4M3, batch_of, everything, expect, run
+from tests.kernels.cuda.test_attention import AMPERE, BF16, E4M3, HOPPER, batch_of, everything, expect, run
 from tests.kernels.cuda.test_two_sided import biases
 
 HEADS = 6
@@ -37,6 +37,14 @@ prefill: list[Case] = [
     (MIXED, CAUSAL, BF16),
     (MIXED, LogitTerms(window=50, sinks=torch.full((HEADS,), 3.0)), BF16),
 ]
+warpgroups: list[Case] = [
+    *prefill,
+    (
+        batch_of([(0, 150), (300, 400)], dataclasses.replace(SHAPE, head_dim=128, v_head_dim=128)),
+        CAUSAL,
+        BF16,
+    ),
+]
 prefill_fp8: list[Case] = [(MIXED, CAUSAL, E4M3)]
 two_sided: list[Case] = [
     (WHOLE_PROMPTS, LogitTerms(future=WHOLE), BF16),
@@ -51,13 +59,15 @@ def expected(number: int, which: str) -> Tensor:
 
 
 def check_all(which: str, launcher: EmulatedLauncher) -> None:
-    launcher = dataclasses.replace(launcher, multiprocessors=20)  # enough for several splits
+    capability = HOPPER if which == "warpgroups" else AMPERE
+    launcher = dataclasses.replace(launcher, multiprocessors=20, capability=capability)  # for several splits
     for number, case in enumerate(globals()[which]):
         out = run(launcher, *case)
         torch.testing.assert_close(out.double(), expected(number, which), atol=TOLERANCE[BF16], rtol=0)
 
 
 SHARED, DECODE, PREFILL = "attention.cuh", "decode_attention.cu", "prefill_attention.cu"
+TILES, PRODUCTS, WARPGROUPS = "prefill.cuh", "warpgroup.cuh", "warpgroup_attention.cu"
 FAULTS = [
     # Copies and barriers.
     ("decode", Edit(DECODE, "wait_for_copies<STAGES - 2>();", "wait_for_copies<STAGES - 1>();")),
@@ -76,7 +86,7 @@ FAULTS = [
     ),
     ("prefill", Edit(PREFILL, "wait_for_copies<0>();", "wait_for_copies<1>();")),
     ("prefill", Edit(PREFILL, "        __syncthreads();  // these", "        // these")),
-    ("prefill", Edit(PREFILL, "    __syncwarp();\n    uint4* const out", "    uint4* const out")),
+    ("prefill", Edit(TILES, "    __syncwarp();\n    uint4* const out", "    uint4* const out")),
     ("prefill", Edit(PREFILL, "    __syncthreads();\n\n    int first_key", "\n    int first_key")),
     # Pages.
     ("decode", Edit(SHARED, "u32(i) - first < num_chunks);", "true);")),
@@ -93,7 +103,7 @@ FAULTS = [
     ("prefill", Edit(PREFILL, "key <= last && key", "key < last && key")),
     (
         "prefill",
-        Edit(PREFILL, "first_row + ROWS, queries.rows) - 1)) + 1", "first_row + ROWS, queries.rows) - 1))"),
+        Edit(TILES, "first_row + ROWS, queries.rows) - 1)) + 1", "first_row + ROWS, queries.rows) - 1))"),
     ),
     # Later keys.
     ("two_sided", Edit(SHARED, "queries.length - 1);", "queries.length);")),
@@ -102,15 +112,18 @@ FAULTS = [
     ("two_sided", Edit(PREFILL, "key + STEP > last_key<S>(a, task.queries, first) + 1 || ", "")),
     (
         "two_sided",
-        Edit(PREFILL, "-1 : last_key<S>(a, queries, queries.position_of(last_row));", "-1 : last_row;"),
+        Edit(TILES, "-1 : last_key<S>(a, queries, queries.position_of(last_row));", "-1 : last_row;"),
     ),
     ("two_sided", Edit(PREFILL, "|| key <= last - a.window;", ";")),
     ("two_sided", Edit(SHARED, "(2 * head + 1) * a.bias_radius", "2 * head * a.bias_radius")),
     ("two_sided", Edit(SHARED, "__ldg(biases + 8 * n + column)", "__ldg(biases + 8 * n)")),
     ("two_sided", Edit(SHARED, "|| (S::TWO_SIDED && a.relative_bias)", "")),
     # Softmax.
-    ("decode", Edit(SHARED, "            rows.sum[m][i] *= shrink[i];\n", "")),
-    ("prefill", Edit(SHARED, "rows.out[m][j][i] *= shrink[i >> 1];", "rows.out[m][j][i] *= shrink[0];")),
+    ("decode", Edit(SHARED, "            rows.sum[m][i] *= shrink[m][i];\n", "")),
+    (
+        "prefill",
+        Edit(SHARED, "rows.out[m][j][i] *= shrink[m][i >> 1];", "rows.out[m][j][i] *= shrink[m][0];"),
+    ),
     ("prefill", Edit(SHARED, "top = max_lanes<4>(top);", "")),
     (
         "decode",
@@ -121,7 +134,7 @@ FAULTS = [
         "decode",
         Edit(DECODE, "const float sum = sum_lanes<4>(rows.sum[0][i]);", "const float sum = rows.sum[0][i];"),
     ),
-    ("prefill", Edit(PREFILL, "sum_lanes<4>(rows.sum[m][i])", "rows.sum[m][i]")),
+    ("prefill", Edit(TILES, "sum_lanes<4>(rows.sum[m][i])", "rows.sum[m][i]")),
     # Rows, tiles, splits.
     ("decode", Edit(SHARED, "kv_head * group + row % group", "kv_head + row % group * 2")),
     ("decode", Edit(DECODE, "(split + 1) * share, first_group", "(split + 1) * share + WARPS, first_group")),
@@ -133,8 +146,64 @@ FAULTS = [
         "decode",
         Edit(DECODE, "partial_out + i, 16 * D, used_splits", "partial_out + i, 16 * D, used_splits - 1"),
     ),
-    ("prefill", Edit(PREFILL, "tile_rows) <= tile)", "tile_rows) < tile)")),
-    ("prefill", Edit(PREFILL, "if (row >= queries.rows) break;", "")),
+    ("prefill", Edit(TILES, "tile_rows) <= tile)", "tile_rows) < tile)")),
+    ("prefill", Edit(TILES, "if (row >= queries.rows) break;", "")),
+    # Products of warpgroups.
+    ("warpgroups", Edit(WARPGROUPS, "        fence_copies();\n", "")),
+    ("warpgroups", Edit(WARPGROUPS, "        wait_for_copies<0>();\n", "")),
+    (
+        "warpgroups",
+        Edit(WARPGROUPS, "        fence_copies();\n        __syncthreads();\n", "        fence_copies();\n"),
+    ),
+    ("warpgroups", Edit(WARPGROUPS, "wait_for_products<1>(logits[0]);", "")),
+    ("warpgroups", Edit(WARPGROUPS, "        wait_for_products<0>(rows.out[0]);\n", "")),
+    ("warpgroups", Edit(WARPGROUPS, "        shrink_values<S>(rows, shrink);\n", "")),
+    (
+        "warpgroups",
+        Edit(
+            WARPGROUPS,
+            "start_logits<S>(logits, own_queries, keys + (buffer ^ 1) * BUFFER)",
+            "start_logits<S>(logits, own_queries, keys + buffer * BUFFER)",
+        ),
+    ),
+    (
+        "warpgroups",
+        Edit(
+            WARPGROUPS,
+            "copy_values(values + (buffer ^ 1) * BUFFER, first_key + KEYS);",
+            "copy_values(values + buffer * BUFFER, first_key + KEYS);",
+        ),
+    ),
+    (
+        "warpgroups",
+        Edit(
+            WARPGROUPS,
+            "copy_keys(keys + buffer * BUFFER, first_key + 2 * KEYS);",
+            "copy_keys(keys + (buffer ^ 1) * BUFFER, first_key + 2 * KEYS);",
+        ),
+    ),
+    ("warpgroups", Edit(WARPGROUPS, "        value_block = key_block;\n", "")),
+    (
+        "warpgroups",
+        Edit(
+            WARPGROUPS, "key_block = find(first_key + 3 * KEYS);", "key_block = find(first_key + 2 * KEYS);"
+        ),
+    ),
+    ("warpgroups", Edit(WARPGROUPS, "key + KEYS > last_key<S>(a, task.queries, first) + 1 || ", "")),
+    ("warpgroups", Edit(WARPGROUPS, "|| key <= last - a.window;", ";")),
+    ("warpgroups", Edit(WARPGROUPS, "warp / GROUP_WARPS * GROUP_ROWS", "warp % 2 * GROUP_ROWS")),
+    (
+        "warpgroups",
+        Edit(
+            WARPGROUPS,
+            "queries + panel * ROWS * PANEL_ROW_BYTES",
+            "queries + panel * GROUP_ROWS * PANEL_ROW_BYTES",
+        ),
+    ),
+    ("warpgroups", Edit(WARPGROUPS, "describe_panels(first, PANEL_BYTES)", "describe_panels(first)")),
+    ("warpgroups", Edit(WARPGROUPS, "k > 0);", "true);")),
+    ("warpgroups", Edit(PRODUCTS, "(chunk % 8 ^ row % 8)", "chunk % 8")),
+    ("warpgroups", Edit(PRODUCTS, "EIGHT_ROWS = 8 * PANEL_ROW_BYTES", "EIGHT_ROWS = 4 * PANEL_ROW_BYTES")),
     # fp8.
     (
         "decode_fp8",
@@ -146,14 +215,14 @@ FAULTS = [
     ),
     ("decode_fp8", Edit(SHARED, "u32(2 * BIAS - F8_BIAS)", "u32(2 * BIAS - F8_BIAS + 1)")),
     ("decode_fp8", Edit(SHARED, "4 * (lane & 3) + 2 * i + half", "4 * (lane & 3) + 2 * half + i")),
-    ("prefill_fp8", Edit(PREFILL, "S::NARROW ? half : 0, lane", "0, lane")),
+    ("prefill_fp8", Edit(TILES, "S::NARROW ? half : 0, lane", "0, lane")),
 ]
 
 
 @pytest.fixture(scope="module")
 def right() -> None:
     """Without a fault every check passes, in every order of threads."""
-    for which in ("decode", "decode_fp8", "prefill", "prefill_fp8", "two_sided"):
+    for which in ("decode", "decode_fp8", "prefill", "prefill_fp8", "two_sided", "warpgroups"):
         for order in ORDERS:
             check_all(which, EmulatedLauncher(order))
 
@@ -167,6 +236,8 @@ def compiled() -> None:
         instances = [attention.decode_instance(BF16, cache_dtype, SHAPE.head_dim)]
         if which.startswith("prefill"):  # some requests of these batches have one token: they go to decode
             instances.append(attention.prefill_instance(BF16, cache_dtype, SHAPE.head_dim))
+        if which == "warpgroups":
+            instances.append(attention.warpgroup_instance(BF16, SHAPE.head_dim))
         if which == "two_sided":
             instances = [attention.prefill_instance(BF16, BF16, SHAPE.head_dim, two_sided=True)]
         for variant in (instance.variant for instance in instances):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pagewire.kernels.cuda import kernels as cuda_kernels
+from pagewire.kernels.cuda.compile import runs_on
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.cuda.variants import Launches, all_variants, variants_of
@@ -177,14 +178,17 @@ def test_head_norms_of_two_eps_are_refused() -> None:
         run(CudaKernels(EmulatedLauncher(), "cpu"), [layer], x, batch, positions, caches)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
 @pytest.mark.parametrize("encodes", [False, True], ids=["generates", "encodes"])
-def test_what_is_compiled_ahead_exists(encodes: bool) -> None:
+def test_what_is_compiled_ahead_exists(encodes: bool, capability: tuple[int, int]) -> None:
     """Whatever a model may launch is among the variants that tests compile; an encoder's attention is two-sided."""
+    arch = f"sm_{capability[0]}{capability[1]}"
     known = set(all_variants())
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for size in (24, 64, 128, 256):
-            ahead = variants_of(Launches(dtype, torch.float8_e4m3fn, size, encodes, not encodes, not encodes))
-            assert set(ahead) <= known
+            kinds = (encodes, not encodes, not encodes)
+            ahead = variants_of(Launches(dtype, torch.float8_e4m3fn, size, *kinds, capability))
+            assert set(ahead) <= known and all(runs_on(variant, arch) for variant in ahead)
             attention = [variant.name for variant in ahead if "attention" in variant.name]
             two_sided = [name for name in attention if name.endswith(", true>")]
             assert bool(two_sided) == (encodes and dtype != torch.float32 and size in (64, 128))

@@ -18,10 +18,11 @@ from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
 
 pytestmark = pytest.mark.planted_faults
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+HOPPER = (9, 0)
 TRIALS = {
     trial.name: trial
     for encodes in (False, True)
-    for trial in trials(Launches(BF16, E4M3, 64, encodes, not encodes, not encodes))
+    for trial in trials(Launches(BF16, E4M3, 64, encodes, not encodes, not encodes, HOPPER))
     if not trial.method.endswith(("norm", "states"))
     or trial.name.endswith((" 248", " 1016", " 4088"))  # of one warp, of four, of more
     or trial.name in ("delta rule of 14", "state space of 14")  # the others with states share no memory
@@ -85,9 +86,15 @@ FAULTS = [
     ),
     (
         "prefill attention over float8_e4m3fn, heads of 64",
-        "prefill_attention.cu",
+        "prefill.cuh",
         "    __syncwarp();\n    uint4* const out",
         "    uint4* const out",
+    ),
+    (
+        "prefill attention with warpgroups over bfloat16, heads of 64",
+        "warpgroup_attention.cu",
+        "        fence_copies();\n        __syncthreads();\n",
+        "        fence_copies();\n",
     ),
     (
         "decode attention over bfloat16, heads of 64",

@@ -18,10 +18,11 @@ BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
 @pytest.mark.parametrize("kind", [{}, {"encodes": True}, {"recurrent": True}, {"mixture": True}], ids=str)
-def test_every_kernel_has_a_trial(kind: dict[str, bool]) -> None:
+def test_every_kernel_has_a_trial(kind: dict[str, bool], capability: tuple[int, int]) -> None:
     for dtype, head_dim in ((BF16, 64), (FP16, 128)):
-        launches = Launches(dtype, E4M3, head_dim, **kind)
+        launches = Launches(dtype, E4M3, head_dim, **kind, capability=capability)
         launched = {launch.variant for launch in Recorder.of_trials(launches)}
         of_sampling = {sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES}
         assert launched == set(variants_of(launches)) - of_sampling

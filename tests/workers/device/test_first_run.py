@@ -30,7 +30,7 @@ from tests.workers.driver import Driver, load_runner
 from tests.workers.parity import make_prompts
 
 LAUNCHES = Launches(torch.bfloat16, torch.bfloat16, 32)
-LAUNCHES_OF_MIXTURE = LAUNCHES._replace(mixture=True)
+LAUNCHES_OF_MIXTURE = LAUNCHES._replace(mixture=True, capability=(9, 0))
 GATE = Edit("gates.cu", "x / (1.0f + expf(-x))", "x / (1.0f + expf(x))")
 
 
@@ -92,6 +92,25 @@ def test_an_engine_serves_although_kernels_are_wrong(
         ]
         monkeypatch.setattr(first_run, "here", None)  # the next start runs no trial
     assert len(store.files) == 1
+
+
+def test_another_kernel_attends_where_warpgroups_are_wrong(
+    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not PyTorch, nor are graphs lost. The fault is in that kernel's source alone."""
+    launches = LAUNCHES._replace(head_dim=64, capability=(9, 0))
+    some = [trial for trial in trials(launches) if trial.name.startswith("prefill attention")]
+    monkeypatch.setattr(first_run, "trials", lambda *_: some)
+    monkeypatch.setattr(first_run, "why_sampling_is_wrong", lambda device, dtype: "")
+    fault = Edit("warpgroup_attention.cu", "        shrink_values<S>(rows, shrink);\n", "")
+    device = EmulatedCudaDevice(EmulatedLauncher(edits=(fault,)))
+    replace_wrong_kernels(device, launches, first_run.here)
+    assert not device.kernels.warpgroups and not device.kernels.replaced
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    begin = "the kernel for all GPUs computes warpgroup_attention: prefill attention with warpgroups over bfloat16"
+    assert warning.startswith(begin)
+    names = [trial.name for trial in some if not trial.why_wrong(device.kernels, torch.device("cpu"))]
+    assert names == ["prefill attention over bfloat16, heads of 64"]
 
 
 @pytest.mark.planted_faults

@@ -106,6 +106,16 @@ struct Barrier {
     uint64_t round = 0;
 };
 
+// A product that a warpgroup has started (wgmma). Until it waits for it nothing may touch what is named here.
+struct GroupProduct {
+    float* sums;           // of this thread
+    const unsigned* rows;  // of this thread; null: in shared memory, as `row_panels` describes
+    uint64_t row_panels, column_panels;
+    int num_columns;
+    bool transposed, adds;
+    float (*value)(uint16_t);
+};
+
 struct Fiber {
     void* stack_pointer;
     char* stack = nullptr;
@@ -117,6 +127,10 @@ struct Fiber {
     const char* waits_for;
     std::vector<Copy> open;
     std::vector<std::vector<Copy>> groups;
+    bool unfenced;  // its copies are not visible to the tensor cores of a warpgroup
+    const GroupProduct* product;
+    std::vector<GroupProduct> open_products;
+    std::vector<std::vector<GroupProduct>> product_groups;
 };
 
 struct Block {
@@ -125,7 +139,7 @@ struct Block {
     uint64_t progress = 0;
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
-    Barrier barriers[16];
+    Barrier barriers[16], group_barriers[8];
     char* shared = nullptr;
     size_t shared_bytes = 0;
     void* scheduler;
@@ -307,6 +321,95 @@ inline void check_aligned(const void* address, int bytes, const char* what) {
     if (reinterpret_cast<uintptr_t>(address) % bytes) fail("%s: %p is not aligned to %d", what, address, bytes);
 }
 
+// ---------------------------------------------------------------- products of a warpgroup
+
+// Waits for the other threads of the running one's warpgroup.
+inline void meet_group() {
+    Barrier& barrier = block.group_barriers[current->number / 128];
+    block.progress++;
+    if (++barrier.arrived == 128) {
+        barrier.arrived = 0;
+        barrier.round++;
+    } else {
+        wait_while(barrier.round, barrier.round, "wgmma");
+    }
+}
+
+// An element of a matrix in shared memory as a descriptor (PTX, "matrix-descriptor format") and NVIDIA's canonical layouts
+// define it: in units of 16 bytes ((8, n), 2) : ((8, stride), 1) by columns of 64 elements, or transposed
+// ((8, n), (8, k)) : ((1, leading), (8, stride)); bits 4 to 6 of the address are then exchanged by bits 7 to 9.
+inline float element_of(const GroupProduct& product, uint64_t panels, int outer, int k, bool transposed) {
+    if (panels >> 62 != 1) fail("wgmma: only an exchange over 128 bytes is emulated");
+    const uint32_t start = (panels & 0x3fff) << 4, leading = (panels >> 16 & 0x3fff) << 4, stride = (panels >> 32 & 0x3fff) << 4;
+    uint32_t address = start;
+    if (transposed)
+        address += outer / 8 % 8 * 16 + outer / 64 * leading + k % 8 * 128 + k / 8 * stride + outer % 8 * 2;
+    else
+        address += outer % 8 * 128 + outer / 8 * stride + k * 2;
+    address ^= address >> 3 & 0x70;
+    if (address + 2 > block.shared_bytes) fail("wgmma reads beyond shared memory");
+    uint16_t bits;
+    touch(block.shared + address, 2, Touch::READ);
+    memcpy(&bits, block.shared + address, 2);
+    return product.value(bits);
+}
+
+// This thread's sums of a product.
+inline void compute(const GroupProduct& product) {
+    current->product = &product;
+    meet_group();
+    const int group = current->number & ~127, warp = current->number / 32 % 4, g = current->lane / 4, t = current->lane % 4;
+    float rows[2][16];
+    for (int half = 0; half < 2; half++)
+        for (int k = 0; k < 16; k++) {
+            const int row = 16 * warp + 8 * half + g;
+            if (product.rows) {
+                const Fiber& owner = block.fibers[group + 32 * warp + 4 * g + k % 8 / 2];
+                const unsigned pair = owner.product->rows[half + 2 * (k / 8)];
+                rows[half][k] = product.value(uint16_t(k % 2 ? pair >> 16 : pair));
+            } else {
+                rows[half][k] = element_of(product, product.row_panels, row, k, false);
+            }
+        }
+    for (int j = 0; j < product.num_columns / 8; j++)
+        for (int i = 0; i < 2; i++) {
+            const int column = 8 * j + 2 * t + i;
+            float total[2] = {};
+            for (int k = 0; k < 16; k++) {
+                const float x = element_of(product, product.column_panels, column, k, product.transposed);
+                for (int half = 0; half < 2; half++) total[half] += rows[half][k] * x;
+            }
+            for (int half = 0; half < 2; half++) {
+                float& sum = product.sums[4 * j + 2 * half + i];
+                sum = product.adds ? sum + total[half] : total[half];
+            }
+        }
+    meet_group();
+}
+
+// A device computes it some time between its start and the wait: here at its start, or in other orders of threads at the
+// wait.
+inline void start_product(const GroupProduct& product) {
+    if (current->unfenced) fail("wgmma: thread %d has copies that it did not fence", current->number);
+    if (product.column_panels % 64 > 7 || product.row_panels % 64 > 7)
+        fail("wgmma: a panel does not begin at a multiple of 1024 bytes");
+    if (order == Order::IN_ORDER)
+        compute(product);
+    else
+        current->open_products.push_back(product);
+}
+
+inline void commit_products() {
+    current->product_groups.push_back(current->open_products);
+    current->open_products.clear();
+}
+
+inline void wait_for_products(int pending) {
+    auto& groups = current->product_groups;
+    for (; groups.size() > size_t(pending); groups.erase(groups.begin()))
+        for (const GroupProduct& product : groups[0]) compute(product);
+}
+
 inline void run(Fiber& fiber) {
     if (fiber.done || block.error[0]) return;
     current = &fiber;
@@ -350,6 +453,7 @@ inline void run_block() {
     memset(block.shared, 0xFF, block.shared_bytes);  // NaN until it is written
     forget_accesses();
     for (Barrier& barrier : block.barriers) barrier = Barrier();
+    for (Barrier& barrier : block.group_barriers) barrier = Barrier();
     block.warps.assign((block.num_threads + 31) / 32, Warp());
     for (int i = 0; i < block.num_threads; i++) {
         Fiber& fiber = block.fibers[i];
@@ -361,6 +465,9 @@ inline void run_block() {
         fiber.warp = &block.warps[i / 32];
         fiber.open.clear();
         fiber.groups.clear();
+        fiber.unfenced = false;
+        fiber.open_products.clear();
+        fiber.product_groups.clear();
         fiber.index = {i % block.size.x, i / block.size.x % block.size.y, i / (block.size.x * block.size.y)};
         void** top = reinterpret_cast<void**>(fiber.stack + STACK - 64);
         *--top = nullptr;
