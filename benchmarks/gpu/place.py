@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.case import Extent
-from pagewire.kernels.cuda import attention, norms
+from pagewire.kernels.cuda import attention, linear, norms
 from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.trial import Trial, short
@@ -108,7 +108,10 @@ class Rehearsal:
     def trials(self) -> Iterator[tuple[str, Trial]]:
         """See `Place`: few, for each kernel has to be compiled for the emulation."""
         for trial in trials(Launches(torch.bfloat16, torch.bfloat16, 64, mixture=True, capability=(9, 0))):
-            is_norm, is_product = trial.method.endswith("norm"), trial.method in ("pack", "experts")
+            is_norm, is_product = (
+                trial.method.endswith("norm"),
+                trial.method in ("pack", "experts", linear.WARPGROUPS),
+            )
             if trial.name.endswith((" of 248", *PRODUCTS)) or not (is_norm or is_product):
                 yield "bfloat16", trial
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import torch
 from torch.nn import functional
 
 from pagewire.kernels.cuda.launch import KernelLauncher
-from pagewire.kernels.cuda.linear import PackedWeightLinear
+from pagewire.kernels.cuda.linear import LEAST_GROUP, PackedWeightLinear
 from pagewire.kernels.data.integers import Integers, integer_weight
 from pagewire.kernels.data.weight import Weight
 
-from .case import Case, Extent, distance, num_copies
+from .case import Case, Extent, Run, distance, num_copies
 
 SCHEMES = {
     "int4, groups of 128": Integers(4, 128, 8),
@@ -86,6 +87,13 @@ def _linear_case(
     def in_torch(i: int) -> object:
         return functional.linear(x[i], dense[i % len(dense)], bias)
 
+    peers: dict[str, Run] = {"torch": in_torch}
+    if first.group is not None and num_rows >= LEAST_GROUP:
+        others = [copy.copy(layer) for layer in layers]
+        for layer in others:
+            layer.group = None
+        peers["no warpgroups"] = lambda i: others[i](x[i])
+
     title = f"linear {num_rows} x {num_in} x {num_out}, {name}"
     flops = 2 * num_rows * num_in * num_out
-    return Case(title, num_bytes, flops, copies, lambda i: layers[i](x[i]), error, 1e-2, {"torch": in_torch})
+    return Case(title, num_bytes, flops, copies, lambda i: layers[i](x[i]), error, 1e-2, peers)

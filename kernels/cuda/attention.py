@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cuda.launch import KernelLauncher, pack
+from pagewire.kernels.cuda.launch import HOPPER, KernelLauncher, pack
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.data.paging import CAUSAL, WHOLE, AttentionBatch, Cache, LogitTerms, check_scales
 
@@ -113,7 +113,7 @@ def has_warpgroups(
     capability: tuple[int, int], dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int
 ) -> bool:
     """True if a device can run a prefill kernel with the products of warpgroups."""
-    return capability == (9, 0) and cache_dtype == dtype and head_dim in WARPGROUP_HEAD_DIMS
+    return capability == HOPPER and cache_dtype == dtype and head_dim in WARPGROUP_HEAD_DIMS
 
 
 def _variant(kernel: str, dtype: torch.dtype, cache_dtype: torch.dtype | None, numbers: str) -> Variant:

@@ -16,6 +16,9 @@ from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTer
 from pagewire.kernels.data.weight import Linear, Weight
 from pagewire.kernels.reference.kernels import Kernels
 
+WARPGROUPS = frozenset((attention.WARPGROUPS, linear.WARPGROUPS))
+"""Names, as of methods, of what kernels with the products of warpgroups compute."""
+
 
 @functools.cache
 def load(index: int) -> "CudaKernels":
@@ -39,7 +42,7 @@ class CudaKernels(Kernels):
     PyTorch computes what has no kernel of its own: rare operations, and those that the fast path fuses into others.
     on: the device's memory, where the workspace of attention is allocated.
     replaced: methods that PyTorch computes although they have kernels, see `replace`.
-    warpgroups: attention may use the products of warpgroups, where the GPU has them.
+    warpgroups: of `WARPGROUPS`, what may use the products of warpgroups, where the GPU has them.
     """
 
     multiplies_floats = True
@@ -47,17 +50,17 @@ class CudaKernels(Kernels):
     def __init__(self, launcher: KernelLauncher, on: torch.device | str) -> None:
         self.launcher = launcher
         self.replaced: set[str] = set()
-        self.warpgroups = True
+        self.warpgroups = WARPGROUPS
         self.states = states.CudaStateKernels(launcher)
         self._workspace = attention.Workspace.allocate(launcher.multiprocessors, on)
 
     def replace(self, method: str) -> None:
         """Let PyTorch compute a method from now on: its kernel is wrong on this device.
 
-        In the place of attention with the products of warpgroups comes the kernel for all devices.
+        In the place of a kernel with the products of warpgroups comes the one for all devices.
         """
-        if method == attention.WARPGROUPS:
-            self.warpgroups = False
+        if method in self.warpgroups:
+            self.warpgroups -= {method}
             return
         setattr(self, method, getattr(REPLACEMENTS, method))
         self.replaced.add(method)
@@ -72,7 +75,8 @@ class CudaKernels(Kernels):
         out: Tensor | None = None,
     ) -> Tensor:
         use = (self.launcher, self._workspace)
-        return attention.paged_attention(*use, q, cache, batch, scale, terms, out, warpgroups=self.warpgroups)
+        warpgroups = attention.WARPGROUPS in self.warpgroups
+        return attention.paged_attention(*use, q, cache, batch, scale, terms, out, warpgroups=warpgroups)
 
     def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
         kv.write_kv(self.launcher, None, k, v, cache, slot_mapping)
@@ -99,7 +103,8 @@ class CudaKernels(Kernels):
         may depend on the batch.
         """
         if linear.why_not(weight) is None:
-            return linear.PackedWeightLinear(self.launcher, weight, bias)
+            warpgroups = linear.WARPGROUPS in self.warpgroups
+            return linear.PackedWeightLinear(self.launcher, weight, bias, warpgroups=warpgroups)
         return REPLACEMENTS.pack(weight, bias)
 
     def experts(self, experts: Experts) -> cuda_experts.CudaExperts | None:

@@ -18,6 +18,8 @@ Parameters = np.ndarray[tuple[int, ...], np.dtype[np.void]]
 Function = Callable[..., None]
 """A loaded kernel: called with grid, block, arguments, bytes of shared memory, and stream."""
 
+HOPPER = (9, 0)
+"""The compute capability that has the products of warpgroups (compiled for sm_90a)."""
 DEFAULT_SHARED_BYTES = 48 << 10
 """Shared memory, static and dynamic, that every kernel may use; more must be allowed before the launch."""
 

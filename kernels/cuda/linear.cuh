@@ -127,10 +127,11 @@ DEVICE u32 look_up(const Product& p, u32 codes) {
     return permute_bytes(low, high, 0x3210u + ((codes & 0x8888u) >> 1));
 }
 
-// A lane's codes of a step: for each half step and each eight outputs two pairs.
-template <class K>
+// A lane's codes of a step: for each half step and each eight outputs, of EIGHTS, two pairs.
+template <class K, int EIGHTS = 4>
 struct Codes {
-    u32 words[K::WORDS][4];  // of eight outputs each; of dense weights pairs, by eight outputs and eight columns
+    static constexpr int LANE_BYTES = 4 * EIGHTS;
+    u32 words[K::WORDS][EIGHTS];  // of eight outputs each; of dense weights pairs, by eight outputs and eight columns
 
     DEVICE explicit Codes(const unsigned char* stage) {
         if constexpr (K::DENSE) {
@@ -141,8 +142,14 @@ struct Codes {
         }
 #pragma unroll
         for (int i = 0; i < K::WORDS; i++) {
-            const uint4 word = *reinterpret_cast<const uint4*>(stage + HALF_BYTES * i + 16 * (threadIdx.x % 32));
-            words[i][0] = word.x, words[i][1] = word.y, words[i][2] = word.z, words[i][3] = word.w;
+            const unsigned char* const own = stage + LANE_BYTES * (32 * i + threadIdx.x % 32);
+            if constexpr (EIGHTS == 2) {
+                const uint2 word = *reinterpret_cast<const uint2*>(own);
+                words[i][0] = word.x, words[i][1] = word.y;
+            } else {
+                const uint4 word = *reinterpret_cast<const uint4*>(own);
+                words[i][0] = word.x, words[i][1] = word.y, words[i][2] = word.z, words[i][3] = word.w;
+            }
         }
     }
     // The fragment of half step `half` and outputs 8 j to 8 j + 7.
@@ -467,25 +474,25 @@ DEVICE void copy_rows(const Product& p, Source source, int first, int step, unsi
     }
 }
 
-// The sums of all slices so far, a thread's own, which have no room in registers.
+// The sums of all slices so far, 4 N of a thread's own, which have no room in registers.
+template <int THREADS, int N>
 struct Totals {
-    float4* own;  // [4 TILES], THREADS apart
+    float4* own;  // [N], THREADS apart
 
     DEVICE explicit Totals(unsigned char* memory) : own(reinterpret_cast<float4*>(memory) + threadIdx.x) {
 #pragma unroll
-        for (int i = 0; i < 4 * Many::TILES; i++) own[i * Many::THREADS] = make_float4(0, 0, 0, 0);
+        for (int i = 0; i < N; i++) own[i * THREADS] = make_float4(0, 0, 0, 0);
     }
+    DEVICE float4 operator[](int i) const { return own[i * THREADS]; }
     // Adds the sums of a slice, which become 0.
-    DEVICE void take(Sums<Many::TILES>& sums) {
+    DEVICE void take(float (&sums)[N][4]) {
 #pragma unroll
-        for (int m = 0; m < Many::TILES; m++)
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                float4& total = own[(4 * m + j) * Many::THREADS];
-                float(&sum)[4] = sums[m][j];
-                total = make_float4(total.x + sum[0], total.y + sum[1], total.z + sum[2], total.w + sum[3]);
-                sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
-            }
+        for (int i = 0; i < N; i++) {
+            float4& total = own[i * THREADS];
+            float(&sum)[4] = sums[i];
+            total = make_float4(total.x + sum[0], total.y + sum[1], total.z + sum[2], total.w + sum[3]);
+            sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+        }
     }
 };
 
@@ -498,7 +505,7 @@ DEVICE void multiply_many(const Product& p, Source source, int first_row, int ou
     const int present = min(block, (p.n - 1) / OUTPUTS);  // a warp without outputs computes some that it does not store
     unsigned char* const tiles = shared_memory();
     unsigned char* const ring = tiles + STAGES * Many::TILE_BYTES + warp * STAGES * K::STAGE_BYTES;
-    Totals totals(tiles + STAGES * (Many::TILE_BYTES + Many::WARPS * K::STAGE_BYTES));
+    Totals<Many::THREADS, 4 * TILES> totals(tiles + STAGES * (Many::TILE_BYTES + Many::WARPS * K::STAGE_BYTES));
     const LaneWeights<K> weights(p, present);
     int filled = 0, read = 0;  // stages
     auto copy = [&](int step) {
@@ -521,11 +528,11 @@ DEVICE void multiply_many(const Product& p, Source source, int first_row, int ou
         add_step<K, TILES>(p, ring + read * K::STAGE_BYTES, x, sums);
         read = after<STAGES>(read);
         while (slice_begin(p, slice + 1) <= step) slice++;
-        if (slice_begin(p, slice + 1) == step + 1) totals.take(sums);
+        if (slice_begin(p, slice + 1) == step + 1) totals.take(reinterpret_cast<float(&)[4 * TILES][4]>(sums));
     }
 #pragma unroll
     for (int i = 0; i < 4 * TILES; i++) {
-        const float4 total = totals.own[i * Many::THREADS];
+        const float4 total = totals[i];
         const int row = first_row + i / 4 * 16 + lane / 4, output = OUTPUTS * block + i % 4 * 8 + 2 * (lane % 4);
         store_two<K>(p, row, output, total.x, total.y);
         store_two<K>(p, row + 8, output, total.z, total.w);

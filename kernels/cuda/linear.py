@@ -10,13 +10,14 @@ columns alone: a row's bits do not depend on how many rows there are.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire.kernels.cuda.launch import KernelLauncher, pack
+from pagewire.kernels.cuda.launch import HOPPER, KernelLauncher, pack
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.data.floats import Floats
@@ -29,6 +30,10 @@ STEP, OUTPUTS, SLICES = 32, 32, 8
 MOST_FEW, MOST_FEW_OF_MANY = 192, 48
 """The most rows that the kernel for few rows multiplies. The second number is for large weights: with them, the
 other kernel has a block for each multiprocessor. Measured on an H100, with 4,096, 6,144 and 28,672 outputs."""
+LEAST_GROUP = 128
+"""The fewest rows for which the kernel with the products of warpgroups is used: those of a block. Not measured."""
+WARPGROUPS = "warpgroup_linear"
+"""The products of many rows with those of warpgroups; the other kernel for many rows stands in for them."""
 CODES = ("half_codes", "table_codes", "byte_codes", "float_codes")
 SPANS = (0, 32, 16)
 """Columns of a step that have one scale; 0: a row of the weight has one."""
@@ -38,27 +43,30 @@ BLOCK = 1 << 22
 
 @functools.cache
 def variant(kernel: str, dtype: torch.dtype, codes: str, scale_dtype: torch.dtype, span: int) -> Variant:
-    """One of the kernels, "few" or "many", for a dtype of rows, one of `CODES` and one of `SPANS`."""
+    """One of the kernels, "few", "many" or "group", for a dtype of rows, one of `CODES` and one of `SPANS`."""
     scale = "float" if scale_dtype == torch.float32 else DTYPES[scale_dtype]
-    return Variant(SOURCE, f"linear_{kernel}<{DTYPES[dtype]}, {codes}, {scale}, {span}>", "Product")
+    name = f"linear_{kernel}<{DTYPES[dtype]}, {codes}, {scale}, {span}>"
+    source, needs = (f"{WARPGROUPS}.cu", "sm_90a") if kernel == "group" else (SOURCE, "")
+    return Variant(source, name, "Product", needs)
 
 
-def variants(*dtypes: torch.dtype) -> list[Variant]:
-    """Both kernels for each dtype (by default for all), codes and scales."""
-    return [variant for dtype in dtypes or DTYPES for codes in CODES for variant in kinds(dtype, codes)]
+def variants(*dtypes: torch.dtype, capability: tuple[int, int] = HOPPER) -> list[Variant]:
+    """The kernels for each dtype (by default for all), codes and scales, that a device can run."""
+    kernels = ("few", "many", "group") if capability == HOPPER else ("few", "many")
+    return [
+        variant for dtype in dtypes or DTYPES for codes in CODES for variant in kinds(dtype, codes, kernels)
+    ]
 
 
-def kinds(dtype: torch.dtype, codes: str) -> list[Variant]:
-    """Both kernels for a dtype and one of `CODES` with all scales, or for "dense_codes", which have none."""
+def kinds(dtype: torch.dtype, codes: str, kernels: Sequence[str] = ("few", "many")) -> list[Variant]:
+    """Kernels for a dtype and one of `CODES` with all scales, or for "dense_codes", which have none."""
     scales = [(scales, span) for scales in DTYPES for span in SPANS[1:]]
     if codes == "float_codes":
         scales = [(torch.float32, STEP)]
     elif codes == "dense_codes":
         scales = []
     return [
-        variant(kernel, dtype, codes, *kind)
-        for kind in ((torch.float32, 0), *scales)
-        for kernel in ("few", "many")
+        variant(kernel, dtype, codes, *kind) for kind in ((torch.float32, 0), *scales) for kernel in kernels
     ]
 
 
@@ -103,8 +111,10 @@ class PackedWeightLinear:
     result is rounded to the rows' dtype. Its parts lie on the weight's device.
     """
 
-    def __init__(self, launcher: KernelLauncher, weight: Weight, bias: Tensor | None) -> None:
-        """bias: [N], of the weight's dtype.
+    def __init__(
+        self, launcher: KernelLauncher, weight: Weight, bias: Tensor | None, *, warpgroups: bool = True
+    ) -> None:
+        """bias: [N], of the weight's dtype. warpgroups: their products may be used, where the device has them.
 
         Raises:
             ValueError: the weight has no kernel, see `why_not`.
@@ -115,7 +125,11 @@ class PackedWeightLinear:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self._launcher, self.few, self.many = launcher, *_launches(weight)
-        launcher.load([self.few.kernel, self.many.kernel])  # nothing may be loaded while a graph is recorded
+        self.group = _group(weight) if warpgroups and launcher.capability == HOPPER else None
+        launches = [launch for launch in (self.few, self.many, self.group) if launch is not None]
+        launcher.load(
+            [launch.kernel for launch in launches]
+        )  # nothing may be loaded while a graph is recorded
         self.parts = _parts(weight) | {"bias": bias}
         self.sizes = _sizes(weight)
         self.device = weight.parts[0].device
@@ -150,6 +164,8 @@ class PackedWeightLinear:
         That for few reads the weight for every 16 rows, that for many once for 64, but has few blocks if there are
         few outputs.
         """
+        if self.group is not None and num_rows >= LEAST_GROUP:
+            return self.group
         fills_device = -(-self.out_features // self.many.outputs) >= self._launcher.multiprocessors
         return self.few if num_rows <= (MOST_FEW_OF_MANY if fills_device else MOST_FEW) else self.many
 
@@ -166,13 +182,29 @@ class Launch(NamedTuple):
 
 def _launches(weight: Weight) -> tuple[Launch, Launch]:
     """The launches for few and for many rows."""
+    kind, code_bytes, scale_bytes = _kind(weight)
+    assert isinstance(weight.scheme, Integers | Floats)
+    return _few_and_many(kind, code_bytes + 2 * scale_bytes, 5 if _bits(weight.scheme) == 4 else 4, 6)
+
+
+def _group(weight: Weight) -> Launch:
+    """The launch for many rows with the products of warpgroups. Numbers as in warpgroup_linear.cu."""
+    kind, code_bytes, scale_bytes = _kind(weight)
+    rows, warps, stages, steps, spans = 128, 12, 3, 2, STEP // (kind[3] or STEP)
+    stage_bytes = steps * (rows * 2 * STEP + warps * (code_bytes // 2 + 2 * scale_bytes))
+    totals = rows * warps * 16 * 4
+    shared = stages * stage_bytes + totals + steps * spans * rows * 4  # and sums of rows
+    return Launch(variant("group", *kind), rows, 16 * warps, 32 * warps, -(-shared // 1024) * 1024)
+
+
+def _kind(weight: Weight) -> tuple[tuple[torch.dtype, str, torch.dtype, int], int, int]:
+    """What `variant` takes, and the bytes of codes and of scales of 32 outputs in a step."""
     scheme, scale_dtype = weight.scheme, weight.parts[1].dtype
     assert isinstance(scheme, Integers | Floats)
     span = 0 if scheme.group is None else min(scheme.group, STEP)
     kind = (weight.dtype, _codes(scheme), scale_dtype if span else torch.float32, span)
     scale_bytes = OUTPUTS * STEP // span * scale_dtype.itemsize if span else 0
-    stage_bytes = OUTPUTS * STEP * _bits(scheme) // 8 + 2 * scale_bytes  # of a warp: codes, scales, offsets
-    return _few_and_many(kind, stage_bytes, 5 if _bits(scheme) == 4 else 4, 6)
+    return kind, OUTPUTS * STEP * _bits(scheme) // 8, scale_bytes
 
 
 def dense_launches(dtype: torch.dtype) -> tuple[Launch, Launch]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pagewire.kernels.cuda import linear, norms
-from pagewire.kernels.cuda.trial import TOLERANCE, Layout, Trial, normal, short
+from pagewire.kernels.cuda.launch import HOPPER
+from pagewire.kernels.cuda.trial import TOLERANCE, Layout, Trial, normal, short, with_warpgroups
 from pagewire.kernels.data.floats import NO_NUMBER, Floats
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.layer import Activation, Experts
@@ -54,29 +55,34 @@ def exact_matrix(weight: Weight) -> Tensor:
     return replace(weight, dtype=torch.float32).dense()
 
 
-def linear_trials(dtype: torch.dtype) -> Iterator[Trial]:
+def linear_trials(dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[Trial]:
     """Products with packed weights of every kind, for few and for many rows, which must have the same bits.
 
     All rows are nearly equal, and the bias takes most of them away: what rounding to `dtype` would hide shows.
     """
     num_out, num_in, num_rows = 72, 640, linear.MOST_FEW + 6
+    methods = {"pack": ""} | ({linear.WARPGROUPS: " of warpgroups"} if capability == HOPPER else {})
     row = normal(num_in)
     x = (row + normal(num_rows, num_in, seed=1) / 64).to(dtype)
 
-    def compute(like: Weight, kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+    def compute(
+        method: str, like: Weight, kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]
+    ) -> Tensor:
         x, bias, *parts = inputs
         weight = replace(like, parts=tuple(parts))
         if kernels is reference:  # whose products with integers round x, too
             exact = functional.linear(x.float(), exact_matrix(weight), bias.float())
             return torch.cat([exact, torch.zeros_like(exact)])
-        product = kernels.pack(weight, bias)
+        product = with_warpgroups(kernels, method).pack(weight, bias)
         many, few = product(x), torch.cat([product(x[i : i + 20]) for i in range(0, num_rows, 20)])
         return torch.cat([many, few - many])
 
     for name, weight in packed_weights(num_out, num_in, dtype):
         bias = -exact_matrix(weight) @ row
         inputs = [x, bias.to(dtype), *weight.parts]
-        yield Trial(f"products with {name}", "pack", partial(compute, weight), inputs, TOLERANCE[dtype])
+        for method, how in methods.items():
+            compute_with = partial(compute, method, weight)
+            yield Trial(f"products{how} with {name}", method, compute_with, inputs, TOLERANCE[dtype])
 
 
 def expert_trials(dtype: torch.dtype) -> Iterator[Trial]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,14 @@ class Trial:
             return ""
         error = difference(recorded(run), expected)
         return "" if error <= self.tolerance else f"differs from PyTorch by {error:.2g} in a CUDA graph"
+
+
+def with_warpgroups(kernels: Kernels, method: str) -> Kernels:
+    """The kernels with the products of warpgroups in this of `WARPGROUPS` only; of another method in nothing."""
+    if isinstance(kernels, CudaKernels):
+        kernels = copy.copy(kernels)
+        kernels.warpgroups &= {method}
+    return kernels
 
 
 def difference(result: Tensor, expected: Tensor) -> float:

@@ -6,7 +6,6 @@ are: a worker runs these trials when it first starts on a device (`workers/devic
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cuda import attention, gates, kv, norms, states
-from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.product_trials import expert_trials, linear_trials
-from pagewire.kernels.cuda.trial import TOLERANCE, Layout, Trial, normal, short
+from pagewire.kernels.cuda.trial import TOLERANCE, Layout, Trial, normal, short, with_warpgroups
 from pagewire.kernels.cuda.variants import Launches
 from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.data.layer import Activation, Norm
@@ -35,7 +33,7 @@ def trials(launches: Launches) -> list[Trial]:
     dtype, head_dim = launches.dtype, launches.head_dim
     if dtype not in norms.DTYPES:
         return []
-    result = [*norm_trials(dtype), *gate_trials(dtype), *linear_trials(dtype)]
+    result = [*norm_trials(dtype), *gate_trials(dtype), *linear_trials(dtype, launches.capability)]
     if launches.mixture:
         result += expert_trials(dtype)
     if launches.encodes:
@@ -161,9 +159,7 @@ def attend(
 
     method: `WARPGROUPS`: with their products; else without. inputs: those of `paged_inputs`, and what `terms` gets.
     """
-    if isinstance(kernels, CudaKernels):
-        kernels = copy.copy(kernels)
-        kernels.warpgroups = method == attention.WARPGROUPS
+    kernels = with_warpgroups(kernels, method)
     q, k, v, starts, lengths, table, *others = inputs
     slots = torch.full((len(q),), -1, dtype=torch.int64, device=q.device)
     longest = max(end - first for first, end in spans), max(end for _, end in spans)
@@ -189,7 +185,7 @@ def attention_trial(
         return CAUSAL, LogitTerms(window=50, softcap=5.0, sinks=sinks, alibi=slopes)
 
     others = [torch.linspace(-1, 3, HEADS), torch.logspace(-3, -1, HEADS)]
-    name = f"{kind} attention{_with(method)} over {short(cache_dtype)}, heads of {head_dim}"
+    name = f"{kind} attention{_how(method)} over {short(cache_dtype)}, heads of {head_dim}"
     inputs = [*paged_inputs(spans, dtype, cache_dtype, head_dim), *others]
     return Trial(name, method, partial(attend, method, spans, terms), inputs, TOLERANCE[dtype])
 
@@ -202,12 +198,12 @@ def two_sided_trial(method: str, dtype: torch.dtype, head_dim: int) -> Trial:
 
     inputs = [*paged_inputs(WHOLE_PROMPTS, dtype, dtype, head_dim), normal(HEADS, 2 * 256, seed=4)]
     compute = partial(attend, method, WHOLE_PROMPTS, terms)
-    name = f"two-sided attention{_with(method)}, heads of {head_dim}"
+    name = f"two-sided attention{_how(method)}, heads of {head_dim}"
     return Trial(name, method, compute, inputs, TOLERANCE[dtype])
 
 
-def _with(method: str) -> str:
-    return " with warpgroups" if method == attention.WARPGROUPS else ""
+def _how(method: str) -> str:
+    return " of warpgroups" if method == attention.WARPGROUPS else ""
 
 
 def adapter_trial(dtype: torch.dtype) -> Trial:

@@ -42,7 +42,7 @@ def variants_of(launches: Launches) -> list[Variant]:
         return result
     result += [gates.variant(dtype, activation) for activation in gates.ACTIVATIONS]
     result += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
-    result += linear.variants(dtype)
+    result += linear.variants(dtype, capability=launches.capability)
     if launches.mixture:
         result += experts.variants(dtype)
     if launches.encodes:

@@ -43,8 +43,8 @@ DEVICE void multiply_group(float (&sums)[N][4], u64 rows, u64 columns, bool adds
     emulated::start_product({&sums[0][0], nullptr, rows, columns, 8 * N, false, adds, half_value<T>});
 }
 template <class T, bool TRANSPOSED, int N>
-DEVICE void add_group(float (&sums)[N][4], const u32 (&rows)[4], u64 columns) {
-    emulated::start_product({&sums[0][0], rows, 0, columns, 8 * N, TRANSPOSED, true, half_value<T>});
+DEVICE void multiply_group(float (&sums)[N][4], const u32 (&rows)[4], u64 columns, bool adds) {
+    emulated::start_product({&sums[0][0], rows, 0, columns, 8 * N, TRANSPOSED, adds, half_value<T>});
 }
 
 #else
@@ -75,35 +75,38 @@ DEVICE void wait_for_products(float (&sums)[N][4]) {
 #define NAMES_128                                                                                                      \
     NAMES_64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,"   \
              "%57,%58,%59,%60,%61,%62,%63"
-// The operands behind the sums, by their names: rows, columns and whether to add; or four pairs of rows, columns and whether
-// they are transposed.
-#define MULTIPLY_GROUP(N, TYPE, ROWS, COLUMNS, ADDS)                                                                   \
+// The names of the operands behind the sums: rows, columns, whether to add. SIGNS: factors of 1, and what is transposed.
+#define MULTIPLY_GROUP(N, TYPE, ROWS, COLUMNS, ADDS, SIGNS, ...)                                                       \
     asm volatile("{ .reg .pred adds; setp.ne.b32 adds, " ADDS ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32."   \
-                 TYPE "." TYPE " {" NAMES_##N "}, " ROWS ", " COLUMNS ", adds, 1, 1, 0, 0; }"                          \
-                 : SUMS_##N(0) : "l"(rows), "l"(columns), "r"(int(adds)))
-#define ADD_GROUP(N, TYPE, ROWS, COLUMNS, TRANSPOSES)                                                                  \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES_##N "}, {" ROWS "}, "      \
-                 COLUMNS ", 1, 1, 1, " TRANSPOSES ";"                                                                  \
+                 TYPE "." TYPE " {" NAMES_##N "}, " ROWS ", " COLUMNS ", adds, " SIGNS "; }"                           \
                  : SUMS_##N(0)                                                                                         \
-                 : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "l"(columns), "n"(int(TRANSPOSED)))
+                 : __VA_ARGS__, "l"(columns), "r"(int(adds)))
+#define MULTIPLY_PANELS(N, TYPE, ROWS, COLUMNS, ADDS) \
+    MULTIPLY_GROUP(N, TYPE, ROWS, COLUMNS, ADDS, "1, 1, 0, 0", "l"(rows))
+#define MULTIPLY_FRAGMENTS(N, TYPE, ROWS, COLUMNS, ADDS)                                                               \
+    if constexpr (TRANSPOSED)                                                                                          \
+        MULTIPLY_GROUP(N, TYPE, "{" ROWS "}", COLUMNS, ADDS, "1, 1, 1", FRAGMENT);                                     \
+    else                                                                                                               \
+        MULTIPLY_GROUP(N, TYPE, "{" ROWS "}", COLUMNS, ADDS, "1, 1, 0", FRAGMENT)
+#define FRAGMENT "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3])
 
 // Sums [64 x 8 N], which become, or to which is added if `adds`, the product of rows [64 x 16] and columns [8 N x 16].
 template <class T, int N>
 DEVICE void multiply_group(float (&sums)[N][4], u64 rows, u64 columns, bool adds) {
     static_assert(N == 8 || N == 16);
-    if constexpr (N == 8 && is_same<T, bf16>) MULTIPLY_GROUP(64, "bf16", "%32", "%33", "%34");
-    if constexpr (N == 8 && is_same<T, fp16>) MULTIPLY_GROUP(64, "f16", "%32", "%33", "%34");
-    if constexpr (N == 16 && is_same<T, bf16>) MULTIPLY_GROUP(128, "bf16", "%64", "%65", "%66");
-    if constexpr (N == 16 && is_same<T, fp16>) MULTIPLY_GROUP(128, "f16", "%64", "%65", "%66");
+    if constexpr (N == 8 && is_same<T, bf16>) MULTIPLY_PANELS(64, "bf16", "%32", "%33", "%34");
+    if constexpr (N == 8 && is_same<T, fp16>) MULTIPLY_PANELS(64, "f16", "%32", "%33", "%34");
+    if constexpr (N == 16 && is_same<T, bf16>) MULTIPLY_PANELS(128, "bf16", "%64", "%65", "%66");
+    if constexpr (N == 16 && is_same<T, fp16>) MULTIPLY_PANELS(128, "f16", "%64", "%65", "%66");
 }
-// Adds the product of rows [64 x 16], of which each warp has a fragment, and columns [8 N x 16], or TRANSPOSED [16 x 8 N].
+// The same with rows of which each warp has a fragment, and columns that may be TRANSPOSED, [16 x 8 N].
 template <class T, bool TRANSPOSED, int N>
-DEVICE void add_group(float (&sums)[N][4], const u32 (&rows)[4], u64 columns) {
+DEVICE void multiply_group(float (&sums)[N][4], const u32 (&rows)[4], u64 columns, bool adds) {
     static_assert(N == 8 || N == 16);
-    if constexpr (N == 8 && is_same<T, bf16>) ADD_GROUP(64, "bf16", "%32,%33,%34,%35", "%36", "%37");
-    if constexpr (N == 8 && is_same<T, fp16>) ADD_GROUP(64, "f16", "%32,%33,%34,%35", "%36", "%37");
-    if constexpr (N == 16 && is_same<T, bf16>) ADD_GROUP(128, "bf16", "%64,%65,%66,%67", "%68", "%69");
-    if constexpr (N == 16 && is_same<T, fp16>) ADD_GROUP(128, "f16", "%64,%65,%66,%67", "%68", "%69");
+    if constexpr (N == 8 && is_same<T, bf16>) { MULTIPLY_FRAGMENTS(64, "bf16", "%32,%33,%34,%35", "%36", "%37"); }
+    if constexpr (N == 8 && is_same<T, fp16>) { MULTIPLY_FRAGMENTS(64, "f16", "%32,%33,%34,%35", "%36", "%37"); }
+    if constexpr (N == 16 && is_same<T, bf16>) { MULTIPLY_FRAGMENTS(128, "bf16", "%64,%65,%66,%67", "%68", "%69"); }
+    if constexpr (N == 16 && is_same<T, fp16>) { MULTIPLY_FRAGMENTS(128, "f16", "%64,%65,%66,%67", "%68", "%69"); }
 }
 
 #endif

@@ -33,7 +33,7 @@ DEVICE void start_values(Rows<S>& rows, const Weights<S>& weights, const u8* val
         for (int j = 0; j < S::D / 8; j += SUMS) {
             const u8* const first = values + j / 8 * PANEL_BYTES + k * 16 * PANEL_ROW_BYTES;
             float(&sums)[SUMS][4] = *reinterpret_cast<float(*)[SUMS][4]>(&rows.out[0][j]);
-            add_group<typename S::T, true>(sums, weights[0][k], describe_panels(first, PANEL_BYTES));
+            multiply_group<typename S::T, true>(sums, weights[0][k], describe_panels(first, PANEL_BYTES), true);
         }
     commit_products();
 }

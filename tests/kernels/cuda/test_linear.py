@@ -105,7 +105,10 @@ def check(weight: Weight, x: Tensor, result: Tensor, bias: Tensor | None = None)
     assert bool(((result.double() - expected).abs() <= permitted).all())
 
 
-launchers = st.builds(EmulatedLauncher, order=st.sampled_from(ORDERS))
+AMPERE, HOPPER = (8, 0), (9, 0)
+launchers = st.builds(
+    EmulatedLauncher, order=st.sampled_from(ORDERS), capability=st.sampled_from([AMPERE, HOPPER])
+)
 
 
 @st.composite
@@ -132,12 +135,12 @@ def test_products(launcher: EmulatedLauncher, drawn: tuple[Weight, Tensor, Tenso
 @pytest.mark.every_variant
 @pytest.mark.parametrize(("scheme", "dtype"), list(product(SCHEMES, DTYPES)), ids=str)
 def test_every_scheme(scheme: Integers, dtype: torch.dtype) -> None:
-    """Of both kernels, with every dtype of scales, with and without offsets."""
+    """Of all kernels, with every dtype of scales, with and without offsets."""
     for scale_dtype in [FP32] if scheme.group is None else [FP16, BF16]:
         for offsets in (False, True)[: 1 if scheme.group is None else 2]:
             weight = make_weight(scheme, 75, 384, dtype, scale_dtype, offsets)
             layer = make_linear(EmulatedLauncher(), weight)
-            for count in (3, 20, 64, 65):
+            for count in (3, 20, 64, 65, 130):
                 x = make_rows_of_x(count, 384, dtype)
                 check(weight, x, layer(x))
 
@@ -261,6 +264,16 @@ def test_weights_without_a_kernel_are_made_dense(weight: Weight, reason: str) ->
         PackedWeightLinear(EmulatedLauncher(), weight, None)
 
 
+def test_another_kernel_multiplies_where_warpgroups_are_wrong() -> None:
+    kernels = CudaKernels(EmulatedLauncher(), "cpu")
+    weight = make_weight(Integers(4, 32, 8), 32, 64, BF16, FP16, False)
+    before = kernels.pack(weight)
+    kernels.replace(linear.WARPGROUPS)
+    after = kernels.pack(weight)
+    assert isinstance(before, PackedWeightLinear) and isinstance(after, PackedWeightLinear)
+    assert before.group is not None and after.group is None and not kernels.replaced
+
+
 def test_a_replaced_kernel_makes_weights_dense() -> None:
     weight, kernels = (
         make_weight(Integers(4, 32, 8), 32, 64, BF16, FP16, False),
@@ -302,7 +315,7 @@ def test_adapters_change_packed_products() -> None:
 
 
 def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the number of rows, and by how many blocks the kernel for many rows would have."""
+    """By the number of rows, how many blocks the kernel for many rows would have, and the device."""
     launched: list[str] = []
     monkeypatch.setattr(
         EmulatedLauncher, "launch", lambda self, variant, *_: launched.append(variant.name[7:11])
@@ -313,10 +326,16 @@ def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
         for count in (1, 48, 49, 64, 65):
             layer(torch.zeros(count, 32).half())
     assert launched == ["few<", "few<", "few<", "few<", "many", "few<", "few<", "many", "many", "many"]
+    launched.clear()
+    for capability in (AMPERE, HOPPER, (10, 0)):
+        layer = PackedWeightLinear(EmulatedLauncher(capability=capability), weight, None)
+        for count in (127, 128):
+            layer(torch.zeros(count, 32).half())
+    assert launched == ["many", "many", "many", "grou", "many", "many"]
 
 
 def test_no_launch_needs_a_kernel_that_is_not_loaded() -> None:
-    """Graphs are recorded of what is loaded; packing loads both kernels."""
+    """Graphs are recorded of what is loaded; packing loads all kernels."""
     loaded: list[str] = []
 
     @dataclasses.dataclass
@@ -324,5 +343,8 @@ def test_no_launch_needs_a_kernel_that_is_not_loaded() -> None:
         def load(self, variants: object, progress: object = None) -> None:
             loaded.extend(variant.name for variant in variants)  # type: ignore[attr-defined]
 
-    PackedWeightLinear(Loading(), make_weight(Integers(8, 128, 128), 32, 128, FP16, BF16, False), None)
-    assert loaded == [f"linear_{kernel}<fp16, byte_codes, bf16, 32>" for kernel in ("few", "many")]
+    weight = make_weight(Integers(8, 128, 128), 32, 128, FP16, BF16, False)
+    for capability, kernels in ((AMPERE, ("few", "many")), (HOPPER, ("few", "many", "group"))):
+        loaded.clear()
+        PackedWeightLinear(Loading(capability=capability), weight, None)
+        assert loaded == [f"linear_{kernel}<fp16, byte_codes, bf16, 32>" for kernel in kernels]

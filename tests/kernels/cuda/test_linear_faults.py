@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from pagewire.kernels.cuda.linear import _launches
+from pagewire.kernels.cuda.linear import _group, _launches
 from pagewire.kernels.cuda.source import read_source
 from pagewire.kernels.data.integers import Integers
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher
@@ -31,18 +31,19 @@ from tests.kernels.cuda.test_linear import (
 
 pytestmark = pytest.mark.usefixtures("many_from_65_rows_on")
 
-FEW, MANY = 21, 85
-"""Rows: the last tile of neither is full."""
+FEW, MANY, GROUP = 21, 85, 150
+"""Rows: the last tile of no kernel is full."""
 WEIGHTS = {
     "halves": make_weight(Integers(4, 64, 0), 150, 2624, BF16, FP16, True),
     "fine": make_weight(Integers(4, 16, 8), 74, 1088, FP16, BF16, True),
     "table": make_weight(Integers(4, 32, 130, TABLE), 75, 640, BF16, FP16, False),
-    "bytes": make_weight(Integers(8, None, 128), 75, 1088, FP16, FP32, False),
+    "bytes": make_weight(Integers(8, None, 128), 75, 1056, FP16, FP32, False),
     "floats": make_floats(None, 75, 1088, FP16),
     "float groups": make_floats(64, 75, 1856, BF16),
     "wide": make_weight(Integers(8, 32, 100), 75, 1856, BF16, BF16, True),
 }
-"""Of every way in which codes become numbers and scales are applied. Some slices have more steps than stages."""
+"""Of every way in which codes become numbers and scales are applied. Some slices have more steps than stages, and
+one weight has an odd number of steps."""
 
 
 def check_all(kind: str, count: int, launcher: EmulatedLauncher) -> None:
@@ -57,6 +58,7 @@ def check_all(kind: str, count: int, launcher: EmulatedLauncher) -> None:
 
 
 LINEAR, WAIT = "linear.cuh", "wait_for_copies<STAGES - %d>();\n        "
+WARPGROUPS = "warpgroup_linear.cu"
 FAULTS = [
     # Copies and barriers.
     ("halves", FEW, "        wait_for_copies<STAGES - 2>();\n        __syncwarp();", "        __syncwarp();"),
@@ -158,18 +160,61 @@ FAULTS = [
     ("bytes", MANY, "if (row >= p.m || output >= p.n) return;", "if (output >= p.n) return;"),
     ("bytes", MANY, "store<K>(p, row, output + 1, second);", ""),
     ("fine", MANY, "finished<K>(p, output + 1, second));", "finished<K>(p, output, second));"),
-    ("halves", MANY, "== step + 1) totals.take(sums);", "== step) totals.take(sums);"),
+    ("halves", MANY, "== step + 1) totals.take", "== step) totals.take"),
     ("halves", MANY, "sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;", ""),
     ("wide", MANY, "16 * m + lane % 16, 2 * half", "16 * m + lane % 8, 2 * half"),
     ("wide", MANY, "2 * half + lane / 16", "2 * half + lane / 8 % 2"),
+    ("halves", GROUP, "wait_for_copies<STAGES - 2>();", "wait_for_copies<STAGES - 1>();"),
+    ("halves", GROUP, "        fence_copies();\n", ""),
+    ("halves", GROUP, "__syncthreads();  // the stage is", "// the stage is"),
+    ("halves", GROUP, "__syncthreads();  // the stages are", "// the stages are"),
+    (
+        "halves",
+        GROUP,
+        "sum_rows<K>(panel, row_sums);\n            __syncthreads();",
+        "sum_rows<K>(panel, row_sums);",
+    ),
+    ("halves", GROUP, "read == 0 ? STAGES - 1 : read - 1", "read"),
+    ("halves", GROUP, "min(first + row, p.m - 1)", "(first + row)"),
+    ("halves", GROUP, "min(first, p.n - 1) / OUTPUTS", "first / OUTPUTS"),
+    ("halves", GROUP, "if (first_output + output >= p.n) continue;", ""),
+    ("halves", GROUP, "min(Group::ROWS, p.m - first_row)", "Group::ROWS"),
+    ("halves", GROUP, "min(Group::OUTPUTS, p.n - first_output)", "Group::OUTPUTS"),
+    ("halves", GROUP, "+ 8 * half;", ";"),
+    ("halves", GROUP, "+ 4 * half;", ";"),
+    ("halves", GROUP, "own[odd + 2]", "own[odd + 1]"),
+    ("halves", GROUP, "wait_for_products<TOGETHER ? 1 : 0>(products[0]);", ""),
+    ("halves", GROUP, "wait_for_products<0>(products[1]);\n", ""),
+    ("halves", GROUP, "i % 2 ? of_rows.y : of_rows.x", "of_rows.x"),
+    ("halves", GROUP, "== first + i + 1) totals.take", "== first + i) totals.take"),
+    ("halves", GROUP, "panel + i * ROW_BYTES", "panel"),
+    ("halves", GROUP, "x + half * 32", "x"),
+    (
+        "halves",
+        GROUP,
+        "to[half][j] = pairs[0], to[half][j + 2] = pairs[1]",
+        "to[half][j + 2] = pairs[0], to[half][j] = pairs[1]",
+    ),
+    ("fine", GROUP, "row_sums + Group::ROWS, sums", "row_sums, sums"),
+    ("halves", GROUP, "2 * (span * 2 / K::SPANS + k)", "2 * (span + k)"),
+    ("fine", GROUP, "stage, scales + K::SCALE_BYTES / 2, x", "stage, scales, x"),
+    ("fine", GROUP, "if (!TOGETHER) start(1);", ""),
+    ("bytes", GROUP, "step + chunk / STEP_CHUNKS >= p.steps", "step + chunk / STEP_CHUNKS > p.steps"),
+    ("floats", GROUP, "from + i * HALF_BYTES", "from"),
+    ("halves", GROUP, "i64(step >> p.group_shift) * K::SCALE_BYTES", "i64(step) * K::SCALE_BYTES"),
 ]
+
+
+def file_of(count: int) -> str:
+    """The file in which faults are planted that checks with this number of rows find."""
+    return WARPGROUPS if count == GROUP else LINEAR
 
 
 @pytest.fixture(scope="module")
 def right() -> None:
     """Without a fault every check passes, in every order of threads."""
     for kind in WEIGHTS:
-        for count in (FEW, MANY):
+        for count in (FEW, MANY, GROUP):
             for order in ORDERS:
                 check_all(kind, count, EmulatedLauncher(order))
 
@@ -180,7 +225,8 @@ def compiled() -> None:
     faulty = []
     for kind, count, old, new in FAULTS:
         few, many = _launches(WEIGHTS[kind])
-        faulty.append(((few if count == FEW else many).kernel, Edit(LINEAR, old, new)))
+        launch = {FEW: few, MANY: many, GROUP: _group(WEIGHTS[kind])}[count]
+        faulty.append((launch.kernel, Edit(file_of(count), old, new)))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda pair: load(pair[0], (pair[1],)), faulty))
 
@@ -192,10 +238,10 @@ def compiled() -> None:
 def test_faults_are_caught(
     right: None, compiled: None, catch: Callable[..., None], kind: str, count: int, old: str, new: str
 ) -> None:
-    catch(functools.partial(check_all, kind, count), Edit(LINEAR, old, new))
+    catch(functools.partial(check_all, kind, count), Edit(file_of(count), old, new))
 
 
 def test_every_fault_is_in_the_source() -> None:
     """Once: what a change of the source moved is noticed before the faults are planted."""
-    text = dict(read_source("linear.cu"))[LINEAR]
-    assert [old for _, _, old, _ in FAULTS if text.count(old) != 1] == []
+    texts = dict(read_source(WARPGROUPS))
+    assert [old for _, count, old, _ in FAULTS if texts[file_of(count)].count(old) != 1] == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pagewire.kernels.cuda import linear
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.trial import Trial
 from pagewire.kernels.cuda.trials import trials
@@ -26,7 +27,7 @@ TRIALS = {
     if not trial.method.endswith(("norm", "states"))
     or trial.name.endswith((" 248", " 1016", " 4088"))  # of one warp, of four, of more
     or trial.name in ("delta rule of 14", "state space of 14")  # the others with states share no memory
-    if trial.method not in ("pack", "experts")
+    if trial.method not in ("pack", "experts", linear.WARPGROUPS)
     or trial.name.endswith(("groups of 64, scales in bfloat16", "dense weights"))
 }
 
@@ -91,7 +92,19 @@ FAULTS = [
         "    uint4* const out",
     ),
     (
-        "prefill attention with warpgroups over bfloat16, heads of 64",
+        "products of warpgroups with 4 bits, groups of 64, scales in bfloat16",
+        "warpgroup_linear.cu",
+        "            sum_rows<K>(panel, row_sums);\n            __syncthreads();\n",
+        "            sum_rows<K>(panel, row_sums);\n",
+    ),
+    (
+        "products of warpgroups with 4 bits, groups of 64, scales in bfloat16",
+        "warpgroup_linear.cu",
+        "__syncthreads();  // the stage is",
+        "// the stage is",
+    ),
+    (
+        "prefill attention of warpgroups over bfloat16, heads of 64",
         "warpgroup_attention.cu",
         "        fence_copies();\n        __syncthreads();\n",
         "        fence_copies();\n",

@@ -107,7 +107,9 @@ def test_another_kernel_attends_where_warpgroups_are_wrong(
     replace_wrong_kernels(device, launches, first_run.here)
     assert not device.kernels.warpgroups and not device.kernels.replaced
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    begin = "the kernel for all GPUs computes warpgroup_attention: prefill attention with warpgroups over bfloat16"
+    begin = (
+        "the kernel for all GPUs computes warpgroup_attention: prefill attention of warpgroups over bfloat16"
+    )
     assert warning.startswith(begin)
     names = [trial.name for trial in some if not trial.why_wrong(device.kernels, torch.device("cpu"))]
     assert names == ["prefill attention over bfloat16, heads of 64"]

@@ -374,14 +374,11 @@ inline void compute(const GroupProduct& product) {
     for (int j = 0; j < product.num_columns / 8; j++)
         for (int i = 0; i < 2; i++) {
             const int column = 8 * j + 2 * t + i;
-            float total[2] = {};
-            for (int k = 0; k < 16; k++) {
+            float* const sums = product.sums + 4 * j + i;  // of two rows
+            if (!product.adds) sums[0] = sums[2] = 0.0f;
+            for (int k = 0; k < 16; k++) {  // in the order in which `mma` is emulated
                 const float x = element_of(product, product.column_panels, column, k, product.transposed);
-                for (int half = 0; half < 2; half++) total[half] += rows[half][k] * x;
-            }
-            for (int half = 0; half < 2; half++) {
-                float& sum = product.sums[4 * j + 2 * half + i];
-                sum = product.adds ? sum + total[half] : total[half];
+                for (int half = 0; half < 2; half++) sums[2 * half] += rows[half][k] * x;
             }
         }
     meet_group();
