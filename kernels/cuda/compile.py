@@ -110,6 +110,16 @@ def compile_uncached(variant: Variant, arch: str) -> Cubin:
     Raises:
         CompileError: see `compile_variant`.
     """
+    symbol, image, _ = run_compiler(variant, arch)
+    return Cubin.of(symbol, image)
+
+
+def run_compiler(variant: Variant, arch: str, *options: str) -> tuple[str, bytes, str]:
+    """Compile a variant for an architecture (`sm_90`) with further options: the symbol, the cubin, and the log.
+
+    Raises:
+        CompileError: see `compile_variant`.
+    """
     compiler, arch = nvrtc(), variant.needs or arch
     (_, text), *headers = read_source(variant.source)
     program = compiler.createProgram(
@@ -121,13 +131,13 @@ def compile_uncached(variant: Variant, arch: str) -> Cubin:
     try:
         compiler.addNameExpression(program, variant.name)
         try:
-            compiler.compileProgram(program, (f"-arch={arch}", *OPTIONS))
+            compiler.compileProgram(program, (f"-arch={arch}", *OPTIONS, *options))
         except compiler.NVRTCError as error:
             log = compiler.getProgramLog(program)
             raise CompileError(f"{variant.name} for {arch}: {error}\n{log}") from error
         symbol = compiler.getLoweredName(program, variant.name)
         image = compiler.getCUBIN(program) + b"\0"  # CuPy drops the last byte as a string's terminator
-        return Cubin.of(symbol, image)
+        return symbol, image, compiler.getProgramLog(program)
     finally:
         compiler.destroyProgram(program)
 

@@ -23,7 +23,7 @@ using GroupSums = float[2][8][4];
 template <class T>
 DEVICE void copy_panel(const Product& p, int first, int step, unsigned char* to) {
     constexpr int STEP_CHUNKS = ROW_BYTES / CHUNK_BYTES, CHUNKS = Group::STEPS * STEP_CHUNKS;
-    for (int i = opaque(threadIdx.x); i < Group::ROWS * CHUNKS; i += Group::THREADS) {
+    for (u32 i = opaque(threadIdx.x); i < Group::ROWS * CHUNKS; i += Group::THREADS) {
         const int row = i / CHUNKS, chunk = i % CHUNKS;
         if (step + chunk / STEP_CHUNKS >= p.steps) continue;
         const T* from = static_cast<const T*>(p.x) + min(first + row, p.m - 1) * p.x_stride + 32 * step + 8 * chunk;
@@ -34,7 +34,7 @@ DEVICE void copy_panel(const Product& p, int first, int step, unsigned char* to)
 // Starts to copy a step of a warp's weights: of each lane's 16 bytes those of the warp's half of the 32 outputs.
 template <class K>
 DEVICE void copy_half(const Product& p, const LaneWeights<K>& weights, int step, unsigned char* to) {
-    const int lane = opaque(threadIdx.x) % 32, half = opaque(threadIdx.x) / 32 % 2;
+    const u32 thread = opaque(threadIdx.x), lane = thread % 32, half = thread / 32 % 2;
     const unsigned char* const from = weights.codes + i64(step) * K::CODE_BYTES + 8 * half;
 #pragma unroll
     for (int i = 0; i < K::CODE_BYTES / HALF_BYTES; i++) copy_async_8(to + 8 * (32 * i + lane), from + i * HALF_BYTES, true);
@@ -72,7 +72,7 @@ DEVICE void sum_rows(const unsigned char* panel, float* to) {
 // A lane's two scales, or offsets: of outputs lane / 4 and lane / 4 + 8 of the warp's 16 (see `Product::scales`).
 template <class K>
 DEVICE float2 factors_of(const unsigned char* scales) {
-    const int thread = opaque(threadIdx.x), half = thread / 32 % 2, odd = thread / 4 % 2;
+    const u32 thread = opaque(threadIdx.x), half = thread / 32 % 2, odd = thread / 4 % 2;
     const auto* own = reinterpret_cast<const typename K::Scale*>(scales) + 8 * (thread % 32 / 8) + 4 * half;
     return make_float2(to_float(own[odd]), to_float(own[odd + 2]));
 }
@@ -106,34 +106,35 @@ template <class K, int FIRST, int LAST>
 DEVICE void add_group_span(const Product& p, const unsigned char* stage, const unsigned char* scales,
                            const unsigned char* x, const float* row_sums, GroupSums& sums) {
     constexpr int HALF_ROWS = Group::ROWS / 2;
-    constexpr bool TOGETHER = K::SPANS == 1;  // both halves of the rows: else there are too few registers
     u32 weights[2][4];
     output_fragments<K, FIRST, LAST>(p, stage, weights);
     GroupSums products;
     auto start = [&](int part) {
+        begin_products();
         start_span<K, FIRST, LAST>(products[part], weights, x + part * HALF_ROWS * PANEL_ROW_BYTES, false);
     };
-    begin_products();
     start(0);
-    if (TOGETHER) start(1);
+    start(1);
     const float2 scale = factors_of<K>(scales);
-    const float2 offset = p.offsets ? factors_of<K>(scales + K::SCALE_BYTES) : make_float2(0, 0);
     auto add = [&](int part) {
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const int row = HALF_ROWS * part + 8 * j + 2 * (opaque(threadIdx.x) % 4);
-            const float2 of_rows = p.offsets ? *reinterpret_cast<const float2*>(row_sums + row) : make_float2(0, 0);
+        for (int j = 0; j < 8; j++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float& sum = sums[part][j][i];
-                sum = __fmaf_rn(products[part][j][i], i < 2 ? scale.x : scale.y, sum);
-                if (p.offsets) sum = __fmaf_rn(i % 2 ? of_rows.y : of_rows.x, i < 2 ? offset.x : offset.y, sum);
-            }
+            for (int i = 0; i < 4; i++)
+                sums[part][j][i] = __fmaf_rn(products[part][j][i], i < 2 ? scale.x : scale.y, sums[part][j][i]);
+        if (!p.offsets) return;
+        const float2 offset = factors_of<K>(scales + K::SCALE_BYTES);
+        const float* const own = row_sums + HALF_ROWS * part + 2 * (u32(opaque(threadIdx.x)) % 4);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float2 of_rows = *reinterpret_cast<const float2*>(own + 8 * j);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                sums[part][j][i] = __fmaf_rn(i % 2 ? of_rows.y : of_rows.x, i < 2 ? offset.x : offset.y, sums[part][j][i]);
         }
     };
-    wait_for_products<TOGETHER ? 1 : 0>(products[0]);
+    wait_for_products<1>(products[0]);
     add(0);
-    if (!TOGETHER) start(1);
     wait_for_products<0>(products[1]);
     add(1);
 }
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(Group::THREADS, 1) linear_group(const __grid_c
     auto first_row = [] { return Group::ROWS * opaque(blockIdx.x); };
     auto first_output = [] { return Group::OUTPUTS * opaque(blockIdx.y); };
     auto weights_of_warp = [&] {  // those that come after the last are copied from the last, and not stored
-        const int first = first_output() + opaque(threadIdx.x) / 32 * 16;
+        const int first = first_output() + u32(opaque(threadIdx.x)) / 32 * 16;
         return LaneWeights<K>(p, min(first, p.n - 1) / OUTPUTS);
     };
     unsigned char* const panels = shared_memory();

@@ -52,6 +52,16 @@ def test_no_variant_spills_or_uses_local_memory(
     assert all(cubin.image.startswith(b"\x7fELF") and cubin.registers > 0 for cubin in cubins.values())
 
 
+@pytest.mark.every_variant
+@pytest.mark.parametrize("variant", [variant for variant in EVERY if variant.needs], ids=lambda v: v.name)
+def test_products_of_warpgroups_are_not_waited_for(nvrtc: object, variant: Variant) -> None:
+    """The compiler says if it must wait for each, or adds instructions, for it cannot follow the registers."""
+    _, _, log = compile.run_compiler(variant, ARCHITECTURE, "--ptxas-options=-v")
+    assert "Used" in log, "the compiler says nothing"
+    remarks = [line for line in log.splitlines() if "(C7" in line or "gmma" in line.lower()]
+    assert remarks == []
+
+
 MOST_SHARED = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 """Bytes of shared memory that a block may have, from NVIDIA's table of compute capabilities."""
 
