@@ -41,12 +41,12 @@ def grouped(linear: Variant) -> Variant:
     return Variant(SOURCE, linear.name.replace("linear_", "experts_"), "Grouped")
 
 
-def variants(*dtypes: torch.dtype) -> list[Variant]:
-    """The kernels for each dtype (by default for all)."""
+def variants(*dtypes: torch.dtype, packed: bool = True) -> list[Variant]:
+    """The kernels for each dtype (by default for all). packed: also those for weights that stay packed."""
     products = [
         grouped(variant)
         for dtype in dtypes or DTYPES
-        for codes in (*CODES, "dense_codes")
+        for codes in (*(CODES if packed else ()), "dense_codes")
         for variant in kinds(dtype, codes)
     ]
     return [PLACE, *map(add_variant, dtypes or DTYPES), *products]

@@ -85,14 +85,21 @@ def linear_trials(dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[T
             yield Trial(f"products{how} with {name}", method, compute_with, inputs, TOLERANCE[dtype])
 
 
-def expert_trials(dtype: torch.dtype) -> Iterator[Trial]:
-    """Experts with weights of every kind, for few and for many rows, which must have the same bits."""
+def expert_trials(dtype: torch.dtype, *, packed: bool) -> Iterator[Trial]:
+    """Experts with weights of every kind, for few and for many rows, which must have the same bits.
+
+    packed: also with those that stay packed.
+    """
     num_tokens = 30
     x = normal(num_tokens, HIDDEN).to(dtype)
     weights, ids = normal(num_tokens, NUM_EXPERTS, seed=1).softmax(-1).topk(NUM_CHOSEN)
     dense = [dense_weight(normal(*shape).to(dtype) / 16) for shape in ((2 * INNER, HIDDEN), (HIDDEN, INNER))]
-    kinds = zip(packed_weights(2 * INNER, HIDDEN, dtype), packed_weights(HIDDEN, INNER, dtype), strict=True)
-    pairs = {name: (up, down) for (name, up), (_, down) in kinds} | {"dense weights": tuple(dense)}
+    pairs = {"dense weights": tuple(dense)}
+    if packed:
+        kinds = zip(
+            packed_weights(2 * INNER, HIDDEN, dtype), packed_weights(HIDDEN, INNER, dtype), strict=True
+        )
+        pairs |= {name: (up, down) for (name, up), (_, down) in kinds}
     for name, (up, down) in pairs.items():
         inputs = [x, ids, weights, *up.parts, *down.parts]
         loaded = partial(load_experts, up, down)

@@ -33,9 +33,11 @@ def trials(launches: Launches) -> list[Trial]:
     dtype, head_dim = launches.dtype, launches.head_dim
     if dtype not in norms.DTYPES:
         return []
-    result = [*norm_trials(dtype), *gate_trials(dtype), *linear_trials(dtype, launches.capability)]
+    result = [*norm_trials(dtype), *gate_trials(dtype)]
+    if launches.packed:
+        result += linear_trials(dtype, launches.capability)
     if launches.mixture:
-        result += expert_trials(dtype)
+        result += expert_trials(dtype, packed=launches.packed)
     if launches.encodes:
         result += write_trials(dtype, dtype, head_dim)
         if head_dim in attention.TWO_SIDED_HEAD_DIMS:

@@ -16,7 +16,7 @@ class Launches(NamedTuple):
 
     kv_dtype: of its KV cache. head_dim: of its attention; 0: no layer attends.
     encodes: it is an encoder, which keeps keys and values for a layer only.
-    recurrent: it has layers with states. mixture: it has experts.
+    recurrent: it has layers with states. mixture: it has experts. packed: weights may stay packed.
     capability: the compute capability of the device.
     """
 
@@ -26,6 +26,7 @@ class Launches(NamedTuple):
     encodes: bool = False
     recurrent: bool = False
     mixture: bool = False
+    packed: bool = True
     capability: tuple[int, int] = OLDEST
 
 
@@ -42,9 +43,10 @@ def variants_of(launches: Launches) -> list[Variant]:
         return result
     result += [gates.variant(dtype, activation) for activation in gates.ACTIVATIONS]
     result += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
-    result += linear.variants(dtype, capability=launches.capability)
+    if launches.packed:
+        result += linear.variants(dtype, capability=launches.capability)
     if launches.mixture:
-        result += experts.variants(dtype)
+        result += experts.variants(dtype, packed=launches.packed)
     if launches.encodes:
         result.append(kv.variant(dtype, dtype))
         if head_dim in attention.TWO_SIDED_HEAD_DIMS:

@@ -129,6 +129,7 @@ class CudaDevice:
                 needs.encodes,
                 needs.recurrent,
                 needs.mixture,
+                needs.packed,
                 self.launcher.capability,
             )
             for head_dim in sorted(needs.head_dims) or [0]

@@ -58,7 +58,7 @@ class KernelNeeds(NamedTuple):
 
     dtype, kv_dtype: of its numbers, and of its KV cache. head_dims: the sizes of attention heads in its layers;
     empty if none attends. encodes: it is an encoder. chunks: some layers attend to chunks of keys.
-    recurrent: some layers keep states. mixture: some have experts.
+    recurrent: some layers keep states. mixture: some have experts. packed: weights may stay packed.
     """
 
     dtype: torch.dtype
@@ -68,6 +68,7 @@ class KernelNeeds(NamedTuple):
     chunks: bool = False
     recurrent: bool = False
     mixture: bool = False
+    packed: bool = True
 
 
 class LoadedSizes(NamedTuple):

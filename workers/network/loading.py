@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from pagewire.ipc.host.heap import release_spare_memory
+from pagewire.ipc.quantization import QUANTISED_LOAD_FORMATS, settings_of
 from pagewire.ipc.wire.sources import SOUND, SourceInfo, filled
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files
@@ -89,6 +90,8 @@ from pagewire.workers.seq2seq.lengths import check_served as check_seq2seq
 from pagewire.workers.seq2seq.lengths import sound_features, source_info
 
 logger = logging.getLogger("pagewire.worker")
+
+QUANTISING = (*QUANTISED_LOAD_FORMATS, "sharded_state")  # load formats that may bring quantised weights
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,7 @@ def load_model(
     phases.end("import")
     settings = ModelSettings.of(worker_config, device)
     config, spec, dtype = settings.config, settings.spec, settings.dtype
+    needs = settings.kernel_needs._replace(packed=may_be_packed(worker_config, config))
     phases.end("config")
     parallel = worker_config.parallel
     stage = own_stage(parallel, collective, config, dtype, device)
@@ -182,7 +186,7 @@ def load_model(
         weights = saved.weights(dtype)
     else:
         weights = build_module(worker_config, config, dtype, device, module_class(spec, settings.source))
-    device.prepare(settings.kernel_needs)
+    device.prepare(needs)
     module = weights.causal
     base = module.get_submodule(base_path(module))
     shards = weights.shards or own_shards(module, collective, parallel)
@@ -228,6 +232,12 @@ def load_model(
         source=settings.source,
         cuts={} if shards is None else shards.cuts,
     )
+
+
+def may_be_packed(worker_config: WorkerConfig, config: Any) -> bool:
+    """True if weights may be quantised, in the checkpoint or while they are read."""
+    quantises = worker_config.quantization is not None or worker_config.load_format in QUANTISING
+    return quantises or settings_of(worker_config.model_path, vars(config)) is not None
 
 
 def own_stage(

@@ -18,8 +18,12 @@ BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 CPU = torch.device("cpu")
 
 
+KINDS = [{}, {"encodes": True}, {"recurrent": True}, {"mixture": True}]
+KINDS += [{"packed": False}, {"mixture": True, "packed": False}]
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
-@pytest.mark.parametrize("kind", [{}, {"encodes": True}, {"recurrent": True}, {"mixture": True}], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_kernel_has_a_trial(kind: dict[str, bool], capability: tuple[int, int]) -> None:
     for dtype, head_dim in ((BF16, 64), (FP16, 128)):
         launches = Launches(dtype, E4M3, head_dim, **kind, capability=capability)

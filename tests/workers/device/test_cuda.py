@@ -30,11 +30,11 @@ from pagewire.ipc.wire.worker_messages import (
     StepResult,
     WorkerConfig,
 )
-from pagewire.kernels.cuda import states
+from pagewire.kernels.cuda import linear, states
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.cuda.trials import channel_trials, matrix_trials, trials
-from pagewire.kernels.cuda.variants import Launches
+from pagewire.kernels.cuda.variants import Launches, variants_of
 from pagewire.kernels.reference.kernels import reference
 from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.device import cuda
@@ -590,6 +590,20 @@ def test_kernels_of_states_are_compiled_and_tried_before_the_first_step(
     names = {trial.name for trial in trials(tried[0])}
     assert names >= {trial.name for trial in (*matrix_trials(dtype), *channel_trials(dtype))}
     assert set(compiled) >= set(states.variants(dtype))
+
+
+def test_kernels_of_packed_weights_are_compiled_where_some_may_be(
+    tmp_path: Path, load: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for a model whose weights are plain numbers: there are more of these kernels than of all others."""
+    tried = list[Launches]()
+    monkeypatch.setattr(EmulatedCudaDevice, "try_kernels", lambda self, launches: tried.append(launches))
+    folder = Architecture("llama", HEADS | {"hidden_size": 64, "intermediate_size": 64}).write(tmp_path)
+    for quantization in (None, "int8"):
+        load(folder, dtype="bfloat16", quantization=quantization)
+    assert [launches.packed for launches in tried] == [False, True]
+    plain, packed = (set(variants_of(launches)) for launches in tried)
+    assert packed - plain == set(linear.variants(torch.bfloat16)) and plain < packed
 
 
 def test_heads_of_two_sizes(tmp_path: Path, load: Callable[..., Runner]) -> None:

@@ -51,8 +51,10 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[Weight]:
     weights: list[Weight] = []
     init: Callable[..., None] = PackedWeightLinear.__init__
 
-    def count(self: PackedWeightLinear, launcher: EmulatedLauncher, weight: Weight, bias: object) -> None:
-        init(self, launcher, weight, bias)
+    def count(
+        self: PackedWeightLinear, launcher: EmulatedLauncher, weight: Weight, *others: object, **options: Any
+    ) -> None:
+        init(self, launcher, weight, *others, **options)
         weights.append(weight)
 
     monkeypatch.setattr(PackedWeightLinear, "__init__", count)

@@ -205,6 +205,7 @@ def test_the_process_of_trials(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
             "bfloat16",
             "32",
             "--mixture",
+            "--packed",
             "--skip",
             "1",
             "--lifeline",
