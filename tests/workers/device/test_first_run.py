@@ -105,7 +105,7 @@ def test_another_kernel_attends_where_warpgroups_are_wrong(
     fault = Edit("warpgroup_attention.cu", "        shrink_values<S>(rows, shrink);\n", "")
     device = EmulatedCudaDevice(EmulatedLauncher(edits=(fault,)))
     replace_wrong_kernels(device, launches, first_run.here)
-    assert not device.kernels.warpgroups and not device.kernels.replaced
+    assert device.kernels.warpgroups == {"warpgroup_linear"} and not device.kernels.replaced
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     begin = (
         "the kernel for all GPUs computes warpgroup_attention: prefill attention of warpgroups over bfloat16"
