@@ -111,8 +111,7 @@ def test_another_kernel_attends_where_warpgroups_are_wrong(
         "the kernel for all GPUs computes warpgroup_attention: prefill attention of warpgroups over bfloat16"
     )
     assert warning.startswith(begin)
-    names = [trial.name for trial in some if not trial.why_wrong(device.kernels, torch.device("cpu"))]
-    assert names == ["prefill attention over bfloat16, heads of 64"]
+    assert not any(trial.why_wrong(device.kernels, torch.device("cpu")) for trial in some)
 
 
 @pytest.mark.planted_faults
