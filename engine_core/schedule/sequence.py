@@ -44,6 +44,8 @@ class Sequence:
 
     client: the frontend's identity. request: what it submitted. index: 0 to n - 1.
     arrival: position in the order of arrival. max_output: maximum number of output tokens.
+    longest: the most tokens that it may have, those of the prompt included.
+    room: tokens for which its blocks have room.
     tenant: whose sequence it is. turn: its place among those of the tenant, while it waits.
     in_flight: for each plan in flight that runs this sequence, oldest first, how many tokens it samples.
     num_crashes, num_relapses: worker crashes with this sequence in flight, since its last token; and since it was
@@ -110,6 +112,8 @@ class Sequence:
     first_token_time: float = 0.0
     last_token_time: float = 0.0
     token_gap: float = 0.0
+    room: int = 0
+    longest: int = field(init=False)
     pools: bool = field(init=False)
     params: SamplingParams = field(init=False)
     returns_prompt_logprobs: bool = False
@@ -118,7 +122,9 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.pools = isinstance(self.request.task, PoolingParams)
+        self.longest = sys.maxsize
         if not self.pools:
+            self.longest = self.num_prompt_tokens + self.max_output
             self.params = self.request.params
             self.returns_prompt_logprobs = self.params.prompt_logprobs is not None and self.index == 0
 
@@ -146,13 +152,15 @@ class Sequence:
     def num_to_compute(self) -> int:
         """Number of tokens that the next steps must compute.
 
-        0 if nothing is left to compute, and while the sequence is `verifying`: where it goes on is not known before
-        that step returns.
+        0 if nothing is left to compute, and while a plan in flight samples several tokens, of which not all need
+        count or come: where the sequence goes on is not known before that step returns.
         """
         length = len(self.token_ids) + self.num_pending
-        if not self.pools and (length - self.num_prompt_tokens >= self.max_output or self.verifying):
+        if length >= self.longest or (self.num_pending > 1 and self.in_flight[-1] > 1):
             return 0
-        return min(length, self.angles_end) - self.computed
+        if length > self.angles_end:
+            length = self.angles_end
+        return length - self.computed
 
     @property
     def decodes(self) -> bool:
@@ -164,11 +172,6 @@ class Sequence:
         if len(self.token_ids) > self.angles_end:
             self.angles_end, self.is_long = sys.maxsize, True
             self.block_names.clear()  # of blocks with other keys
-
-    @property
-    def verifying(self) -> bool:
-        """True while a plan in flight samples several tokens; not all of them need count or come."""
-        return bool(self.in_flight) and self.in_flight[-1] > 1
 
     @property
     def needs_all_positions(self) -> bool:
@@ -252,8 +255,6 @@ class Sequence:
     def chunk(self, limit: int) -> int:
         """Number of tokens that one step runs of this sequence, at most `limit`."""
         start, returned = self.computed, self.num_prompt_logprobs
-        if start >= self.num_prompt_tokens:
-            return limit
         if start < returned < self.num_prompt_tokens - 1:
             # These prompt log probabilities were returned before a preemption: recompute in a chunk without them.
             limit = min(limit, returned - start)

@@ -21,15 +21,15 @@ def stop_ids(sequence: Sequence) -> list[int]:
 
 def finish_reason(sequence: Sequence) -> tuple[str | None, int | None]:
     """("stop" or "length", the stop token if one of `stop_token_ids` ended it), or (None, None) if it goes on."""
-    last, params, num_tokens = sequence.token_ids[-1], sequence.params, sequence.num_output_tokens
-    if num_tokens >= params.min_tokens:
+    last, params, num_tokens = sequence.token_ids[-1], sequence.params, len(sequence.token_ids)
+    if num_tokens >= sequence.num_prompt_tokens + params.min_tokens:
         if last == sequence.request.eos_token_id and not params.ignore_eos:
             return "stop", None
         if params.stop_token_ids and last in params.stop_token_ids:
             return "stop", last
     if sequence.matcher is not None and sequence.matcher.complete:
         return "stop", None
-    if num_tokens >= sequence.max_output:
+    if num_tokens >= sequence.longest:
         return "length", None
     return None, None
 
