@@ -1002,7 +1002,8 @@ class Snapshot:
             batch = sequence.tenant is tenant and sequence.request.rank and not newcomer.request.rank
             several = num_running[sequence.tenant] > 1 and not num_running[tenant]
             greedy = several and self.served[sequence.tenant] > self.served[tenant]
-            if self.order(sequence)[0] >= self.order(newcomer)[0] and (batch or greedy):
+            entitled = self.order(sequence)[0] < self.order(newcomer)[0] or sequence.suspect
+            if not entitled and (batch or greedy):
                 givers.append(sequence)
         return givers
 
