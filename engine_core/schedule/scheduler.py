@@ -28,11 +28,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from pagewire.engine_core.grammar.matcher import GrammarError
-from pagewire.engine_core.schedule.deltas import error_delta, pooled_delta
+from pagewire.engine_core.schedule.deltas import add_facts, error_delta, pooled_delta
 from pagewire.engine_core.schedule.encoder_cache import EncoderCache
 from pagewire.engine_core.schedule.fairness import HANDOVER_SECONDS
 from pagewire.engine_core.schedule.kv_cache import CacheGroup, KVCache
@@ -275,7 +276,7 @@ class Scheduler:
                 if sequence.slot >= 0:
                     return False
                 continue  # it was preempted itself, as one of the most served tenant
-            drafts = self._fitting(chosen[sequence], sequence, count, step) if sequence in chosen else []
+            drafts = self._fitting(chosen[sequence], sequence, count, step) if sequence in chosen else ()
             self._schedule(step, sequence, count, drafts)
         if num_preemptions == self.stats.num_preemptions:
             return True
@@ -313,7 +314,7 @@ class Scheduler:
             return False
         self.sequences.start(sequence, now)
         step.inits.append(slot_init(sequence))
-        self._schedule(step, sequence, count, [])
+        self._schedule(step, sequence, count, ())
         return True
 
     def _fitting(self, drafts: list[int], sequence: Sequence, count: int, step: PlannedStep) -> list[int]:
@@ -326,13 +327,13 @@ class Scheduler:
         num_places = min(self.kv.num_places(sequence, missing, len(self.running)), sequence.angles_end)
         return drafts[: max(0, min(step.budget - count, num_places - end))]
 
-    def _schedule(self, step: PlannedStep, sequence: Sequence, count: int, drafts: list[int]) -> None:
+    def _schedule(self, step: PlannedStep, sequence: Sequence, count: int, drafts: Sequence_[int]) -> None:
         """Add the next `count` tokens of a sequence and its drafts to a step."""
         start, end = sequence.computed, sequence.computed + count
         num_tokens = count + len(drafts)
         samples = not sequence.pools and end == len(sequence.token_ids) + sequence.num_pending
         num_samples = 1 + len(drafts) if samples else 0
-        row = Row(sequence.slot, start, num_tokens, [], drafts, num_samples, 0, sequence.pools)
+        row = Row(sequence.slot, start, num_tokens, (), drafts, num_samples, 0, sequence.pools)
         if self.config.stages > 1:
             row.token_ids = sequence.send_tokens(sequence.num_sent)
         if num_samples:
@@ -355,13 +356,10 @@ class Scheduler:
         if result.pooled is not None:
             self.sequences.finish(sequence)
             return pooled_delta(sequence, result.pooled, now)
-        if result.token_ids:
-            return self._commit_tokens(sequence, row, result, now)
-        if result.prompt_logprobs is None:
-            return None
-        return TokenDelta(sequence.key, sequence.index, [], prompt_logprobs=result.prompt_logprobs)
-
-    def _commit_tokens(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> TokenDelta:
+        if not result.token_ids:
+            if result.prompt_logprobs is None:
+                return None
+            return TokenDelta(sequence.key, sequence.index, [], prompt_logprobs=result.prompt_logprobs)
         if row.drafts:
             self.kv.verify(sequence, row, row.num_samples - len(result.token_ids))
         first = sequence.first_token_time == 0.0
@@ -378,14 +376,13 @@ class Scheduler:
             self.sequences.finish(sequence)
         elif len(sequence.token_ids) > sequence.angles_end:  # it began no step with the last of these tokens
             self.sequences.requeue(sequence)
-        delta = TokenDelta(
-            sequence.request.key, sequence.index, result.token_ids[:num_tokens], reason, stop_token
-        )
+        token_ids = result.token_ids if reason is None else result.token_ids[:num_tokens]
+        delta = TokenDelta(sequence.key, sequence.index, token_ids, reason, stop_token)
         if result.logprobs is not None:
             delta.logprobs = result.logprobs.first(num_tokens)
         delta.prompt_logprobs = result.prompt_logprobs
         if first or reason is not None:
-            delta.num_cached_tokens, delta.timing = sequence.num_cached_tokens, sequence.timing(now)
+            add_facts(delta, sequence, now)
         if row.drafts:
             delta.num_drafts, delta.num_accepted = len(row.drafts), num_accepted
         return delta

@@ -42,9 +42,11 @@ class Sequence:
         computed     ------------------------------->           KV written, or launched
         num_pending                                        ++   sampled in flight, not yet known
 
-    client: the frontend's identity. request: what it submitted. index: 0 to n - 1.
+    client: the frontend's identity. request: what it submitted, with `key`. index: 0 to n - 1.
+    awaited: the frontend waits for its output; False once it has given the sequence up, and behind the end.
     arrival: position in the order of arrival. max_output: maximum number of output tokens.
     longest: the most tokens that it may have, those of the prompt included.
+    eos_token_id, stop_token_ids: tokens that end it; None if no end of sequence does, or it is ignored.
     room: tokens for which its blocks have room.
     tenant: whose sequence it is. turn: its place among those of the tenant, while it waits.
     in_flight: for each plan in flight that runs this sequence, oldest first, how many tokens it samples.
@@ -92,6 +94,7 @@ class Sequence:
     cuts_media: bool = False
 
     state: State = State.WAITING
+    awaited: bool = False
     computed: int = 0
     num_pending: int = 0
     num_crashes: int = 0
@@ -113,7 +116,10 @@ class Sequence:
     last_token_time: float = 0.0
     token_gap: float = 0.0
     room: int = 0
-    longest: int = field(init=False)
+    key: int = field(init=False)
+    longest: int = sys.maxsize
+    eos_token_id: int | None = None
+    stop_token_ids: Sequence_[int] = ()
     pools: bool = field(init=False)
     params: SamplingParams = field(init=False)
     returns_prompt_logprobs: bool = False
@@ -121,17 +127,13 @@ class Sequence:
     adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
-        self.pools = isinstance(self.request.task, PoolingParams)
-        self.longest = sys.maxsize
+        self.key, self.pools = self.request.key, isinstance(self.request.task, PoolingParams)
         if not self.pools:
             self.longest = self.num_prompt_tokens + self.max_output
             self.params = self.request.params
+            self.stop_token_ids = self.params.stop_token_ids or ()
+            self.eos_token_id = None if self.params.ignore_eos else self.request.eos_token_id
             self.returns_prompt_logprobs = self.params.prompt_logprobs is not None and self.index == 0
-
-    @property
-    def key(self) -> int:
-        """The request's number, chosen by its frontend."""
-        return self.request.key
 
     @property
     def request_id(self) -> str:

@@ -39,12 +39,12 @@ class PlannedStep:
         self.sequences.append(sequence)
         self.rows.append(row)
         self.budget -= row.num_tokens
-        if row.drafts:
+        if row.drafts or row.num_drafts:
             self.num_drafts += len(row.drafts)
-        self.num_asked += row.num_drafts
+            self.num_asked += row.num_drafts
         if row.start < sequence.num_prompt_tokens:
             self.num_prompt_tokens += min(row.num_tokens, sequence.num_prompt_tokens - row.start)
-        if row.num_samples and sequence.matcher is not None:
+        if sequence.matcher is not None and row.num_samples:
             self.masked = True
 
     def masks(self) -> tuple[Masks, list[tuple[Sequence, GrammarError]]]:
@@ -125,7 +125,7 @@ def check_result(row: Row, result: RowResult, ends_prompt: bool) -> None:
         )
     if num_tokens > row.num_samples or (row.num_samples and not num_tokens):
         raise ValueError(f"a row of {row.num_samples} samples returned {num_tokens} tokens")
-    if result.token_ids[:-1] != row.drafts[: max(0, num_tokens - 1)]:
+    if result.token_ids[:-1] != list(row.drafts[: max(0, num_tokens - 1)]):
         raise ValueError(f"a row returned {result.token_ids}, but its drafts are {row.drafts}")
     if (result.pooled is not None) != (row.pool and ends_prompt):
         raise ValueError("a row returned a pooled result without need, or none where there must be one")
