@@ -56,7 +56,7 @@ def gives_room(newcomer: Sequence, running: list[Sequence], order: Order, now: f
     if newcomer.scheduled_time or now - newcomer.arrival_time < PATIENCE_SECONDS:
         return None
     candidates = [other for other in running if must_share(other, newcomer, order)]
-    return max(candidates, key=lambda other: (not other.in_flight, last(other, order)), default=None)
+    return max(candidates, key=lambda other: (not other.num_in_flight, last(other, order)), default=None)
 
 
 def must_share(running: Sequence, newcomer: Sequence, order: Order) -> bool:

@@ -201,7 +201,7 @@ class Scheduler:
         self.in_flight.popleft()
         outcomes = []
         for sequence, row, row_result in zip(step.sequences, step.rows, result.rows, strict=True):
-            sequence.land()
+            sequence.land(row.num_samples * step.num_steps)
             if sequence.state is not State.FINISHED:
                 if step.num_steps > 1:
                     self.kv.verify(sequence, row, step.num_steps - max(1, len(row_result.token_ids)))

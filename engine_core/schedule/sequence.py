@@ -49,7 +49,7 @@ class Sequence:
     eos_token_id, stop_token_ids: tokens that end it; None if no end of sequence does, or it is ignored.
     room: tokens for which its blocks have room.
     tenant: whose sequence it is. turn: its place among those of the tenant, while it waits.
-    in_flight: for each plan in flight that runs this sequence, oldest first, how many tokens it samples.
+    num_in_flight: plans in flight that run this sequence. last_samples: how many tokens the last plan samples.
     num_crashes, num_relapses: worker crashes with this sequence in flight, since its last token; and since it was
         last cleared of them by running alone. num_survived: steps that it has run alone since the last.
     namespace: prefixes are shared within a namespace only; empty for that of all requests.
@@ -101,7 +101,8 @@ class Sequence:
     num_relapses: int = 0
     num_survived: int = 0
     slot: int = -1
-    in_flight: list[int] = field(default_factory=list)
+    num_in_flight: int = 0
+    last_samples: int = 0
     blocks: list[Block] = field(default_factory=list)
     block_names: list[bytes] = field(default_factory=list)
     num_registered: int = 0
@@ -158,7 +159,7 @@ class Sequence:
         count or come: where the sequence goes on is not known before that step returns.
         """
         length = len(self.token_ids) + self.num_pending
-        if length >= self.longest or (self.num_pending > 1 and self.in_flight[-1] > 1):
+        if length >= self.longest or (self.last_samples > 1 and self.num_in_flight):
             return 0
         if length > self.angles_end:
             length = self.angles_end
@@ -188,19 +189,21 @@ class Sequence:
 
     def launch(self, num_tokens: int, num_samples: int) -> None:
         """Record that a step runs the next `num_tokens` tokens and samples `num_samples`."""
-        self.in_flight.append(num_samples)
+        self.num_in_flight += 1
+        self.last_samples = num_samples
         self.computed += num_tokens
         self.num_pending += num_samples
 
     def prolong(self, num_steps: int) -> None:
         """Record that the step just launched is followed by more, each with one token and one sample."""
-        self.in_flight[-1] += num_steps
+        self.last_samples += num_steps
         self.computed += num_steps
         self.num_pending += num_steps
 
-    def land(self) -> None:
-        """Record that the oldest step in flight has returned."""
-        self.num_pending -= self.in_flight.pop(0)
+    def land(self, num_samples: int) -> None:
+        """Record that the oldest step in flight, which sampled `num_samples`, has returned."""
+        self.num_in_flight -= 1
+        self.num_pending -= num_samples
 
     def send_tokens(self, start: int) -> list[int]:
         """The tokens from `start` on, for a plan with which all workers get them."""
@@ -212,8 +215,7 @@ class Sequence:
         self.num_crashes += 1
         self.num_relapses += 1
         self.num_survived = 0
-        self.in_flight.clear()
-        self.num_pending = 0
+        self.num_in_flight = self.num_pending = 0
 
     def survive(self, *, alone: bool) -> None:
         """Record a step that gave a token after a crash; enough of them alone clear the sequence."""
