@@ -1,4 +1,4 @@
-"""Measures what limits larger installations, for `benchmarks.scale_model`: core, router, sockets, sums, a worker.
+"""Measures what limits larger installations, for `benchmarks.scale_model`: core, frontend, sockets, sums, a worker.
 
     python -m benchmarks.scale_costs [--out FILE]     # under a minute on two processors
 
@@ -211,6 +211,22 @@ def request_seconds(seconds: float) -> float:
     return used / number
 
 
+def frontend_seconds(repeats: int) -> float:
+    """Processor time of a process with `LLM.generate`, without text, for each token of 256 prompts at a time."""
+    from pagewire.frontend.api.llm import LLM
+
+    params = SamplingParams(temperature=0.0, max_tokens=256, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": [key + 10] * PROMPT_TOKENS} for key in range(RANK_ROWS)]
+    with core_process() as (address, _):
+        llm = LLM.attach(address)
+        used = time.process_time()
+        for _ in range(repeats):
+            llm.generate(prompts, params, use_tqdm=False)
+        used = time.process_time() - used
+        llm.shutdown()
+    return used / (repeats * RANK_ROWS * 256)
+
+
 def router_seconds(requests: int, length: int) -> float:
     """Processor time of a router's process, without HTTP, for each token that it takes from a core and gives on."""
     from benchmarks.closed_loop import run_requests
@@ -406,7 +422,12 @@ def measure(seconds: float, http_token: float) -> dict[str, Any]:
         },
         "shared_memory": {"latency": latency, "bandwidth": 1 / slope},
         "worker": worker_rates(),
-        "measured": {"core": [*steps, *groups], "socket": socket, "sum_seconds": sums},
+        "measured": {
+            "core": [*steps, *groups],
+            "frontend_token": frontend_seconds(4),
+            "socket": socket,
+            "sum_seconds": sums,
+        },
     }
 
 

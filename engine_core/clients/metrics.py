@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -240,7 +241,7 @@ class Metrics:
 
     def step(
         self,
-        outcomes: Iterable[Outcome],
+        outcomes: Collection[Outcome],
         num_prompt_tokens: int,
         busy_us: int,
         now: float,
@@ -251,17 +252,14 @@ class Metrics:
         num_steps: that were launched together; what is recorded is of all of them.
         """
         self.step_seconds.observe(busy_us / 1e6 / num_steps, num_steps)
-        gaps: dict[float, int] = {}
-        num_tokens = num_prompt_tokens
+        gaps: defaultdict[float, int] = defaultdict(int)
         for sequence, delta in outcomes:
-            if delta.token_ids:
-                num_tokens += len(delta.token_ids)
-                gap = sequence.token_gap
-                gaps[gap] = gaps.get(gap, 0) + len(delta.token_ids)
-                if gap == 0.0:
+            gaps[sequence.token_gap] += len(delta.token_ids)
+        self.step_tokens.observe((num_prompt_tokens + sum(gaps.values())) / num_steps, num_steps)
+        if gaps.pop(0.0, 0):
+            for sequence, delta in outcomes:
+                if sequence.token_gap == 0.0 and delta.token_ids:
                     self._first_token(self._requests[sequence], now)
-        self.step_tokens.observe(num_tokens / num_steps, num_steps)
-        gaps.pop(0.0, None)
         for gap, times in gaps.items():
             self.between_tokens.observe(gap, times)
 

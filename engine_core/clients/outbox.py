@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from pagewire.engine_core.clients.clients import Clients
@@ -30,24 +31,15 @@ class DeltaOutbox:
         A delta of a sequence that its frontend has given up is dropped: the key may be that of another request now.
         """
         outcomes, self._outcomes = self._outcomes, []
-        by_client: dict[bytes, list[TokenDelta]] = {}
+        by_client: defaultdict[bytes, list[TokenDelta]] = defaultdict(list)
         for sequence, delta in outcomes:
-            if self._is_awaited(sequence):
-                if sequence.adapter is not None and delta.num_cached_tokens is not None:
-                    delta.adapter = sequence.request.prompt.adapter
-                by_client.setdefault(sequence.client, []).append(delta)
+            if sequence.awaited:
+                by_client[sequence.client].append(delta)
             if delta.finish_reason is not None:
                 self._on_end(sequence, delta.finish_reason, now)
-                self._forget(sequence)
+                if sequence.awaited:
+                    self._clients.attached[sequence.client].requests.end(sequence.key, sequence.index)
         for identity, deltas in by_client.items():
             client = self._clients.attached.get(identity)
             if client is not None:
                 self._clients.deliver(client, deltas)
-
-    def _is_awaited(self, sequence: Sequence) -> bool:
-        client = self._clients.attached.get(sequence.client)
-        return client is not None and client.requests.get(sequence.key, sequence.index) is sequence
-
-    def _forget(self, sequence: Sequence) -> None:
-        if self._is_awaited(sequence):
-            self._clients.attached[sequence.client].requests.end(sequence.key, sequence.index)

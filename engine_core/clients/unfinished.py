@@ -36,28 +36,32 @@ class UnfinishedRequests:
         """Enter the sequences of a request. charge: its memory."""
         self._groups[key] = {sequence.index: sequence for sequence in group}
         self._charges[key] = charge
-
-    def get(self, key: int, index: int) -> Sequence | None:
-        """A sequence; None if there is none."""
-        return self._groups.get(key, {}).get(index)
+        for sequence in self._groups[key].values():
+            sequence.awaited = True
 
     def end(self, key: int, index: int) -> Sequence | None:
         """Remove a sequence, and return it; None if there is none."""
         group = self._groups.get(key, {})
         sequence = group.pop(index, None)
-        if sequence is not None and not group:
-            self.end_all(key)
+        if sequence is not None:
+            sequence.awaited = False
+            if not group:
+                self.end_all(key)
         return sequence
 
     def end_all(self, key: int) -> list[Sequence]:
         """Remove the sequences of a request, and return them."""
         group = self._groups.pop(key, {})
+        for sequence in group.values():
+            sequence.awaited = False
         if (charge := self._charges.pop(key, None)) is not None:
             charge.release()
         return list(group.values())
 
     def release(self) -> None:
         """Give back the memory of all requests, because their frontend is gone and they are about to end."""
+        for sequence in self:
+            sequence.awaited = False
         charges, self._charges = self._charges, {}
         for charge in charges.values():
             charge.release()

@@ -1,4 +1,4 @@
-"""The last deltas of sequences that end with no token: with a pooled result, or with an error."""
+"""What deltas say of their sequence, and those of sequences that end with no token."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.messages import TokenDelta
 
 
+def add_facts(delta: TokenDelta, sequence: Sequence, now: float) -> None:
+    """Set what the first and the last delta of a sequence say of it."""
+    delta.num_cached_tokens, delta.timing = sequence.num_cached_tokens, sequence.timing(now)
+    if sequence.adapter is not None:
+        delta.adapter = sequence.request.prompt.adapter
+
+
 def pooled_delta(sequence: Sequence, pooled: Tensor, now: float) -> TokenDelta:
     """The delta of a sequence that ends with its pooled result."""
-    return TokenDelta(
-        sequence.key,
-        sequence.index,
-        [],
-        finish_reason="stop",
-        pooled=pooled,
-        num_cached_tokens=sequence.num_cached_tokens,
-        timing=sequence.timing(now),
-    )
+    delta = TokenDelta(sequence.key, sequence.index, [], finish_reason="stop", pooled=pooled)
+    add_facts(delta, sequence, now)
+    return delta
 
 
 def error_delta(sequence: Sequence, text: str, now: float, error_type: str | None) -> TokenDelta:

@@ -116,8 +116,8 @@ class EncoderCache:
         for medium, features in sorted(media, key=lambda each: each[1].name not in self._entries):
             if medium.start not in held:
                 held[medium.start] = self._acquire(features)
+        row.entries = [(medium.start, medium.end, held[medium.start].number) for medium, _ in media]
         for medium, _ in media:
-            row.entries.append((medium.start, medium.end, held[medium.start].number))
             if medium.end <= end:
                 self._step.last_used.append(held.pop(medium.start))
         if held:

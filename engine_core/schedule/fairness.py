@@ -56,12 +56,12 @@ def gives_room(newcomer: Sequence, running: list[Sequence], order: Order, now: f
     if newcomer.scheduled_time or now - newcomer.arrival_time < PATIENCE_SECONDS:
         return None
     candidates = [other for other in running if must_share(other, newcomer, order)]
-    return max(candidates, key=lambda other: (not other.in_flight, last(other, order)), default=None)
+    return max(candidates, key=lambda other: (not other.num_in_flight, last(other, order)), default=None)
 
 
 def must_share(running: Sequence, newcomer: Sequence, order: Order) -> bool:
-    """True if a running sequence has no better right to its room than `newcomer`."""
-    if order(running)[0] < order(newcomer)[0]:
+    """True if a running sequence has no better right to its room than `newcomer`, and is no suspect on trial."""
+    if running.suspect or order(running)[0] < order(newcomer)[0]:
         return False
     if running.tenant is newcomer.tenant:
         return running.request.rank > 0 == newcomer.request.rank

@@ -84,9 +84,10 @@ class KVCache:
         if not self._fit(sequence, cached, watermark):
             return False
         self.pool.share(cached)
-        sequence.blocks = cached + self.pool.allocate(self._num_new(sequence, cached))
+        num_new = self._num_new(sequence, cached)
+        sequence.blocks, sequence.num_registered = cached, len(cached)
         sequence.computed = len(cached) * self.block_size
-        sequence.num_registered = len(cached)
+        self.grow(sequence, num_new)
         for group in self.groups:
             group.admit(sequence, sequence.computed)
         return True
@@ -116,6 +117,7 @@ class KVCache:
         """
         blocks = self.pool.allocate(count)
         sequence.blocks += blocks
+        sequence.room = len(sequence.blocks) * self.block_size
         return [block.block_id for block in blocks]
 
     def num_places(self, sequence: Sequence, missing: int, num_others: int) -> int:
@@ -129,16 +131,17 @@ class KVCache:
         return (len(sequence.blocks) + missing + num_spare) * self.block_size
 
     def fill(self, sequence: Sequence, row: Row) -> None:
-        """Give a row of the plan that is being made what it needs, and say in it what that is.
+        """Give a row that a sequence has just launched what it needs, say in it what that is, and name full blocks.
 
         Raises:
             ValueError: there are too few free blocks.
         """
-        missing = self.missing(sequence, row.start + row.num_tokens)
-        if missing:
-            row.new_block_ids = self.grow(sequence, missing)
+        if sequence.computed > sequence.room:
+            row.new_block_ids = self.grow(sequence, self.missing(sequence, sequence.computed))
         for group in self.groups:
             group.fill(sequence, row)
+        if len(sequence.token_ids) // self.block_size > sequence.num_registered:
+            self.register(sequence)
 
     def verify(self, sequence: Sequence, row: Row, num_rejected: int) -> None:
         """Take `computed` back after a row with drafts, of which the last `num_rejected` were wrong.
@@ -174,7 +177,7 @@ class KVCache:
         """Return what the sequence has to the groups. It has no row in the plan that is being made."""
         self.pool.free(reversed(sequence.blocks))
         sequence.blocks = []
-        sequence.computed = sequence.num_registered = sequence.recomputed_end = 0
+        sequence.room = sequence.computed = sequence.num_registered = sequence.recomputed_end = 0
         for group in self.groups:
             group.free(sequence)
 

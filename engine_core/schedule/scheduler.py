@@ -28,11 +28,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from pagewire.engine_core.grammar.matcher import GrammarError
-from pagewire.engine_core.schedule.deltas import error_delta, pooled_delta
+from pagewire.engine_core.schedule.deltas import add_facts, error_delta, pooled_delta
 from pagewire.engine_core.schedule.encoder_cache import EncoderCache
 from pagewire.engine_core.schedule.fairness import HANDOVER_SECONDS
 from pagewire.engine_core.schedule.kv_cache import CacheGroup, KVCache
@@ -200,8 +201,8 @@ class Scheduler:
         self.in_flight.popleft()
         outcomes = []
         for sequence, row, row_result in zip(step.sequences, step.rows, result.rows, strict=True):
-            sequence.land()
-            if not sequence.finished:
+            sequence.land(row.num_samples * step.num_steps)
+            if sequence.state is not State.FINISHED:
                 if step.num_steps > 1:
                     self.kv.verify(sequence, row, step.num_steps - max(1, len(row_result.token_ids)))
                 delta = self._commit_row(sequence, row, row_result, now)
@@ -258,21 +259,24 @@ class Scheduler:
         for sequence in batch:
             if step.budget == 0:
                 break
-            num_left = sequence.num_to_compute
-            if num_left == 0 or sequence.state is not State.RUNNING or sequence is leaving:
+            count = sequence.num_to_compute
+            if count > step.budget:
+                count = step.budget
+            if count == 0 or sequence.state is not State.RUNNING or sequence is leaving:
                 continue
-            count = sequence.chunk(min(num_left, step.budget))
-            if count == 0:  # a medium is larger than what is left of the budget, and nothing may pass it
-                return False
-            count = self.kv.chunk(sequence, count)
-            if count == 0:  # a medium is encoded in a later step
-                continue
-            missing = self.kv.missing(sequence, sequence.computed + count)
-            if missing and not self.sequences.make_room(sequence, missing):
+            if sequence.computed < sequence.num_prompt_tokens:
+                count = sequence.chunk(count)
+                if count == 0:  # a medium is larger than what is left of the budget, and nothing may pass it
+                    return False
+                count = self.kv.chunk(sequence, count)
+                if count == 0:  # a medium is encoded in a later step
+                    continue
+            end = sequence.computed + count
+            if end > sequence.room and not self.sequences.make_room(sequence, self.kv.missing(sequence, end)):
                 if sequence.slot >= 0:
                     return False
                 continue  # it was preempted itself, as one of the most served tenant
-            drafts = self._fitting(chosen.get(sequence, []), sequence, count, missing, step)
+            drafts = self._fitting(chosen[sequence], sequence, count, step) if sequence in chosen else ()
             self._schedule(step, sequence, count, drafts)
         if num_preemptions == self.stats.num_preemptions:
             return True
@@ -310,40 +314,37 @@ class Scheduler:
             return False
         self.sequences.start(sequence, now)
         step.inits.append(slot_init(sequence))
-        self._schedule(step, sequence, count, [])
+        self._schedule(step, sequence, count, ())
         return True
 
-    def _fitting(
-        self, drafts: list[int], sequence: Sequence, count: int, missing: int, step: PlannedStep
-    ) -> list[int]:
+    def _fitting(self, drafts: list[int], sequence: Sequence, count: int, step: PlannedStep) -> list[int]:
         """The first of the drafts that follow the next `count` tokens: those for which there are budget and room.
 
-        missing: blocks that the `count` tokens still need. Free blocks that other rows may need are left to them.
+        Free blocks that other rows may need are left to them.
         """
-        if not drafts:
-            return drafts
+        end = sequence.computed + count
+        missing = self.kv.missing(sequence, end)
         num_places = min(self.kv.num_places(sequence, missing, len(self.running)), sequence.angles_end)
-        return drafts[: max(0, min(step.budget - count, num_places - sequence.computed - count))]
+        return drafts[: max(0, min(step.budget - count, num_places - end))]
 
-    def _schedule(self, step: PlannedStep, sequence: Sequence, count: int, drafts: list[int]) -> None:
+    def _schedule(self, step: PlannedStep, sequence: Sequence, count: int, drafts: Sequence_[int]) -> None:
         """Add the next `count` tokens of a sequence and its drafts to a step."""
         start, end = sequence.computed, sequence.computed + count
         num_tokens = count + len(drafts)
         samples = not sequence.pools and end == len(sequence.token_ids) + sequence.num_pending
         num_samples = 1 + len(drafts) if samples else 0
-        row = Row(sequence.slot, start, num_tokens, [], drafts, num_samples, 0, sequence.pools)
-        self.kv.fill(sequence, row)
+        row = Row(sequence.slot, start, num_tokens, (), drafts, num_samples, 0, sequence.pools)
         if self.config.stages > 1:
             row.token_ids = sequence.send_tokens(sequence.num_sent)
         if num_samples:
             row.num_drafts = self.speculation.num_asked(sequence)
         if start < sequence.num_prompt_tokens:
             row.media = sequence.request.prompt.embeddings(start, end)
-        if sequence.returns_prompt_logprobs and start >= sequence.num_prompt_logprobs:
-            row.num_prompt_logprobs = max(0, min(end, sequence.num_prompt_tokens - 1) - start)
-        step.add(sequence, row)
+            if sequence.returns_prompt_logprobs and start >= sequence.num_prompt_logprobs:
+                row.num_prompt_logprobs = max(0, min(end, sequence.num_prompt_tokens - 1) - start)
         sequence.launch(num_tokens, num_samples)
-        self.kv.register(sequence)
+        self.kv.fill(sequence, row)
+        step.add(sequence, row)
 
     # ------------------------------------------------------------ committing
 
@@ -355,13 +356,10 @@ class Scheduler:
         if result.pooled is not None:
             self.sequences.finish(sequence)
             return pooled_delta(sequence, result.pooled, now)
-        if result.token_ids:
-            return self._commit_tokens(sequence, row, result, now)
-        if result.prompt_logprobs is None:
-            return None
-        return TokenDelta(sequence.key, sequence.index, [], prompt_logprobs=result.prompt_logprobs)
-
-    def _commit_tokens(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> TokenDelta:
+        if not result.token_ids:
+            if result.prompt_logprobs is None:
+                return None
+            return TokenDelta(sequence.key, sequence.index, [], prompt_logprobs=result.prompt_logprobs)
         if row.drafts:
             self.kv.verify(sequence, row, row.num_samples - len(result.token_ids))
         first = sequence.first_token_time == 0.0
@@ -378,19 +376,16 @@ class Scheduler:
             self.sequences.finish(sequence)
         elif len(sequence.token_ids) > sequence.angles_end:  # it began no step with the last of these tokens
             self.sequences.requeue(sequence)
-        return TokenDelta(
-            sequence.key,
-            sequence.index,
-            result.token_ids[:num_tokens],
-            finish_reason=reason,
-            stop_reason=stop_token,
-            logprobs=None if result.logprobs is None else result.logprobs.first(num_tokens),
-            prompt_logprobs=result.prompt_logprobs,
-            num_cached_tokens=sequence.num_cached_tokens if first or reason else None,
-            timing=sequence.timing(now) if first or reason else None,
-            num_drafts=len(row.drafts),
-            num_accepted=num_accepted,
-        )
+        token_ids = result.token_ids if reason is None else result.token_ids[:num_tokens]
+        delta = TokenDelta(sequence.key, sequence.index, token_ids, reason, stop_token)
+        if result.logprobs is not None:
+            delta.logprobs = result.logprobs.first(num_tokens)
+        delta.prompt_logprobs = result.prompt_logprobs
+        if first or reason is not None:
+            add_facts(delta, sequence, now)
+        if row.drafts:
+            delta.num_drafts, delta.num_accepted = len(row.drafts), num_accepted
+        return delta
 
     def _end_with_error(
         self, sequence: Sequence, text: str, now: float, error_type: str | None = None

@@ -42,10 +42,14 @@ class Sequence:
         computed     ------------------------------->           KV written, or launched
         num_pending                                        ++   sampled in flight, not yet known
 
-    client: the frontend's identity. request: what it submitted. index: 0 to n - 1.
+    client: the frontend's identity. request: what it submitted, with `key`. index: 0 to n - 1.
+    awaited: the frontend waits for its output; False once it has given the sequence up, and behind the end.
     arrival: position in the order of arrival. max_output: maximum number of output tokens.
+    longest: the most tokens that it may have, those of the prompt included.
+    eos_token_id, stop_token_ids: tokens that end it; None if no end of sequence does, or it is ignored.
+    room: tokens for which its blocks have room.
     tenant: whose sequence it is. turn: its place among those of the tenant, while it waits.
-    in_flight: for each plan in flight that runs this sequence, oldest first, how many tokens it samples.
+    num_in_flight: plans in flight that run this sequence. last_samples: how many tokens the last plan samples.
     num_crashes, num_relapses: worker crashes with this sequence in flight, since its last token; and since it was
         last cleared of them by running alone. num_survived: steps that it has run alone since the last.
     namespace: prefixes are shared within a namespace only; empty for that of all requests.
@@ -90,13 +94,15 @@ class Sequence:
     cuts_media: bool = False
 
     state: State = State.WAITING
+    awaited: bool = False
     computed: int = 0
     num_pending: int = 0
     num_crashes: int = 0
     num_relapses: int = 0
     num_survived: int = 0
     slot: int = -1
-    in_flight: list[int] = field(default_factory=list)
+    num_in_flight: int = 0
+    last_samples: int = 0
     blocks: list[Block] = field(default_factory=list)
     block_names: list[bytes] = field(default_factory=list)
     num_registered: int = 0
@@ -110,6 +116,11 @@ class Sequence:
     first_token_time: float = 0.0
     last_token_time: float = 0.0
     token_gap: float = 0.0
+    room: int = 0
+    key: int = field(init=False)
+    longest: int = sys.maxsize
+    eos_token_id: int | None = None
+    stop_token_ids: Sequence_[int] = ()
     pools: bool = field(init=False)
     params: SamplingParams = field(init=False)
     returns_prompt_logprobs: bool = False
@@ -117,15 +128,13 @@ class Sequence:
     adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
-        self.pools = isinstance(self.request.task, PoolingParams)
+        self.key, self.pools = self.request.key, isinstance(self.request.task, PoolingParams)
         if not self.pools:
+            self.longest = self.num_prompt_tokens + self.max_output
             self.params = self.request.params
+            self.stop_token_ids = self.params.stop_token_ids or ()
+            self.eos_token_id = None if self.params.ignore_eos else self.request.eos_token_id
             self.returns_prompt_logprobs = self.params.prompt_logprobs is not None and self.index == 0
-
-    @property
-    def key(self) -> int:
-        """The request's number, chosen by its frontend."""
-        return self.request.key
 
     @property
     def request_id(self) -> str:
@@ -146,13 +155,15 @@ class Sequence:
     def num_to_compute(self) -> int:
         """Number of tokens that the next steps must compute.
 
-        0 if nothing is left to compute, and while the sequence is `verifying`: where it goes on is not known before
-        that step returns.
+        0 if nothing is left to compute, and while a plan in flight samples several tokens, of which not all need
+        count or come: where the sequence goes on is not known before that step returns.
         """
         length = len(self.token_ids) + self.num_pending
-        if not self.pools and (length - self.num_prompt_tokens >= self.max_output or self.verifying):
+        if length >= self.longest or (self.last_samples > 1 and self.num_in_flight):
             return 0
-        return min(length, self.angles_end) - self.computed
+        if length > self.angles_end:
+            length = self.angles_end
+        return length - self.computed
 
     @property
     def decodes(self) -> bool:
@@ -164,11 +175,6 @@ class Sequence:
         if len(self.token_ids) > self.angles_end:
             self.angles_end, self.is_long = sys.maxsize, True
             self.block_names.clear()  # of blocks with other keys
-
-    @property
-    def verifying(self) -> bool:
-        """True while a plan in flight samples several tokens; not all of them need count or come."""
-        return bool(self.in_flight) and self.in_flight[-1] > 1
 
     @property
     def needs_all_positions(self) -> bool:
@@ -183,19 +189,21 @@ class Sequence:
 
     def launch(self, num_tokens: int, num_samples: int) -> None:
         """Record that a step runs the next `num_tokens` tokens and samples `num_samples`."""
-        self.in_flight.append(num_samples)
+        self.num_in_flight += 1
+        self.last_samples = num_samples
         self.computed += num_tokens
         self.num_pending += num_samples
 
     def prolong(self, num_steps: int) -> None:
         """Record that the step just launched is followed by more, each with one token and one sample."""
-        self.in_flight[-1] += num_steps
+        self.last_samples += num_steps
         self.computed += num_steps
         self.num_pending += num_steps
 
-    def land(self) -> None:
-        """Record that the oldest step in flight has returned."""
-        self.num_pending -= self.in_flight.pop(0)
+    def land(self, num_samples: int) -> None:
+        """Record that the oldest step in flight, which sampled `num_samples`, has returned."""
+        self.num_in_flight -= 1
+        self.num_pending -= num_samples
 
     def send_tokens(self, start: int) -> list[int]:
         """The tokens from `start` on, for a plan with which all workers get them."""
@@ -207,8 +215,7 @@ class Sequence:
         self.num_crashes += 1
         self.num_relapses += 1
         self.num_survived = 0
-        self.in_flight.clear()
-        self.num_pending = 0
+        self.num_in_flight = self.num_pending = 0
 
     def survive(self, *, alone: bool) -> None:
         """Record a step that gave a token after a crash; enough of them alone clear the sequence."""
@@ -252,8 +259,6 @@ class Sequence:
     def chunk(self, limit: int) -> int:
         """Number of tokens that one step runs of this sequence, at most `limit`."""
         start, returned = self.computed, self.num_prompt_logprobs
-        if start >= self.num_prompt_tokens:
-            return limit
         if start < returned < self.num_prompt_tokens - 1:
             # These prompt log probabilities were returned before a preemption: recompute in a chunk without them.
             limit = min(limit, returned - start)

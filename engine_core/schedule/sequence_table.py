@@ -81,7 +81,7 @@ class SequenceTable:
         """
         while self._kv.pool.num_free < num_blocks:
             victim = gives_way(sequence, self.running, self.order)
-            if victim.in_flight:
+            if victim.num_in_flight:
                 return False
             self._stats.num_cache_preemptions += 1
             self.preempt(victim)
@@ -102,7 +102,7 @@ class SequenceTable:
         newcomer, leaving = change
         if self._free_slots and self._kv.fits(newcomer, 0):
             return newcomer, None
-        if leaving.in_flight:
+        if leaving.num_in_flight:
             return None, leaving
         self.preempt(leaving)
         return newcomer, None

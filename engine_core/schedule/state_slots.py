@@ -136,7 +136,7 @@ class StateSlots:
             self.pool.share([written])
         else:
             written = self.pool.allocate(1)[0] if num_needed else held.own
-            row.states.append((end, written.block_id))
+            row.states = [*row.states, (end, written.block_id)]
         if row.drafts:
             held.tried = written
         else:
@@ -199,7 +199,7 @@ class StateSlots:
     def _keep(self, sequence: Sequence, row: Row, end: int, rolling: bool) -> None:
         (slot,) = self.pool.allocate(1)
         held_by(sequence).unnamed.append(StateCheckpoint(end, slot, rolling))
-        row.states.append((end, slot.block_id))
+        row.states = [*row.states, (end, slot.block_id)]
         if end <= len(sequence.token_ids):
             sequence.name_blocks(self._block_size)
             self._coming.add(sequence.block_names[end // self._block_size - 1])

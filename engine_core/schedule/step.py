@@ -39,11 +39,12 @@ class PlannedStep:
         self.sequences.append(sequence)
         self.rows.append(row)
         self.budget -= row.num_tokens
-        self.num_drafts += len(row.drafts)
-        self.num_asked += row.num_drafts
+        if row.drafts or row.num_drafts:
+            self.num_drafts += len(row.drafts)
+            self.num_asked += row.num_drafts
         if row.start < sequence.num_prompt_tokens:
             self.num_prompt_tokens += min(row.num_tokens, sequence.num_prompt_tokens - row.start)
-        if row.num_samples and sequence.matcher is not None:
+        if sequence.matcher is not None and row.num_samples:
             self.masked = True
 
     def masks(self) -> tuple[Masks, list[tuple[Sequence, GrammarError]]]:
@@ -81,7 +82,12 @@ class PlannedStep:
         for sequence, row, row_result in zip(self.sequences, self.rows, result.rows, strict=True):
             if self.num_steps > 1:
                 check_launch(row_result, self.num_steps)
-            else:
+            elif (
+                len(row_result.token_ids) != 1  # which it is of almost all rows
+                or row.num_samples != 1
+                or row_result.drafts
+                or row_result.pooled is not None
+            ):
                 check_result(row, row_result, row.start + row.num_tokens == sequence.num_prompt_tokens)
 
 
@@ -117,11 +123,9 @@ def check_result(row: Row, result: RowResult, ends_prompt: bool) -> None:
         raise ValueError(
             f"a row returned {len(result.drafts)} drafts, at most {row.num_drafts} were asked for"
         )
-    if num_tokens == row.num_samples <= 1 and not row.pool and result.pooled is None:
-        return
     if num_tokens > row.num_samples or (row.num_samples and not num_tokens):
         raise ValueError(f"a row of {row.num_samples} samples returned {num_tokens} tokens")
-    if result.token_ids[:-1] != row.drafts[: max(0, num_tokens - 1)]:
+    if result.token_ids[:-1] != list(row.drafts[: max(0, num_tokens - 1)]):
         raise ValueError(f"a row returned {result.token_ids}, but its drafts are {row.drafts}")
     if (result.pooled is not None) != (row.pool and ends_prompt):
         raise ValueError("a row returned a pooled result without need, or none where there must be one")

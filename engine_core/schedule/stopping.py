@@ -10,26 +10,23 @@ from pagewire.engine_core.schedule.sequence import Sequence
 
 def stop_ids(sequence: Sequence) -> list[int]:
     """Tokens that end the sequence, which the sampler excludes until `min_tokens` are generated."""
-    params, eos_token_id = sequence.params, sequence.request.eos_token_id
-    ids = list(params.stop_token_ids or [])
-    if eos_token_id is not None and not params.ignore_eos:
-        ids.append(eos_token_id)
-    if sequence.matcher is not None and not params.ignore_eos:
+    ids = list(sequence.stop_token_ids)
+    if sequence.eos_token_id is not None:
+        ids.append(sequence.eos_token_id)
+    if sequence.matcher is not None and not sequence.params.ignore_eos:
         ids += (i for i in sequence.matcher.eos_token_ids if i not in ids)
     return ids
 
 
 def finish_reason(sequence: Sequence) -> tuple[str | None, int | None]:
     """("stop" or "length", the stop token if one of `stop_token_ids` ended it), or (None, None) if it goes on."""
-    last, params, num_tokens = sequence.token_ids[-1], sequence.params, sequence.num_output_tokens
-    if num_tokens >= params.min_tokens:
-        if last == sequence.request.eos_token_id and not params.ignore_eos:
-            return "stop", None
-        if params.stop_token_ids and last in params.stop_token_ids:
-            return "stop", last
+    last, eos = sequence.token_ids[-1], sequence.eos_token_id
+    ends = last == eos or last in sequence.stop_token_ids
+    if ends and sequence.num_output_tokens >= sequence.params.min_tokens:
+        return "stop", None if last == eos else last
     if sequence.matcher is not None and sequence.matcher.complete:
         return "stop", None
-    if num_tokens >= sequence.max_output:
+    if len(sequence.token_ids) >= sequence.longest:
         return "length", None
     return None, None
 

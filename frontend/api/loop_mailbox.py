@@ -59,7 +59,7 @@ class LoopMailbox:
         """Called on the client's thread."""
         with self._lock:
             idle = not self._ready
-            self._ready.update(state.request.key for state in states)
+            self._ready.update([state.key for state in states])
         if idle:
             try:
                 self._loop.call_soon_threadsafe(self._notify)

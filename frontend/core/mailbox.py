@@ -25,7 +25,7 @@ class Inbox:
     def put(self, states: list[RequestState]) -> None:
         """Wake the waiting thread."""
         with self._arrival:
-            self._ready.update((state.request.key, state) for state in states)
+            self._ready.update([(state.key, state) for state in states])
             self._arrival.notify()
 
     def get(self) -> list[RequestState]:

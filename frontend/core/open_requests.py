@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -164,10 +165,10 @@ class OpenRequests:
             states, to_drop = self._table.outputs.process(deltas)
             if to_drop.keys or to_drop.sequences:
                 self.connection.client.abort(to_drop.keys, to_drop.sequences)
-            ready: dict[Mailbox, list[RequestState]] = {}
+            ready: defaultdict[Mailbox, list[RequestState]] = defaultdict(list)
             for state in states:
                 if state.has_output:
-                    ready.setdefault(self._table.mailboxes[state.key], []).append(state)
+                    ready[self._table.mailboxes[state.key]].append(state)
             self._trial.check_progress()
             self._drop([state for state in states if state.finished])
         for mailbox, new in ready.items():
@@ -407,15 +408,11 @@ def ended(state: RequestState) -> list[tuple[int, int]]:
 
 def portions(deltas: list[TokenDelta]) -> Iterator[list[TokenDelta]]:
     """The deltas, in order, in parts that take as long as about `PORTION` log probabilities."""
-    portion: list[TokenDelta] = []
-    size = 0
-    for delta in deltas:
-        portion.append(delta)
+    begin = size = 0
+    for end, delta in enumerate(deltas, 1):
         size += DELTA_PORTION
         if delta.logprobs is not None or delta.prompt_logprobs is not None:
             size += num_logprobs(delta)
-        if size >= PORTION:
-            yield portion
-            portion, size = [], 0
-    if portion:
-        yield portion
+        if size >= PORTION or end == len(deltas):
+            yield deltas[begin:end]
+            begin, size = end, 0

@@ -27,7 +27,7 @@ from pagewire.frontend.text.logprobs import (
     TokenTexts,
     add_rows,
 )
-from pagewire.frontend.text.stop import Detokenizer
+from pagewire.frontend.text.stop import open_detokenizer
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.errors import (
     AdapterCrashedWorkerError,
@@ -176,9 +176,16 @@ def best_outputs(outputs: Sequence[CompletionOutput], num: int) -> list[Completi
 class OutputState:
     """State of one of the n outputs of a request."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        lora_request: LoRARequest | None = None,
+    ) -> None:
         params = request.params
         self.index = index
+        self._lora_request = lora_request
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -188,7 +195,7 @@ class OutputState:
         self._request = request
         self._num_taken = 0
         self._text = ""
-        self._detokenizer = Detokenizer(tokenizer, params) if tokenizer and params.detokenize else None
+        self._detokenizer = open_detokenizer(tokenizer, params) if tokenizer and params.detokenize else None
         # Special tokens that are left out of the text if they end the output. With `skip_special_tokens` the
         # decoder drops them itself.
         keep_stop = params.skip_special_tokens or params.include_stop_str_in_output
@@ -203,7 +210,8 @@ class OutputState:
         self.changed = True
         token_ids, stop = delta.token_ids, None
         if self._detokenizer is not None:
-            count = self._detokenizer.feed(token_ids[:-1] if self._ends_hidden(delta) else token_ids)
+            hidden = delta.finish_reason == "stop" and self._ends_hidden(token_ids)
+            count = self._detokenizer.feed(token_ids[:-1] if hidden else token_ids)
             stop = self._detokenizer.stop
             if stop is not None:
                 token_ids = token_ids[:count]
@@ -216,11 +224,9 @@ class OutputState:
             self.end(delta.finish_reason or "error", delta.stop_reason)
         return stop is not None and delta.finish_reason is None
 
-    def _ends_hidden(self, delta: TokenDelta) -> bool:
-        """Return True if the last token is a special one that ended the output and is not part of the text."""
-        if delta.finish_reason != "stop" or not delta.token_ids:
-            return False
-        return delta.token_ids[-1] in self._hidden_stop_ids
+    def _ends_hidden(self, token_ids: Sequence[int]) -> bool:
+        """Return True if the last token, which ended the output, is a special one that is not part of the text."""
+        return bool(token_ids) and token_ids[-1] in self._hidden_stop_ids
 
     def end(self, finish_reason: str, stop_reason: int | str | None = None) -> None:
         """End the output with a reason."""
@@ -254,12 +260,13 @@ class OutputState:
             logprobs,
             self.finish_reason,
             self.stop_reason,
-            thinking_finish_reason=self._thinking_finish_reason(),
+            self._lora_request,
+            None if self.finish_reason is None else self._thinking_finish_reason(),
         )
 
     def _thinking_finish_reason(self) -> str | None:
         params = self._request.params
-        if self.finish_reason is None or params.thinking_token_budget is None or params.thinking is None:
+        if params.thinking_token_budget is None or params.thinking is None:
             return None
         prompt_ids = self._request.prompt.token_ids
         return finish_of(params.thinking_token_budget, params.thinking, prompt_ids, self.token_ids)
@@ -297,8 +304,12 @@ class RequestState:
         self._prompt_token_ids = token_ids[num_virtual_tokens:] if num_virtual_tokens else token_ids
         self._prompt_text = prompt_text
         self._budget, self._num_logprobs_kept = logprob_budget, 0
-        self._kind = params.output_kind
-        self._outputs = [OutputState(index, request, tokenizer) for index in range(params.n)]
+        self._delta = params.output_kind is RequestOutputKind.DELTA
+        self._final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
+        self._outputs = [
+            OutputState(index, request, tokenizer, self._lora_request) for index in range(params.n)
+        ]
+        self._num_returned = None if params.best_of is None else params.num_returned
         self._num_live = params.n
         self._texts = TokenTexts(tokenizer if params.detokenize else None)
         self._prompt_logprobs: PromptLogprobs | None = None
@@ -350,7 +361,7 @@ class RequestState:
     @property
     def has_output(self) -> bool:
         """True if `take` may return an output: with FINAL_ONLY, only at the end or after an error."""
-        return self._kind is not RequestOutputKind.FINAL_ONLY or self.error is not None or self.finished
+        return not self._final_only or self._num_live == 0 or self.error is not None
 
     def exception(self) -> Exception:
         """Return the exception for the caller: of the type `error_type` if it is a known one, else RequestError."""
@@ -369,26 +380,34 @@ class RequestState:
         output = self._outputs[delta.index]
         if output.finish_reason is not None:
             return False
-        if self._budget is not None and (number := num_logprobs(delta)):
-            self._budget.keep(number)
-            self._num_logprobs_kept += number
-        if delta.prompt_logprobs is not None and self._prompt_logprobs is not None:
-            rows = delta.prompt_logprobs.after(self._num_virtual_tokens - self.num_prompt_logprobs)
-            add_rows(self._prompt_logprobs, rows, self._texts)
-            self.num_prompt_logprobs += delta.prompt_logprobs.token_ids.shape[0]
+        if delta.logprobs is not None or delta.prompt_logprobs is not None:
+            self._keep_logprobs(delta)
         if delta.num_cached_tokens is not None and self._num_cached_tokens is None:
             self._num_cached_tokens = max(0, delta.num_cached_tokens - self._num_virtual_tokens)
-        self.adapter_content = delta.adapter or self.adapter_content
+        if delta.adapter:
+            self.adapter_content = delta.adapter
         drop = False
         if delta.token_ids or delta.finish_reason is not None or delta.error is not None:
             drop = output.apply(delta, self._texts)
             self._num_live -= output.finish_reason is not None
         if self.error is None and delta.error is not None:
             self.error, self.error_type = delta.error, delta.error_type
-        self._metrics.num_draft_tokens += delta.num_drafts
-        self._metrics.num_accepted_tokens += delta.num_accepted
+        if delta.num_drafts:
+            self._metrics.num_draft_tokens += delta.num_drafts
+            self._metrics.num_accepted_tokens += delta.num_accepted
         self._clock(delta.timing)
         return drop
+
+    def _keep_logprobs(self, delta: TokenDelta) -> None:
+        """Count the log probabilities of a delta, and add those of the prompt."""
+        if self._budget is not None:
+            number = num_logprobs(delta)
+            self._budget.keep(number)
+            self._num_logprobs_kept += number
+        if delta.prompt_logprobs is not None and self._prompt_logprobs is not None:
+            rows = delta.prompt_logprobs.after(self._num_virtual_tokens - self.num_prompt_logprobs)
+            add_rows(self._prompt_logprobs, rows, self._texts)
+            self.num_prompt_logprobs += delta.prompt_logprobs.token_ids.shape[0]
 
     def end(self, finish_reason: str) -> None:
         """End all running outputs, for example because the request is aborted."""
@@ -415,36 +434,31 @@ class RequestState:
         """Return the next output, according to `output_kind`; None if nothing has changed since the last call."""
         finished = self.finished
         changed = [output for output in self._outputs if output.changed]
-        if not changed or (self._kind is RequestOutputKind.FINAL_ONLY and not finished):
+        if not changed or (self._final_only and not finished):
             return None
-        delta = self._kind is RequestOutputKind.DELTA
-        if delta and self._budget is not None:
+        if self._delta and self._num_logprobs_kept and self._budget is not None:
             self._budget.release(self._num_logprobs_kept)
             self._num_logprobs_kept = 0
-        outputs = [output.take() for output in (changed if delta else self._outputs)]
-        for part in outputs:
-            part.lora_request = self._lora_request
-        params = self.request.params
-        if params.best_of is not None and params.num_returned is not None:
-            outputs = best_outputs(outputs, params.num_returned)
+        outputs = [output.take() for output in (changed if self._delta else self._outputs)]
+        if self._num_returned is not None:
+            outputs = best_outputs(outputs, self._num_returned)
         return RequestOutput(
             self.request_id,
             self._prompt_text,
             self._prompt_token_ids,
-            self._take_prompt_logprobs(delta),
+            None if self._prompt_logprobs is None else self._take_prompt_logprobs(self._prompt_logprobs),
             outputs,
             finished,
             msgspec.structs.replace(self._metrics),
-            lora_request=self._lora_request,
-            num_cached_tokens=self._num_cached_tokens,
-            encoder_prompt=None if self._source is None else self._source.text,
-            encoder_prompt_token_ids=None if self._source is None else self._source.token_ids,
+            self._lora_request,
+            None if self._source is None else self._source.text,
+            None if self._source is None else self._source.token_ids,
+            self._num_cached_tokens,
         )
 
-    def _take_prompt_logprobs(self, delta: bool) -> PromptLogprobs | None:
-        taken = self._prompt_logprobs
-        if taken is None or not delta:
-            return None if taken is None else taken[:]
+    def _take_prompt_logprobs(self, taken: PromptLogprobs) -> PromptLogprobs | None:
+        if not self._delta:
+            return taken[:]
         self._prompt_logprobs = no_logprobs(self.request.params.flat_logprobs)
         return taken or None
 
@@ -452,7 +466,7 @@ class RequestState:
         """Record times."""
         metrics, now = self._metrics, time.time()
         metrics.last_token_time = now
-        if self.finished:
+        if self._num_live == 0:
             metrics.finished_time = now
         if timing is not None and timing.first_token and metrics.first_token_time is None:
             received = received_time(timing, metrics.arrival_time, now, time.monotonic())

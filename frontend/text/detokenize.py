@@ -35,28 +35,30 @@ class TextStream(ABC):
         return self.tail()
 
 
-class Pieces:
-    """Names of a tokenizer's tokens after the first steps of its decoder, those that treat each name alone. Cached.
+class Pieces(dict[int, str | None]):
+    """Names of a tokenizer's tokens after the first steps of its decoder, those that treat each name alone.
+
+    It is filled as tokens are looked up; None: there is no such token.
 
     steps: the remaining steps of the decoder; each stream copies them.
     """
 
     def __init__(self, tokenizer: Tokenizer, steps: list[DecoderStep]) -> None:
+        super().__init__()
         self._tokenizer = tokenizer
-        self._names: dict[int, str | None] = {}
         self._first: list[EachPiece] = []
         while steps and isinstance(step := steps[0], EachPiece):
             self._first.append(step)
             steps = steps[1:]
         self.steps = [step for step in steps if type(step) is not DecoderStep]
 
-    def __getitem__(self, token_id: int) -> str | None:
-        if token_id not in self._names:
-            (name,) = self._tokenizer.convert_ids_to_tokens([token_id])
-            for step in self._first:
-                name = None if name is None else step.function(name)
-            self._names[token_id] = name
-        return self._names[token_id]
+    def __missing__(self, token_id: int) -> str | None:
+        name: str | None
+        (name,) = self._tokenizer.convert_ids_to_tokens([token_id])
+        for step in self._first:
+            name = None if name is None else step.function(name)
+        self[token_id] = name
+        return name
 
 
 class StepStream(TextStream):

@@ -122,7 +122,7 @@ class ByteLevel(DecoderStep):
         self.rest = b""
 
     def feed(self, pieces: list[str]) -> list[str]:
-        data = self.rest + b"".join(byte_level_bytes(piece) for piece in pieces)
+        data = self.rest + b"".join([byte_level_bytes(piece) for piece in pieces])
         text, used = codecs.utf_8_decode(data, "replace", False)
         self.rest = data[used:]
         return [text] if text else []

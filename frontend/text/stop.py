@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 
 from pagewire.frontend.text.detokenize import text_stream
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.wire.params import SamplingParams
+from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams
 
 
 class StopStrings:
@@ -124,7 +124,6 @@ class Detokenizer:
         """Add tokens; return how many belong to the output, which are fewer than all if a stop string ends it."""
         for count, token_id in enumerate(token_ids, 1):
             text = self._stream.feed(token_id)
-            self._num_tokens += 1
             if text:
                 self._unread.append(text)
             if self._stops is not None and self._find_stop(self._stops, text):
@@ -149,6 +148,7 @@ class Detokenizer:
     def _find_stop(self, stops: StopStrings, text: str) -> bool:
         """Search for stop strings that end in the new text or in the tail; end the output at the first."""
         tail = self._stream.tail()
+        self._num_tokens += 1
         start, self._length = self._length, self._length + len(text)
         if self._num_tokens <= self._min_tokens:
             self._barrier = self._length + len(tail)
@@ -164,3 +164,36 @@ class Detokenizer:
         self._unread = [unread[: len(unread) - excess]]
         self._ended = True
         return True
+
+
+class WholeText:
+    """Converts an output to text at its end, all at once: a `Detokenizer` of what is read only then."""
+
+    stop: str | None = None
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._tokenizer, self._params = tokenizer, params
+        self._token_ids: list[int] = []
+        self._text = ""
+
+    def feed(self, token_ids: Sequence[int]) -> int:
+        """Add tokens; return how many belong to the output: all."""
+        self._token_ids += token_ids
+        return len(token_ids)
+
+    def end(self) -> None:
+        """End the output: its text becomes readable."""
+        spaces = self._params.spaces_between_special_tokens
+        self._text = self._tokenizer.decode(self._token_ids, self._params.skip_special_tokens, spaces)
+
+    def read(self) -> str:
+        """Return the text since the last read."""
+        text, self._text = self._text, ""
+        return text
+
+
+def open_detokenizer(tokenizer: Tokenizer, params: SamplingParams) -> Detokenizer | WholeText:
+    """What converts the tokens of an output with these parameters to text."""
+    if params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop_strings:
+        return WholeText(tokenizer, params)
+    return Detokenizer(tokenizer, params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -167,17 +168,17 @@ class Row(Item):
     slot: int
     start: int
     num_tokens: int
-    new_block_ids: list[int] = []
-    drafts: list[int] = []
+    new_block_ids: Sequence[int] = ()
+    drafts: Sequence[int] = ()
     num_samples: int = 0
     num_prompt_logprobs: int = 0
     pool: bool = False
-    token_ids: list[int] = []
+    token_ids: Sequence[int] = ()
     num_drafts: int = 0
-    media: list[Media] = []
+    media: Sequence[Media] = ()
     state: int = -1
-    states: list[tuple[int, int]] = []
-    entries: list[tuple[int, int, int]] = []
+    states: Sequence[tuple[int, int]] = ()
+    entries: Sequence[tuple[int, int, int]] = ()
 
 
 class StepPlan(Message, tag="plan"):

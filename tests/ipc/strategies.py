@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import types
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -185,7 +186,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return st.one_of(*map(values, args))
-    if origin is list:
+    if origin in (list, Sequence):  # a sequence is decoded as a list
         return st.lists(values(args[0]), max_size=3)
     if origin is tuple and args[-1] is Ellipsis:
         return st.lists(values(args[0]), max_size=3).map(tuple)

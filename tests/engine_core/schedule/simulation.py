@@ -786,26 +786,25 @@ class Simulation:
         assert len(set(slots)) == len(slots) and all(0 <= n < self.config.max_num_seqs for n in slots)
         assert scheduler.running == sorted(scheduler.running, key=self.order)
         assert scheduler.num_unfinished == len(self.live())
-        rows: Counter[Sequence] = Counter()
-        samples: Counter[Sequence] = Counter()
+        samples: dict[Sequence, list[int]] = {sequence: [] for sequence in self.streams}
         for step in scheduler.in_flight:
             for sequence, row in zip(step.sequences, step.rows, strict=True):
-                rows[sequence] += 1
-                samples[sequence] += row.num_samples * step.num_steps
+                samples[sequence].append(row.num_samples * step.num_steps)
         for sequence, stream in self.streams.items():
             assert sequence.finished == stream.ended
             assert (sequence in scheduler.running) == (sequence.state is State.RUNNING)
             assert sequence.token_ids[sequence.num_prompt_tokens :] == stream.tokens
             if sequence.state is State.RUNNING:
-                assert (rows[sequence], samples[sequence]) == (len(sequence.in_flight), sequence.num_pending)
-                assert all(num_samples <= 1 for num_samples in list(sequence.in_flight)[:-1])
+                in_flight = samples[sequence]
+                assert (len(in_flight), sum(in_flight)) == (sequence.num_in_flight, sequence.num_pending)
+                assert all(num_samples <= 1 for num_samples in in_flight[:-1])
                 assert sequence.computed <= len(sequence.blocks) * self.config.block_size
                 assert sequence.num_output_tokens + sequence.num_pending <= sequence.max_output
             else:
                 assert not sequence.blocks and sequence.slot == -1 and sequence.computed == 0
                 assert sequence.states is None
             if sequence.state is State.WAITING:
-                assert not rows[sequence]
+                assert not samples[sequence]
 
         self._check_tenants()
 
@@ -1002,7 +1001,8 @@ class Snapshot:
             batch = sequence.tenant is tenant and sequence.request.rank and not newcomer.request.rank
             several = num_running[sequence.tenant] > 1 and not num_running[tenant]
             greedy = several and self.served[sequence.tenant] > self.served[tenant]
-            if self.order(sequence)[0] >= self.order(newcomer)[0] and (batch or greedy):
+            entitled = self.order(sequence)[0] < self.order(newcomer)[0] or sequence.suspect
+            if not entitled and (batch or greedy):
                 givers.append(sequence)
         return givers
 

@@ -207,6 +207,22 @@ def test_slots_change_hands_only_after_a_while() -> None:
     assert simulation.scheduler.stats.num_preemptions == 0 and batch[0].state is State.RUNNING
 
 
+def test_a_suspect_of_crashes_keeps_its_slot() -> None:
+    """It runs alone, so that nobody else could take it."""
+    simulation = Simulation(max_num_seqs=1, num_blocks=64, max_num_batched_tokens=1)
+    (suspect,) = simulation.submit([5, 6], max_tokens=SHORT, rank=1)
+    for _ in range(2):
+        simulation.plan()
+        simulation.fail()
+    simulation.plan()
+    simulation.submit([7], max_tokens=SHORT)
+    simulation.now += 2 * PATIENCE_SECONDS
+    simulation.commit()
+    simulation.plan()
+    assert suspect.suspect and not simulation.scheduler.stats.num_preemptions
+    simulation.drain()
+
+
 def test_a_full_queue_has_room_for_a_tenant_that_has_nothing_in_it() -> None:
     """Each of the tenants that wait may take its equal share of the room, whoever came first."""
     simulation = Simulation(max_num_seqs=1, num_blocks=64)

@@ -53,7 +53,7 @@ def test_what_is_left_to_compute() -> None:
     request.launch(3, 1)
     assert request.num_to_compute == 1  # the token in flight
     request.launch(1, 1)
-    request.land()
+    request.land(1)
     request.token_ids.append(9)
     assert request.num_to_compute == 0  # the last token is in flight: its KV is of no use
 
@@ -61,11 +61,10 @@ def test_what_is_left_to_compute() -> None:
 def test_a_launch_of_several_samples_must_return_before_the_next() -> None:
     (sequence,) = group(max_tokens=9)
     sequence.launch(5, 3)  # the prompt, and two drafts
-    assert sequence.verifying and (sequence.computed, sequence.num_to_compute) == (5, 0)
-    sequence.land()
+    assert (sequence.computed, sequence.num_to_compute) == (5, 0)
+    sequence.land(3)
     sequence.computed -= 1
     sequence.token_ids += [7, 8]  # one draft was right
-    assert not sequence.verifying
     assert (sequence.computed, sequence.num_pending, sequence.num_to_compute) == (4, 0, 1)
 
 

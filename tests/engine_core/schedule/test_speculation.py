@@ -300,7 +300,7 @@ def test_drafts_end_where_the_grammar_forbids_them() -> None:
     simulation.submit([2], max_tokens=8, structured_outputs={"regex": "c{8}"}, ignore_eos=True)
     simulation.step()
     plan = simulation.step()
-    assert plan is not None and plan.rows[0].drafts == []  # "b" is not "c"
+    assert plan is not None and not plan.rows[0].drafts  # "b" is not "c"
     simulation = Simulation(depth=1, drafter=Drafting(DraftLimits(8), Fixed([3, 1, 9, 3]), All(0)))
     (sequence,) = simulation.submit(
         [2], max_tokens=8, structured_outputs={"regex": "[ac]{8}"}, ignore_eos=True

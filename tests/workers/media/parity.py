@@ -115,7 +115,7 @@ class MediaDriver(Driver):
                     encodes.append(
                         Encode(self._entries[medium.name], medium.kind, self._reader.features[medium.name])
                     )
-                row.entries.append((medium.start, medium.end, self._entries[medium.name]))
+                row.entries = [*row.entries, (medium.start, medium.end, self._entries[medium.name])]
         self.step_id += 1
         result = self.runner.step(StepPlan(self.step_id, rows, inits, encodes=encodes))
         for row, row_result, request in zip(rows, result.rows, scheduled, strict=True):
