@@ -63,13 +63,14 @@ class Gpu:
 
     def trials(self) -> Iterator[tuple[str, Trial]]:
         """See `Place`: those of every dtype, cache and head size."""
-        seen = set()
+        seen, capability = set(), torch.cuda.get_device_capability(0)
         for dtype in norms.DTYPES:
             for head_dim in attention.HEAD_DIMS:
                 for kv_dtype in KV_DTYPES:
                     for encodes in (False, True):
-                        kinds = (encodes, not encodes, not encodes, torch.cuda.get_device_capability(0))
-                        for trial in trials(Launches(dtype, kv_dtype, head_dim, *kinds)):
+                        kinds = (encodes, not encodes, not encodes)
+                        launches = Launches(dtype, kv_dtype, head_dim, *kinds, capability=capability)
+                        for trial in trials(launches):
                             if (dtype, trial.name) not in seen:
                                 seen.add((dtype, trial.name))
                                 yield short(dtype), trial

@@ -23,7 +23,7 @@ HOPPER = (9, 0)
 TRIALS = {
     trial.name: trial
     for encodes in (False, True)
-    for trial in trials(Launches(BF16, E4M3, 64, encodes, not encodes, not encodes, HOPPER))
+    for trial in trials(Launches(BF16, E4M3, 64, encodes, not encodes, not encodes, capability=HOPPER))
     if not trial.method.endswith(("norm", "states"))
     or trial.name.endswith((" 248", " 1016", " 4088"))  # of one warp, of four, of more
     or trial.name in ("delta rule of 14", "state space of 14")  # the others with states share no memory
