@@ -73,7 +73,7 @@ def test_a_wrong_kernel_is_found_and_replaced(name: str) -> None:
 
 WRONG_PRODUCTS = [
     Edit("linear.cuh", "step >> p.group_shift", "step"),
-    Edit("linear.cuh", "== step + 1) totals.take(sums);", "== step + 1 && slice % 2) totals.take(sums);"),
+    Edit("linear.cuh", "== step + 1) totals.take", "== step + 1 && slice % 2) totals.take"),
 ]
 """A scale of another group; sums in another order, but only in the kernel for many rows."""
 
@@ -86,6 +86,19 @@ def test_weights_are_made_dense_if_their_products_are_wrong(edit: Edit) -> None:
     assert "differs from PyTorch by" in chosen.why_wrong(kernels, CPU)
     kernels.replace(chosen.method)
     assert isinstance(kernels.pack(dense_weight(torch.ones(2, 32).to(BF16))), UnpackedLinear)
+
+
+@pytest.mark.planted_faults
+def test_another_kernel_multiplies_if_the_bits_of_warpgroups_are_others() -> None:
+    """Their sums in another order: every result is right but for its last bits. The weight stays packed."""
+    known = trials.trials(Launches(BF16, BF16, 32, capability=(9, 0)))
+    name = "products of warpgroups with 8 bits, groups of 64, scales in bfloat16"
+    (chosen,) = (trial for trial in known if trial.name == name)
+    edit = Edit("warpgroup_linear.cu", "== first + i + 1) totals", "== first + i + 1 && slice % 2) totals")
+    kernels = CudaKernels(EmulatedLauncher(edits=(edit,)), "cpu")
+    assert "differs from PyTorch by inf" in chosen.why_wrong(kernels, CPU)
+    kernels.replace(chosen.method)
+    assert chosen.why_wrong(kernels, CPU) == "" and not kernels.replaced
 
 
 @pytest.mark.planted_faults
