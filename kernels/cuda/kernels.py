@@ -46,6 +46,7 @@ class CudaKernels(Kernels):
     """
 
     multiplies_floats = True
+    one_head_size = True
 
     def __init__(self, launcher: KernelLauncher, on: torch.device | str) -> None:
         self.launcher = launcher

@@ -56,10 +56,12 @@ class Kernels:
     Norms, activations and rotations follow the rounding of the Hugging Face modules that they replace.
     states: the kernels of recurrent layers.
     multiplies_floats: see `pagewire.kernels.linear.multiplies_floats`.
+    one_head_size: attention takes keys and values of as many elements only.
     """
 
     states: StateKernels = StateKernels()
     multiplies_floats: bool = False
+    one_head_size: bool = False
 
     def paged_attention(
         self,

@@ -68,13 +68,18 @@ class Dimensions:
         config: Mapping[str, Any],
         matrices: Sequence[Matrix],
         recurrent: Mapping[str, Shapes] | None = None,
+        *,
+        expands: bool = False,
     ) -> Dimensions:
         """The sizes in a configuration; those of keys and values by their own matrices where they have some.
 
         recurrent: the modules that keep states, see `recurrent_modules`; None: none do.
+        expands: the cache has the keys and values that latents expand to, as on GPUs, and not the latents.
         """
         recurrent = recurrent or {}
         text: Mapping[str, Any] = {**config, **(config.get("text_config") or {})}
+        if expands and _number(text, ("kv_lora_rank",)):
+            text = _expanded(text)
         sizes = {field: _number(text, names) for field, names in NAMES.items()}
         del sizes["num_heads"]
         head_dim = _head_dim(text)
@@ -108,6 +113,13 @@ class Dimensions:
             expert_size=_most_inputs(matrices, Part.EXPERTS),
             **sizes,
         )
+
+
+def _expanded(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a model with latents as those of one with the heads that they expand to."""
+    size = sum(_number(text, (f"qk_{part}_head_dim",)) for part in ("nope", "rope"))
+    others = {name: value for name, value in text.items() if name != "kv_lora_rank"}
+    return {**others, "head_dim": size, "num_key_value_heads": _number(text, NAMES["num_heads"])}
 
 
 def _most_inputs(matrices: Iterable[Matrix], part: Part) -> int:

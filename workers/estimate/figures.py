@@ -132,7 +132,8 @@ def footprint(
     """
     try:
         found = list(matrices(headers.tensors, headers.config, headers.foreign))
-        dimensions = Dimensions.of(headers.config, found, recurrent_modules(headers.tensors))
+        recurrent = recurrent_modules(headers.tensors)
+        dimensions = Dimensions.of(headers.config, found, recurrent, expands=isa == GPU)
     except LoadError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.states import StateBatch
+from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.ops import paged_attention, store_kv
 from pagewire.workers.caches.kv import PAGE, KVShape, Pages
 from pagewire.workers.caches.sources import SourceBatch
@@ -202,13 +204,18 @@ class StepContext(RowsContext):
         of this layer or of one before it.
         """
         own_index = None if index is None or index.layer != layer else index.keys
+        size = v.shape[-1]
+        if size < k.shape[-1] and implementation_for(q, k, v).one_head_size:
+            v = functional.pad(
+                v, (0, k.shape[-1] - size)
+            )  # zeros behind values, which attention leaves zeros
         shape = KVShape.of(k, v, own_index)
         cache = self.cache(layer, shape, window or chunk)
         store_kv(k, v, cache, self.batch.slot_mapping)
         chosen = None if index is None else index.choose(layer, cache, self.batch)
         future = self.future(window)
         terms = LogitTerms(window, future, softcap, sinks, alibi, relative_bias, chosen=chosen, chunk=chunk)
-        return paged_attention(q, cache, self.batch, scale, terms)
+        return paged_attention(q, cache, self.batch, scale, terms)[..., :size]
 
 
 class _Running(threading.local):

@@ -239,9 +239,16 @@ def head_dims(config: Any) -> set[int]:
     others = (STATE_LAYERS | FEED_FORWARD_LAYERS) - ATTENTION_LAYERS  # their heads are other ones
     attending = [own for own, kind in zip(layers, kinds, strict=True) if kind not in others]
     sizes = [
-        (own, getattr(own, "head_dim", None), getattr(own, "num_attention_heads", None)) for own in attending
+        (own, expanded_size(own) or getattr(own, "head_dim", None), getattr(own, "num_attention_heads", None))
+        for own in attending
     ]
     return {head_dim or own.hidden_size // heads for own, head_dim, heads in sizes if head_dim or heads}
+
+
+def expanded_size(config: Any) -> int:
+    """The size of the heads that latents expand to, a part of which is rotated; 0: the model has no latents."""
+    parts = (getattr(config, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope"))
+    return sum(parts) if getattr(config, "kv_lora_rank", None) else 0
 
 
 def has_experts(config: Any) -> bool:

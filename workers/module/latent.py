@@ -25,6 +25,7 @@ from pagewire.kernels.adapted import Adapted
 from pagewire.kernels.data.deltas import Delta
 from pagewire.kernels.data.layer import Experts
 from pagewire.kernels.data.weight import dense_weight
+from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import grouped_product
 from pagewire.kernels.linear import dense
 from pagewire.kernels.ops import linear
@@ -142,7 +143,10 @@ def absorb_latents(module: nn.Module, weights: Weights, device: torch.device) ->
 
     On a GPU it goes on expanding them: the kernels there have heads of up to 256 elements, and latents have 576.
     """
-    for child in list(module.modules()) if device.type == "cpu" else ():
+    one = torch.empty(0, dtype=next(module.parameters()).dtype, device=device)
+    if not one.is_cpu or implementation_for(one).one_head_size:
+        return
+    for child in list(module.modules()):
         if hasattr(child, "kv_b_proj") and hasattr(child, "expand_kv"):
             attention: Any = child
             attention.latent_heads = latent_heads(attention, weights, device)

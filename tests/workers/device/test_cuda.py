@@ -613,12 +613,28 @@ def test_heads_of_two_sizes(tmp_path: Path, load: Callable[..., Runner]) -> None
     wide, kernels = (load(folder, dtype=dtype) for dtype in ("float32", "bfloat16"))
     sizes = [(shape.head_dim, shape.source) for shape in kernels.model.kv_shapes]
     assert sizes == [(32, None), (64, None), (32, None), (32, 2), (64, 1)]
+    check_close(wide, kernels)
+
+
+def check_close(*runners: Runner) -> None:
+    """Two runners give prompts about the same log probabilities."""
     params = SamplingParams(temperature=0.0, prompt_logprobs=0)
     found = [
         np.concatenate([values(part)[1] for r in runs for part in r.prompt_logprobs])
-        for runs in (Driver(runner).run(make_prompts(VOCAB_SIZE), 2, params) for runner in (wide, kernels))
+        for runs in (Driver(runner).run(make_prompts(VOCAB_SIZE), 2, params) for runner in runners)
     ]
     assert np.abs(found[0] - found[1]).mean() < 0.05
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_keys_that_are_longer_than_values(name: str, tmp_path: Path, load: Callable[..., Runner]) -> None:
+    """As latents expand to: the cache has values as long as keys, with zeros behind them."""
+    sizes = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 32}
+    experts = {"moe_intermediate_size": 32, "intermediate_size": 64}
+    folder = Architecture(name, SERVED[name].fields | sizes | experts).write(tmp_path)
+    wide, kernels = (load(folder, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    assert {(shape.head_dim, shape.v_head_dim) for shape in kernels.model.kv_shapes} == {(32, 32)}
+    check_close(wide, kernels)
 
 
 def test_heads_without_a_kernel_are_refused_by_name() -> None:
