@@ -109,10 +109,8 @@ class Rehearsal:
     def trials(self) -> Iterator[tuple[str, Trial]]:
         """See `Place`: few, for each kernel has to be compiled for the emulation."""
         for trial in trials(Launches(torch.bfloat16, torch.bfloat16, 64, mixture=True, capability=(9, 0))):
-            is_norm, is_product = (
-                trial.method.endswith("norm"),
-                trial.method in ("pack", "experts", linear.WARPGROUPS),
-            )
+            is_norm = trial.method.endswith("norm")
+            is_product = trial.method in ("pack", "experts", linear.WARPGROUPS)
             if trial.name.endswith((" of 248", *PRODUCTS)) or not (is_norm or is_product):
                 yield "bfloat16", trial
 

@@ -126,10 +126,8 @@ class PackedWeightLinear:
         self.dtype = weight.dtype
         self._launcher, self.few, self.many = launcher, *_launches(weight)
         self.group = _group(weight) if warpgroups and launcher.capability == HOPPER else None
-        launches = [launch for launch in (self.few, self.many, self.group) if launch is not None]
-        launcher.load(
-            [launch.kernel for launch in launches]
-        )  # nothing may be loaded while a graph is recorded
+        kernels = [launch.kernel for launch in (self.few, self.many, self.group) if launch is not None]
+        launcher.load(kernels)  # nothing may be loaded while a graph is recorded
         self.parts = _parts(weight) | {"bias": bias}
         self.sizes = _sizes(weight)
         self.device = weight.parts[0].device
