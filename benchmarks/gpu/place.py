@@ -13,6 +13,7 @@ from benchmarks.kernels.case import Extent
 from pagewire.kernels.cuda import attention, linear, norms
 from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.kernels.cuda.launch import HOPPER
 from pagewire.kernels.cuda.trial import Trial, short
 from pagewire.kernels.cuda.trials import trials
 from pagewire.kernels.cuda.variants import Launches
@@ -108,7 +109,7 @@ class Rehearsal:
 
     def trials(self) -> Iterator[tuple[str, Trial]]:
         """See `Place`: few, for each kernel has to be compiled for the emulation."""
-        for trial in trials(Launches(torch.bfloat16, torch.bfloat16, 64, mixture=True, capability=(9, 0))):
+        for trial in trials(Launches(torch.bfloat16, torch.bfloat16, 64, mixture=True, capability=HOPPER)):
             is_norm = trial.method.endswith("norm")
             is_product = trial.method in ("pack", "experts", linear.WARPGROUPS)
             if trial.name.endswith((" of 248", *PRODUCTS)) or not (is_norm or is_product):

@@ -85,8 +85,8 @@ DEVICE int find_block(const AttentionParameters& a, int request, int token, int 
     return __ldg(a.block_table + i64(request) * a.table_width + (token >> a.block_shift));
 }
 
-// Where most kernels have chunk number `first + lane` of a page: one behind the other. (Added to the pointer first, what is
-// the lane's is added once.)
+// Where most kernels have chunk number `first + lane` of a page: one behind the other. The lane's part comes first, so that
+// the compiler adds it to the pointer once for all chunks.
 DEVICE u8* chunk_in_order(u8* page, int first, int lane) { return page + lane * CHUNK_BYTES + first * CHUNK_BYTES; }
 
 // A warp copies the PAGE_ROWS rows that begin at `token` from `block`. Rows of tokens outside [begin, end) become zeros:

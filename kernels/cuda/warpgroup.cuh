@@ -9,6 +9,7 @@
 // commit_products, wait_for_products. Before the wait nobody may touch the sums, the factors in registers, or the panels.
 #pragma once
 
+#include "layout.cuh"
 #include "ptx.cuh"
 
 constexpr int PANEL = 64, PANEL_ROW_BYTES = 2 * PANEL;  // columns, of 16 bits
@@ -16,7 +17,7 @@ constexpr int GROUP_WARPS = 4, GROUP_ROWS = 16 * GROUP_WARPS, GROUP_THREADS = 32
 
 // The place of a chunk of 16 bytes in panels of `rows` rows.
 DEVICE int panel_place(int rows, int row, int chunk) {
-    return (chunk / 8 * rows + row) * PANEL_ROW_BYTES + (chunk % 8 ^ row % 8) * 16;
+    return (chunk / 8 * rows + row) * PANEL_ROW_BYTES + swizzle(8, row, chunk % 8) * CHUNK_BYTES;
 }
 
 // What the tensor cores are told of a matrix. distance: bytes between panels, of matrices that are read transposed.

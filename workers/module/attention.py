@@ -206,16 +206,16 @@ class StepContext(RowsContext):
         own_index = None if index is None or index.layer != layer else index.keys
         size = v.shape[-1]
         if size < k.shape[-1] and implementation_for(q, k, v).one_head_size:
-            v = functional.pad(
-                v, (0, k.shape[-1] - size)
-            )  # zeros behind values, which attention leaves zeros
+            # The cache has zeros behind values, and so have the weighted sums.
+            v = functional.pad(v, (0, k.shape[-1] - size))
         shape = KVShape.of(k, v, own_index)
         cache = self.cache(layer, shape, window or chunk)
         store_kv(k, v, cache, self.batch.slot_mapping)
         chosen = None if index is None else index.choose(layer, cache, self.batch)
         future = self.future(window)
         terms = LogitTerms(window, future, softcap, sinks, alibi, relative_bias, chosen=chosen, chunk=chunk)
-        return paged_attention(q, cache, self.batch, scale, terms)[..., :size]
+        out = paged_attention(q, cache, self.batch, scale, terms)
+        return out if out.shape[-1] == size else out[..., :size]
 
 
 class _Running(threading.local):

@@ -143,15 +143,18 @@ def absorb_latents(module: nn.Module, weights: Weights, device: torch.device) ->
 
     On a GPU it goes on expanding them: the kernels there have heads of up to 256 elements, and latents have 576.
     """
-    one = torch.empty(0, dtype=next(module.parameters()).dtype, device=device)
-    if not one.is_cpu or implementation_for(one).one_head_size:
-        return
-    for child in list(module.modules()):
-        if hasattr(child, "kv_b_proj") and hasattr(child, "expand_kv"):
+    for child in list(module.modules()) if device.type == "cpu" else ():
+        if hasattr(child, "kv_b_proj") and hasattr(child, "expand_kv") and takes_latents(child, device):
             attention: Any = child
             attention.latent_heads = latent_heads(attention, weights, device)
             attention.expand_kv = MethodType(_latent_and_rotated, attention)
             del attention.kv_b_proj
+
+
+def takes_latents(attention: nn.Module, device: torch.device) -> bool:
+    """True if the kernels for a module's dtype attend to latents, whose values are shorter than their keys."""
+    one = torch.empty(0, dtype=next(attention.parameters()).dtype, device=device)
+    return not implementation_for(one).one_head_size
 
 
 def latent_heads(attention: Any, weights: Weights, device: torch.device) -> LatentHeads:

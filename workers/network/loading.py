@@ -99,7 +99,8 @@ class ModelSettings:
     """What a model is to be, as far as its configuration says.
 
     spec: how it pools; None: it generates. scales: see `kv_scales`. max_len: tokens of a request; 0 for an encoder,
-    whose module has its positions. source: of an encoder-decoder; None: it is another model.
+    whose module has its positions. source: of an encoder-decoder; None: it is another model. packed: weights may
+    stay quantised.
     """
 
     config: Any
@@ -109,6 +110,7 @@ class ModelSettings:
     scales: list[KVScales]
     max_len: int
     source: SourceInfo | None = None
+    packed: bool = True
 
     @classmethod
     def of(cls, worker_config: WorkerConfig, device: Device) -> ModelSettings:
@@ -123,8 +125,9 @@ class ModelSettings:
         dtype = resolve_dtype(worker_config, config)
         log_dtype(worker_config, config, dtype)
         kv_dtype = resolve_kv_dtype(worker_config.kv_cache_dtype, dtype, device)
+        packed = may_be_packed(worker_config, config)
         if spec is not None and spec.encoder:
-            return cls(config, spec, dtype, kv_dtype, [], 0)
+            return cls(config, spec, dtype, kv_dtype, [], 0, packed=packed)
         if spec is None and takes_more_than_text(config) and not worker_config.media:
             logger.info(
                 "%s is served for text only: pictures, videos and sound are not taken", config.model_type
@@ -134,10 +137,10 @@ class ModelSettings:
             check_seq2seq(worker_config, config)
             source = source_info(worker_config, config)
             max_len = filled(source.max_tokens, worker_config.block_size) + source.max_target_tokens
-            return cls(config, spec, dtype, kv_dtype, scales, max_len, source)
+            return cls(config, spec, dtype, kv_dtype, scales, max_len, source, packed)
         max_len = max_length(worker_config, config, spec)
         without_long_chunks(config, max_len)
-        return cls(config, spec, dtype, kv_dtype, scales, max_len)
+        return cls(config, spec, dtype, kv_dtype, scales, max_len, packed=packed)
 
     @property
     def encodes(self) -> bool:
@@ -156,6 +159,7 @@ class ModelSettings:
             chunks=CHUNKED in kinds,
             recurrent=bool(state_layers(self.config)),
             mixture=has_experts(self.config),
+            packed=self.packed,
         )
 
 
@@ -175,18 +179,11 @@ def load_model(
     phases.end("import")
     settings = ModelSettings.of(worker_config, device)
     config, spec, dtype = settings.config, settings.spec, settings.dtype
-    needs = settings.kernel_needs._replace(packed=may_be_packed(worker_config, config))
     phases.end("config")
     parallel = worker_config.parallel
     stage = own_stage(parallel, collective, config, dtype, device)
-    saved: ShardedState | None = None
-    weights: Weights
-    if spec is None and worker_config.load_format == "sharded_state":
-        saved = ShardedState(worker_config, config, collective, stage)
-        weights = saved.weights(dtype)
-    else:
-        weights = build_module(worker_config, config, dtype, device, module_class(spec, settings.source))
-    device.prepare(needs)
+    weights, saved = source_of_weights(worker_config, settings, device, collective, stage)
+    device.prepare(settings.kernel_needs)
     module = weights.causal
     base = module.get_submodule(base_path(module))
     shards = weights.shards or own_shards(module, collective, parallel)
@@ -232,6 +229,26 @@ def load_model(
         source=settings.source,
         cuts={} if shards is None else shards.cuts,
     )
+
+
+def source_of_weights(
+    worker_config: WorkerConfig,
+    settings: ModelSettings,
+    device: Device,
+    collective: Collective,
+    stage: Stage | None,
+) -> tuple[Weights, ShardedState | None]:
+    """The weights of a model, which are read as they are needed, and the saved state that they come from, if any.
+
+    Raises:
+        LoadError: see `build_module` and `ShardedState`.
+    """
+    config, spec, dtype = settings.config, settings.spec, settings.dtype
+    if spec is None and worker_config.load_format == "sharded_state":
+        saved = ShardedState(worker_config, config, collective, stage)
+        return saved.weights(dtype), saved
+    kind = module_class(spec, settings.source)
+    return build_module(worker_config, config, dtype, device, kind), None
 
 
 def may_be_packed(worker_config: WorkerConfig, config: Any) -> bool:

@@ -208,7 +208,7 @@ def test_slots_change_hands_only_after_a_while() -> None:
 
 
 def test_a_suspect_of_crashes_keeps_its_slot() -> None:
-    """It runs alone, so that nobody else could take it."""
+    """A suspect runs alone, so no other request could use the slot."""
     simulation = Simulation(max_num_seqs=1, num_blocks=64, max_num_batched_tokens=1)
     (suspect,) = simulation.submit([5, 6], max_tokens=SHORT, rank=1)
     for _ in range(2):

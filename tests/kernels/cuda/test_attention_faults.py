@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cuda import attention
+from pagewire.kernels.cuda.compile import OLDEST
+from pagewire.kernels.cuda.launch import HOPPER
 from pagewire.kernels.cuda.source import read_source
 from pagewire.kernels.data.paging import CAUSAL, WHOLE, LogitTerms
 from tests.kernels.batches import TOLERANCE, Paged, Shape
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher
 from tests.kernels.cuda.emulate.library import load
-from tests.kernels.cuda.test_attention import AMPERE, BF16, E4M3, HOPPER, batch_of, everything, expect, run
+from tests.kernels.cuda.test_attention import BF16, E4M3, batch_of, everything, expect, run
 from tests.kernels.cuda.test_two_sided import biases
 
 HEADS = 6
@@ -59,7 +61,7 @@ def expected(number: int, which: str) -> Tensor:
 
 
 def check_all(which: str, launcher: EmulatedLauncher) -> None:
-    capability = HOPPER if which == "warpgroups" else AMPERE
+    capability = HOPPER if which == "warpgroups" else OLDEST
     launcher = dataclasses.replace(launcher, multiprocessors=20, capability=capability)  # for several splits
     for number, case in enumerate(globals()[which]):
         out = run(launcher, *case)
@@ -202,7 +204,7 @@ FAULTS = [
     ),
     ("warpgroups", Edit(WARPGROUPS, "describe_panels(first, PANEL_BYTES)", "describe_panels(first)")),
     ("warpgroups", Edit(WARPGROUPS, "k > 0);", "true);")),
-    ("warpgroups", Edit(PRODUCTS, "(chunk % 8 ^ row % 8)", "chunk % 8")),
+    ("warpgroups", Edit(PRODUCTS, "swizzle(8, row, chunk % 8)", "chunk % 8")),
     ("warpgroups", Edit(PRODUCTS, "EIGHT_ROWS = 8 * PANEL_ROW_BYTES", "EIGHT_ROWS = 4 * PANEL_ROW_BYTES")),
     # fp8.
     (

@@ -10,6 +10,7 @@ import torch
 
 from pagewire.kernels.cuda import linear
 from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.kernels.cuda.launch import HOPPER
 from pagewire.kernels.cuda.trial import Trial
 from pagewire.kernels.cuda.trials import trials
 from pagewire.kernels.cuda.variants import Launches
@@ -19,7 +20,6 @@ from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
 
 pytestmark = pytest.mark.planted_faults
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-HOPPER = (9, 0)
 TRIALS = {
     trial.name: trial
     for encodes in (False, True)
