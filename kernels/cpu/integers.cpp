@@ -62,7 +62,7 @@ INLINE float kept_scale(float x, S* to) {
   return kept(x > 0.0f ? std::min(std::max(x, kLeastScale<S>), kLargestScale<S>) : 1.0f, to);
 }
 
-// ---- codes: of 8 bits, or two of 4 bits in a byte, the even column in its low half ----
+// ---- codes: one in a byte, or two of 4 bits, the even column in its low half ----
 
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
@@ -103,13 +103,13 @@ INLINE Ints load_codes(const uint8_t* from, int64_t count) {
 
 // The numbers of some rows [n, k] and what becomes of them; S: of scales and offsets.
 template <int kBits, class T, class S>
-struct Quantiser {
+struct Quantiser {  // kBits: that a code takes
   const T* numbers;
   uint8_t* codes;
   S* scales;
   S* offsets;
   int64_t k, group, row_stride;
-  int32_t zero;
+  int32_t zero, most;  // most: the largest code
 
   // False if a number of the row is not finite.
   bool run(int64_t row) const {
@@ -125,8 +125,6 @@ struct Quantiser {
   }
 
  private:
-  static constexpr int32_t kMost = (1 << kBits) - 1;
-
   INLINE bool quantise(const T* from, uint8_t* to, S* scale, S* offset) const {
     Floats low = {}, high = {};
     Ints magnitudes = {};
@@ -139,10 +137,10 @@ struct Quantiser {
     const float reach = largest_magnitude(magnitudes);
     if (!(reach <= std::numeric_limits<float>::max())) return false;
     if (zero) {
-      encode(from, to, 0.0f, kept_scale(reach / float(kMost - zero), scale), 1);
+      encode(from, to, 0.0f, kept_scale(reach / float(most - zero), scale), 1);
     } else {
       const float least = kept(min_lanes(low), offset);
-      encode(from, to, least, kept_scale((max_lanes(high) - least) / float(kMost), scale), 0);
+      encode(from, to, least, kept_scale((max_lanes(high) - least) / float(most), scale), 0);
     }
     return true;
   }
@@ -152,7 +150,7 @@ struct Quantiser {
     for (int64_t i = 0; i < group; i += kLanes) {
       const Floats steps = (load(from + i, group - i) - offset) / scale;
       const Ints codes = nearest(min(broadcast(kFar), max(broadcast(-kFar), steps))) + zero;
-      store_codes<kBits>(min(broadcast(kMost), max(broadcast(least), codes)), group - i, to + i * kBits / 8);
+      store_codes<kBits>(min(broadcast(most), max(broadcast(least), codes)), group - i, to + i * kBits / 8);
     }
   }
 };
@@ -209,12 +207,13 @@ struct StoredWeight {
   }
 };
 
+// Calls run(the bits that a code takes).
 template <class Run>
 void with_bits(int32_t bits, const Run& run) {
-  if (bits == 8)
-    run(std::integral_constant<int, 8>{});
-  else
+  if (bits == 4)
     run(std::integral_constant<int, 4>{});
+  else
+    run(std::integral_constant<int, 8>{});
 }
 
 // Calls run(row) for all rows [n, k].
@@ -240,7 +239,7 @@ EXPORT int pagewire_quantise(const void* numbers, uint8_t* codes, void* scales, 
         using S = decltype(scale);
         const Quantiser<decltype(bits)::value, T, S> quantiser{
             static_cast<const T*>(numbers), codes,      static_cast<S*>(scales), static_cast<S*>(offsets), k,
-            form->group ? form->group : k,  row_stride, form->zero};
+            form->group ? form->group : k,  row_stride, form->zero, (1 << form->bits) - 1};
         for_rows(n, k, num_threads, [&](int64_t row) {
           if (!quantiser.run(row)) failed.store(1, std::memory_order_relaxed);
         });

@@ -40,7 +40,7 @@ class SchemeStruct:
 def quantise(library: ctypes.CDLL, weight: Weight, scheme: Integers, scale_dtype: torch.dtype) -> Weight:
     """See `pagewire.kernels.linear.quantise`."""
     num_rows, num_in = weight.shape
-    codes = torch.empty(num_rows, num_in * scheme.bits // 8, dtype=torch.uint8)
+    codes = torch.empty(num_rows, num_in // scheme.per_byte, dtype=torch.uint8)
     scales = torch.empty(num_rows, num_in // (scheme.group or num_in), dtype=scale_dtype)
     offsets = None if scheme.zero else torch.empty_like(scales)
     struct, first = SchemeStruct(scheme, scale_dtype, offsets is not None), 0

@@ -426,7 +426,7 @@ struct DecodeSlot {
 
 // The embeddings of tokens: rows of numbers, or of codes with scales.
 struct EmbeddingRows {
-  const void* rows;      // [vocab, hidden], or codes [vocab, hidden * bits / 8]
+  const void* rows;      // [vocab, hidden], or codes [vocab, hidden], of 4 bits [vocab, hidden / 2]
   const void* scales;    // [vocab, groups]
   const void* offsets;   // the same, or null
   const Integers* form;  // null: numbers

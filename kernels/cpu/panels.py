@@ -18,7 +18,7 @@ class NumberFormat(NamedTuple):
     """How the numbers of a matrix are held: floats, or integers with scales."""
 
     bits: int
-    """Of a number, without its scale: 32 or 16 are floats, 8 and 4 are integers."""
+    """Of a number, without its scale: 32 or 16 are floats, 8, 6 and 4 are integers."""
     group: int | None = None
     """Columns that share a scale; None: all of a row."""
     has_offsets: bool = False

@@ -4,7 +4,7 @@
 // order, each by one fused multiply-add (two where the weight has offsets); then finer codes or outliers. So the bits of an
 // element of the result are the same for every instruction set, among any other rows, and however the work is cut.
 //
-// A work item is a panel, or some small ones, of one matrix, and a chunk of its rows. Codes of 4 bits are unpacked in
+// A work item is a panel, or some small ones, of one matrix, and a chunk of its rows. Codes of 6 and 4 bits are unpacked in
 // registers for every few rows: that takes less time than to read them as bytes from the second-level cache.
 
 #include <algorithm>
@@ -168,12 +168,13 @@ class AnyProduct {
   }
 
  private:
-  std::variant<Product<ByteCodes>, Product<NibbleCodes>, Product<TableCodes>> product_;
+  std::variant<Product<ByteCodes>, Product<SixBitCodes>, Product<NibbleCodes>, Product<TableCodes>> product_;
 };
 
 template <class Run>
 void with_codes(const Integers& form, const Run& run) {
   if (form.bits == 8) return run(ByteCodes{});
+  if (form.bits == 6) return run(SixBitCodes{});
   if (form.table) return run(TableCodes(form.table));
   run(NibbleCodes{});
 }
@@ -246,7 +247,7 @@ class RowCodes {
 
 }  // namespace
 
-// codes [n, k * bits / 8]; scales, and offsets where the weight has some, [n, groups]; all of them contiguous.
+// codes [n, k], of 4 bits [n, k / 2]; scales, and offsets where the weight has some, [n, groups]; all of them contiguous.
 EXPORT void pagewire_quantised_pack(const void* codes, const void* scales, const void* offsets, void* packed,
                                     int64_t n, int64_t k, const Integers* form, int32_t num_threads) {
   const PanelLayout layout(*form, k);

@@ -5,30 +5,42 @@
 
 namespace {
 
-// ---- what a vector of packed codes stands for ----
+// ---- what vectors of packed codes stand for: kPacked of them, 4 * kPanel bytes apart, are kParts vectors of bytes ----
 
 struct ByteCodes {
-  static constexpr int kParts = 1;       // vectors of bytes in one of packed codes
-  static constexpr bool kSmall = false;  // values are at most 15
-  INLINE Words bytes(Words packed, int) const { return packed; }
+  static constexpr int kPacked = 1, kParts = 1;
+  static constexpr bool kSmall = false;  // two products of values and signed bytes are at most 2^15 - 1
+  INLINE Words bytes(const char* packed, int) const { return load_raw<Words>(packed); }
+};
+
+struct SixBitCodes {
+  static constexpr int kPacked = 3, kParts = 4;
+  static constexpr bool kSmall = true;
+  INLINE Words bytes(const char* packed, int part) const {
+    const auto at = [&](int i) { return load_raw<Words>(packed + i * 4 * kPanel); };
+    if (part < 3) return at(part) & 0x3f3f3f3fu;
+    return (at(0) >> 6 & 0x03030303u) | (at(1) >> 4 & 0x0c0c0c0cu) | (at(2) >> 2 & 0x30303030u);
+  }
 };
 
 struct NibbleCodes {
-  static constexpr int kParts = 2;
+  static constexpr int kPacked = 1, kParts = 2;
   static constexpr bool kSmall = true;
-  INLINE Words bytes(Words packed, int part) const { return packed >> (4 * part) & 0x0f0f0f0fu; }
+  INLINE Words bytes(const char* packed, int part) const {
+    return load_raw<Words>(packed) >> (4 * part) & 0x0f0f0f0fu;
+  }
 };
 
 // The values of the 16 codes are looked up.
 struct TableCodes {
-  static constexpr int kParts = 2;
+  static constexpr int kPacked = 1, kParts = 2;
   static constexpr bool kSmall = false;
 
   explicit TableCodes(const void* values) {
     for (int64_t i = 0; i < int64_t(sizeof(Words)); i += 16) std::memcpy(reinterpret_cast<char*>(&table) + i, values, 16);
   }
 
-  INLINE Words bytes(Words packed, int part) const {
+  INLINE Words bytes(const char* packed, int part) const {
     const Words codes = NibbleCodes{}.bytes(packed, part);
 #if defined(__AVX512F__)
     return (Words)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);

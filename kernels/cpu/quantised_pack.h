@@ -9,7 +9,7 @@ namespace {
 
 // A weight [n, k] as a checkpoint holds it; see kernels/data/integers.py.
 struct QuantisedWeight {
-  const uint8_t* codes;  // [n, k * bits / 8], rows contiguous
+  const uint8_t* codes;  // [n, k], of 4 bits [n, k / 2], rows contiguous
   const char* scales;    // [n, groups]
   const char* offsets;   // like scales
   int64_t n, k;
@@ -21,6 +21,8 @@ struct QuantisedWeight {
       const int64_t begin = g * layout.group, end = std::min(begin + layout.group, k);
       if (layout.bits == 8)
         pack_bytes(first, columns, begin, end, to);
+      else if (layout.bits == 6)
+        pack_six(first, columns, begin, end, to);
       else
         pack_nibbles(first, columns, begin, end, to);
       char* after = to + layout.code_bytes();
@@ -39,6 +41,20 @@ struct QuantisedWeight {
           std::memcpy(at, row + i, 4);
         else
           std::memcpy(at, row + i, size_t(end - i));
+      }
+    }
+  }
+
+  void pack_six(int64_t first, int64_t columns, int64_t begin, int64_t end, char* to) const {
+    for (int64_t column = 0; column < columns; ++column) {
+      const uint8_t* const row = codes + (first + column) * k;
+      for (int64_t i = begin; i < end; i += 16) {
+        uint32_t fours[4] = {};
+        std::memcpy(fours, row + i, size_t(std::min<int64_t>(16, end - i)));
+        for (int j = 0; j < 3; ++j) {
+          const uint32_t packed = fours[j] | (fours[3] >> 2 * j & 0x03030303) << 6;
+          std::memcpy(to + ((i - begin) / 16 * 3 + j) * 4 * kPanel + 4 * column, &packed, sizeof(packed));
+        }
       }
     }
   }

@@ -3,7 +3,9 @@
 // A panel is a list of groups. A group holds its codes, then a scale for each column, then an offset for each column
 // where the weight has offsets. Codes of 8 bits stand as [k / 4][column][4]. With 4 bits they stand as [k / 8][column][4],
 // and a byte has two of the same column: the low half is of the first four, the high half of the last four. So a vector
-// of packed codes gives two vectors of bytes. Where the weight has no groups, all of k is one, with zeros behind it.
+// of packed codes gives two vectors of bytes. With 6 bits they stand as [k / 16][3][column][4]: the low bits of the bytes
+// are the first three fours of 16, their high bits the last one, so three vectors give four. Where the weight has no
+// groups, all of k is one, with zeros behind it.
 #pragma once
 
 #include "kernels.h"

@@ -1,6 +1,6 @@
 // A panel of a quantised weight by matrix tiles of bytes.
 //
-// 16 rows of a panel's codes, 256 bytes apart, are four adjacent B tiles as they stand; codes of 4 bits are unpacked to
+// 16 rows of a panel's codes, 256 bytes apart, are four adjacent B tiles as they stand; narrower codes are unpacked to
 // bytes first. A group's sums leave the tiles to be scaled, which takes longer than to multiply 64 columns of k. So this
 // is for weights without groups and for large ones; vectors multiply the others, and few rows, to the same bits.
 #pragma once
@@ -23,10 +23,10 @@ inline bool is_tiled(const PanelLayout& layout) { return layout.whole_rows || la
 template <class Codes>
 void unpack_codes(const PanelLayout& layout, const Codes& codes, const char* panel, char* to) {
   for (int64_t g = 0; g < layout.groups; ++g, panel += layout.group_bytes())
-    for (int64_t at = 0; at < layout.code_bytes(); at += 4 * kPanel, to += Codes::kParts * 4 * kPanel)
+    for (int64_t at = 0; at < layout.code_bytes(); at += Codes::kPacked * 4 * kPanel, to += Codes::kParts * 4 * kPanel)
       for (int64_t v = 0; v < 4 * kPanel; v += int64_t(sizeof(Words)))
         for (int part = 0; part < Codes::kParts; ++part) {
-          const Words bytes = codes.bytes(load_raw<Words>(panel + at + v), part);
+          const Words bytes = codes.bytes(panel + at + v, part);
           std::memcpy(to + part * 4 * kPanel + v, &bytes, sizeof(bytes));
         }
 }

@@ -75,11 +75,11 @@ class VectorBlock {
  private:
   INLINE void add_outlier(const Outlier& outlier, const char* panel, Floats (&totals)[kVectors]) const {
     const char* const group = panel + outlier.group * layout_.group_bytes();
-    const char* const packed = group + outlier.four / Codes::kParts * kPanel * 4;
+    const char* const packed = group + outlier.four / Codes::kParts * Codes::kPacked * 4 * kPanel;
     const char* const scales = group + layout_.code_bytes();
     const Words element = (Words)broadcast(outlier.codes);
     for (int v = 0; v < kVectors; ++v) {
-      const Words weights = codes_.bytes(load_raw<Words>(packed + v * int64_t(sizeof(Words))), outlier.four % Codes::kParts);
+      const Words weights = codes_.bytes(packed + v * int64_t(sizeof(Words)), outlier.four % Codes::kParts);
       const Ints sum = multiply_add<Codes::kSmall>(broadcast(taken_), weights, element);
       const char* const at = scales + v * kLanes * layout_.scale_size();
       const Floats both = load_scales(at, layout_.scale_dtype) * outlier.value;
@@ -121,16 +121,16 @@ class VectorBlock {
   template <Fetch kFetch, int kCount>
   INLINE const char* add_products(const int8_t* x, const char* packed, const char* next,
                                   Ints (&sums)[kCount][kVectors]) const {
-    for (int64_t i = 0; i < layout_.group; i += 4 * Codes::kParts, packed += 4 * kPanel) {
+    for (int64_t i = 0; i < layout_.group; i += 4 * Codes::kParts, packed += Codes::kPacked * 4 * kPanel) {
       if (kFetch == Fetch::own)
-        for (int64_t at = 0; at < 4 * kPanel; at += kLine) fetch_own<Codes>(packed + at);
-      for (int line = 0; line < lines_of(kFetch); ++line, next += kLine) __builtin_prefetch(next, 0, 2);
-#pragma GCC unroll 2
+        for (int64_t at = 0; at < Codes::kPacked * 4 * kPanel; at += kLine) fetch_own<Codes>(packed + at);
+      for (int line = 0; line < Codes::kPacked * lines_of(kFetch); ++line, next += kLine) __builtin_prefetch(next, 0, 2);
+#pragma GCC unroll 4
       for (int part = 0; part < Codes::kParts; ++part) {
         Words weights[kVectors];
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v)
-          weights[v] = codes_.bytes(load_raw<Words>(packed + v * int64_t(sizeof(Words))), part);
+          weights[v] = codes_.bytes(packed + v * int64_t(sizeof(Words)), part);
 #pragma GCC unroll 6
         for (int r = 0; r < kCount; ++r) {
           int32_t four;

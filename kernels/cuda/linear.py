@@ -73,7 +73,7 @@ def kinds(dtype: torch.dtype, codes: str, kernels: Sequence[str] = ("few", "many
 def why_not(weight: Weight) -> str | None:
     """Why a weight has no kernel, so that it is made dense when it is packed; None if it has one.
 
-    Integers of 8 or 4 bits have kernels, and tables of 4 bits (MXFP4, GGUF's IQ types), with scales and offsets of
+    Integers of 8, 6 or 4 bits have kernels, and tables of 4 bits (MXFP4, GGUF's IQ types), with scales and offsets of
     16 bits for groups of 16 columns or more, or one scale for a row. So do 8-bit floats (e4m3), with scales in
     float32 for groups of 32 columns or more, or for a row. Integers in groups with such scales are rare. Dense
     weights stay as they are, and cuBLAS multiplies them.
@@ -101,7 +101,7 @@ def _codes(scheme: Integers | Floats) -> str:
     """The name in `CODES`."""
     if isinstance(scheme, Floats):
         return "float_codes"
-    return "byte_codes" if scheme.bits == 8 else "half_codes" if scheme.table is None else "table_codes"
+    return "byte_codes" if scheme.bits > 4 else "half_codes" if scheme.table is None else "table_codes"
 
 
 class PackedWeightLinear:
@@ -225,8 +225,8 @@ def _few_and_many(
 
 
 def _bits(scheme: Integers | Floats) -> int:
-    """Of a code."""
-    return 8 if isinstance(scheme, Floats) else scheme.bits
+    """That a code takes: one of 6 bits has a byte."""
+    return 4 if isinstance(scheme, Integers) and scheme.bits == 4 else 8
 
 
 def _parts(weight: Weight) -> dict[str, Tensor | None]:
@@ -285,7 +285,7 @@ def _ordered(codes: Tensor, scheme: Integers | Floats) -> Tensor:
     axes = codes.view(len(codes) // OUTPUTS, 4, 8, -1, 2, 2, 4, 2)
     if isinstance(scheme, Floats):
         return axes.permute(0, 3, 4, 2, 6, 1, 7, 5).reshape(-1)
-    if scheme.bits == 8:
+    if scheme.bits > 4:
         return axes.permute(0, 3, 4, 2, 6, 1, 5, 7).reshape(-1)
     inner = (7, 4, 5) if scheme.table is None else (4, 5, 7)
     halves = axes.permute(0, 3, 2, 6, 1, *inner).reshape(-1, 2)

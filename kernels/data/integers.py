@@ -1,4 +1,4 @@
-"""Weights as integers of 8 or 4 bits with a scale, and often an offset, for each group of columns.
+"""Weights as integers of 8, 6 or 4 bits with a scale, and often an offset, for each group of columns.
 
 The formats of quantised checkpoints are read as one of these schemes; none of them has kernels of its own. On the
 CPU the product over such a weight quantises its input, too, and is defined by
@@ -30,17 +30,18 @@ class Integers:
 
     The parts are:
 
-    - codes: uint8 [N, K] with 8 bits; uint8 [N, K / 2] with 4 bits, the even column in the low half of a byte
+    - codes: uint8 [N, K]; uint8 [N, K / 2] with 4 bits, the even column in the low half of a byte. Codes of 6 bits
+      lie closer only where a product reads them
     - scales: [N, K / group], or [N, 1] without groups, in float16, bfloat16 or float32
     - offsets: like scales; absent where every offset is 0
     """
 
     bits: int
-    """8 or 4."""
+    """8, 6 or 4."""
     group: int | None
     """How many columns share a scale: 16, 32, 64 or 128; None: all of a row."""
     zero: int
-    """The value that stands for 0 (without the offset): 128 for signed 8 bits, 8 for signed 4 bits."""
+    """The value that stands for 0 (without the offset): 128 for signed 8 bits, 32 for 6 bits, 8 for 4 bits."""
     table: tuple[int, ...] | None = None
     """With 4 bits, the values of the 16 codes, from 0 to 255; None: a code is its own value."""
 
@@ -50,6 +51,11 @@ class Integers:
         form = "table4" if self.table else f"int{self.bits}"
         values = "" if self.table is None else f"{list(self.table)}"
         return f"{form}/{self.group or 'row'}-{self.zero}{values}"
+
+    @property
+    def per_byte(self) -> int:
+        """Codes in a byte."""
+        return 2 if self.bits == 4 else 1
 
     def rows(self, parts: Parts, start: int, stop: int) -> Parts:
         """See `Scheme.rows`."""
@@ -66,11 +72,10 @@ class Integers:
             ValueError: a group would be cut.
         """
         codes, *scales = parts
-        step = self.group or 8 // self.bits
+        step = self.group or self.per_byte
         if start % step or stop % step:
             raise ValueError(f"columns {start} to {stop} cut a group of {step}")
-        per_byte = 8 // self.bits
-        cut = codes[:, start // per_byte : stop // per_byte]
+        cut = codes[:, start // self.per_byte : stop // self.per_byte]
         if self.group is None:
             return (cut, *scales)
         return (cut, *(part[:, start // self.group : stop // self.group] for part in scales))
@@ -119,7 +124,7 @@ def integer_weight(
         ValueError: the shapes or dtypes of the parts do not fit the scheme, or the scheme has no product.
     """
     check_scheme(scheme)
-    num_rows, num_in = codes.shape[0], codes.shape[1] * 8 // scheme.bits
+    num_rows, num_in = codes.shape[0], codes.shape[1] * scheme.per_byte
     groups = (num_rows, num_in // (scheme.group or num_in))
     if num_in > MOST_COLUMNS and scheme.group is None:
         raise ValueError(
@@ -140,7 +145,7 @@ def integer_weight(
 def check_scheme(scheme: Integers) -> None:
     """Raise ValueError if no kernel multiplies with such a scheme."""
     if (
-        scheme.bits not in (4, 8)
+        scheme.bits not in (4, 6, 8)
         or scheme.group not in (None, 16, 32, 64, 128)
         or not 0 <= scheme.zero <= 255
         or (scheme.table is not None and (scheme.bits != 4 or len(scheme.table) != 16))
@@ -163,7 +168,7 @@ def check_quantisable(weight: Weight, scheme: Integers) -> None:
     check_scheme(scheme)
     if scheme.table is not None:
         raise ValueError("numbers are quantised without a table")
-    step = scheme.group or 8 // scheme.bits
+    step = scheme.group or scheme.per_byte
     if weight.shape[1] % step:
         raise ValueError(f"{weight.shape[1]} columns are no multiple of a group of {step}")
 
@@ -171,7 +176,7 @@ def check_quantisable(weight: Weight, scheme: Integers) -> None:
 def quantise(weight: Weight, scheme: Integers, scale_dtype: torch.dtype = torch.float16) -> Weight:
     """Any weight as the nearest one of a scheme without a table; `relative_error` tells what that costs.
 
-    Codes with zero 128 or 8 are symmetric; with zero 0 they go from the least value of a group, its offset, to the
+    Codes with zero 128, 32 or 8 are symmetric; with zero 0 they go from the least value of a group, its offset, to the
     largest. Scales are rounded to `scale_dtype` first, so that codes fit the rounded ones. This defines the bits;
     `kernels/linear.py` gives the same ones faster.
 

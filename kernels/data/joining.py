@@ -10,15 +10,15 @@ import torch
 
 from pagewire.kernels.data import floats
 from pagewire.kernels.data.floats import Floats
-from pagewire.kernels.data.integers import INT8, Integers, integer_weight
+from pagewire.kernels.data.integers import Integers, integer_weight
 from pagewire.kernels.data.weight import Weight, dense_weight
 
 
 def joined(weights: Sequence[Weight]) -> Weight:
     """Matrices of equal K as one, one below the other, in the first form that holds all of them.
 
-    That is their own scheme where it is the same; 8 bits in the smallest of their groups where all are integers,
-    which holds each of them exactly; plain numbers in `dtype` if any of them is dense.
+    That is their own scheme where it is the same; 8 bits in the smallest of their groups where all are integers, or
+    6 bits where none has more, which hold each of them exactly; plain numbers in `dtype` if any of them is dense.
 
     Raises:
         ValueError: they differ in K or dtype.
@@ -31,16 +31,17 @@ def joined(weights: Sequence[Weight]) -> Weight:
         return Weight.joined(weights)
     if len(names) > 1:
         groups = [scheme.group for scheme in schemes if scheme.group is not None]
-        weights = [in_8_bits(weight, min(groups, default=None)) for weight in weights]
+        bits = 6 if all(scheme.bits <= 6 and scheme.table is None for scheme in schemes) else 8
+        weights = [in_more_bits(weight, bits, min(groups, default=None)) for weight in weights]
     if len({weight.parts[1].dtype for weight in weights}) > 1:
         weights = [_with_float32_scales(weight) for weight in weights]
     return Weight.joined(weights)
 
 
-def in_8_bits(weight: Weight, group: int | None) -> Weight:
-    """A weight of integers in 8 bits around 128, with the same numbers.
+def in_more_bits(weight: Weight, bits: int, group: int | None) -> Weight:
+    """A weight of integers in 8 bits around 128, or in 6 bits around 32, with the same numbers.
 
-    group: columns of a scale, a divisor of those that the weight has now.
+    bits: enough for its values. group: columns of a scale, a divisor of those that the weight has now.
 
     Raises:
         ValueError: it is dense, or K is no multiple of the group.
@@ -48,17 +49,17 @@ def in_8_bits(weight: Weight, group: int | None) -> Weight:
     scheme = weight.scheme
     if not isinstance(scheme, Integers):
         raise ValueError(f"a weight of scheme {scheme.name} holds no integers")
-    num_in = weight.shape[1]
+    num_in, zero = weight.shape[1], 2 ** (bits - 1)
     _, scales, *offsets = weight.parts
     repeats = (scheme.group or num_in) // (group or num_in)
     scales, *offsets = (part.repeat_interleave(repeats, dim=1) for part in (scales, *offsets))
-    values = scheme.values(weight.parts).short() + (INT8.zero - scheme.zero)
-    if values.amin() < 0 or values.amax() > 255:  # 8 bits around another zero: what is missing is an offset
-        values -= INT8.zero - scheme.zero
+    values = scheme.values(weight.parts).short() + (zero - scheme.zero)
+    if values.amin() < 0 or values.amax() >= 2**bits:  # they are around another zero: what is missing is an offset
+        values -= zero - scheme.zero
         scales = scales.float()
-        offsets = [sum((part.float() for part in offsets), scales * (INT8.zero - scheme.zero))]
+        offsets = [sum((part.float() for part in offsets), scales * (zero - scheme.zero))]
     return integer_weight(
-        Integers(INT8.bits, group, INT8.zero),
+        Integers(bits, group, zero),
         values.to(torch.uint8),
         scales,
         offsets[0] if offsets else None,

@@ -66,6 +66,8 @@ def quantise_and_back(kernels: CpuKernels) -> None:
         for scheme, k in (
             (Integers(8, 32, 128), 64),
             (Integers(8, None, 128), 51),
+            (Integers(6, None, 32), 51),
+            (Integers(6, 16, 0), 48),
             (Integers(4, None, 0), 54),
         ):
             numbers = torch.randn(5, k).to(dtype)

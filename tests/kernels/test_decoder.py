@@ -21,7 +21,7 @@ from pagewire.kernels.linear import Linear, dense_weight, pack
 from pagewire.kernels.stack import Stack
 from tests.kernels.batches import allocate_kv
 
-MIXED = {"qkv": Integers(4, 16, 0), "up": Integers(8, 16, 128), "down": Integers(8, None, 128)}
+MIXED = {"qkv": Integers(4, 16, 0), "up": Integers(6, 16, 32), "down": Integers(8, None, 128)}
 WIDTH = 32  # of an expert
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, BLOCKS = 48, 4, 2, 16, 72, 6
 

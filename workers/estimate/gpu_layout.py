@@ -41,7 +41,7 @@ class GpuLayout:
     def integer_bytes(self, rows: int, columns: int, stored: NumberFormat) -> int:
         """See `Panels.integer_bytes`, of a weight that stays packed."""
         padded = rows + -rows % OUTPUTS
-        codes = padded * columns * stored.bits // 8
+        codes = padded * columns // (2 if stored.bits == 4 else 1)
         if stored.group is None:  # a scale in float32 for each row
             return codes + 4 * rows
         groups = -(-columns // stored.group)

@@ -325,7 +325,7 @@ class ShardedWeights(CheckpointWeights):
         codes, *others = (
             self._source.read(f"{name}.{kind}") for kind in PARTS if f"{name}.{kind}" in self._source.names
         )
-        shape = len(codes), codes.shape[1] * 8 // scheme.bits
+        shape = len(codes), codes.shape[1] * scheme.per_byte
         return Weight(scheme, (codes, *others), shape, dtype)
 
     def _part(self, matrix: Weight, name: str | None, cut: Cut | None) -> Weight:

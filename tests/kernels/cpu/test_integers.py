@@ -22,6 +22,7 @@ TARGETS = (
         Integers(8, 64, 0),
         Integers(8, None, 0),
     ),
+    *(Integers(6, 32, 32), Integers(6, 16, 0), Integers(6, None, 32)),
     *(
         Integers(4, 32, 0),
         Integers(4, 128, 8),

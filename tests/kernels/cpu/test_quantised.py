@@ -24,6 +24,7 @@ from pagewire.kernels.reference.quantised import _fma, quantised_linear
 TABLE = (0, 255, 127, 128, 3, 90, 17, 254, 200, 1, 64, 129, 33, 250, 99, 180)
 SCHEMES = (
     *(Integers(8, None, 128), Integers(8, 32, 128), Integers(8, 16, 0), Integers(8, 128, 255)),
+    *(Integers(6, None, 32), Integers(6, 16, 32), Integers(6, 32, 0), Integers(6, 128, 33)),
     *(Integers(4, None, 8), Integers(4, 32, 8), Integers(4, 32, 0), Integers(4, 64, 8), Integers(4, 128, 8)),
     *(Integers(4, 16, 0), Integers(4, 32, 127, TABLE), Integers(4, None, 128, TABLE)),
 )
@@ -41,7 +42,8 @@ def random_weight(
 ) -> Weight:
     """Codes of every value, which multiply to the largest sums that there can be."""
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 256, (n, k * scheme.bits // 8), generator=generator, dtype=torch.uint8)
+    most = 64 if scheme.bits == 6 else 256
+    codes = torch.randint(0, most, (n, k // scheme.per_byte), generator=generator, dtype=torch.uint8)
     shape = (n, k // (scheme.group or k))
     scales = (torch.rand(shape, generator=generator) + 0.1).to(scale_dtype)
     with_offsets = torch.randn(shape, generator=generator).to(scale_dtype) if offsets else None
@@ -80,7 +82,7 @@ def test_bits_are_those_of_the_reference(kernels: CpuKernels, scheme: Integers, 
 def products(draw: st.DrawFn) -> tuple[Weight, Tensor]:
     """A weight of any scheme and shape, and rows for it."""
     scheme = draw(st.sampled_from(SCHEMES))
-    step = scheme.group or 8 // scheme.bits
+    step = scheme.group or scheme.per_byte
     k, n, rows = (draw(st.integers(1, most)) for most in (max(1, 600 // step), 150, 80))
     dtype, scale_dtype = draw(st.sampled_from(list(DTYPES))), draw(st.sampled_from(SCALE_DTYPES))
     seed = draw(st.integers(0, 100))

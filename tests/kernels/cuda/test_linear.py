@@ -35,6 +35,7 @@ GROUPS = (None, 16, 32, 64, 128)
 SCHEMES = (
     *(Integers(4, group, zero) for group in GROUPS for zero in (8, 0)),
     *(Integers(8, group, zero) for group in GROUPS for zero in (128, 0)),
+    *(Integers(6, 16, 32), Integers(6, 32, 0)),
     *(Integers(4, group, 130, TABLE) for group in GROUPS),
 )
 
@@ -44,7 +45,8 @@ def make_weight(
 ) -> Weight:
     """Codes of every value; scales that differ much."""
     generator = torch.Generator().manual_seed(n + k)
-    codes = torch.randint(0, 256, (n, k * scheme.bits // 8), generator=generator, dtype=torch.uint8)
+    most = 64 if scheme.bits == 6 else 256
+    codes = torch.randint(0, most, (n, k // scheme.per_byte), generator=generator, dtype=torch.uint8)
     shape = (n, k // (scheme.group or k))
     scales = (torch.rand(shape, generator=generator) * 0.02 + 1e-4).to(scale_dtype)
     added = (torch.randn(shape, generator=generator) / 4).to(scale_dtype) if offsets else None

@@ -17,6 +17,8 @@ SCHEMES = {
     "int8": Integers(8, 32, 128),
     "int8 in small groups": Integers(8, 16, 128),
     "int8 from 0": Integers(8, 64, 0),
+    "int6": Integers(6, 16, 32),
+    "int6 from 0": Integers(6, 32, 0),
     "int4": Integers(4, 128, 8),
     "int4 from 0": Integers(4, 32, 0),
     "int4 by row": Integers(4, None, 8),
@@ -41,7 +43,8 @@ def test_integers_are_joined_exactly(names: tuple[str, str]) -> None:
     whole = joined([*parts, parts[0]])
     groups = [SCHEMES[name].group for name in names]
     assert isinstance(whole.scheme, Integers)
-    assert (whole.scheme.bits, whole.scheme.zero) == (8, 128)
+    narrow = all(name.startswith(("int4", "int6")) for name in names)
+    assert (whole.scheme.bits, whole.scheme.zero) == ((6, 32) if narrow else (8, 128))
     assert whole.scheme.group == min((group for group in groups if group is not None), default=None)
     exact = torch.cat([part.dense() for part in (*parts, parts[0])])
     assert torch.allclose(whole.dense(), exact, rtol=1e-6, atol=1e-6)

@@ -176,7 +176,7 @@ def float_format(name: str, values: TensorHeader, scales: TensorHeader) -> Held:
 
 def width(bits: int, num_in: int) -> int:
     """The bits in which integers of `bits` bits are held, exactly; `num_in`: columns."""
-    return 4 if bits <= 4 and num_in % 2 == 0 else 8
+    return 4 if bits <= 4 and num_in % 2 == 0 else 6 if bits <= 6 else 8
 
 
 def known_group(group: int, num_in: int) -> int | None:
