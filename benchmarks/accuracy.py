@@ -143,7 +143,10 @@ FORMATS: dict[str, Format] = {
     **{name: recipe(name) for name in ("awq", "gptq", "gptq-8", "gptq-act-order", "w4a16", "w8a16", "w8a8")},
     "fp8": rewritten(floats, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
     "bitsandbytes int8": rewritten(bytes_by_row, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
-    **{f"--quantization {name}": online(name) for name in ("int8", "int4", "fp8", "bitsandbytes")},
+    **{
+        f"--quantization {name}": online(name)
+        for name in ("int8", "int6", "int4", "int4_int8", "fp8", "bitsandbytes")
+    },
 }
 
 

@@ -36,7 +36,7 @@ FAMILIES = {
     "torchao": "torchao",
 }
 """Names of quantised checkpoints to the format that they are of. Marlin is a layout of kernels for some of them."""
-ONLINE = ("fp8", "int8", "int4", "bitsandbytes", "experts_int8")
+ONLINE = ("fp8", "int8", "int6", "int4", "int4_int8", "bitsandbytes", "experts_int8")
 """Names of quantisations that are applied to a checkpoint of plain numbers while it is loaded."""
 NAMES = (*FAMILIES, *(name for name in ONLINE if name not in FAMILIES))
 GGUF: Mapping[str, Any] = {"quant_method": "gguf"}

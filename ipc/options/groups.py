@@ -98,7 +98,8 @@ class ModelOptions:
         None,
         "Model",
         "how weights are quantised; default: as the checkpoint is, with which a name must agree: "
-        f"{', '.join(FAMILIES)}; of plain numbers while loading: {', '.join(ONLINE)}",
+        f"{', '.join(FAMILIES)}; of plain numbers while loading: {', '.join(ONLINE)} (int4 has an output layer of "
+        "6 bits, int4_int8 of 8)",
         short="-q",
     )
     weight_cache: bool = option(

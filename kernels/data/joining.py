@@ -54,7 +54,9 @@ def in_more_bits(weight: Weight, bits: int, group: int | None) -> Weight:
     repeats = (scheme.group or num_in) // (group or num_in)
     scales, *offsets = (part.repeat_interleave(repeats, dim=1) for part in (scales, *offsets))
     values = scheme.values(weight.parts).short() + (zero - scheme.zero)
-    if values.amin() < 0 or values.amax() >= 2**bits:  # they are around another zero: what is missing is an offset
+    if (
+        values.amin() < 0 or values.amax() >= 2**bits
+    ):  # they are around another zero: what is missing is an offset
         values -= zero - scheme.zero
         scales = scales.float()
         offsets = [sum((part.float() for part in offsets), scales * (zero - scheme.zero))]

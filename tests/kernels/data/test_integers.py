@@ -10,7 +10,15 @@ from pagewire.kernels.data.weight import Weight, dense_weight
 
 INT4 = Integers(4, 32, 8)
 INT4_MINIMUM = Integers(4, 32, 0)
-SCHEMES = (INT8, Integers(8, 32, 128), Integers(8, 16, 0), Integers(6, 16, 32), INT4, INT4_MINIMUM, Integers(4, 128, 8))
+SCHEMES = (
+    INT8,
+    Integers(8, 32, 128),
+    Integers(8, 16, 0),
+    Integers(6, 16, 32),
+    INT4,
+    INT4_MINIMUM,
+    Integers(4, 128, 8),
+)
 NF4_LIKE = Integers(4, 64, 128, tuple(range(8, 248, 15)))
 
 

@@ -530,7 +530,7 @@ def test_quantised_matrices_are_weights_of_integers(name: str, tmp_path: Path) -
         expected = roundtrip(key, values.numpy(), model.config(), name)
         assert np.array_equal(weight.dense().numpy(), expected), key
         assert np.array_equal(checkpoint.read(key).float().numpy(), expected), key
-    assert schemes == {"dense", "int4/32-8", "int4/32-0", "int8/32-128", "int8/32-0", "int8/32-16"}
+    assert schemes == {"dense", "int4/32-8", "int4/32-0", "int8/32-128", "int6/32-0", "int6/32-16"}
     checkpoint.let_go()
     assert np.array_equal(weight.dense().numpy(), expected)
     runner, ready = load_runner(path)

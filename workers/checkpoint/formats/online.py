@@ -22,23 +22,24 @@ ROUTERS = {"gate", "router", "shared_expert_gate"}
 """Last parts of the names of matrices that choose experts: small, and every choice depends on them."""
 IN_LAYERS = re.compile(r"\.\d+\.")
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
+BITS = {"int6": (6, 6), "int4": (4, 6), "int4_int8": (4, 8), "bitsandbytes": (4, 8)}
+"""Bits of the matrices in layers, and of those outside: embedding and output layer. All others have 8."""
 
 
 def quantised_as(quantization: str, name: str, num_in: int) -> NumberFormat | None:
     """How a matrix of plain numbers will be held; None: as it is. name: of its module. num_in: its columns.
 
-    Matrices outside of the layers (embedding and output) have 8 bits in 4-bit schemes too, and so do matrices whose
-    columns are no multiple of a group. What chooses among experts stays as it is.
+    Matrices whose columns are no multiple of a group have 8 bits. What chooses among experts stays as it is.
     """
     if name.rpartition(".")[2] in ROUTERS or (quantization == "experts_int8" and not EXPERTS.search(name)):
         return None
-    if quantization not in ("int4", "bitsandbytes") or not IN_LAYERS.search(name) or num_in % 32:
+    in_layers, outside = BITS.get(quantization, (8, 8))
+    bits = in_layers if IN_LAYERS.search(name) else outside
+    if bits == 8 or num_in % 32:
         return wider(num_in)
-    return (
-        NumberFormat(4, 32, has_offsets=True)
-        if quantization == "int4"
-        else NumberFormat(4, 32 if num_in % 64 else 64)
-    )
+    if quantization == "bitsandbytes":
+        return NumberFormat(4, 32 if num_in % 64 else 64)
+    return NumberFormat(bits, 32, has_offsets=bits == 4)
 
 
 def online(quantization: str, keeps_floats: bool = False) -> Callable[[str, Weight], Weight]:
@@ -67,7 +68,7 @@ def online(quantization: str, keeps_floats: bool = False) -> Callable[[str, Weig
             return rounded_to_fp8(weight, keeps_floats)
         if quantization == "bitsandbytes" and held.bits == 4:
             return nf4(weight)
-        scheme = Integers(held.bits, held.group, 0 if held.has_offsets else 128)
+        scheme = Integers(held.bits, held.group, 0 if held.has_offsets else 2 ** (held.bits - 1))
         return as_integers(f"weights quantised by int{held.bits}", weight, scheme)
 
     return apply

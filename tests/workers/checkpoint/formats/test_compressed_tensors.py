@@ -51,7 +51,7 @@ def test_packed(bits: int, strategy: str, group: int, symmetric: bool, dtype: to
         format_of(config_of(group_of(num_bits=bits, strategy=strategy, symmetric=symmetric, **size))), tensors
     )
     assert_exact(weight, original)
-    assert scheme(weight).bits == (4 if bits <= 4 else 8)
+    assert scheme(weight).bits == (4 if bits <= 4 else 6 if bits <= 6 else 8)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

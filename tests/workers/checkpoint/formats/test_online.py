@@ -32,7 +32,9 @@ def test_which_matrices_have_how_many_bits() -> None:
     for name in (LINEAR, OUTPUT, EMBEDDING, EXPERT, SHARED):
         outside = name in (OUTPUT, EMBEDDING)
         assert form("int8", name) == form("fp8", name) == (8, 32)
-        assert form("int4", name) == ((8, 32) if outside else (4, 32))
+        assert form("int6", name) == (6, 32)
+        assert form("int4", name) == ((6, 32) if outside else (4, 32))
+        assert form("int4_int8", name) == ((8, 32) if outside else (4, 32))
         assert form("bitsandbytes", name) == ((8, 32) if outside else (4, 64))
         assert form("experts_int8", name) == ((8, 32) if name == EXPERT else None)
 
@@ -61,7 +63,13 @@ def test_a_quantised_weight_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("quantization", "least", "most"),
-    [("int8", 0.001, 0.006), ("fp8", 0.02, 0.03), ("int4", 0.05, 0.09), ("bitsandbytes", 0.05, 0.1)],
+    [
+        ("int8", 0.001, 0.006),
+        ("fp8", 0.02, 0.03),
+        ("int6", 0.005, 0.03),
+        ("int4", 0.05, 0.09),
+        ("bitsandbytes", 0.05, 0.1),
+    ],
 )
 def test_what_quantising_costs(quantization: str, least: float, most: float) -> None:
     weight = random_weight()
