@@ -35,6 +35,7 @@ from torch.nn import functional
 from benchmarks.limits import processor
 from pagewire.ipc.gguf.file import read_gguf
 from pagewire.ipc.gguf.tokenizer import tokenizer_json
+from pagewire.ipc.quantization import ONLINE
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.workers.device.cpu import CpuDevice
@@ -143,10 +144,7 @@ FORMATS: dict[str, Format] = {
     **{name: recipe(name) for name in ("awq", "gptq", "gptq-8", "gptq-act-order", "w4a16", "w8a16", "w8a8")},
     "fp8": rewritten(floats, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
     "bitsandbytes int8": rewritten(bytes_by_row, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
-    **{
-        f"--quantization {name}": online(name)
-        for name in ("int8", "int6", "int4", "int4_int8", "fp8", "bitsandbytes")
-    },
+    **{f"--quantization {name}": online(name) for name in ONLINE if name != "experts_int8"},
 }
 
 

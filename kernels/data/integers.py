@@ -176,8 +176,7 @@ def check_quantisable(weight: Weight, scheme: Integers) -> None:
 def quantise(weight: Weight, scheme: Integers, scale_dtype: torch.dtype = torch.float16) -> Weight:
     """Any weight as the nearest one of a scheme without a table; `relative_error` tells what that costs.
 
-    Codes with zero 128, 32 or 8 are symmetric; with zero 0 they go from the least value of a group, its offset, to the
-    largest. Scales are rounded to `scale_dtype` first, so that codes fit the rounded ones. This defines the bits;
+    Codes are symmetric; with zero 0 they go from the least value of a group, its offset, to the largest. Scales are rounded to `scale_dtype` first, so that codes fit the rounded ones. This defines the bits;
     `kernels/linear.py` gives the same ones faster.
 
     Raises:
