@@ -73,10 +73,10 @@ def kinds(dtype: torch.dtype, codes: str, kernels: Sequence[str] = ("few", "many
 def why_not(weight: Weight) -> str | None:
     """Why a weight has no kernel, so that it is made dense when it is packed; None if it has one.
 
-    Integers have kernels, and tables of 4 bits (MXFP4, GGUF's IQ types), with scales and offsets of 16 bits for groups
-    of 16 columns or more, or one scale for a row. So do 8-bit floats (e4m3), with scales in float32 for groups of 32
-    columns or more, or for a row. Integers in groups with such scales are rare. Dense weights stay as they are, and
-    cuBLAS multiplies them.
+    Integers have kernels, and tables of 4 bits (MXFP4, GGUF's IQ types), with scales and offsets of 16 bits for
+    groups of 16 columns or more, or one scale for a row. So do 8-bit floats (e4m3), with scales in float32 for
+    groups of 32 columns or more, or for a row. Integers in groups with such scales are rare. Dense weights stay as
+    they are, and cuBLAS multiplies them.
     """
     scheme, num_in = weight.scheme, weight.shape[1]
     if not isinstance(scheme, Integers | Floats):

@@ -177,8 +177,8 @@ def quantise(weight: Weight, scheme: Integers, scale_dtype: torch.dtype = torch.
     """Any weight as the nearest one of a scheme without a table; `relative_error` tells what that costs.
 
     Codes are symmetric; with zero 0 they go from the least value of a group, its offset, to the largest. Scales are
-    rounded to `scale_dtype` first, so that codes fit the rounded ones. This defines the bits; `kernels/linear.py` gives
-    the same ones faster.
+    rounded to `scale_dtype` first, so that codes fit the rounded ones. This defines the bits; `kernels/linear.py`
+    gives the same ones faster.
 
     Raises:
         ValueError: the scheme has a table, K is no multiple of the group, or a number is not finite.
