@@ -366,7 +366,8 @@ DEVICE void weigh_logits(float (&logits)[S::M][S::KEYS / 8][4], Rows<S>& rows, f
                 top = fmaxf(top, fmaxf(logits[m][n][2 * i], logits[m][n][2 * i + 1]));
             top = max_lanes<4>(top);
             offset[i] = top == MINUS_INFINITY ? 0.0f : -top * scale;  // no key seen yet: every weight is 2^-inf
-            shrink[m][i] = exp2_approx(rows.top[m][i] * scale + offset[i]);
+            // Exactly 1 where no logit is larger: a product and a sum, fused or not, would give nearly 1.
+            shrink[m][i] = rows.top[m][i] == top ? 1.0f : exp2_approx((rows.top[m][i] - top) * scale);
             rows.top[m][i] = top;
             rows.sum[m][i] *= shrink[m][i];
         }

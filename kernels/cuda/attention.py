@@ -32,6 +32,8 @@ PART_KEYS = 256
 NO_WINDOW = 2**30
 STEP_KEYS = 128
 """Maximum number of keys in a step of prefill; a bias by distance is read for all of them."""
+SPAN = 512
+"""Keys whose sums are added up on their own where bits may not depend on the batch, as in span_attention.cu."""
 WARPGROUPS = "warpgroup_attention"
 """The prefill kernels with the products of warpgroups; the others stand in for them."""
 
@@ -100,6 +102,16 @@ def prefill_instance(
 
 
 @functools.cache
+def span_instance(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> Instance:
+    """The kernel whose bits do not depend on the batch. An sm_89's multiprocessor runs a block."""
+    warps = 4 if head_dim <= 128 else 2
+    keys = 32 if head_dim <= 128 or cache_dtype in FP8 else 16
+    variant = _variant("span_attention", dtype, cache_dtype, f"{head_dim}, {warps}, {keys}")
+    rows, buffers = warps * TILE_ROWS, 4 * keys * head_dim * cache_dtype.itemsize
+    return Instance(variant, 32 * warps, rows * head_dim * (dtype.itemsize + 4) + buffers + 128, rows)
+
+
+@functools.cache
 def warpgroup_instance(dtype: torch.dtype, head_dim: int, *, two_sided: bool = False) -> Instance:
     """The prefill kernel of sm_90a, for caches of the queries' dtype. A multiprocessor runs one block."""
     keys = STEP_KEYS if head_dim <= 128 else 64
@@ -126,7 +138,7 @@ def variants() -> list[Variant]:
     """The decode and the prefill kernels for each dtype, cache dtype and head size, and the two-sided ones."""
     causal = [
         instance(dtype, cache_dtype, head_dim).variant
-        for instance in (decode_instance, prefill_instance)
+        for instance in (decode_instance, prefill_instance, span_instance)
         for dtype in DTYPES
         for cache_dtype in (dtype, *FP8)
         for head_dim in HEAD_DIMS
@@ -182,12 +194,13 @@ def paged_attention(
     out: Tensor | None = None,
     *,
     warpgroups: bool = True,
+    invariant: bool = False,
 ) -> Tensor:
     """See `Kernels.paged_attention`; the cache has the layout of `layout.cuh`.
 
     Lengths, starts and block tables are on the device and are not checked. The padded batch decides where sums
-    are split, so the last bits of a token's output depend on the batch; with `future` keys or a `relative_bias`
-    nothing is split, and they depend on the request alone.
+    are split, so the last bits of a token's output depend on the batch, unless it is to be invariant; with `future`
+    keys or a `relative_bias` nothing is split, and they depend on the request alone.
 
     Args:
         q: bfloat16 or float16, aligned to 16 bytes, strides multiples of 8.
@@ -195,6 +208,7 @@ def paged_attention(
         scale: above 0.
         terms: sinks and slopes are float32 or of q's dtype, biases by distance float32 and contiguous.
         warpgroups: the products of warpgroups may be used, where a device has them.
+        invariant: a token's bits depend on the token and its keys alone, not on how its prompt was cut either.
 
     Raises:
         TypeError: no kernel supports a dtype.
@@ -218,6 +232,9 @@ def paged_attention(
     short_queries = 0 if two_sided else max(1, TILE_ROWS // group)  # decode has no two-sided kernel
     fields = _fields(workspace, q, cache, batch, out) | _term_fields(terms)
     fields |= {"scale": scale * cache.scales.k, "v_scale": cache.scales.v, "short_queries": short_queries}
+    if invariant and not two_sided:
+        _launch_spans(launcher, q, cache, batch, window, fields | {"short_queries": 0})
+        return out
     if two_sided or batch.max_query_len > short_queries:
         kinds = (q.dtype, cache.k.dtype, head_dim)
         if warpgroups and has_warpgroups(launcher.capability, *kinds):
@@ -233,6 +250,24 @@ def paged_attention(
         decode = decode_instance(q.dtype, cache.k.dtype, head_dim)
         _launch(launcher, decode, (splits, row_tiles, requests), fields)
     return out
+
+
+def _launch_spans(
+    launcher: KernelLauncher,
+    q: Tensor,
+    cache: Cache,
+    batch: AttentionBatch,
+    window: int,
+    fields: dict[str, Any],
+) -> None:
+    """Launch the kernel whose bits do not depend on the batch. For few rows, spans have blocks of their own."""
+    spans = span_instance(q.dtype, cache.k.dtype, q.shape[2])
+    group, kv_heads = q.shape[1] // cache.k.shape[1], cache.k.shape[1]
+    row_tiles = len(q) * group // spans.rows + len(batch.seq_lens) + 1  # see prefill.cuh
+    most = -(-min(batch.max_seq_len, window + batch.max_query_len + SPAN) // SPAN)
+    fits = row_tiles * kv_heads * most <= PARTS * launcher.multiprocessors
+    divided = batch.max_query_len * group <= TILE_ROWS and fits
+    _launch(launcher, spans, (row_tiles, kv_heads, most if divided else 1), fields)
 
 
 def _fields(

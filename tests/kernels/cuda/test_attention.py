@@ -36,6 +36,7 @@ def run(
     terms: LogitTerms,
     cache_dtype: torch.dtype,
     scales: KVScales = UNSCALED,
+    invariant: bool = False,
 ) -> Tensor:
     """The kernels' output for a batch. All memory that they have not written holds NaN."""
     workspace = attention.Workspace.allocate(launcher.multiprocessors, "cpu")
@@ -46,7 +47,9 @@ def run(
     out = guarded[64:-64]
     scale = paged.q.shape[2] ** -0.5
     cache = Cache(k, v, scales)
-    attention.paged_attention(launcher, workspace, paged.q, cache, paged.batch, scale, terms, out)
+    attention.paged_attention(
+        launcher, workspace, paged.q, cache, paged.batch, scale, terms, out, invariant=invariant
+    )
     assert not workspace.arrivals.any(), "the next launch would start from a wrong count"
     assert guarded[:64].isnan().all() and guarded[-64:].isnan().all(), "written beyond the end"
     return out
@@ -65,8 +68,9 @@ def check(
     terms: LogitTerms,
     cache_dtype: torch.dtype,
     scales: KVScales = UNSCALED,
+    invariant: bool = False,
 ) -> None:
-    out = run(launcher, paged, terms, cache_dtype, scales)
+    out = run(launcher, paged, terms, cache_dtype, scales, invariant)
     expected = expect(paged, terms, cache_dtype, scales)
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[out.dtype], rtol=0)
 
@@ -99,6 +103,60 @@ def test_variants(
         paged = batch_of(spans, shape, dtype, padding=2)
         check(launcher, paged, CAUSAL, cache_dtype)
         check(launcher, paged, everything(6, dtype), cache_dtype)
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype", "head_dim"), INSTANCES, ids=str)
+def test_variants_whose_bits_do_not_depend_on_the_batch(
+    dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int
+) -> None:
+    """Spans one behind the other, and each by a block of its own."""
+    shape = Shape(num_heads=6, num_kv_heads=2, head_dim=head_dim, v_head_dim=head_dim)
+    for spans in (
+        [(0, 1), (40, 41), (0, 0), (1098, 1100)],
+        [(0, 60), (0, 0), (599, 600), (430, 540)],
+    ):
+        paged = batch_of(spans, shape, dtype, padding=2)
+        for terms in (CAUSAL, everything(6, dtype)):
+            check(EmulatedLauncher(order=ORDERS[2]), paged, terms, cache_dtype, invariant=True)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[Shape, list[list[tuple[int, int]]], LogitTerms, torch.dtype]:
+    """Steps in which the first request is at some of its tokens, beside others; the last steps reach its end."""
+    kv_heads, group = draw(st.sampled_from([(2, 1), (2, 3), (1, 16), (1, 20)]))
+    dtype = draw(st.sampled_from([BF16, E4M3]))
+    terms = LogitTerms(
+        window=draw(st.none() | st.integers(1, 1200)),
+        softcap=draw(st.none() | st.floats(1, 50)),
+        sinks=draw(st.sampled_from([None, torch.linspace(-3, 5, kv_heads * group)])),
+        alibi=draw(st.sampled_from([None, torch.logspace(-3, -1, kv_heads * group)])),
+    )
+    end, steps = draw(st.integers(520, 1200)), []
+    for _ in range(3):
+        first = end - draw(st.integers(1, 40) | st.just(1))
+        others = draw(st.lists(st.tuples(st.integers(0, 700), st.integers(1, 70)), max_size=2))
+        steps.append([(first, end), *((start, start + count) for start, count in others)])
+    return Shape(kv_heads * group, kv_heads, 64, 64), steps, terms, dtype
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(cuts())
+def test_no_bit_depends_on_the_batch(
+    cut: tuple[Shape, list[list[tuple[int, int]]], LogitTerms, torch.dtype],
+) -> None:
+    """Alone and among others, in chunks of any length, spans in turn and in blocks of their own."""
+    shape, steps, terms, cache_dtype = cut
+    same = random_request(shape, steps[0][0][1], BF16, seed=1)
+    found: dict[int, Tensor] = {}
+    for number, spans in enumerate(steps):
+        others = [random_request(shape, end, BF16, seed=number + 2) for _, end in spans[1:]]
+        paged = page(shape, [same, *others], spans, seed=number)
+        for multiprocessors in (1, 60):  # which has room for blocks of all spans
+            launcher = EmulatedLauncher(order=ORDERS[number], multiprocessors=multiprocessors)
+            out = run(launcher, paged, terms, cache_dtype, invariant=True)
+            for token in range(*spans[0]):
+                bits = out[token - spans[0][0]].view(torch.int16)
+                assert torch.equal(found.setdefault(token, bits), bits)
 
 
 def test_scales_of_keys_and_values() -> None:

@@ -15,10 +15,10 @@ from pagewire.kernels.cuda.compile import OLDEST
 from pagewire.kernels.cuda.launch import HOPPER
 from pagewire.kernels.cuda.source import read_source
 from pagewire.kernels.data.paging import CAUSAL, WHOLE, LogitTerms
-from tests.kernels.batches import TOLERANCE, Paged, Shape
+from tests.kernels.batches import TOLERANCE, Paged, Shape, page, random_request
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher
 from tests.kernels.cuda.emulate.library import load
-from tests.kernels.cuda.test_attention import BF16, E4M3, batch_of, everything, expect, run
+from tests.kernels.cuda.test_attention import BF16, E4M3, FP16, batch_of, everything, expect, run
 from tests.kernels.cuda.test_two_sided import biases
 
 HEADS = 6
@@ -28,6 +28,11 @@ SHAPE = Shape(num_heads=HEADS, num_kv_heads=2, head_dim=64, v_head_dim=64, block
 DECODED = batch_of([(0, 1), (40, 41), (0, 0), (1100, 1101)], SHAPE, padding=2)
 MIXED = batch_of([(0, 65), (0, 0), (20, 21), (130, 200)], SHAPE, padding=2)
 WHOLE_PROMPTS = batch_of([(0, 65), (0, 1), (0, 130), (0, 17)], SHAPE, padding=2)
+# The last request's tokens in chunks of different lengths.
+CHUNKS = ((1088, 1089), (1087, 1089), (1019, 1054), (1019, 1089))
+SAME = [random_request(SHAPE, 1089, FP16, seed) for seed in (1, 2)]
+SAME = [dataclasses.replace(request, q=4 * request.q) for request in SAME]  # large logits are rounded by more
+CUTS = {chunk: page(SHAPE, SAME, [(5, 6), chunk]) for chunk in CHUNKS}
 Case = tuple[Paged, LogitTerms, torch.dtype]
 decode: list[Case] = [
     (DECODED, CAUSAL, BF16),
@@ -60,7 +65,24 @@ def expected(number: int, which: str) -> Tensor:
     return expect(*globals()[which][number])
 
 
+def check_spans(launcher: EmulatedLauncher) -> None:
+    """Results are right. No bit of a token depends on its chunk, or on whether spans have blocks of their own."""
+    for terms in (CAUSAL, LogitTerms(window=5), LogitTerms(window=700, sinks=torch.full((HEADS,), 3.0))):
+        found: dict[int, Tensor] = {}
+        for multiprocessors, (chunk, paged) in (
+            (1, (CHUNKS[0], CUTS[CHUNKS[0]])),
+            *((60, cut) for cut in CUTS.items()),
+        ):
+            launcher = dataclasses.replace(launcher, multiprocessors=multiprocessors)
+            out = run(launcher, paged, terms, FP16, invariant=True)
+            torch.testing.assert_close(out.double(), expect(paged, terms, FP16), atol=TOLERANCE[FP16], rtol=0)
+            for token, row in zip(range(*chunk), out[1:].view(torch.int16), strict=True):
+                assert torch.equal(found.setdefault(token, row), row)
+
+
 def check_all(which: str, launcher: EmulatedLauncher) -> None:
+    if which == "spans":
+        return check_spans(launcher)
     capability = HOPPER if which == "warpgroups" else OLDEST
     launcher = dataclasses.replace(launcher, multiprocessors=20, capability=capability)  # for several splits
     for number, case in enumerate(globals()[which]):
@@ -70,6 +92,7 @@ def check_all(which: str, launcher: EmulatedLauncher) -> None:
 
 SHARED, DECODE, PREFILL = "attention.cuh", "decode_attention.cu", "prefill_attention.cu"
 TILES, PRODUCTS, WARPGROUPS = "prefill.cuh", "warpgroup.cuh", "warpgroup_attention.cu"
+SPANS = "span_attention.cu"
 FAULTS = [
     # Copies and barriers.
     ("decode", Edit(DECODE, "wait_for_copies<STAGES - 2>();", "wait_for_copies<STAGES - 1>();")),
@@ -206,6 +229,49 @@ FAULTS = [
     ("warpgroups", Edit(WARPGROUPS, "k > 0);", "true);")),
     ("warpgroups", Edit(PRODUCTS, "swizzle(8, row, chunk % 8)", "chunk % 8")),
     ("warpgroups", Edit(PRODUCTS, "EIGHT_ROWS = 8 * PANEL_ROW_BYTES", "EIGHT_ROWS = 4 * PANEL_ROW_BYTES")),
+    # Bits that do not depend on the batch.
+    ("spans", Edit(SPANS, "wait_for_copies<0>();", "wait_for_copies<1>();")),
+    ("spans", Edit(SPANS, "        __syncthreads();  // these", "        // these")),
+    ("spans", Edit(SPANS, "    __syncthreads();\n\n    const bool divided", "\n    const bool divided")),
+    ("spans", Edit(SPANS, "warp % PAGES * PAGE_ROWS, begin, end);", "0, begin, end);")),
+    ("spans", Edit(SPANS, "of < PAGES ? a.k : a.v", "a.k")),
+    ("spans", Edit(SPANS, "first_key + KEYS > first + 1 || ", "")),
+    ("spans", Edit(SPANS, "|| first_key <= last - a.window;", ";")),
+    ("spans", Edit(SPANS, "first_key <= last && ", "first_key < last && ")),
+    ("spans", Edit(SPANS, "(first_key + KEYS) % SPAN == 0", "first_key % SPAN == 0")),
+    ("spans", Edit(SPANS, "if (!divided && (first_key", "if (false && (first_key")),
+    ("spans", Edit(SPANS, "        rows = Rows<S>();\n", "")),
+    ("spans", Edit(SPANS, "added[i] = rows.top[0][i] == larger ? 1.0f :", "added[i] = true ? 1.0f :")),
+    ("spans", Edit(SPANS, "kept[i] = top[i] == larger ? 1.0f :", "kept[i] = true ? 1.0f :")),
+    (
+        "spans",
+        Edit(SPANS, "sum[i] = __fmaf_rn(sum_lanes<4>(rows.sum[0][i])", "sum[i] = __fmaf_rn(rows.sum[0][i]"),
+    ),
+    (
+        "spans",
+        Edit(SPANS, "added[i >> 1], __fmul_rn(total, kept[i >> 1])", "added[0], __fmul_rn(total, kept[0])"),
+    ),
+    ("spans", Edit(SPANS, "            top[i] = larger;\n", "")),
+    ("spans", Edit(SPANS, "rows.sum[0][i] = lane % 4 == 0 ? sum[i] : 0.0f;", "rows.sum[0][i] = sum[i];")),
+    ("spans", Edit(SPANS, "rows.sum[0][i] = lane % 4 == 0 ? both.y : 0.0f;", "rows.sum[0][i] = both.y;")),
+    ("spans", Edit(SPANS, "(own_span + 1) * SPAN) : task.end", "(own_span + 1) * SPAN - 1) : task.end")),
+    ("spans", Edit(SPANS, "max(task.begin, own_span * SPAN)", "max(task.begin, own_span * SPAN + 1)")),
+    ("spans", Edit(SPANS, "spans - 1) == u32(spans - 1)", "spans) == u32(spans - 1)")),
+    ("spans", Edit(SPANS, "place) * gridDim.z + span, lane)", "place) * gridDim.z, lane)")),
+    (
+        "spans",
+        Edit(
+            SPANS, "const int place = blockIdx.x * a.kv_heads + blockIdx.y;", "const int place = blockIdx.x;"
+        ),
+    ),
+    (
+        "spans",  # what a step masks multiplies sums by nearly 1
+        Edit(
+            SHARED,
+            "rows.top[m][i] == top ? 1.0f : exp2_approx((rows.top[m][i] - top) * scale)",
+            "exp2_approx(__fmaf_rn(rows.top[m][i], scale, offset[i]))",
+        ),
+    ),
     # fp8.
     (
         "decode_fp8",
@@ -224,7 +290,7 @@ FAULTS = [
 @pytest.fixture(scope="module")
 def right() -> None:
     """Without a fault every check passes, in every order of threads."""
-    for which in ("decode", "decode_fp8", "prefill", "prefill_fp8", "two_sided", "warpgroups"):
+    for which in ("decode", "decode_fp8", "prefill", "prefill_fp8", "two_sided", "warpgroups", "spans"):
         for order in ORDERS:
             check_all(which, EmulatedLauncher(order))
 
@@ -242,6 +308,8 @@ def compiled() -> None:
             instances.append(attention.warpgroup_instance(BF16, SHAPE.head_dim))
         if which == "two_sided":
             instances = [attention.prefill_instance(BF16, BF16, SHAPE.head_dim, two_sided=True)]
+        if which == "spans":
+            instances = [attention.span_instance(FP16, FP16, SHAPE.head_dim)]
         for variant in (instance.variant for instance in instances):
             if edit.file in dict(read_source(variant.source)):
                 faulty.append((variant, edit))
