@@ -171,6 +171,7 @@ class EngineConfig:
             logits_processors=args.resolved_processors(),
             worker_extension=args.worker_extension or "",
             media=self.media is not None,
+            batch_invariant=args.batch_invariant,
         )
 
     def adapter_limits(self, ready: Ready) -> AdapterLimits | None:

@@ -197,6 +197,12 @@ class DeviceOptions:
         None, "Device", "threads of each worker on CPU; default: its share of the physical cores"
     )
     enforce_eager: bool = option(False, "Device", "do not use CUDA graphs (no effect on CPUs)")
+    batch_invariant: bool = option(
+        False,
+        "Device",
+        "on a GPU, no bit of an output depends on what else runs, or on how a prompt was cut; slower (always so on "
+        "CPUs)",
+    )
 
     tensor_parallel_size: int = option(
         1, "Parallel", "number of workers over which each layer of the model is split", short="-tp"

@@ -72,7 +72,7 @@ class WorkerConfig(Message, tag="load"):
         are read; empty: none.
     registrations: models of one's own, and the plugins that the worker loads.
     logits_processors, worker_extension: code of one's own; see `ipc.models.own_code`.
-    media: load what encodes pictures or sound.
+    media: load what encodes pictures or sound. batch_invariant: see `EngineArgs`.
     """
 
     model_path: str
@@ -106,6 +106,7 @@ class WorkerConfig(Message, tag="load"):
     logits_processors: tuple[ProcessorSource, ...] = ()
     worker_extension: str = ""
     media: bool = False
+    batch_invariant: bool = False
 
 
 class Encode(Item):

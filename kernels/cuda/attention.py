@@ -154,6 +154,24 @@ def variants() -> list[Variant]:
     ]
 
 
+def causal_variants(
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    head_dim: int,
+    capability: tuple[int, int],
+    *,
+    invariant: bool = False,
+) -> list[Variant]:
+    """The kernels that a device runs for a head size of `HEAD_DIMS`."""
+    kinds = (dtype, cache_dtype, head_dim)
+    if invariant:
+        return [span_instance(*kinds).variant]
+    instances = [decode_instance(*kinds), prefill_instance(*kinds)]
+    if has_warpgroups(capability, *kinds):
+        instances.append(warpgroup_instance(dtype, head_dim))
+    return [instance.variant for instance in instances]
+
+
 def two_sided_variants(dtype: torch.dtype, head_dim: int, *, warpgroups: bool) -> list[Variant]:
     """The kernels that attend to later keys. warpgroups: also that with the products of warpgroups."""
     instances = [prefill_instance(dtype, dtype, head_dim, two_sided=True)]

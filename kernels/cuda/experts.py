@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cuda.launch import KernelLauncher, pack
-from pagewire.kernels.cuda.linear import CODES, STEP, Launch, PackedWeightLinear, dense_launches, kinds
+from pagewire.kernels.cuda.linear import (
+    CODES,
+    STEP,
+    Launch,
+    PackedWeightLinear,
+    aligned,
+    dense_launches,
+    dense_sizes,
+    kinds,
+)
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.data.layer import Activation, Experts
@@ -129,12 +138,7 @@ class _Products:
             self._launches, self._sizes = (first.few, first.many), first.sizes
         else:
             self._launches = dense_launches(first.dtype)
-            zeros = ("low_values", "high_values", "groups", "group_shift", "zero")
-            self._sizes = {
-                "n": self.out_features,
-                "steps": self.in_features // STEP,
-                **dict.fromkeys(zeros, 0),
-            }
+            self._sizes = dense_sizes(self.out_features, self.in_features)
         few, many = self._launches
         self._launches = few._replace(kernel=grouped(few.kernel)), many._replace(kernel=grouped(many.kernel))
         launcher.load([launch.kernel for launch in self._launches])  # not while a graph is recorded
@@ -212,7 +216,7 @@ class CudaExperts:
         assert self._experts.activation is not None
         tile_rows = self._up.launch_for(ids.numel()).rows
         placed = place(self._launcher, ids.contiguous(), len(self._up.linears), tile_rows)
-        rows = self._up(_aligned(x), placed, placed.sources)
+        rows = self._up(aligned(x), placed, placed.sources)
         rows = self._down(self._activate(rows, self._experts.activation), placed, None)
         kernel = add_variant(x.dtype)
         weights = weights.to(torch.float32).contiguous()
@@ -221,10 +225,3 @@ class CudaExperts:
         shared_bytes = 4 * ids.shape[1]
         self._launcher.launch(kernel, (len(x),), (THREADS,), pack(kernel, **fields, **sizes), shared_bytes)
         return out
-
-
-def _aligned(rows: Tensor) -> Tensor:
-    """Rows as the kernels read them."""
-    if rows.stride(1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
-        return rows.clone(memory_format=torch.contiguous_format)
-    return rows

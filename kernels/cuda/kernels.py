@@ -13,7 +13,7 @@ from pagewire.kernels.cuda.replacements import REPLACEMENTS
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.layer import Activation, Angles, Experts, HeadNorms
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
-from pagewire.kernels.data.weight import Linear, Weight
+from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight, dense_weight
 from pagewire.kernels.reference.kernels import Kernels
 
 WARPGROUPS = frozenset((attention.WARPGROUPS, linear.WARPGROUPS))
@@ -43,6 +43,7 @@ class CudaKernels(Kernels):
     on: the device's memory, where the workspace of attention is allocated.
     replaced: methods that PyTorch computes although they have kernels, see `replace`.
     warpgroups: of `WARPGROUPS`, what may use the products of warpgroups, where the GPU has them.
+    batch_invariant: the bits of a row depend on no other row, for slower attention and dense products.
     """
 
     multiplies_floats = True
@@ -52,6 +53,7 @@ class CudaKernels(Kernels):
         self.launcher = launcher
         self.replaced: set[str] = set()
         self.warpgroups = WARPGROUPS
+        self.batch_invariant = False
         self.states = states.CudaStateKernels(launcher)
         self._workspace = attention.Workspace.allocate(launcher.multiprocessors, on)
 
@@ -75,9 +77,18 @@ class CudaKernels(Kernels):
         terms: LogitTerms = CAUSAL,
         out: Tensor | None = None,
     ) -> Tensor:
-        use = (self.launcher, self._workspace)
-        warpgroups = attention.WARPGROUPS in self.warpgroups
-        return attention.paged_attention(*use, q, cache, batch, scale, terms, out, warpgroups=warpgroups)
+        return attention.paged_attention(
+            self.launcher,
+            self._workspace,
+            q,
+            cache,
+            batch,
+            scale,
+            terms,
+            out,
+            warpgroups=attention.WARPGROUPS in self.warpgroups,
+            invariant=self.batch_invariant,
+        )
 
     def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
         kv.write_kv(self.launcher, None, k, v, cache, slot_mapping)
@@ -100,13 +111,19 @@ class CudaKernels(Kernels):
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """See `pagewire.kernels.linear.pack`. Integers and 8-bit floats stay packed.
 
-        A weight that has no kernel is made dense; `linear.why_not` says why. The bits of a row of a dense product
-        may depend on the batch.
+        A weight that has no kernel is made dense; `linear.why_not` says why.
         """
         if linear.why_not(weight) is None:
             warpgroups = linear.WARPGROUPS in self.warpgroups
             return linear.PackedWeightLinear(self.launcher, weight, bias, warpgroups=warpgroups)
+        if self.batch_invariant:
+            return UnpackedLinear(self.linear, dense_weight(weight.dense().contiguous()), bias)
         return REPLACEMENTS.pack(weight, bias)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.batch_invariant:
+            return linear.dense_linear(self.launcher, x, weight, bias)
+        return super().linear(x, weight, bias)
 
     def experts(self, experts: Experts) -> cuda_experts.CudaExperts | None:
         """See `Kernels.experts`; `experts.why_not` says why experts are called one by one."""

@@ -58,6 +58,11 @@ def variants(*dtypes: torch.dtype, capability: tuple[int, int] = HOPPER) -> list
     ]
 
 
+def dense_variants(dtype: torch.dtype) -> list[Variant]:
+    """The kernels over dense weights."""
+    return kinds(dtype, "dense_codes")
+
+
 def kinds(dtype: torch.dtype, codes: str, kernels: Sequence[str] = ("few", "many")) -> list[Variant]:
     """Kernels for a dtype and one of `CODES` with all scales, or for "dense_codes", which have none."""
     scales = [(scales, span) for scales in DTYPES for span in SPANS[1:]]
@@ -104,6 +109,40 @@ def _codes(scheme: Integers | Floats) -> str:
     return "byte_codes" if scheme.bits > 4 else "half_codes" if scheme.table is None else "table_codes"
 
 
+def dense_linear(launcher: KernelLauncher, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias` for a dense weight [N, K], in the order of sums of packed ones: x [..., K] to [..., N].
+
+    A row's bits do not depend on the others.
+
+    Raises:
+        ValueError: K is no multiple of 32, or the weight is not contiguous and aligned to 16 bytes.
+    """
+    num_out, num_in = weight.shape
+    if num_in % STEP or not weight.is_contiguous() or weight.data_ptr() % 16:
+        raise ValueError(
+            f"no kernel whose bits do not depend on the batch multiplies with a weight [{num_out}, {num_in}] of "
+            f"strides {weight.stride()}: columns must be a multiple of {STEP}, and contiguous"
+        )
+    check_rows(x, num_in, weight.dtype)
+    rows = aligned(x.reshape(-1, num_in))
+    out = torch.empty(len(rows), num_out, dtype=x.dtype, device=x.device)
+    if len(rows):
+        launch = faster(launcher, *dense_launches(x.dtype), len(rows), num_out)
+        of_rows = {"x": rows, "x_stride": rows.stride(0), "m": len(rows), "out": out}
+        parts = {"codes": weight, "scales": None, "offsets": None, "bias": bias}
+        grid = (-(-len(rows) // launch.rows), -(-num_out // launch.outputs))
+        parameters = pack(launch.kernel, **of_rows, **parts, **dense_sizes(num_out, num_in))
+        launcher.launch(launch.kernel, grid, (launch.threads,), parameters, launch.shared_bytes)
+    return out.view(*x.shape[:-1], num_out)
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """Rows [M, K] as the kernels read them."""
+    if rows.stride(1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
+        return rows.clone(memory_format=torch.contiguous_format)
+    return rows
+
+
 class PackedWeightLinear:
     """A linear layer over a weight [N, K] of integers or 8-bit floats that stays packed: see `kernels.linear.pack`.
 
@@ -140,9 +179,7 @@ class PackedWeightLinear:
             ValueError: x has another size or dtype.
         """
         check_rows(x, self.in_features, self.dtype)
-        rows = x.reshape(-1, self.in_features)
-        if rows.stride(1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
-            rows = rows.clone(memory_format=torch.contiguous_format)
+        rows = aligned(x.reshape(-1, self.in_features))
         out = torch.empty(len(rows), self.out_features, dtype=x.dtype, device=x.device)
         if len(rows):
             self.multiply(rows, out)
@@ -157,15 +194,10 @@ class PackedWeightLinear:
         self._launcher.launch(launch.kernel, grid, (launch.threads,), parameters, launch.shared_bytes)
 
     def _launch_for(self, num_rows: int) -> Launch:
-        """The faster kernel for a number of rows; results are equal.
-
-        That for few reads the weight for every 16 rows, that for many once for 64, but has few blocks if there are
-        few outputs.
-        """
+        """The faster kernel for a number of rows; results are equal."""
         if self.group is not None and num_rows >= LEAST_GROUP:
             return self.group
-        fills_device = -(-self.out_features // self.many.outputs) >= self._launcher.multiprocessors
-        return self.few if num_rows <= (MOST_FEW_OF_MANY if fills_device else MOST_FEW) else self.many
+        return faster(self._launcher, self.few, self.many, num_rows, self.out_features)
 
 
 class Launch(NamedTuple):
@@ -176,6 +208,16 @@ class Launch(NamedTuple):
     outputs: int
     threads: int
     shared_bytes: int
+
+
+def faster(launcher: KernelLauncher, few: Launch, many: Launch, num_rows: int, num_out: int) -> Launch:
+    """The faster launch for a number of rows; results are equal.
+
+    That for few reads the weight for every 16 rows, that for many once for 64, but has few blocks if there are few
+    outputs.
+    """
+    fills_device = -(-num_out // many.outputs) >= launcher.multiprocessors
+    return few if num_rows <= (MOST_FEW_OF_MANY if fills_device else MOST_FEW) else many
 
 
 def _launches(weight: Weight) -> tuple[Launch, Launch]:
@@ -206,8 +248,14 @@ def _kind(weight: Weight) -> tuple[tuple[torch.dtype, str, torch.dtype, int], in
 
 
 def dense_launches(dtype: torch.dtype) -> tuple[Launch, Launch]:
-    """The launches over dense weights, as experts.py has them."""
+    """The launches over dense weights, for few and for many rows."""
     return _few_and_many((dtype, "dense_codes", torch.float32, 0), OUTPUTS * STEP * dtype.itemsize, 4, 4)
+
+
+def dense_sizes(num_out: int, num_in: int) -> dict[str, int]:
+    """The numbers of a dense weight, by their names in linear.cuh."""
+    zeros = dict.fromkeys(("low_values", "high_values", "groups", "group_shift", "zero"), 0)
+    return {"n": num_out, "steps": num_in // STEP, **zeros}
 
 
 def _few_and_many(

@@ -85,6 +85,22 @@ def linear_trials(dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[T
             yield Trial(f"products{how} with {name}", method, compute_with, inputs, TOLERANCE[dtype])
 
 
+def dense_trial(dtype: torch.dtype) -> Trial:
+    """Products with dense weights, for few and for many rows, which must have the same bits."""
+    num_rows = linear.MOST_FEW + 6
+    inputs = [normal(num_rows, 640), normal(72, 640, seed=1) / 25, normal(72, seed=2)]
+
+    def compute(kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+        x, weight, bias = inputs
+        many = kernels.linear(x, weight, bias)
+        if kernels is reference:
+            return torch.cat([many, torch.zeros_like(many)])
+        few = torch.cat([kernels.linear(x[i : i + 20], weight, bias) for i in range(0, num_rows, 20)])
+        return torch.cat([many, few - many])
+
+    return Trial("dense products", "linear", compute, [x.to(dtype) for x in inputs], TOLERANCE[dtype])
+
+
 def expert_trials(dtype: torch.dtype, *, packed: bool) -> Iterator[Trial]:
     """Experts with weights of every kind, for few and for many rows, which must have the same bits.
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cuda import attention, gates, kv, norms, states
-from pagewire.kernels.cuda.product_trials import expert_trials, linear_trials
+from pagewire.kernels.cuda.product_trials import dense_trial, expert_trials, linear_trials
 from pagewire.kernels.cuda.trial import TOLERANCE, Layout, Trial, normal, short, with_warpgroups
 from pagewire.kernels.cuda.variants import Launches
 from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.data.layer import Activation, Norm
 from pagewire.kernels.data.paging import CAUSAL, UNSCALED, AttentionBatch, Cache, KVScales, LogitTerms
 from pagewire.kernels.data.states import StateBatch
-from pagewire.kernels.reference.kernels import Kernels
+from pagewire.kernels.reference.kernels import Kernels, reference
 from pagewire.kernels.reference.states import StateKernels
 
 HEADS, KV_HEADS, BLOCK_SIZE = 8, 2, 16
@@ -36,6 +36,8 @@ def trials(launches: Launches) -> list[Trial]:
     result = [*norm_trials(dtype), *gate_trials(dtype)]
     if launches.packed:
         result += linear_trials(dtype, launches.capability)
+    if launches.invariant:
+        result.append(dense_trial(dtype))
     if launches.mixture:
         result += expert_trials(dtype, packed=launches.packed)
     if launches.encodes:
@@ -51,6 +53,8 @@ def trials(launches: Launches) -> list[Trial]:
         result += write_trials(dtype, cache_dtype, head_dim)
         if head_dim in attention.HEAD_DIMS:
             result.append(attention_trial("decode", DECODE, "paged_attention", dtype, cache_dtype, head_dim))
+            if launches.invariant:
+                result.append(cut_trial(dtype, cache_dtype, head_dim))
             for method in attention_methods(launches, cache_dtype):
                 result.append(attention_trial("prefill", PREFILL, method, dtype, cache_dtype, head_dim))
     return result
@@ -59,7 +63,7 @@ def trials(launches: Launches) -> list[Trial]:
 def attention_methods(launches: Launches, cache_dtype: torch.dtype) -> list[str]:
     """The methods of trials of prefill attention, as `attend` takes them."""
     kinds = (launches.dtype, cache_dtype, launches.head_dim)
-    has_warpgroups = attention.has_warpgroups(launches.capability, *kinds)
+    has_warpgroups = attention.has_warpgroups(launches.capability, *kinds) and not launches.invariant
     return ["paged_attention", *([attention.WARPGROUPS] if has_warpgroups else [])]
 
 
@@ -190,6 +194,27 @@ def attention_trial(
     name = f"{kind} attention{_how(method)} over {short(cache_dtype)}, heads of {head_dim}"
     inputs = [*paged_inputs(spans, dtype, cache_dtype, head_dim), *others]
     return Trial(name, method, partial(attend, method, spans, terms), inputs, TOLERANCE[dtype])
+
+
+def cut_trial(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> Trial:
+    """A chunk of a prompt, and by how much its last token differs if it is alone: not at all."""
+    spans, alone = ((560, 600),), ((599, 600),)
+
+    def terms(_: Sequence[Tensor]) -> Sequence[LogitTerms]:
+        return (CAUSAL,)
+
+    def compute(kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+        q, *others, starts, lengths, table = inputs
+        whole = attend("paged_attention", spans, terms, kernels, layout, inputs)
+        last = [q[-1:], *others, starts.clamp(max=1), lengths, table]
+        one = attend("paged_attention", alone, terms, kernels, layout, last)
+        if kernels is reference:
+            return torch.cat([whole, torch.zeros_like(one)])
+        return torch.cat([whole, one - whole[-len(one) :]])
+
+    name = f"attention in chunks over {short(cache_dtype)}, heads of {head_dim}"
+    inputs = paged_inputs(spans, dtype, cache_dtype, head_dim)
+    return Trial(name, "paged_attention", compute, inputs, TOLERANCE[dtype])
 
 
 def two_sided_trial(method: str, dtype: torch.dtype, head_dim: int) -> Trial:

@@ -17,7 +17,7 @@ class Launches(NamedTuple):
     kv_dtype: of its KV cache. head_dim: of its attention; 0: no layer attends.
     encodes: it is an encoder, which keeps keys and values for a layer only.
     recurrent: it has layers with states. mixture: it has experts. packed: weights may stay packed.
-    capability: the compute capability of the device.
+    capability: the compute capability of the device. invariant: bits must not depend on the batch.
     """
 
     dtype: torch.dtype
@@ -28,11 +28,13 @@ class Launches(NamedTuple):
     mixture: bool = False
     packed: bool = True
     capability: tuple[int, int] = OLDEST
+    invariant: bool = False
 
 
 def all_variants() -> list[Variant]:
     """The variants of every module, module by module."""
-    return [variant for module in MODULES for variant in module.variants()]
+    dense = [variant for dtype in norms.DTYPES for variant in linear.dense_variants(dtype)]
+    return [*dense, *(variant for module in MODULES for variant in module.variants())]
 
 
 def variants_of(launches: Launches) -> list[Variant]:
@@ -45,6 +47,8 @@ def variants_of(launches: Launches) -> list[Variant]:
     result += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
     if launches.packed:
         result += linear.variants(dtype, capability=launches.capability)
+    if launches.invariant:
+        result += linear.dense_variants(dtype)
     if launches.mixture:
         result += experts.variants(dtype, packed=launches.packed)
     if launches.encodes:
@@ -59,8 +63,7 @@ def variants_of(launches: Launches) -> list[Variant]:
     for cache_dtype in dict.fromkeys((dtype, launches.kv_dtype)) if head_dim else ():
         result.append(kv.variant(dtype, cache_dtype))
         if head_dim in attention.HEAD_DIMS:
-            instances = (attention.decode_instance, attention.prefill_instance)
-            result += [instance(dtype, cache_dtype, head_dim).variant for instance in instances]
-        if attention.has_warpgroups(launches.capability, dtype, cache_dtype, head_dim):
-            result.append(attention.warpgroup_instance(dtype, head_dim).variant)
+            capability = launches.capability
+            kinds = (dtype, cache_dtype, head_dim)
+            result += attention.causal_variants(*kinds, capability, invariant=launches.invariant)
     return result

@@ -61,7 +61,6 @@ class CudaDevice:
     kernels: those of the device. launcher: launches them.
     """
 
-    batch_invariant = False
     asynchronous = True
     activities = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
 
@@ -77,8 +76,8 @@ class CudaDevice:
         self._beside_torch = self._used_beside_torch()
 
     @classmethod
-    def open(cls, index: int) -> CudaDevice:
-        """Take `cuda:index`.
+    def open(cls, index: int, batch_invariant: bool = False) -> CudaDevice:
+        """Take `cuda:index`. batch_invariant: see `CudaKernels`.
 
         Raises:
             LoadError: there is no such device, or its kernels cannot be compiled.
@@ -89,9 +88,15 @@ class CudaDevice:
         try:
             torch.cuda.set_device(index)
             kernels = cuda_kernels.load(index)
+            kernels.batch_invariant = batch_invariant
         except (CompileError, RuntimeError) as error:  # LaunchError is one, as are PyTorch's
             raise LoadError(f"cuda:{index} cannot be used: {error}; see `pagewire doctor`") from error
         return cls(f"cuda:{index}", kernels)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """See `Device.batch_invariant`."""
+        return self.kernels.batch_invariant
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `Device.zeros`."""
@@ -121,6 +126,11 @@ class CudaDevice:
                 f"no kernel on {self.name} attends to chunks of keys, as chunked_attention layers do: use "
                 "device='cpu', or dtype='float32', which needs none"
             )
+        if self.batch_invariant and (needs.dtype not in KERNEL_DTYPES or needs.encodes):
+            raise LoadError(
+                f"batch_invariant: {self.name} has kernels for decoders in bfloat16 and float16, and none for "
+                "encoders or float32: leave it out, or use device='cpu', where no bit depends on the batch"
+            )
         launched = [
             Launches(
                 needs.dtype,
@@ -131,6 +141,7 @@ class CudaDevice:
                 needs.mixture,
                 needs.packed,
                 self.launcher.capability,
+                self.batch_invariant,
             )
             for head_dim in sorted(needs.head_dims) or [0]
         ]
@@ -146,6 +157,12 @@ class CudaDevice:
             raise LoadError(f"the kernels cannot be compiled: {error}; see `pagewire doctor`") from error
         for each in launched:
             self.try_kernels(each)
+        wrong = sorted(self.kernels.replaced - {SAMPLING})
+        if self.batch_invariant and wrong:
+            raise LoadError(
+                f"batch_invariant: kernels of {self.name} differ from PyTorch ({', '.join(wrong)}), and what "
+                "PyTorch computes in their place may depend on the batch: leave it out, or use device='cpu'"
+            )
 
     def try_kernels(self, launches: Launches) -> None:
         """Let PyTorch compute what the kernels get wrong on this device, which its first run shows."""

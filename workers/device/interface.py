@@ -91,8 +91,10 @@ class Device(Protocol):
     """Number of CPU threads."""
     asynchronous: bool
     """True if work is queued and the host does not wait for it."""
-    batch_invariant: bool
-    """True if the logits of a token do not depend, to the bit, on the rest of its batch."""
+
+    @property
+    def batch_invariant(self) -> bool:
+        """True if the logits of a token do not depend, to the bit, on the rest of its batch."""
 
     @property
     def plan(self) -> GpuMemory | None:

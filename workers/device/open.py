@@ -24,7 +24,7 @@ def open_device(config: WorkerConfig) -> Device:
     # It imports the CUDA kernels, which a CPU worker does not need.
     from pagewire.workers.device.cuda import CudaDevice
 
-    return CudaDevice.open(device.index)
+    return CudaDevice.open(device.index, config.batch_invariant)
 
 
 def torch_device(config: WorkerConfig) -> torch.device:

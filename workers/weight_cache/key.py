@@ -48,6 +48,7 @@ LIMITS = frozenset(
         "weight_cache",
         "num_threads",
         "enforce_eager",
+        "batch_invariant",
         "trust_remote_code",
         "max_num_seqs",
         "max_num_batched_tokens",
