@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 KINDS = [{}, {"encodes": True}, {"recurrent": True}, {"mixture": True}]
-KINDS += [{"packed": False}, {"mixture": True, "packed": False}]
+KINDS += [{"packed": False}, {"mixture": True, "packed": False}, {"packed": False, "invariant": True}]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
