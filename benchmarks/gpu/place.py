@@ -71,7 +71,8 @@ class Gpu:
                     for encodes in (False, True):
                         kinds = (encodes, not encodes, not encodes)
                         launches = Launches(dtype, kv_dtype, head_dim, *kinds, capability=capability)
-                        for trial in trials(launches):
+                        others = launches._replace(packed=False, invariant=True)
+                        for trial in (*trials(launches), *([] if encodes else trials(others))):
                             if (dtype, trial.name) not in seen:
                                 seen.add((dtype, trial.name))
                                 yield short(dtype), trial
@@ -109,7 +110,11 @@ class Rehearsal:
 
     def trials(self) -> Iterator[tuple[str, Trial]]:
         """See `Place`: few, for each kernel has to be compiled for the emulation."""
-        for trial in trials(Launches(torch.bfloat16, torch.bfloat16, 64, mixture=True, capability=HOPPER)):
+        launches = Launches(torch.bfloat16, torch.bfloat16, 64, mixture=True, capability=HOPPER)
+        others = [
+            trial for trial in trials(launches._replace(packed=False, invariant=True)) if "any" in trial.name
+        ]
+        for trial in (*trials(launches), *others):
             is_norm = trial.method.endswith("norm")
             is_product = trial.method in ("pack", "experts", linear.WARPGROUPS)
             if trial.name.endswith((" of 248", *PRODUCTS)) or not (is_norm or is_product):

@@ -76,11 +76,9 @@ def attention_case(
     caches = [Cache(*pair) for pair in zip(k, v, strict=True)]
     out, scale, terms = torch.empty_like(q[0]), shape.size**-0.5, LogitTerms(future=WHOLE if whole else 0)
 
-    def run(i: int, warpgroups: bool = True) -> Tensor:
-        use = (launcher, workspace)
-        return attention.paged_attention(
-            *use, q[i], caches[i], batch, scale, terms, out, warpgroups=warpgroups
-        )
+    def run(i: int, warpgroups: bool = True, invariant: bool = False) -> Tensor:
+        call = partial(attention.paged_attention, launcher, workspace, q[i], caches[i], batch, scale, terms)
+        return call(out, warpgroups=warpgroups, invariant=invariant)
 
     def error() -> float:
         found, worst = run(0).clone(), 0.0
@@ -105,6 +103,8 @@ def attention_case(
     peers: dict[str, Run] = {}
     if queries > 1 and attention.has_warpgroups(launcher.capability, q.dtype, kept, shape.size):
         peers["no warpgroups"] = partial(run, warpgroups=False)
+    if not whole:
+        peers["in any batch"] = partial(run, invariant=True)
     if kept == torch.bfloat16 and contexts in (0, length - 1) and length % BLOCK_SIZE == 0:
         dense = (copies, requests, shape.kv_heads, length, shape.size)
         heads = q.view(copies, requests, queries, shape.heads, shape.size).transpose(2, 3)

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from pagewire.kernels.cuda.launch import KernelLauncher
-from pagewire.kernels.cuda.linear import LEAST_GROUP, PackedWeightLinear
+from pagewire.kernels.cuda.linear import LEAST_GROUP, PackedWeightLinear, dense_linear
 from pagewire.kernels.data.integers import Integers, integer_weight
 from pagewire.kernels.data.weight import Weight
 
@@ -87,7 +87,10 @@ def _linear_case(
     def in_torch(i: int) -> object:
         return functional.linear(x[i], dense[i % len(dense)], bias)
 
-    peers: dict[str, Run] = {"torch": in_torch}
+    def in_any_batch(i: int) -> object:
+        return dense_linear(launcher, x[i], dense[i % len(dense)], bias)
+
+    peers: dict[str, Run] = {"torch": in_torch, "dense, in any batch": in_any_batch}
     if first.group is not None and num_rows >= LEAST_GROUP:
         others = [copy.copy(layer) for layer in layers]
         for layer in others:

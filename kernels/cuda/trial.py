@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -75,6 +75,18 @@ def with_warpgroups(kernels: Kernels, method: str) -> Kernels:
         kernels = copy.copy(kernels)
         kernels.warpgroups &= {method}
     return kernels
+
+
+def batch_invariant(trial: Trial) -> Trial:
+    """The trial of the kernels that compute so that no bit depends on the batch."""
+
+    def compute(kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+        if isinstance(kernels, CudaKernels):
+            kernels = copy.copy(kernels)
+            kernels.batch_invariant = True
+        return trial.compute(kernels, layout, inputs)
+
+    return replace(trial, name=f"{trial.name}, in any batch", compute=compute)
 
 
 def difference(result: Tensor, expected: Tensor) -> float:

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from pagewire.kernels.cuda import attention, gates, kv, norms, states
 from pagewire.kernels.cuda.product_trials import dense_trial, expert_trials, linear_trials
-from pagewire.kernels.cuda.trial import TOLERANCE, Layout, Trial, normal, short, with_warpgroups
+from pagewire.kernels.cuda.trial import (
+    TOLERANCE,
+    Layout,
+    Trial,
+    batch_invariant,
+    normal,
+    short,
+    with_warpgroups,
+)
 from pagewire.kernels.cuda.variants import Launches
 from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.data.layer import Activation, Norm
@@ -37,7 +45,7 @@ def trials(launches: Launches) -> list[Trial]:
     if launches.packed:
         result += linear_trials(dtype, launches.capability)
     if launches.invariant:
-        result.append(dense_trial(dtype))
+        result.append(batch_invariant(dense_trial(dtype)))
     if launches.mixture:
         result += expert_trials(dtype, packed=launches.packed)
     if launches.encodes:
@@ -52,12 +60,19 @@ def trials(launches: Launches) -> list[Trial]:
     for cache_dtype in dict.fromkeys((dtype, launches.kv_dtype)) if head_dim else ():
         result += write_trials(dtype, cache_dtype, head_dim)
         if head_dim in attention.HEAD_DIMS:
-            result.append(attention_trial("decode", DECODE, "paged_attention", dtype, cache_dtype, head_dim))
-            if launches.invariant:
-                result.append(cut_trial(dtype, cache_dtype, head_dim))
-            for method in attention_methods(launches, cache_dtype):
-                result.append(attention_trial("prefill", PREFILL, method, dtype, cache_dtype, head_dim))
+            result += attention_trials(launches, cache_dtype)
     return result
+
+
+def attention_trials(launches: Launches, cache_dtype: torch.dtype) -> Iterator[Trial]:
+    """Causal attention over a cache of a dtype."""
+    dtype, head_dim = launches.dtype, launches.head_dim
+    if launches.invariant:
+        yield batch_invariant(cut_trial(dtype, cache_dtype, head_dim))
+    for kind, spans in (("decode", DECODE), ("prefill", PREFILL)):
+        for method in attention_methods(launches, cache_dtype)[: 1 if kind == "decode" else None]:
+            trial = attention_trial(kind, spans, method, dtype, cache_dtype, head_dim)
+            yield batch_invariant(trial) if launches.invariant else trial
 
 
 def attention_methods(launches: Launches, cache_dtype: torch.dtype) -> list[str]:

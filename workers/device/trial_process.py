@@ -38,7 +38,7 @@ def main() -> int:
     die_with_parent(options.lifeline)
     dtype, kv_dtype = (getattr(torch, name) for name in (options.dtype, options.kv_dtype))
     kinds = {kind: getattr(options, kind) for kind in KINDS}
-    device = CudaDevice.open(torch.device(options.device).index, options.invariant)
+    device = CudaDevice.open(torch.device(options.device).index)
     capability = device.launcher.capability
     launches = Launches(dtype, kv_dtype, options.head_dim, **kinds, capability=capability)
     print("ready", flush=True)

@@ -190,7 +190,7 @@ def test_the_process_of_trials(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         Tried("e", "e", lambda: pytest.fail("the driver refuses it")),
     ]
     monkeypatch.setattr(trial_process, "die_with_parent", lambda fd: None)
-    monkeypatch.setattr(cuda.CudaDevice, "open", lambda index, batch_invariant: EmulatedCudaDevice())
+    monkeypatch.setattr(cuda.CudaDevice, "open", lambda index: EmulatedCudaDevice())
     monkeypatch.setattr(
         trial_process, "all_trials", lambda _, launches: tried if launches == LAUNCHES_OF_MIXTURE else []
     )

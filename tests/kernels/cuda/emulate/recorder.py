@@ -44,7 +44,6 @@ class Recorder(EmulatedLauncher):
         """The launches of the trials of a first run."""
         device = cls()
         kernels = CudaKernels(device, "cpu")
-        kernels.batch_invariant = launches.invariant
         for trial in trials(launches):
             trial.why_wrong(kernels, torch.device("cpu"))
         return device.launches
