@@ -45,6 +45,19 @@ def implementation_for(*tensors: Tensor) -> Kernels:
     raise NotImplementedError(f"no kernels for device {first.device.type!r}: 'cpu' and 'cuda' are served")
 
 
+def states_for(first: Tensor) -> StateKernels:
+    """The kernels of layers with states, for inputs like a tensor. On a GPU they say themselves what they lack.
+
+    Raises:
+        NotImplementedError, LaunchError, CompileError: see `implementation_for`.
+    """
+    if not first.is_cuda:
+        return implementation_for(first).states
+    from pagewire.kernels.cuda import kernels as cuda_kernels  # never imported where there is no GPU
+
+    return cuda_kernels.load(first.device.index).states
+
+
 def dispatched(method: Callable[Concatenate[Kernels, Arguments], Result]) -> Callable[Arguments, Result]:
     """A method of `Kernels` as a function, which calls the implementation for the tensors among its arguments."""
     name = method.__name__
@@ -67,8 +80,7 @@ def dispatched_states(
     @functools.wraps(method)
     def call(first: Tensor, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         with as_they_are():
-            kernels = implementation_for(first).states
-            return getattr(kernels, name)(first, *args, **kwargs)  # type: ignore[no-any-return]
+            return getattr(states_for(first), name)(first, *args, **kwargs)  # type: ignore[no-any-return]
 
     return call
 

@@ -28,13 +28,16 @@ MATRIX_ROWS = (4, 16, 32, 64)
 SCAN_ROWS = (16, 64)
 """Numbers in the state of a channel, in registers."""
 TAPS = (2, 3, 4)
+FLOAT = {torch.float32: "float"}
+"""The dtype that families with Mamba 2 have for all that enters a state space, whatever that of the model."""
 
 
 @functools.cache
 def variant(kernel: str, dtype: torch.dtype, size: int | None = None) -> Variant:
     """A kernel by the name of its parameters, such as "GatedDeltaRule". size: its second template argument."""
     name = "".join(f"_{c.lower()}" if c.isupper() else c for c in kernel).removeprefix("_")
-    arguments = DTYPES[dtype] if size is None else f"{DTYPES[dtype]}, {size}"
+    element = (DTYPES | FLOAT)[dtype]
+    arguments = element if size is None else f"{element}, {size}"
     return Variant(SOURCE, f"{name}<{arguments}>", kernel)
 
 
@@ -48,17 +51,18 @@ SIZES: dict[str, tuple[int | None, ...]] = {
 
 
 def variants(*dtypes: torch.dtype) -> list[Variant]:
-    """Every kernel in every size, for each dtype; by default for all."""
+    """Every kernel in every size, for each dtype, by default for all; and the state spaces in float32."""
     return [
         variant(kernel, dtype, size)
-        for dtype in dtypes or DTYPES
+        for dtype in (*(dtypes or DTYPES), *FLOAT)
         for kernel, sizes in SIZES.items()
         for size in sizes
+        if dtype in DTYPES or kernel == "StateSpace"
     ]
 
 
 class CudaStateKernels(StateKernels):
-    """The kernels of one GPU. PyTorch computes sizes that have none. What a batch points to is not checked."""
+    """The kernels of one GPU. PyTorch computes what has none. What a batch points to is not checked."""
 
     def __init__(self, launcher: KernelLauncher) -> None:
         self._launcher = launcher
@@ -67,7 +71,7 @@ class CudaStateKernels(StateKernels):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, batch: StateBatch, *, silu: bool
     ) -> Tensor:
         (_, channels), taps = x.shape, len(weight)
-        if taps not in TAPS:
+        if taps not in TAPS or x.dtype not in DTYPES:
             return super().causal_conv(x, weight, bias, state, batch, silu=silu)
         x = token_rows(x, x.dtype, *x.shape)
         weight = token_rows(weight, x.dtype, taps, channels).contiguous()
@@ -97,7 +101,7 @@ class CudaStateKernels(StateKernels):
     ) -> Tensor:
         (tokens, value_heads, value_dim), (_, key_heads, key_dim) = v.shape, q.shape
         check_shared(key_heads, value_heads)
-        if (rows := _matrix_rows(key_dim)) is None:
+        if (rows := _matrix_rows(key_dim)) is None or v.dtype not in DTYPES:
             return super().gated_delta_rule(
                 q, k, v, decay, beta, state, batch, scale=scale, norm_eps=norm_eps
             )
@@ -171,7 +175,8 @@ class CudaStateKernels(StateKernels):
         batch: StateBatch,
     ) -> Tensor:
         (tokens, channels), state_dim = x.shape, len(a)
-        if (rows := next((rows for rows in SCAN_ROWS if state_dim <= rows), None)) is None:
+        rows = next((rows for rows in SCAN_ROWS if state_dim <= rows), None)
+        if rows is None or x.dtype not in DTYPES:
             return super().selective_scan(x, dt, a, b, c, d, state, batch)
         x = token_rows(x, x.dtype, *x.shape)
         b, c = (token_rows(tensor, x.dtype, tokens, state_dim) for tensor in (b, c))
@@ -192,6 +197,8 @@ class CudaStateKernels(StateKernels):
         return self._launch(kernel, -(-channels // THREADS), x, state, (state_dim, channels), batch, fields)
 
     def linear_recurrence(self, x: Tensor, decay: Tensor, state: Tensor, batch: StateBatch) -> Tensor:
+        if x.dtype not in DTYPES:
+            return super().linear_recurrence(x, decay, state, batch)
         _, channels = x.shape
         x, decay = (token_rows(tensor, x.dtype, *x.shape) for tensor in (x, decay))
         strides = {"x_stride": x.stride(0), "decay_stride": decay.stride(0)}

@@ -17,6 +17,7 @@ from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.reference.kernels import Kernels, reference
 
 TOLERANCE = {
+    torch.float32: 0.001,
     torch.float16: 0.02,
     torch.bfloat16: 0.05,
     torch.float8_e4m3fn: 0.15,

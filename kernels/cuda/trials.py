@@ -40,7 +40,7 @@ def trials(launches: Launches) -> list[Trial]:
     """A trial of every kernel that a model may launch, as `variants_of` lists them, but for sampling."""
     dtype, head_dim = launches.dtype, launches.head_dim
     if dtype not in norms.DTYPES:
-        return []
+        return list(space_trials(dtype)) if launches.recurrent else []
     result = [*norm_trials(dtype), *gate_trials(dtype)]
     if launches.packed:
         result += linear_trials(dtype, launches.capability)
@@ -292,6 +292,20 @@ def matrix_trials(dtype: torch.dtype) -> Iterator[Trial]:
     def delta_rule(kernels: StateKernels, *arguments: Any) -> Tensor:
         return kernels.gated_delta_rule(*arguments, scale=1.0, norm_eps=1e-6)
 
+    values, steps = normal(tokens, heads, columns).to(dtype), normal(tokens, heads, seed=1).abs()
+    for rows in states.MATRIX_ROWS:
+        size = states.WARPS * rows - 2
+        slot = (heads, size, columns)
+        q, k = ((normal(tokens, 1, size, seed=seed) / size**0.5).to(dtype) for seed in (2, 3))
+        yield state_trial(f"delta rule of {size}", delta_rule, slot, [q, k, values, -steps, steps], dtype)
+    for each in (dtype, torch.float32):
+        yield from space_trials(each)
+
+
+def space_trials(dtype: torch.dtype) -> Iterator[Trial]:
+    """State spaces of every number of rows in registers; some threads have nothing to do."""
+    tokens, heads, columns = 9, 2, 40
+
     def state_space(kernels: StateKernels, x: Tensor, dt: Tensor, *others: Any) -> Tensor:
         rates = torch.full((heads,), -0.5, device=x.device)
         b, c, state, batch = others
@@ -300,10 +314,9 @@ def matrix_trials(dtype: torch.dtype) -> Iterator[Trial]:
     values, steps = normal(tokens, heads, columns).to(dtype), normal(tokens, heads, seed=1).abs()
     for rows in states.MATRIX_ROWS:
         size = states.WARPS * rows - 2
-        slot = (heads, size, columns)
-        q, k = ((normal(tokens, 1, size, seed=seed) / size**0.5).to(dtype) for seed in (2, 3))
-        yield state_trial(f"delta rule of {size}", delta_rule, slot, [q, k, values, -steps, steps], dtype)
-        yield state_trial(f"state space of {size}", state_space, slot, [values, steps, q, k], dtype)
+        b, c = ((normal(tokens, 1, size, seed=seed) / size**0.5).to(dtype) for seed in (2, 3))
+        name = f"state space of {size} in {short(dtype)}"
+        yield state_trial(name, state_space, (heads, size, columns), [values, steps, b, c], dtype)
 
 
 def channel_trials(dtype: torch.dtype) -> Iterator[Trial]:

@@ -38,11 +38,11 @@ def all_variants() -> list[Variant]:
 
 
 def variants_of(launches: Launches) -> list[Variant]:
-    """The kernels that a model may launch. Float32 models have sampling kernels only."""
+    """The kernels that a model may launch. Float32 models have those of sampling and of state spaces only."""
     dtype, head_dim = launches.dtype, launches.head_dim
     result = [sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES if dtype in sampling.DTYPES]
     if dtype not in norms.DTYPES:
-        return result
+        return [*result, *(states.variants(dtype) if launches.recurrent else ())]
     result += [gates.variant(dtype, activation) for activation in gates.ACTIVATIONS]
     result += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
     if launches.packed:

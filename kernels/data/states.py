@@ -27,7 +27,8 @@ class StateBatch:
     row_starts: Tensor
     """int32 [R + 1]: the first span of each row, and in the end the number of spans; never decreases."""
     spans: Tensor
-    """int32 [S, 4]: first token, token after the last, slot read (-1: zeros), slot written.
+    """int32 [S, 4]: first token, token after the last, slot read (-1: zeros), slot written. Those after the last
+    row's are not read.
 
     A span has a token at least. Spans follow each other without a gap from token 0 on. A span after another one of
     its row reads the slot that this one writes. Tokens after the last span are padding, whose results are 0."""

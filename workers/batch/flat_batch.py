@@ -19,6 +19,9 @@ from pagewire.workers.caches.sources import SourceBatch
 from pagewire.workers.module.attention import Axes
 from pagewire.workers.module.overlay import Overlay, overlay_of
 
+NO_SPAN = (0, 0, -1, 0)
+"""Fills the memory of a recorded step where padding requests have none."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterOrder:
@@ -149,7 +152,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0, num_each
     """The batch of `rows`; `slots.apply` must have been called for their plan.
 
     num_padded: pad the batch to this many requests of `num_each` tokens (CUDA graphs have fixed sizes). A padding
-    request has seq_len 0 and KV slots -1, so it reads and writes no KV.
+    request has seq_len 0 and KV slots -1, so it reads and writes no KV, and no spans of states.
     """
     per_row = [[row.slot for row in rows], [row.start for row in rows], [row.num_tokens for row in rows]]
     slot_ids, starts, lengths = np.array(per_row, np.int64)
@@ -204,7 +207,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0, num_each
         adapters=AdapterOrder.of(np.repeat(adapters, lengths)) if adapters.any() else None,
         sample_adapters=AdapterOrder.of(adapters[sample_rows]) if adapters.any() else None,
         overlay=overlay_of(rows, places),
-        states=_states(rows, places) if rows[0].states else None,
+        states=_states(rows, places, more) if rows[0].states else None,
         sources=slots.source_batch(attention, rows),
     )
 
@@ -254,8 +257,11 @@ def _samples(
     return sample_rows, ends[sample_rows] - 1 - np.array(num_later, np.int64)
 
 
-def _states(rows: Sequence[Row], places: Sequence[int]) -> StateBatch:
-    """The state slots that rows read and write. places: of each row's first token in the batch."""
+def _states(rows: Sequence[Row], places: Sequence[int], more: int) -> StateBatch:
+    """The state slots that rows read and write.
+
+    places: of each row's first token in the batch. more: padding requests behind them.
+    """
     starts, spans = [0], list[tuple[int, int, int, int]]()
     for row, place in zip(rows, places, strict=True):
         first, read = place, row.state
@@ -264,6 +270,8 @@ def _states(rows: Sequence[Row], places: Sequence[int]) -> StateBatch:
             spans.append((first, last, read, written))
             first, read = last, written
         starts.append(len(spans))
+    starts += starts[-1:] * more
+    spans += [NO_SPAN] * more
     return StateBatch(torch.tensor(starts, dtype=torch.int32), torch.tensor(spans, dtype=torch.int32))
 
 

@@ -131,7 +131,7 @@ def is_recordable(sizes: Footprint, config: WorkerConfig) -> bool:
     It waits where experts have no kernel, which headers do not say: then room for graphs is left for nothing. With
     adapters they have none.
     """
-    if sizes.state_bytes or sizes.dtype == "float32":
+    if sizes.dtype == "float32":
         return False
     return config.lora is None or (sizes.is_stack and not sizes.dimensions.num_experts)
 

@@ -21,8 +21,9 @@ from torch import Tensor
 from pagewire.ipc.wire.worker_messages import StepPlan, WorkerConfig
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.paging import AttentionBatch
+from pagewire.kernels.data.states import StateBatch
 from pagewire.workers.adapters.recorded import RecordedRows
-from pagewire.workers.batch.flat_batch import Batch
+from pagewire.workers.batch.flat_batch import NO_SPAN, Batch
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.interface import Device
 
@@ -74,6 +75,7 @@ class DecodeGraphs:
     shapes: of the steps. max_blocks: KV blocks of the longest request.
     adapted: the memory of rows with adapters; None: no row of a recorded step has one.
     network: keeps results of layers of each step; None: the model does not.
+    recurrent: the model keeps states, of which each request has a span.
     """
 
     def __init__(
@@ -85,13 +87,20 @@ class DecodeGraphs:
         block_size: int,
         adapted: RecordedRows | None = None,
         network: Tapped | None = None,
+        recurrent: bool = False,
     ) -> None:
         self._device, self._forward, self._adapted, self._network = device, forward, adapted, network
         self.shapes, self._block_size = sorted(shapes), block_size
         most, most_each = (max(numbers) for numbers in zip(*shapes, strict=True))
-        self._static = padding_batch(most, most_each, max_blocks, block_size, device.torch_device)
+        self._recurrent = recurrent
+        self._static = self._padding(most, most_each, max_blocks)
         self._replays: dict[tuple[RecordedShape, bool], Callable[[], Tensor]] = {}
         self._tapped: dict[tuple[RecordedShape, bool], dict[int, Tensor]] = {}
+
+    def _padding(self, size: int, num_each: int, max_blocks: int) -> Batch:
+        """See `padding_batch`."""
+        device = self._device.torch_device
+        return padding_batch(size, num_each, max_blocks, self._block_size, device, self._recurrent)
 
     @classmethod
     @torch.inference_mode()
@@ -103,13 +112,14 @@ class DecodeGraphs:
         forward: Callable[[Batch, AdapterRows | None], Tensor],
         adapters: Adapters | None,
         network: Tapped | None = None,
+        recurrent: bool = False,
     ) -> DecodeGraphs | None:
         """Graphs for all shapes of a worker; None, with a log line, if they compute something else."""
-        shapes = recorded_shapes(config, max_model_len)
+        shapes = recorded_shapes(config, max_model_len, recurrent)
         most = max(shape.num_tokens for shape in shapes)
         adapted = None if adapters is None else adapters.recorded_rows(most)
         max_blocks = -(-max_model_len // config.block_size)
-        graphs = cls(device, forward, shapes, max_blocks, config.block_size, adapted, network)
+        graphs = cls(device, forward, shapes, max_blocks, config.block_size, adapted, network, recurrent)
         graphs.record()
         if not graphs.are_right():
             logger.warning("steps are launched kernel by kernel: replayed CUDA graphs compute something else")
@@ -145,13 +155,16 @@ class DecodeGraphs:
 
     def _is_right(self, num_each: int) -> bool:
         """See `are_right`: for the least shape of this many tokens of each request."""
-        batch = padding_batch(1, num_each, 1, self._block_size, self._device.torch_device)
+        batch = self._padding(1, num_each, 1)
         places = torch.arange(num_each, device=self._device.torch_device)
         batch.input_ids.fill_(1)
         batch.positions.copy_(places)
         batch.attention.slot_mapping.copy_(places)
         batch.attention.seq_lens.fill_(num_each)
         batch.attention.query_start_loc[1:].fill_(num_each)
+        if batch.states is not None:  # a span of the token, from zeros to the first slot
+            batch.states.row_starts[1:].fill_(1)
+            batch.states.spans[0, 1] = 1
         expected = self._forward(batch, None).float().clone()
         difference = (self.replay(batch).float() - expected).norm()
         return bool(difference <= TOLERANCE * expected.norm())
@@ -164,6 +177,8 @@ class DecodeGraphs:
             return None
         num_each = plan.rows[0].num_tokens
         if any(row.num_tokens != num_each for row in plan.rows):
+            return None
+        if self._static.states is not None and any(len(row.states) != 1 for row in plan.rows):
             return None
         used = slots.adapters[[row.slot for row in plan.rows]]
         if used.any() and (adapters is None or not adapters.can_replay(used)):
@@ -184,6 +199,9 @@ class DecodeGraphs:
         static.seq_lens[:size].copy_(given.seq_lens)
         static.slot_mapping[:num_tokens].copy_(given.slot_mapping)
         static.block_table[:size, : given.block_table.shape[1]].copy_(given.block_table)
+        if self._static.states is not None and batch.states is not None:
+            self._static.states.row_starts[: size + 1].copy_(batch.states.row_starts)
+            self._static.states.spans[:size].copy_(batch.states.spans)
         if adapters is not None:
             assert self._adapted is not None, "no rows with adapters were recorded"
             self._adapted.fill(adapters)
@@ -194,22 +212,35 @@ class DecodeGraphs:
         return states
 
 
-def recorded_shapes(config: WorkerConfig, max_model_len: int) -> list[RecordedShape]:
-    """The shapes of steps to record for a worker: of one token of each request, and of one and the most drafts."""
+def recorded_shapes(config: WorkerConfig, max_model_len: int, recurrent: bool = False) -> list[RecordedShape]:
+    """The shapes of steps to record for a worker: of one token of each request, and of one and the most drafts.
+
+    recurrent: the model keeps states. Those of drafted tokens are kept where each draft ends: no shape has them.
+    """
     shapes = [
         RecordedShape(size, 1)
         for size in recorded_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
     ]
     num_each = 1 if config.speculative is None else 1 + config.speculative.num_speculative_tokens
     # The tokens of a trial lie in one block, see `DecodeGraphs.are_right`.
-    if 1 < num_each <= min(config.block_size, max_model_len):
+    if 1 < num_each <= min(config.block_size, max_model_len) and not recurrent:
         most = min(config.max_num_seqs, config.max_num_batched_tokens // num_each)
         shapes += [RecordedShape(size, num_each) for size in recorded_sizes(most) if size]
     return shapes
 
 
-def padding_batch(size: int, num_each: int, max_blocks: int, block_size: int, device: torch.device) -> Batch:
-    """A batch of `size` padding requests of `num_each` tokens, with room for `max_blocks` KV blocks of each."""
+def padding_batch(
+    size: int,
+    num_each: int,
+    max_blocks: int,
+    block_size: int,
+    device: torch.device,
+    recurrent: bool = False,
+) -> Batch:
+    """A batch of `size` padding requests of `num_each` tokens, with room for `max_blocks` KV blocks of each.
+
+    recurrent: it has room for a span of states of each request.
+    """
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -232,6 +263,9 @@ def padding_batch(size: int, num_each: int, max_blocks: int, block_size: int, de
         starts=[],
         needs_relay=True,
         drafted=False,
+        states=StateBatch(zeros(size + 1), torch.tensor([NO_SPAN] * size, dtype=torch.int32, device=device))
+        if recurrent
+        else None,
     )
 
 
@@ -246,9 +280,13 @@ def _first(batch: Batch, shape: RecordedShape) -> Batch:
         slot_mapping=a.slot_mapping[:num_tokens],
         max_query_len=shape.num_each,
     )
+    states = batch.states
+    if states is not None:
+        states = StateBatch(states.row_starts[: size + 1], states.spans[:size])
     return replace(
         batch,
         input_ids=batch.input_ids[:num_tokens],
         positions=batch.positions[:num_tokens],
         attention=attention,
+        states=states,
     )

@@ -94,13 +94,14 @@ def records_steps(runner: SizedWorker) -> bool:
     config, loaded = runner.config, runner.model
     if not may_record(config) or not runner.device.can_record(loaded.dtype):
         return False
-    # The state slots of a sequence are other ones in each step; encoders and what they encode come as they come.
-    if loaded.state_shapes or loaded.model.encodes or loaded.source is not None:
+    # Encoders and what they encode come as they come.
+    if loaded.model.encodes or loaded.source is not None:
         return False
     if not loaded.is_stack and config.lora is not None:  # recorded rows with adapters are those of stacks
         return False
     runner.allocate(1, 1)
-    batch = padding_batch(1, 1, 1, config.block_size, runner.device.torch_device)
+    recurrent = bool(loaded.state_shapes)
+    batch = padding_batch(1, 1, 1, config.block_size, runner.device.torch_device, recurrent)
     with torch.inference_mode():
         reason = runner.device.why_it_waits(lambda: runner.forward(batch, None))
     runner.caches, runner.states = [], []

@@ -354,6 +354,7 @@ class Runner:
                 self.forward,
                 self.adapters,
                 base if isinstance(base, Network) else None,
+                bool(self.model.state_shapes),
             )
         for memory in memory_of(self.caches):
             memory[0].zero_()

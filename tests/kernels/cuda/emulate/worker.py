@@ -124,6 +124,7 @@ def emulated(kernels: EmulatedLauncher | CudaKernels) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "implementation_for", for_cuda)  # also for keys and values of 8 bits
+        patch.setattr(dispatch, "states_for", lambda first: kernels.states)
         patch.setattr(dispatch, "DTYPES", tuple(DTYPES))
         patch.setattr(dispatch.cpu_kernels, "load", lambda: kernels)
         yield
