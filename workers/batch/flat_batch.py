@@ -151,8 +151,9 @@ class Batch:
 def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0, num_each: int = 1) -> Batch:
     """The batch of `rows`; `slots.apply` must have been called for their plan.
 
-    num_padded: pad the batch to this many requests of `num_each` tokens (CUDA graphs have fixed sizes). A padding
-    request has seq_len 0 and KV slots -1, so it reads and writes no KV, and no spans of states.
+    num_padded: pad the batch to this many requests, and to the tokens of as many with `num_each` each (CUDA graphs
+    have fixed sizes). A padding request has seq_len 0 and KV slots -1, so it reads and writes no KV, and no spans of
+    states.
     """
     per_row = [[row.slot for row in rows], [row.start for row in rows], [row.num_tokens for row in rows]]
     slot_ids, starts, lengths = np.array(per_row, np.int64)
@@ -182,20 +183,22 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0, num_each
     max_seq_len = int(seq_lens.max())
     block_table = slots.block_table[slot_ids, : -(-max_seq_len // slots.block_size)]
     sample_rows, sample_indices = _samples(rows, ends, drafted)
-    more = max(0, num_padded - len(rows))
+    more, more_tokens = (
+        max(0, wanted) for wanted in (num_padded - len(rows), num_padded * num_each - num_tokens)
+    )
     adapters = slots.adapters[slot_ids]
     places = query_start_loc[:-1].tolist()
     attention = AttentionBatch(
         query_start_loc=_padded(query_start_loc, more, num_tokens),
         seq_lens=_padded(seq_lens.astype(np.int32), more),
         block_table=_padded(block_table, more),
-        slot_mapping=_padded(kv_slot_mapping, more * num_each, -1),
+        slot_mapping=_padded(kv_slot_mapping, more_tokens, -1),
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
     )
     return Batch(
-        input_ids=_padded(input_ids, more * num_each),
-        positions=_padded(positions + slots.long_from[token_slots], more * num_each),
+        input_ids=_padded(input_ids, more_tokens),
+        positions=_padded(positions + slots.long_from[token_slots], more_tokens),
         attention=attention,
         sample_rows=sample_rows,
         sample_indices=torch.from_numpy(sample_indices),

@@ -1,10 +1,10 @@
-"""CUDA graphs of decode steps, in which every request runs one token, or one and its drafts.
+"""CUDA graphs of decode steps, in which every request runs one token, or one and drafts.
 
 A replay works on the memory that it was recorded with, so the batch is copied to `_static` first. Graphs are
 recorded for a few batch sizes; a batch is padded to the next one (see `build_batch`). Where adapters are served,
 every size is recorded twice: a graph with their kernels would cost steps without adapters two launches for each
-product. Where tokens are proposed, steps of one token and the most drafts of each request are recorded, too: those
-in which some request has fewer are launched kernel by kernel.
+product. Where tokens are proposed, steps of one token and the most drafts of each request are recorded, too. Where
+requests have fewer the rest is padding behind the last one's tokens: kernels read where each begins.
 """
 
 from __future__ import annotations
@@ -175,15 +175,13 @@ class DecodeGraphs:
         # states of a graph. A graph looks up tokens only.
         if not plan.rows or any(row.pool or row.media for row in plan.rows):
             return None
-        num_each = plan.rows[0].num_tokens
-        if any(row.num_tokens != num_each for row in plan.rows):
-            return None
+        most = max(row.num_tokens for row in plan.rows)
         if self._static.states is not None and any(len(row.states) != 1 for row in plan.rows):
             return None
         used = slots.adapters[[row.slot for row in plan.rows]]
         if used.any() and (adapters is None or not adapters.can_replay(used)):
             return None
-        fitting = (s for s in self.shapes if s.num_each == num_each and s.num_requests >= len(plan.rows))
+        fitting = (s for s in self.shapes if s.num_each >= most and s.num_requests >= len(plan.rows))
         return next(fitting, None)
 
     def replay(self, batch: Batch, adapters: AdapterRows | None = None) -> Tensor:
