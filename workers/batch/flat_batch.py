@@ -152,7 +152,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0, num_each
     """The batch of `rows`; `slots.apply` must have been called for their plan.
 
     num_padded: pad the batch to this many requests, and to the tokens of as many with `num_each` each (CUDA graphs
-    have fixed sizes). A padding request has seq_len 0 and KV slots -1, so it reads and writes no KV, and no spans of
+    have fixed sizes). A padding request has seq_len 0 and KV slots -1, so it reads and writes no KV, and no span of
     states.
     """
     per_row = [[row.slot for row in rows], [row.start for row in rows], [row.num_tokens for row in rows]]
