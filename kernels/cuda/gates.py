@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cuda.launch import KernelLauncher, pack
+from pagewire.kernels.cuda.limits import NoKernelError
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.data.layer import Activation
@@ -36,14 +37,14 @@ def activate_and_mul(launcher: KernelLauncher, x: Tensor, activation: Activation
 
     Raises:
         TypeError: another dtype.
-        ValueError: another size or stride, or rows are not aligned to 16 bytes.
+        NoKernelError: another size or stride, or rows are not aligned to 16 bytes.
     """
     if x.dtype not in DTYPES:
         raise TypeError(f"activate_and_mul: bfloat16 or float16, not {x.dtype}")
     rows = x.reshape(-1, x.shape[-1])
     size = x.shape[-1] // 2
     if x.shape[-1] % 16 or rows.stride(0) % 8 or rows.stride(1) != 1 or rows.data_ptr() % 16:
-        raise ValueError(f"activate_and_mul: no kernel for rows of {x.shape[-1]}, strides {rows.stride()}")
+        raise NoKernelError(f"activate_and_mul: no kernel for rows of {x.shape[-1]}, strides {rows.stride()}")
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     if out.numel():
         kernel = variant(x.dtype, activation)

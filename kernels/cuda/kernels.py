@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from pagewire.kernels.cuda import attention, gates, kv, linear, lora, norms, states
 from pagewire.kernels.cuda import experts as cuda_experts
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
+from pagewire.kernels.cuda.limits import NoKernelError
 from pagewire.kernels.cuda.replacements import REPLACEMENTS
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.layer import Activation, Angles, Experts, HeadNorms
@@ -96,16 +98,27 @@ class CudaKernels(Kernels):
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, out: Tensor | None = None
     ) -> Tensor:
-        return norms.rms_norm(self.launcher, x, weight, eps, offset=offset, out=out)
+        try:
+            return norms.rms_norm(self.launcher, x, weight, eps, offset=offset, out=out)
+        except NoKernelError:
+            if self.batch_invariant:
+                raise
+            return super().rms_norm(x, weight, eps, offset=offset, out=out)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
     ) -> Tensor:
-        return norms.rms_norm(self.launcher, x, weight, eps, offset=offset, residual=residual)
+        try:
+            return norms.rms_norm(self.launcher, x, weight, eps, offset=offset, residual=residual)
+        except NoKernelError:
+            if self.batch_invariant:
+                raise
+            return super().add_rms_norm(x, residual, weight, eps, offset=offset)
 
     def activate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
         if activation in gates.ACTIVATIONS:
-            return gates.activate_and_mul(self.launcher, x, activation)
+            with suppress(NoKernelError):
+                return gates.activate_and_mul(self.launcher, x, activation)
         return super().activate_and_mul(x, activation)
 
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:

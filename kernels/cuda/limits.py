@@ -12,6 +12,10 @@ REGISTER_UNIT = 8
 """The registers of a thread are allotted in multiples of this."""
 
 
+class NoKernelError(ValueError):
+    """No kernel takes rows of such a size, stride or alignment. The text says which."""
+
+
 class LaunchError(RuntimeError):
     """A device cannot run kernels, or not this one. The message names it."""
 

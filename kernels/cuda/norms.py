@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cuda.launch import KernelLauncher, pack
+from pagewire.kernels.cuda.limits import NoKernelError
 from pagewire.kernels.cuda.source import Variant
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -39,7 +40,8 @@ def rms_norm(
 
     Raises:
         TypeError: another dtype than bfloat16 or float16, or the dtypes differ.
-        ValueError: shapes disagree, or a row is not aligned to 16 bytes or too long.
+        ValueError: shapes disagree.
+        NoKernelError: a row is not aligned to 16 bytes, no multiple of 8 elements, or too long.
     """
     size = x.shape[-1]
     rows = x if x.dim() == 3 else x.reshape(1, -1, size)
@@ -50,11 +52,11 @@ def rms_norm(
         raise TypeError(f"rms_norm: bfloat16 or float16, not {', '.join(str(t.dtype) for t in tensors)}")
     shape = next((shape for shape in SHAPES if size <= 8 * shape[0] * shape[1]), None)
     if shape is None or size % 8 or any(stride % 8 for stride in rows.stride()[:2]) or rows.stride(2) != 1:
-        raise ValueError(f"rms_norm: no kernel for rows of {size}, strides {rows.stride()}")
+        raise NoKernelError(f"rms_norm: no kernel for rows of {size}, strides {rows.stride()}")
     if weight.shape != (size,) or any(not _fits(tensor, x) for tensor in tensors[2:]):
         raise ValueError(f"rms_norm: shapes disagree: {[tuple(tensor.shape) for tensor in tensors]}")
     if any(tensor.data_ptr() % 16 for tensor in tensors):
-        raise ValueError("rms_norm: tensors must be aligned to 16 bytes")
+        raise NoKernelError("rms_norm: tensors must be aligned to 16 bytes")
     if x.numel():
         kernel = variant(x.dtype, shape, residual is not None)
         parameters = pack(

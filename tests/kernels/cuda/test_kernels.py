@@ -178,6 +178,25 @@ def test_head_norms_of_two_eps_are_refused() -> None:
         run(CudaKernels(EmulatedLauncher(), "cpu"), [layer], x, batch, positions, caches)
 
 
+def test_rows_without_a_kernel_are_left_to_pytorch() -> None:
+    """Of no multiple of 8 elements, or not aligned; norms are not, where bits must not depend on the batch."""
+    kernels = CudaKernels(EmulatedLauncher(), "cpu")
+    memory, weight = (
+        torch.randn(4, 68, generator=torch.Generator().manual_seed(0)).half(),
+        torch.ones(60).half(),
+    )
+    for x in (memory[:, :60], memory[:, 1:61]):
+        assert torch.equal(kernels.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+        own, other = memory[:, 4:64].contiguous(), memory[:, 4:64].contiguous()
+        found = kernels.add_rms_norm(x, own, weight, 1e-6)
+        assert torch.equal(found, reference.add_rms_norm(x, other, weight, 1e-6)) and torch.equal(own, other)
+        expected = reference.activate_and_mul(x, Activation.SILU)
+        assert torch.equal(kernels.activate_and_mul(x, Activation.SILU), expected)
+    kernels.batch_invariant = True
+    with pytest.raises(ValueError, match="no kernel for rows of 60"):
+        kernels.rms_norm(memory[:, :60], weight, 1e-6)
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
 @pytest.mark.parametrize("encodes", [False, True], ids=["generates", "encodes"])
 def test_what_is_compiled_ahead_exists(encodes: bool, capability: tuple[int, int]) -> None:
