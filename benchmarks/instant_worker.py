@@ -47,7 +47,7 @@ def main() -> None:
     while not isinstance(message := codec.decode(receive(socket)), Shutdown):
         if isinstance(message, StepPlan):
             rows = [SAMPLED if row.num_samples else NOTHING for row in message.rows]
-            send(socket, codec.encode(StepResult(message.step_id, rows)))
+            send(socket, codec.encode(StepResult(message.step_id, rows).by_columns()))
         elif isinstance(message, WorkerConfig):
             length = message.max_model_len or 0
             ready = Ready("Instant", "float32", "cpu", VOCAB_SIZE, length, options.num_blocks, 1, 1)

@@ -48,7 +48,7 @@ from pagewire.ipc.wire.messages import (
 )
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.sockets import bind_router, connect_dealer, receive, send
-from pagewire.ipc.wire.worker_messages import Parallel, Row, RowResult, StepPlan, StepResult
+from pagewire.ipc.wire.worker_messages import Parallel, Row, StepPlan, StepResult
 
 RESULTS = Path(__file__).with_name("results")
 INSTANT_WORKER = Path(__file__).with_name("instant_worker.py")
@@ -135,6 +135,7 @@ class Frontend:
         message = self._take()
         while not isinstance(message, Deltas):
             message = self._take()
+        self.num_tokens += len(message.token_ids)
         for delta in message.deltas:
             self.started.add(delta.key)
             self.num_tokens += len(delta.token_ids)
@@ -264,7 +265,7 @@ def socket_costs(count: int) -> dict[str, float]:
     (plan,) = codec.encode(
         StepPlan(1 << 20, [Row(slot, 1000, 1, num_samples=1) for slot in range(RANK_ROWS)])
     )
-    (result,) = codec.encode(StepResult(1 << 20, [RowResult([20_000])] * RANK_ROWS))
+    (result,) = codec.encode(StepResult(1 << 20, token_ids=[20_000] * RANK_ROWS))
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/echo.sock"
         context: zmq.Context[Any] = zmq.Context()

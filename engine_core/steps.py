@@ -63,7 +63,7 @@ class StepDriver:
             logger.error("unexpected step result from the worker, killing it: %s", error)
             self._worker.kill()
             return
-        self._outbox.add(outcomes)
+        self._outbox.add_step(outcomes)
         self._send_masks(now)
         self._stopwatch.restart(bool(scheduler.in_flight))
         self.busy_us += result.busy_us

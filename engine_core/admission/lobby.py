@@ -12,8 +12,8 @@ from typing import Protocol
 from pagewire.engine_core.adapters.table import AdapterTable
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
 from pagewire.engine_core.schedule.features import Features
-from pagewire.engine_core.schedule.scheduler import Outcome
 from pagewire.engine_core.schedule.sequence import Sequence, State
+from pagewire.engine_core.schedule.step import Outcome
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.shares import Name
 from pagewire.ipc.wire.items import Prompt

@@ -34,7 +34,6 @@ from pagewire.ipc.wire.messages import (
     Refused,
     Submit,
     ToCore,
-    TokenDelta,
     check_batch,
 )
 from pagewire.ipc.wire.refusal import refusal
@@ -242,11 +241,11 @@ class Clients:
         self._peers.pop(identity, None)
         self.refuse(identity, error)
 
-    def deliver(self, client: AttachedClient, deltas: list[TokenDelta]) -> None:
+    def deliver(self, client: AttachedClient, deltas: Deltas) -> None:
         """Send deltas; if the frontend's queue is full, merge them into its backlog."""
         if client.identity not in self.attached:
             return
-        if not client.backlog and self.send(client.identity, Deltas(deltas)):
+        if not client.backlog and self.send(client.identity, deltas):
             return
         for delta in deltas:
             client.backlog.add(delta)

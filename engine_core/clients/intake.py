@@ -22,7 +22,7 @@ from pagewire.ipc.version import __version__
 from pagewire.ipc.wire import messages
 from pagewire.ipc.wire.calls import CALLS, Right
 from pagewire.ipc.wire.items import Task
-from pagewire.ipc.wire.messages import PROTOCOL, Request, ToCore, TokenDelta
+from pagewire.ipc.wire.messages import PROTOCOL, Deltas, Request, ToCore, TokenDelta
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.tasks import submitted
@@ -303,7 +303,7 @@ class MessageIntake:
             TokenDelta(request.key, index, [], finish_reason="error", error=error, error_type=kind)
             for index in range(num_sequences)
         ]
-        self._core.clients.deliver(client, deltas)
+        self._core.clients.deliver(client, Deltas(deltas))
 
     def _abort(self, client: AttachedClient, abort: messages.Abort) -> None:
         if len(self._arrivals):

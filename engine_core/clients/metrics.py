@@ -13,22 +13,23 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 from pagewire.engine_core.clients.reports import ReportedEngine, phases
 from pagewire.engine_core.config.config import EngineConfig
 from pagewire.engine_core.grammar.pool import Grammars
-from pagewire.engine_core.schedule.scheduler import Outcome
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.state_slots import StateSlots
-from pagewire.engine_core.schedule.step import SchedulerStats
+from pagewire.engine_core.schedule.step import SchedulerStats, StepOutcomes
 from pagewire.ipc.distribution import Distribution
 from pagewire.ipc.wire.pooling import ENGINE_TASKS
 
 Row = dict[str, Any]
+TOKEN_GAP = attrgetter("token_gap")
 
 MAX_ADAPTER_NAMES = 100  # in a label
 MAX_TENANTS = 100  # values of the label "tenant"
@@ -241,7 +242,7 @@ class Metrics:
 
     def step(
         self,
-        outcomes: Collection[Outcome],
+        outcomes: StepOutcomes,
         num_prompt_tokens: int,
         busy_us: int,
         now: float,
@@ -252,12 +253,12 @@ class Metrics:
         num_steps: that were launched together; what is recorded is of all of them.
         """
         self.step_seconds.observe(busy_us / 1e6 / num_steps, num_steps)
-        gaps: defaultdict[float, int] = defaultdict(int)
-        for sequence, delta in outcomes:
+        gaps = Counter(map(TOKEN_GAP, outcomes.sequences))
+        for sequence, delta in outcomes.others:
             gaps[sequence.token_gap] += len(delta.token_ids)
         self.step_tokens.observe((num_prompt_tokens + sum(gaps.values())) / num_steps, num_steps)
         if gaps.pop(0.0, 0):
-            for sequence, delta in outcomes:
+            for sequence, delta in outcomes.others:
                 if sequence.token_gap == 0.0 and delta.token_ids:
                     self._first_token(self._requests[sequence], now)
         for gap, times in gaps.items():

@@ -11,8 +11,9 @@ from pagewire.engine_core.admission.lobby import Lobby
 from pagewire.engine_core.clients.clients import AttachedClient, Clients
 from pagewire.engine_core.clients.metrics import Metrics
 from pagewire.engine_core.clients.outbox import DeltaOutbox
-from pagewire.engine_core.schedule.scheduler import Outcome, Scheduler
+from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.engine_core.schedule.step import Outcome
 from pagewire.ipc.wire.messages import TokenDelta
 
 logger = logging.getLogger("pagewire.core")

@@ -178,6 +178,7 @@ class KVCache:
         self.pool.free(reversed(sequence.blocks))
         sequence.blocks = []
         sequence.room = sequence.computed = sequence.num_registered = sequence.recomputed_end = 0
+        sequence.plain_end = 0
         for group in self.groups:
             group.free(sequence)
 

@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.schedule.deltas import add_facts, error_delta, pooled_delta
@@ -43,12 +43,10 @@ from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.sequence_table import SequenceTable, by_arrival, by_priority
 from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
 from pagewire.engine_core.schedule.state_slots import CHECKPOINT_TOKENS, StateSlots
-from pagewire.engine_core.schedule.step import PlannedStep, SchedulerStats, slot_init
+from pagewire.engine_core.schedule.step import Outcome, PlannedStep, SchedulerStats, StepOutcomes, slot_init
 from pagewire.engine_core.schedule.stopping import append
 from pagewire.ipc.wire.messages import TokenDelta
 from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, StepPlan, StepResult
-
-Outcome: TypeAlias = tuple[Sequence, TokenDelta]
 
 
 @dataclass(frozen=True)
@@ -121,6 +119,8 @@ class Scheduler:
         self.in_flight: deque[PlannedStep] = deque()
         self._next_step_id = 0
         self._watermark = int(config.watermark * config.num_blocks)
+        drafts = type(self.speculation) is not NoSpeculation
+        self._has_plain_rows = not (drafts or self.kv.groups or config.stages > 1)
 
     # ------------------------------------------------------------ events
 
@@ -188,8 +188,8 @@ class Scheduler:
             self._end_with_error(sequence, str(why), now, "ValueError") for sequence, why in failures
         ]
 
-    def commit(self, result: StepResult, now: float) -> list[Outcome]:
-        """Append the tokens of the oldest step in flight; returns the sequences' deltas.
+    def commit(self, result: StepResult, now: float) -> StepOutcomes:
+        """Append the tokens of the oldest step in flight; returns what the sequences got.
 
         Raises:
             ValueError: `result` is that of another step, or does not fit the step's rows.
@@ -199,15 +199,15 @@ class Scheduler:
         step = self.in_flight[0]
         step.check(result)
         self.in_flight.popleft()
-        outcomes = []
-        for sequence, row, row_result in zip(step.sequences, step.rows, result.rows, strict=True):
+        outcomes, rows = step.append_plain(result, now)
+        self.stats.num_output_tokens += len(outcomes.sequences)
+        for sequence, row, row_result in rows:
             sequence.land(row.num_samples * step.num_steps)
             if sequence.state is not State.FINISHED:
                 if step.num_steps > 1:
                     self.kv.verify(sequence, row, step.num_steps - max(1, len(row_result.token_ids)))
-                delta = self._commit_row(sequence, row, row_result, now)
-                if delta is not None:
-                    outcomes.append((sequence, delta))
+                if (delta := self._commit_row(sequence, row, row_result, now)) is not None:
+                    outcomes.others.append((sequence, delta))
         self.stats.num_steps += step.num_run(result)
         self._launches.measure(step, result)
         self.speculation.measure(step, result, goes_on=bool(self.running))
@@ -259,6 +259,9 @@ class Scheduler:
         for sequence in batch:
             if step.budget == 0:
                 break
+            if sequence.computed < sequence.plain_end and sequence is not leaving:
+                step.add_plain(sequence)
+                continue
             count = sequence.num_to_compute
             if count > step.budget:
                 count = step.budget
@@ -345,6 +348,8 @@ class Scheduler:
         sequence.launch(num_tokens, num_samples)
         self.kv.fill(sequence, row)
         step.add(sequence, row)
+        if self._has_plain_rows and num_samples == 1:
+            sequence.begin_plain(self.kv.block_size)
 
     # ------------------------------------------------------------ committing
 
@@ -376,8 +381,7 @@ class Scheduler:
             self.sequences.finish(sequence)
         elif len(sequence.token_ids) > sequence.angles_end:  # it began no step with the last of these tokens
             self.sequences.requeue(sequence)
-        token_ids = result.token_ids if reason is None else result.token_ids[:num_tokens]
-        delta = TokenDelta(sequence.key, sequence.index, token_ids, reason, stop_token)
+        delta = TokenDelta(sequence.key, sequence.index, result.token_ids[:num_tokens], reason, stop_token)
         if result.logprobs is not None:
             delta.logprobs = result.logprobs.first(num_tokens)
         delta.prompt_logprobs = result.prompt_logprobs

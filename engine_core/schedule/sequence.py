@@ -48,6 +48,8 @@ class Sequence:
     longest: the most tokens that it may have, those of the prompt included.
     eos_token_id, stop_token_ids: tokens that end it; None if no end of sequence does, or it is ignored.
     room: tokens for which its blocks have room.
+    plain_end: while it has computed fewer tokens than this, its next row runs one token and samples the next, and
+        nothing else is to be done: it needs no block, has none to name, and does not end by length. 0: not so.
     tenant: whose sequence it is. turn: its place among those of the tenant, while it waits.
     num_in_flight: plans in flight that run this sequence. last_samples: how many tokens the last plan samples.
     num_crashes, num_relapses: worker crashes with this sequence in flight, since its last token; and since it was
@@ -117,6 +119,7 @@ class Sequence:
     last_token_time: float = 0.0
     token_gap: float = 0.0
     room: int = 0
+    plain_end: int = 0
     key: int = field(init=False)
     longest: int = sys.maxsize
     eos_token_id: int | None = None
@@ -170,6 +173,12 @@ class Sequence:
         """True if its next row runs one token that was never run before, and so can be followed by drafts."""
         return self.num_to_compute - max(0, self.recomputed_end - self.computed) == 1
 
+    def begin_plain(self, block_size: int) -> None:
+        """Set `plain_end`; called when a row was launched that samples its next token, and its cache is filled."""
+        if self.matcher is None and not self.num_relapses and self.first_token_time:
+            named_end = (self.num_registered + 1) * block_size
+            self.plain_end = min(self.room, named_end, self.longest - 1, self.angles_end)
+
     def choose_angles(self) -> None:
         """Choose rotary angles by the number of tokens; called while it has neither slot nor blocks."""
         if len(self.token_ids) > self.angles_end:
@@ -196,6 +205,7 @@ class Sequence:
 
     def prolong(self, num_steps: int) -> None:
         """Record that the step just launched is followed by more, each with one token and one sample."""
+        self.plain_end = 0
         self.last_samples += num_steps
         self.computed += num_steps
         self.num_pending += num_steps

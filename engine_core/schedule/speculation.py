@@ -319,7 +319,7 @@ class Drafting:
         measured = MeasuredStep(
             num_rows,
             num_samples=sum(row.num_samples for row in step.rows),
-            num_tokens=sum(len(row.token_ids) for row in result.rows),
+            num_tokens=result.num_tokens,
             busy=result.busy_us / 1e6,
             idle=0.0 if paused else min(result.idle_us / 1e6, LONGEST_WAIT),
             late=step.late and not paused and not self._pipelined,

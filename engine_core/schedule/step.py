@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from pagewire.engine_core.drafting.stats import SpeculationStats
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.schedule.sequence import Sequence
-from pagewire.engine_core.schedule.stopping import stop_ids
+from pagewire.engine_core.schedule.stopping import append_plain, stop_ids
 from pagewire.ipc.wire.codec import Tensor
-from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, SlotInit, StepResult
+from pagewire.ipc.wire.messages import TokenDelta
+from pagewire.ipc.wire.worker_messages import NO_TOKEN, Masks, Row, RowResult, SlotInit, StepResult
 
 
 @dataclass(slots=True)
@@ -20,6 +24,7 @@ class PlannedStep:
     masked: some row samples under a grammar. late: it is planned with no other in flight, although that is allowed.
     num_drafts: tokens of its rows that are drafts. num_asked: drafts that its worker is asked for.
     num_steps: that its plan is for; it is the first of them.
+    special: indices of rows that do not sample just one token.
     """
 
     step_id: int
@@ -33,9 +38,22 @@ class PlannedStep:
     num_drafts: int = 0
     num_asked: int = 0
     num_steps: int = 1
+    special: list[int] = field(default_factory=list)
+
+    def add_plain(self, sequence: Sequence) -> None:
+        """Launch the next row of a sequence within its `plain_end`, and add it."""
+        start = sequence.computed
+        sequence.computed = start + 1
+        sequence.num_pending += 1
+        sequence.num_in_flight += 1
+        self.sequences.append(sequence)
+        self.rows.append(Row(sequence.slot, start, 1, (), (), 1))
+        self.budget -= 1
 
     def add(self, sequence: Sequence, row: Row) -> None:
         """Add a row of a sequence."""
+        if row.num_samples != 1:
+            self.special.append(len(self.rows))
         self.sequences.append(sequence)
         self.rows.append(row)
         self.budget -= row.num_tokens
@@ -69,7 +87,9 @@ class PlannedStep:
 
     def num_run(self, result: StepResult) -> int:
         """The number of steps that its result is of: as many as the plan is for, or fewer."""
-        return 1 if self.num_steps == 1 else max(1, *(len(row.token_ids) for row in result.rows))
+        if self.num_steps == 1 or not result.rows:
+            return 1
+        return max(len(row.token_ids) for row in result.rows)
 
     def check(self, result: StepResult) -> None:
         """Check that a worker's result fits the rows.
@@ -77,18 +97,56 @@ class PlannedStep:
         Raises:
             ValueError: it does not.
         """
-        if len(result.rows) != len(self.rows):
-            raise ValueError(f"step {self.step_id} of {len(self.rows)} rows returned {len(result.rows)}")
-        for sequence, row, row_result in zip(self.sequences, self.rows, result.rows, strict=True):
+        check_columns(result)
+        if result.num_rows != len(self.rows):
+            raise ValueError(f"step {self.step_id} of {len(self.rows)} rows returned {result.num_rows}")
+        everywhere = result.rows or self.num_steps > 1
+        for i in range(len(self.rows)) if everywhere else {*self.special, *result.others}:
             if self.num_steps > 1:
-                check_launch(row_result, self.num_steps)
-            elif (
-                len(row_result.token_ids) != 1  # which it is of almost all rows
-                or row.num_samples != 1
-                or row_result.drafts
-                or row_result.pooled is not None
-            ):
-                check_result(row, row_result, row.start + row.num_tokens == sequence.num_prompt_tokens)
+                check_launch(result.row(i), self.num_steps)
+            else:
+                row = self.rows[i]
+                ends_prompt = row.start + row.num_tokens == self.sequences[i].num_prompt_tokens
+                check_result(row, result.row(i), ends_prompt)
+
+    def append_plain(
+        self, result: StepResult, now: float
+    ) -> tuple[StepOutcomes, list[tuple[Sequence, Row, RowResult]]]:
+        """Append the tokens of sequences to which nothing else happens.
+
+        result: it was checked. Returns these sequences with their tokens, and all other rows with their results.
+        """
+        sequences, token_ids = self.sequences, result.token_ids
+        others: Sequence_[int] = range(len(self.rows))
+        if token_ids:
+            others = append_plain(sequences, token_ids, now)
+        if others:
+            left = set(others)
+            sequences = [sequence for i, sequence in enumerate(self.sequences) if i not in left]
+            token_ids = [token_id for i, token_id in enumerate(token_ids) if i not in left]
+        rows = [(self.sequences[i], self.rows[i], result.row(i)) for i in others]
+        return StepOutcomes(sequences, token_ids), rows
+
+
+Outcome: TypeAlias = tuple[Sequence, TokenDelta]
+
+
+@dataclass(slots=True)
+class StepOutcomes:
+    """What a step has given to its sequences.
+
+    sequences, token_ids: those that got one token, about which there is nothing else to say. others: the rest.
+    """
+
+    sequences: Sequence_[Sequence] = ()
+    token_ids: Sequence_[int] = ()
+    others: list[Outcome] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Outcome]:
+        """All of them as deltas."""
+        for sequence, token_id in zip(self.sequences, self.token_ids, strict=True):
+            yield sequence, TokenDelta(sequence.key, sequence.index, [token_id])
+        yield from self.others
 
 
 @dataclass
@@ -108,6 +166,21 @@ class SchedulerStats:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+
+def check_columns(result: StepResult) -> None:
+    """Check that a result is of each row or by columns, and that these agree.
+
+    Raises:
+        ValueError: it is not.
+    """
+    token_ids = result.token_ids
+    if result.rows and (token_ids or result.others):
+        raise ValueError("a result is of each row, or by columns, but not both")
+    if len(result.others) != token_ids.count(NO_TOKEN) or any(
+        not 0 <= i < len(token_ids) or token_ids[i] != NO_TOKEN for i in result.others
+    ):
+        raise ValueError("the columns of a result disagree about which rows have one token")
 
 
 def check_result(row: Row, result: RowResult, ends_prompt: bool) -> None:

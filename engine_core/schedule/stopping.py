@@ -5,6 +5,8 @@ Stop strings are detected by the frontend, which alone has text; it then aborts 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Sequence_
+
 from pagewire.engine_core.schedule.sequence import Sequence
 
 
@@ -52,3 +54,28 @@ def append(sequence: Sequence, token_ids: list[int], now: float) -> tuple[int, s
         sequence.token_gap = (now - sequence.last_token_time) / num_tokens
     sequence.last_token_time = now
     return num_tokens, reason, stop_token
+
+
+def append_plain(sequences: Sequence_[Sequence], token_ids: Sequence_[int], now: float) -> list[int]:
+    """Append its token to each sequence to which nothing else happens; returns the indices of all others.
+
+    Those are unchanged: what has no token (`NO_TOKEN`), has ended or may end now, or is not within `plain_end`.
+    """
+    others = []
+    for i, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
+        known = sequence.token_ids
+        if (
+            len(known) >= sequence.plain_end
+            or token_id < 0
+            or token_id == sequence.eos_token_id
+            or token_id in sequence.stop_token_ids
+        ):
+            others.append(i)
+            continue
+        known.append(token_id)
+        sequence.num_in_flight -= 1
+        sequence.num_pending -= 1
+        sequence.token_gap = now - sequence.last_token_time
+        sequence.last_token_time = now
+        sequence.tenant.num_output_tokens += 1
+    return others

@@ -45,7 +45,6 @@ from pagewire.ipc.wire.messages import (
     Refused,
     Request,
     ToFrontend,
-    TokenDelta,
     Welcome,
 )
 from pagewire.ipc.wire.sockets import CurveKeys
@@ -78,7 +77,7 @@ class CoreClient:
         self,
         link: Link,
         welcome: Welcome,
-        on_deltas: Callable[[list[TokenDelta]], None],
+        on_deltas: Callable[[Deltas], None],
         on_dead: Callable[[EngineDeadError], None],
         on_refused: Callable[[list[int], Exception], None],
         child: Child | None,
@@ -112,7 +111,7 @@ class CoreClient:
         cls,
         address: str,
         *,
-        on_deltas: Callable[[list[TokenDelta]], None],
+        on_deltas: Callable[[Deltas], None],
         on_dead: Callable[[EngineDeadError], None],
         on_refused: Callable[[list[int], Exception], None] = lambda keys, error: None,
         on_blocks: Callable[[Blocks], None] = lambda blocks: None,
@@ -268,7 +267,7 @@ class CoreClient:
     def _take(self, message: ToFrontend) -> EngineDeadError | None:
         """Handle one message. Returns the cause if it ends the connection, else None."""
         if isinstance(message, Deltas):
-            self._on_deltas(message.deltas)
+            self._on_deltas(message)
         elif isinstance(message, Blocks):
             self._on_blocks(message)
         elif isinstance(message, CallAnswer):

@@ -23,7 +23,7 @@ from pagewire.frontend.core.client import CoreClient
 from pagewire.frontend.core.core_source import Attached, CoreSource, Pauses
 from pagewire.frontend.core.link import START_ERRORS
 from pagewire.ipc.errors import DetachedError, EngineDeadError
-from pagewire.ipc.wire.messages import Blocks, EngineInfo, Request, TokenDelta
+from pagewire.ipc.wire.messages import Blocks, Deltas, EngineInfo, Request
 
 if TYPE_CHECKING:
     from pagewire.frontend.core.spawn import SpawnedCore
@@ -79,7 +79,7 @@ class Cores(Protocol):
 class Owner(Protocol):
     """Receives what happens on a connection."""
 
-    def take_deltas(self, deltas: list[TokenDelta]) -> None:
+    def take_deltas(self, deltas: Deltas) -> None:
         """New output. Called on the client's thread."""
 
     def requests_refused(self, keys: list[int], error: Exception) -> None:

@@ -33,7 +33,7 @@ from pagewire.ipc.errors import (
     EngineStoppedError,
     RequestCrashedEngineError,
 )
-from pagewire.ipc.wire.messages import Request, TokenDelta
+from pagewire.ipc.wire.messages import Deltas, Request
 
 logger = logging.getLogger("pagewire.frontend")
 
@@ -147,7 +147,7 @@ class OpenRequests:
 
     # -------------------------------------------------------------- on the client's thread
 
-    def take_deltas(self, deltas: list[TokenDelta]) -> None:
+    def take_deltas(self, deltas: Deltas) -> None:
         """Add new output to its requests, and notify their mailboxes.
 
         Log probabilities take long; threads that wait for the lock, such as an event loop, get it in between.
@@ -160,15 +160,14 @@ class OpenRequests:
             self._take_portion(portion)
             self._held_seconds += time.monotonic() - begin
 
-    def _take_portion(self, deltas: list[TokenDelta]) -> None:
+    def _take_portion(self, deltas: Deltas) -> None:
         with self._lock:
             states, to_drop = self._table.outputs.process(deltas)
             if to_drop.keys or to_drop.sequences:
                 self.connection.client.abort(to_drop.keys, to_drop.sequences)
             ready: defaultdict[Mailbox, list[RequestState]] = defaultdict(list)
             for state in states:
-                if state.has_output:
-                    ready[self._table.mailboxes[state.key]].append(state)
+                ready[self._table.mailboxes[state.key]].append(state)
             self._trial.check_progress()
             self._drop([state for state in states if state.finished])
         for mailbox, new in ready.items():
@@ -406,13 +405,17 @@ def ended(state: RequestState) -> list[tuple[int, int]]:
     return [(state.key, index) for index, reason in enumerate(state.finish_reasons) if reason is not None]
 
 
-def portions(deltas: list[TokenDelta]) -> Iterator[list[TokenDelta]]:
-    """The deltas, in order, in parts that take as long as about `PORTION` log probabilities."""
-    begin = size = 0
+def portions(message: Deltas) -> Iterator[Deltas]:
+    """The output, in order, in parts that take as long as about `PORTION` log probabilities."""
+    most = PORTION // DELTA_PORTION
+    for begin in range(0, len(message.keys), most):
+        part = slice(begin, begin + most)
+        yield Deltas([], message.keys[part], message.token_ids[part])
+    begin, size, deltas = 0, 0, message.deltas
     for end, delta in enumerate(deltas, 1):
         size += DELTA_PORTION
         if delta.logprobs is not None or delta.prompt_logprobs is not None:
             size += num_logprobs(delta)
         if size >= PORTION or end == len(deltas):
-            yield deltas[begin:end]
+            yield Deltas(deltas[begin:end])
             begin, size = end, 0

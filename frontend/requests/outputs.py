@@ -38,7 +38,7 @@ from pagewire.ipc.errors import (
     error_text,
     error_type,
 )
-from pagewire.ipc.wire.messages import Abort, Request, RequestTiming, TokenDelta
+from pagewire.ipc.wire.messages import Abort, Deltas, Request, RequestTiming, TokenDelta
 from pagewire.ipc.wire.params import RequestOutputKind
 from pagewire.ipc.wire.thinking import finish_of
 
@@ -205,6 +205,17 @@ class OutputState:
         self._logprobs = None if params.logprobs is None else no_logprobs(self._flat)
         self._cumulative_logprob = 0.0
 
+    def append(self, token_id: int) -> bool:
+        """Add a token with which nothing else came. Returns True if a stop string ends the output."""
+        self.changed = True
+        if self._detokenizer is not None:
+            self._detokenizer.feed([token_id])
+        self.token_ids.append(token_id)
+        if self._detokenizer is None or self._detokenizer.stop is None:
+            return False
+        self.end("stop", self._detokenizer.stop)
+        return True
+
     def apply(self, delta: TokenDelta, texts: TokenTexts) -> bool:
         """Add a delta. Returns True if a stop string ends the output, which the core does not know."""
         self.changed = True
@@ -367,6 +378,20 @@ class RequestState:
         """Return the exception for the caller: of the type `error_type` if it is a known one, else RequestError."""
         return REFUSALS.get(self.error_type or "", RequestError)(self.error)
 
+    def append(self, token_id: int, now: float) -> bool:
+        """Add a token of the first output, with which nothing else came; as `apply`.
+
+        now: seconds since the epoch.
+        """
+        if not self._outputs or (output := self._outputs[0]).finish_reason is not None:
+            return False
+        self._metrics.last_token_time = now
+        if not output.append(token_id):
+            return False
+        self._num_live -= 1
+        self._clock(None)
+        return True
+
     def apply(self, delta: TokenDelta) -> bool:
         """Add a delta; a delta for an output that has ended is ignored.
 
@@ -503,34 +528,51 @@ class Outputs:
         """Remove a request and return it; later deltas for its key are ignored."""
         return self.states.pop(key, None)
 
-    def process(self, deltas: Sequence[TokenDelta]) -> tuple[list[RequestState], Abort]:
-        """Add deltas to their requests, and remove the requests that have finished.
+    def process(self, deltas: Deltas) -> tuple[list[RequestState], Abort]:
+        """Add output to its requests, and remove the requests that have finished.
 
-        An exception that a delta causes, for example in a tokenizer's decoder, ends its request alone.
+        An exception that output causes, for example in a tokenizer's decoder, ends its request alone.
 
-        Returns the requests that got deltas, each once, and what the core must drop, for it does not know the end.
+        Returns the requests that got output and have some to take (`RequestState.has_output`), each once, and what
+        the core must drop, for it does not know the end.
         """
         touched: dict[int, RequestState] = {}
         to_drop = Abort([], [])
-        for delta in deltas:
-            state = self.states.get(delta.key)
-            if state is None:
+        now = time.time()
+        for key, token_id in zip(deltas.keys, deltas.token_ids, strict=True):
+            if (state := self.states.get(key)) is None:
+                continue
+            touched[key] = state
+            try:
+                if state.append(token_id, now):
+                    to_drop.sequences.append((key, 0))
+            except Exception as error:
+                self._fail(state, error, to_drop)
+        for delta in deltas.deltas:
+            if (state := self.states.get(delta.key)) is None:
                 continue
             touched[delta.key] = state
             try:
                 if state.apply(delta):
                     to_drop.sequences.append((delta.key, delta.index))
-            except AnswerTooLargeError as error:
-                state.fail(error)
-                to_drop.keys.append(delta.key)
             except Exception as error:
-                logger.exception("request %.100r: its output could not be processed", state.request_id)
-                name = type(error).__name__
-                state.fail(RequestError(f"the output of the request could not be processed: {name}: {error}"))
-                to_drop.keys.append(delta.key)
+                self._fail(state, error, to_drop)
+        ready = [state for state in touched.values() if state.has_output]
+        for state in ready:
             if state.finished:
-                del self.states[delta.key]
-        return list(touched.values()), to_drop
+                del self.states[state.key]
+        return ready, to_drop
+
+    @staticmethod
+    def _fail(state: RequestState, error: Exception, to_drop: Abort) -> None:
+        """End a request whose output could not be processed."""
+        to_drop.keys.append(state.key)
+        if isinstance(error, AnswerTooLargeError):
+            state.fail(error)
+            return
+        logger.exception("request %.100r: its output could not be processed", state.request_id)
+        name = type(error).__name__
+        state.fail(RequestError(f"the output of the request could not be processed: {name}: {error}"))
 
 
 def no_logprobs(flat: bool) -> Any:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
+from itertools import compress
 from typing import Any
 
 from pagewire.frontend.core.client import CoreClient
@@ -19,7 +20,7 @@ from pagewire.frontend.route.placement import Policy
 from pagewire.frontend.route.replica import Placement, Replica, ReplicaState
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 from pagewire.ipc.wire.block_names import split_names
-from pagewire.ipc.wire.messages import Blocks, Request, TokenDelta
+from pagewire.ipc.wire.messages import Blocks, Deltas, Request
 
 BUSY_SECONDS = 1.0  # for which a core that refuses requests, such as one that shuts down, gets none
 
@@ -170,7 +171,7 @@ class Dispatcher:
         with self._lock:
             return self.ledger.index.num_names(replica.number)
 
-    def take_deltas(self, replica: Replica, deltas: list[TokenDelta]) -> list[TokenDelta]:
+    def take_deltas(self, replica: Replica, message: Deltas) -> Deltas:
         """Record new output of a core. Returns what is to be handed on.
 
         Requests that the core is too busy for go to another one, and are not handed on.
@@ -180,7 +181,8 @@ class Dispatcher:
         with self._lock:
             placed = self.ledger.placed
             # Output of a request that went elsewhere since would change what the other core generates.
-            deltas = [delta for delta in deltas if self.ledger.is_on(delta.key, replica)]
+            deltas = [delta for delta in message.deltas if self.ledger.is_on(delta.key, replica)]
+            here = [self.ledger.record_output(key, replica) for key in message.keys]
             for delta in deltas:
                 refused = delta.error_type == EngineBusyError.__name__ and delta.finish_reason == "error"
                 if refused and (placement := placed.get(delta.key)) is not None and not placement.started:
@@ -189,7 +191,11 @@ class Dispatcher:
                     self.ledger.output(replica, delta, now)
             refused_by_all = {key for key in busy if not self._elsewhere(replica, placed[key], now)}
             self._check_drained(replica)
-        return [delta for delta in deltas if delta.key not in busy or delta.key in refused_by_all]
+        return Deltas(
+            [delta for delta in deltas if delta.key not in busy or delta.key in refused_by_all],
+            list(compress(message.keys, here)),
+            list(compress(message.token_ids, here)),
+        )
 
     def _elsewhere(self, replica: Replica, placement: Placement, now: float) -> bool:
         """Send a request that a core has refused to another one; False if there is none that takes it."""

@@ -29,7 +29,7 @@ from pagewire.frontend.route.placement import Policy
 from pagewire.frontend.route.places import running
 from pagewire.frontend.route.replica import CorePlace, Replica, ReplicaState
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, EngineStoppedError
-from pagewire.ipc.wire.messages import Blocks, EngineInfo, Request, TokenDelta
+from pagewire.ipc.wire.messages import Blocks, Deltas, EngineInfo, Request
 
 logger = logging.getLogger("pagewire.route")
 
@@ -199,7 +199,7 @@ class Fleet:
 
     # -------------------------------------------------------------- as the listener of its cores
 
-    def take_deltas(self, replica: Replica, deltas: list[TokenDelta]) -> None:
+    def take_deltas(self, replica: Replica, deltas: Deltas) -> None:
         """Hand new output on, except refusals of requests that another core takes."""
         self._owner.take_deltas(self.dispatcher.take_deltas(replica, deltas))
 

@@ -128,17 +128,21 @@ class Ledger:
         placement = self.placed.get(key)
         return placement is not None and placement.replica is replica
 
-    def output(self, replica: Replica, delta: TokenDelta, now: float) -> None:
-        """Record output of a request on a core."""
-        if not self.is_on(delta.key, replica):
-            return
-        placement = self.placed[delta.key]
+    def record_output(self, key: int, replica: Replica) -> bool:
+        """Record output of a request on a core; False, and nothing is recorded, if it is not there (`is_on`)."""
+        placement = self.placed.get(key)
+        if placement is None or placement.replica is not replica:
+            return False
         if not placement.started:
             placement.started = True
             replica.num_waiting -= placement.num_waiting
             placement.num_waiting = 0
             replica.num_running += len(placement.live)
-        if delta.finish_reason is not None:
+        return True
+
+    def output(self, replica: Replica, delta: TokenDelta, now: float) -> None:
+        """Record output of a request on a core, and the end of a sequence if it is one."""
+        if self.record_output(delta.key, replica) and delta.finish_reason is not None:
             self.end_sequence(delta.key, delta.index, now)
 
     def end_sequence(self, key: int, index: int, now: float) -> None:

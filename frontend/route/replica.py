@@ -15,7 +15,7 @@ from pagewire.frontend.core.client import CoreClient
 from pagewire.frontend.core.connection import CoreConnection, EngineClient
 from pagewire.frontend.core.core_source import CoreSource
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
-from pagewire.ipc.wire.messages import Blocks, Request, TokenDelta
+from pagewire.ipc.wire.messages import Blocks, Deltas, Request
 
 logger = logging.getLogger("pagewire.route")
 
@@ -67,7 +67,7 @@ class Placement:
 class ReplicaListener(Protocol):
     """Receives what happens on the connections of a router, on the threads that `connection.Owner` names."""
 
-    def take_deltas(self, replica: Replica, deltas: list[TokenDelta]) -> None:
+    def take_deltas(self, replica: Replica, deltas: Deltas) -> None:
         """New output."""
 
     def take_blocks(self, replica: Replica, blocks: Blocks) -> None:
@@ -186,7 +186,7 @@ class Replica:
 
     # -------------------------------------------------------------- as `connection.Owner` says
 
-    def take_deltas(self, deltas: list[TokenDelta]) -> None:
+    def take_deltas(self, deltas: Deltas) -> None:
         """New output."""
         self._listener.take_deltas(self, deltas)
 

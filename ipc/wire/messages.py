@@ -8,6 +8,7 @@ Increase `PROTOCOL` with every change, here or in the parts that messages share,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -33,7 +34,7 @@ from pagewire.ipc.wire.params import Name, SamplingParams
 from pagewire.ipc.wire.pooling import PoolingInfo
 from pagewire.ipc.wire.sources import SourceInfo
 
-PROTOCOL = 11
+PROTOCOL = 12
 
 
 class EngineInfo(Message):
@@ -309,9 +310,28 @@ class TokenDelta(Item):
 
 
 class Deltas(Message, tag="deltas"):
-    """All new output for one frontend."""
+    """All new output for one frontend.
 
-    deltas: list[TokenDelta]
+    keys, token_ids: the first sequence of request `keys[i]` has got the token `token_ids[i]`, and there is nothing
+        else to say of it. These tokens come before all of `deltas`.
+
+    Raises:
+        ValueError: there are not as many tokens as keys.
+    """
+
+    deltas: list[TokenDelta] = []
+    keys: list[int] = []
+    token_ids: list[int] = []
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.token_ids):
+            raise ValueError(f"{len(self.token_ids)} tokens for {len(self.keys)} keys")
+
+    def __iter__(self) -> Iterator[TokenDelta]:
+        """All output as deltas, in order."""
+        for key, token_id in zip(self.keys, self.token_ids, strict=True):
+            yield TokenDelta(key, 0, [token_id])
+        yield from self.deltas
 
 
 class Blocks(Message, tag="blocks"):

@@ -312,18 +312,62 @@ class RowResult(Item):
     error_type: str | None = None
     drafts: list[int] = []
 
+    @property
+    def is_token(self) -> bool:
+        """True if it is one token and nothing else."""
+        return (
+            len(self.token_ids) == 1
+            and self.logprobs is None
+            and self.prompt_logprobs is None
+            and self.pooled is None
+            and self.error is None
+            and not self.drafts
+        )
+
+
+NO_TOKEN = -1
+
 
 class StepResult(Message, tag="result"):
-    """The result of a step.
+    """The result of a step: of each row, or by columns. A stage before the last samples nothing, and has neither.
 
-    rows: one for each of the plan's rows; none from a stage before the last, which samples nothing.
+    rows: one for each of the plan's rows.
     busy_us: duration of the step in the worker, in microseconds. idle_us: time the worker had waited for it.
+    token_ids: by columns: the token of each row that has one token and nothing else, `NO_TOKEN` for the other rows.
+    others: by columns: the results of these other rows, by index.
     """
 
     step_id: int
-    rows: list[RowResult]
+    rows: list[RowResult] = []
     busy_us: int = 0
     idle_us: int = 0
+    token_ids: list[int] = []
+    others: dict[int, RowResult] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows that it is of."""
+        return len(self.rows) or len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of all rows."""
+        rows = (*self.rows, *self.others.values())
+        return len(self.token_ids) - len(self.others) + sum(len(row.token_ids) for row in rows)
+
+    def row(self, index: int) -> RowResult:
+        """The result of one row."""
+        if self.rows:
+            return self.rows[index]
+        return self.others.get(index) or RowResult([self.token_ids[index]])
+
+    def by_columns(self) -> StepResult:
+        """The same result by columns, which costs its reader little; by rows if none of them is just a token."""
+        others = {i: row for i, row in enumerate(self.rows) if not row.is_token}
+        if len(others) == len(self.rows):
+            return self
+        token_ids = [NO_TOKEN if i in others else row.token_ids[0] for i, row in enumerate(self.rows)]
+        return StepResult(self.step_id, [], self.busy_us, self.idle_us, token_ids, others)
 
 
 class WorkerReply(Message, tag="reply"):

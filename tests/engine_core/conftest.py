@@ -91,7 +91,7 @@ class RawFrontend:
 
     def take(self, message: ToFrontend) -> None:
         assert isinstance(message, Deltas), message
-        for delta in message.deltas:
+        for delta in message:
             place = (delta.key, delta.index)
             assert place not in self.ends, f"{delta} after the end"
             self.outputs.setdefault(place, []).extend(delta.token_ids)

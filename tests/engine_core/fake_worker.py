@@ -186,7 +186,7 @@ class FakeWorker:
             mask = allowed.get(num_samples)
             num_samples += row.num_samples
             result.rows.append(self.run(row, mask))
-        return result
+        return result.by_columns()
 
     def run(self, row: Row, mask: bytes | None) -> RowResult:
         tokens, result = self.tokens[row.slot], RowResult()

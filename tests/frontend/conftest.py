@@ -100,11 +100,11 @@ class FakeCore:
 
     def tokens(self, key: int, token_ids: list[int], index: int = 0, **more: Any) -> None:
         """Send one delta."""
-        self.send(Deltas([TokenDelta(key, index, token_ids, **more)]))
+        self.send(by_columns([TokenDelta(key, index, token_ids, **more)]))
 
     def deltas(self, deltas: list[TokenDelta]) -> None:
         """Send several as one step."""
-        self.send(Deltas(deltas))
+        self.send(by_columns(deltas))
 
     def close(self) -> None:
         """Vanish, as a killed core does."""
@@ -183,7 +183,19 @@ class FakeCore:
             ]
             if not deltas:
                 return
-            self._reply(Deltas(deltas))
+            self._reply(by_columns(deltas))
+
+
+def by_columns(deltas: list[TokenDelta]) -> Deltas:
+    """A message with these deltas, the first ones as keys and tokens as far as they are nothing more."""
+    tokens = list(itertools.takewhile(is_token, deltas))
+    keys, token_ids = [delta.key for delta in tokens], [delta.token_ids[0] for delta in tokens]
+    return Deltas(deltas[len(tokens) :], keys, token_ids)
+
+
+def is_token(delta: TokenDelta) -> bool:
+    """True if a delta has one token of the first sequence, and nothing else."""
+    return len(delta.token_ids) == 1 and delta == TokenDelta(delta.key, 0, delta.token_ids)
 
 
 @pytest.fixture(scope="session")

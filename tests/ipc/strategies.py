@@ -179,10 +179,19 @@ SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
 }
 
 
+@st.composite
+def deltas(draw: st.DrawFn) -> messages.Deltas:
+    """With as many tokens as keys."""
+    tokens = draw(st.dictionaries(int64, int64, max_size=3))
+    return messages.Deltas(draw(values(list[messages.TokenDelta])), list(tokens), list(tokens.values()))
+
+
 def values(kind: Any) -> st.SearchStrategy[Any]:
     """Values of the annotated type `kind`."""
     if kind in SIMPLE:
         return SIMPLE[kind]
+    if kind is messages.Deltas:
+        return deltas()
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return st.one_of(*map(values, args))

@@ -172,7 +172,7 @@ class Driver:
 
 def tokens_of(result: StepResult) -> list[int]:
     """All tokens of a step, in the order of its rows."""
-    return [token_id for row in result.rows for token_id in row.token_ids]
+    return [token_id for i in range(result.num_rows) for token_id in result.row(i).token_ids]
 
 
 def values(rows: LogprobRows) -> tuple[list[int], list[float], list[int]]:

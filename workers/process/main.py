@@ -252,7 +252,7 @@ class Pipeline:
                 from pagewire.workers.run.launch import go_on  # imports torch, as the runner has by now
 
                 self._idle_since = go_on(self._runner, step, result, self._quiet)
-            self._connection.send(result)
+            self._connection.send(result.by_columns())
 
 
 def start(connection: CoreSession, config: WorkerConfig, listener: socket.socket | None = None) -> Runner:

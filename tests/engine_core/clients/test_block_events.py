@@ -38,7 +38,7 @@ class Mirror:
                 assert message.result is True, message
             else:
                 assert isinstance(message, Deltas)
-                self.ended |= {delta.key for delta in message.deltas if delta.finish_reason is not None}
+                self.ended |= {delta.key for delta in message if delta.finish_reason is not None}
 
 
 def test_a_frontend_that_follows_knows_the_blocks_of_prompts(start_core: Callable[..., RunningCore]) -> None:

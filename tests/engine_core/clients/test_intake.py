@@ -84,10 +84,10 @@ def test_a_key_in_the_backlog_is_not_used_again(
     message = slow.hear()
     while not (isinstance(message, Deltas) and any(delta.key == 1 for delta in message.deltas)):
         message = slow.hear()
-    (delta,) = [delta for delta in message.deltas if delta.key == 1]
+    (delta,) = [delta for delta in message if delta.key == 1]
     assert delta.token_ids == roll_out([5, 6], 3) and delta.logprobs.token_ids.shape == (3, 3)
     slow.submit(1, [5, 6], logprobs=5, max_tokens=3)  # it is free again
-    while not (isinstance(message := slow.hear(), Deltas) and message.deltas[-1].finish_reason == "length"):
+    while not (isinstance(message := slow.hear(), Deltas) and list(message)[-1].finish_reason == "length"):
         pass
     assert core.error is None
 
@@ -110,7 +110,7 @@ def test_an_abort_frees_a_key_in_the_backlog(
     while len(tokens) < 4:
         message = slow.hear()
         assert isinstance(message, Deltas), message
-        tokens += [token for delta in message.deltas if delta.key == 1 for token in delta.token_ids]
+        tokens += [token for delta in message if delta.key == 1 for token in delta.token_ids]
     assert tokens == roll_out([8, 9], 4)
 
 
@@ -128,7 +128,7 @@ def test_output_of_a_request_that_was_given_up_is_not_that_of_the_next(
     while len(tokens) < 9:
         message = frontend.hear()
         assert isinstance(message, Deltas), message
-        tokens += [token for delta in message.deltas if delta.key == 5 for token in delta.token_ids]
+        tokens += [token for delta in message if delta.key == 5 for token in delta.token_ids]
     assert tokens == roll_out([5, 6], 9)
 
 

@@ -19,7 +19,7 @@ from pagewire.engine_core.clients.metrics import (
     one_two_five,
 )
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
-from pagewire.engine_core.schedule.step import SchedulerStats
+from pagewire.engine_core.schedule.step import SchedulerStats, StepOutcomes
 from pagewire.ipc.distribution import Distribution
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.messages import Request, TokenDelta
@@ -69,9 +69,10 @@ def test_a_step_adds_its_tokens_in_one_piece() -> None:
     metrics = Metrics(1000)
     group = [submit(metrics)[0] for _ in range(8)]
     gaps = [0.0, *[0.02] * 5, 0.3, 0.02]
-    outcomes = [token(*pair) for pair in zip(group[:6], gaps[:6], strict=True)]
-    outcomes.append(token(group[6], gaps[6], (1, 2, 3)))
-    metrics.step([*outcomes, token(group[7], 0.02, ())], 40, 5000, now=8.0)
+    sizes = [1] * 6 + [3, 0]
+    outcomes = [token(s, gap, (1,) * size) for s, gap, size in zip(group, gaps, sizes, strict=True)]
+    others = [outcomes[0], *outcomes[4:]]
+    metrics.step(StepOutcomes(group[1:4], [1] * 3, others), 40, 5000, now=8.0)
     assert sums(metrics.first_token) == [(1, 1.0)]
     between = metrics.between_tokens.values()
     assert (between["count"], between["sum"]) == (8, pytest.approx(1.0))
@@ -83,7 +84,8 @@ def test_a_step_adds_its_tokens_in_one_piece() -> None:
 def test_steps_that_were_launched_together_count_each() -> None:
     metrics = Metrics(1000)
     group = [submit(metrics)[0] for _ in range(2)]
-    metrics.step([token(sequence, 0.001, (1, 2, 3, 4)) for sequence in group], 0, 4000, 8.0, num_steps=4)
+    outcomes = StepOutcomes(others=[token(sequence, 0.001, (1, 2, 3, 4)) for sequence in group])
+    metrics.step(outcomes, 0, 4000, 8.0, num_steps=4)
     assert sums(metrics.step_seconds) == [(4, pytest.approx(0.004))]
     assert sums(metrics.step_tokens) == [(4, 8)]
     assert sums(metrics.between_tokens) == [(8, pytest.approx(0.008))]
@@ -93,8 +95,8 @@ def test_a_request_counts_once_whatever_its_n() -> None:
     metrics = Metrics(1000)
     first, second, third = submit(metrics, n=3, max_tokens=9)
     first.scheduled_time, second.scheduled_time = 9.0, 8.0
-    metrics.step([token(second, 0.0)], 3, 0, now=10.0)
-    metrics.step([token(first, 0.0), token(second, 2.0)], 3, 0, now=12.0)
+    metrics.step(StepOutcomes(others=[token(second, 0.0)]), 3, 0, now=10.0)
+    metrics.step(StepOutcomes(others=[token(first, 0.0), token(second, 2.0)]), 3, 0, now=12.0)
     first.first_token_time, second.first_token_time = 12.0, 10.0
     metrics.finished(second, "length", now=14.0)
     assert metrics.num_open == 1 and sum(metrics.num_finished.values()) == 0

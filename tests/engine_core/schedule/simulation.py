@@ -33,7 +33,6 @@ from pagewire.engine_core.schedule.blocks import Block, BlockPool
 from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS
 from pagewire.engine_core.schedule.features import Features
 from pagewire.engine_core.schedule.scheduler import (
-    Outcome,
     Scheduler,
     SchedulerConfig,
 )
@@ -45,6 +44,7 @@ from pagewire.engine_core.schedule.sequence import (
     sequences,
 )
 from pagewire.engine_core.schedule.speculation import Drafting, DraftLimits, NoSpeculation, Speculation
+from pagewire.engine_core.schedule.step import Outcome
 from pagewire.engine_core.schedule.tenants import TenantAccount
 from pagewire.engine_core.schedule.waiting import Order
 from pagewire.ipc.wire.codec import Tensor
@@ -676,7 +676,9 @@ class Simulation:
         result = self.results.popleft()
         for index, error in (errors or {}).items():
             result.rows[index] = RowResult(error=error)
-        outcomes = self.scheduler.commit(result, self._tick())
+        if self.worker.random.randrange(4):
+            result = result.by_columns()
+        outcomes = list(self.scheduler.commit(result, self._tick()))
         self._hear(outcomes)
         self._run_worker()
         return outcomes

@@ -13,7 +13,7 @@ from pagewire.engine_core.schedule.sequence import RELAPSES_TO_ISOLATE, STEPS_TO
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import Media
 from pagewire.ipc.wire.pooling import PoolingParams
-from pagewire.ipc.wire.worker_messages import RowResult, StepPlan, StepResult
+from pagewire.ipc.wire.worker_messages import NO_TOKEN, RowResult, StepPlan, StepResult
 from tests.engine_core.schedule.simulation import EOS, VOCAB, Forced, Simulation, expected, expected_pooled
 
 PICTURE = Tensor("uint8", (0,), b"")
@@ -541,9 +541,57 @@ def test_a_result_that_does_not_fit_its_rows_is_refused_whole(rows: list[RowResu
     simulation.submit([2, 3])
     simulation.submit([4, 5])
     simulation.plan()
-    with pytest.raises(ValueError, match=text):
-        simulation.scheduler.commit(StepResult(0, rows), 0.0)
+    for result in (StepResult(0, rows), StepResult(0, rows).by_columns()):
+        with pytest.raises(ValueError, match=text):
+            simulation.scheduler.commit(result, 0.0)
     simulation.drain()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        StepResult(0, [RowResult([2])], token_ids=[2]),
+        StepResult(0, [RowResult([2]), RowResult([2])], token_ids=[2, 2]),
+        StepResult(0, [RowResult([2]), RowResult([2])], others={0: RowResult([2])}),
+        StepResult(0, token_ids=[2, 2], others={1: RowResult([2])}),
+        StepResult(0, token_ids=[2, NO_TOKEN]),
+        StepResult(0, token_ids=[2, NO_TOKEN], others={2: RowResult([2])}),
+        StepResult(0, token_ids=[2, NO_TOKEN], others={-1: RowResult([2])}),
+    ],
+)
+def test_columns_that_disagree_are_refused_whole(wrong: StepResult) -> None:
+    simulation = Simulation(depth=1)
+    simulation.submit([2, 3])
+    simulation.submit([4, 5])
+    simulation.plan()
+    with pytest.raises(ValueError, match="columns"):
+        simulation.scheduler.commit(wrong, 0.0)
+    simulation.drain()
+
+
+def test_a_prompt_in_parts_cannot_return_a_token() -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=4)
+    simulation.submit([2, 3, 4, 5, 6])
+    simulation.plan()
+    with pytest.raises(ValueError, match="a row of 0 samples returned 1 tokens"):
+        simulation.scheduler.commit(StepResult(0, token_ids=[2]), 0.0)
+    simulation.drain()
+
+
+def test_most_tokens_of_a_sequence_are_outcomes_without_a_delta() -> None:
+    """All but the first two, the last one, and those that fill one of the 12 blocks."""
+    simulation = Simulation(block_size=16, max_model_len=256)
+    (sequence,) = simulation.submit([3, 4], max_tokens=200, ignore_eos=True)
+    scheduler, num_plain = simulation.scheduler, 0
+    for step in range(200):
+        plan = scheduler.plan(float(step))
+        assert plan is not None and len(plan.rows) == 1
+        outcomes = scheduler.commit(StepResult(plan.step_id, token_ids=[2]), float(step))
+        num_plain += len(outcomes.sequences)
+        assert [delta.token_ids for _, delta in outcomes] == [[2]]
+    assert sequence.finished and sequence.output_token_ids == [2] * 200
+    assert scheduler.stats.num_output_tokens == 200
+    assert num_plain == 185
 
 
 # ---------------------------------------------------------------- drafts

@@ -33,6 +33,7 @@ from pagewire.ipc.wire.messages import (
     Call,
     CallAnswer,
     CoreDying,
+    Deltas,
     Detached,
     EngineInfo,
     Goodbye,
@@ -53,7 +54,7 @@ class Watched:
     """A client, and what it called back."""
 
     def __init__(self, address: str, **options: Any) -> None:
-        self.deltas: queue.Queue[list[TokenDelta]] = queue.Queue()
+        self.deltas: queue.Queue[Deltas] = queue.Queue()
         self.deaths: queue.Queue[EngineDeadError] = queue.Queue()
         self.refusals: queue.Queue[tuple[list[int], Exception]] = queue.Queue()
         self.client = CoreClient.connect(
@@ -89,7 +90,7 @@ def test_submit_deltas_abort_goodbye(core: Any, attach: Callable[..., Watched]) 
     watched.client.submit([request(1), request(2)])
     assert [r.key for r in core.expect(Submit).requests] == [1, 2]
     core.tokens(1, [7], finish_reason="stop")
-    assert watched.deltas.get(timeout=PATIENCE) == [TokenDelta(1, 0, [7], finish_reason="stop")]
+    assert list(watched.deltas.get(timeout=PATIENCE)) == [TokenDelta(1, 0, [7], finish_reason="stop")]
     watched.client.abort([2], [(1, 0)])
     assert core.expect(Abort) == Abort([2], [(1, 0)])
     watched.client.close()
@@ -212,7 +213,7 @@ def test_a_refused_message_ends_what_was_in_it_and_no_more(core: Any, attach: Ca
     assert (keys, type(error), str(error)) == ([1, 2], ValueError, "n must be at most 64")
     core.send(Refused("not a message of this protocol"))  # names nothing
     core.tokens(3, [7])
-    assert watched.deltas.get(timeout=PATIENCE) == [TokenDelta(3, 0, [7])]
+    assert list(watched.deltas.get(timeout=PATIENCE)) == [TokenDelta(3, 0, [7])]
     assert watched.client.dead is None and watched.deaths.empty() and watched.refusals.empty()
 
 
@@ -239,7 +240,7 @@ class SlowCallback:
         core.tokens(1, [7])
         assert self.entered.wait(PATIENCE)
 
-    def wait(self, deltas: list[TokenDelta]) -> None:
+    def wait(self, deltas: Deltas) -> None:
         self.entered.set()
         assert self.go.wait(PATIENCE)
 
@@ -319,7 +320,7 @@ def test_several_requests_have_less_room_than_one(
 def test_an_error_in_a_callback_is_not_swallowed(core: Any) -> None:
     deaths: queue.Queue[EngineDeadError] = queue.Queue()
 
-    def broken(deltas: list[TokenDelta]) -> None:
+    def broken(deltas: Deltas) -> None:
         raise KeyError("oops")
 
     client = CoreClient.connect(core.address, on_deltas=broken, on_dead=deaths.put)

@@ -9,7 +9,7 @@ import pytest
 from pagewire.frontend.requests.answer_budget import AnswerTooLargeError, LogprobBudget
 from pagewire.frontend.requests.outputs import Outputs, RequestState
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.messages import Abort, Request, TokenDelta
+from pagewire.ipc.wire.messages import Abort, Deltas, Request, TokenDelta
 from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams
 from tests.frontend.logprob_rows import rows
 
@@ -45,8 +45,8 @@ def test_an_answer_that_keeps_too_many_ends_with_an_error_and_the_others_go_on()
     other = RequestState(request(2, output_kind=FINAL_ONLY), None, None, LogprobBudget(10, 1, 50))
     for state in (first, second, other):
         outputs.add(state)
-    assert outputs.process([delta(0, 0, 2), delta(1, 1, 3), delta(2, 0, 5)])[1] == Abort()
-    states, to_drop = outputs.process([delta(0, 1, 1), delta(2)])
+    assert outputs.process(Deltas([delta(0, 0, 2), delta(1, 1, 3), delta(2, 0, 5)]))[1] == Abort()
+    states, to_drop = outputs.process(Deltas([delta(0, 1, 1), delta(2)]))
     assert first.finished and isinstance(first.exception(), ValueError)
     assert "logprobs: the answer has 12 log probabilities or more; at most 10" in str(first.exception())
     assert 0 in to_drop.keys  # the core knows nothing of this end

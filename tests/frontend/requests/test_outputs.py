@@ -23,9 +23,10 @@ from pagewire.frontend.text.logprobs import FlatLogprobs
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.errors import EngineDeadError, RequestError
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.messages import Abort, Request, RequestTiming, TokenDelta
+from pagewire.ipc.wire.messages import Abort, Deltas, Request, RequestTiming, TokenDelta
 from pagewire.ipc.wire.params import RequestOutputKind, SamplingParams
 from tests.frontend import trained
+from tests.frontend.conftest import by_columns
 from tests.frontend.text.test_logprobs import rows
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
@@ -112,7 +113,7 @@ def test_all_output_kinds_add_up_to_the_same(
         dropped = []
         while deltas:
             size = draw.randrange(1, 4)
-            dropped += outputs.process(deltas[:size])[1].sequences
+            dropped += outputs.process(draw.choice([Deltas, by_columns])(deltas[:size]))[1].sequences
             deltas = deltas[size:]
             if draw.random() < 0.5:
                 taken.append(state.take())
@@ -199,14 +200,14 @@ def test_a_stop_string_ends_a_sequence_once(tokenizer: Tokenizer, ids: list[int]
     state = new_state(tokenizer, stop="quick", n=2)
     outputs = Outputs()
     outputs.add(state)
-    assert outputs.process([TokenDelta(0, 0, ids)]) == ([state], Abort([], [(0, 0)]))
-    assert outputs.process([TokenDelta(0, 0, ids), TokenDelta(0, 1, ids[:1])]) == ([state], Abort())
+    assert outputs.process(Deltas([TokenDelta(0, 0, ids)])) == ([state], Abort([], [(0, 0)]))
+    assert outputs.process(Deltas([TokenDelta(0, 0, ids), TokenDelta(0, 1, ids[:1])])) == ([state], Abort())
     output = take(state)
     assert output.outputs[0].text == "The " and output.outputs[0].stop_reason == "quick"
     assert tokenizer.decode(output.outputs[0].token_ids).endswith("quick")
     assert not output.finished and output.outputs[1].token_ids == ids[:1]
     assert (
-        outputs.process([TokenDelta(0, 1, ids[1:], "length")])[1] == Abort()
+        outputs.process(Deltas([TokenDelta(0, 1, ids[1:], "length")]))[1] == Abort()
     )  # the core has ended it itself
     assert take(state).outputs[1].finish_reason == "stop" and state.finished
 
@@ -231,11 +232,11 @@ def test_late_and_foreign_deltas_are_ignored(tokenizer: Tokenizer, ids: list[int
     state = new_state(tokenizer)
     outputs = Outputs()
     outputs.add(state)
-    assert outputs.process([TokenDelta(9, 0, ids), TokenDelta(0, 5, ids)]) == ([state], Abort())
+    assert outputs.process(Deltas([TokenDelta(9, 0, ids), TokenDelta(0, 5, ids)])) == ([state], Abort())
     assert state.take() is None
-    outputs.process([TokenDelta(0, 0, ids, "length")])
+    outputs.process(Deltas([TokenDelta(0, 0, ids, "length")]))
     assert take(state).finished and not outputs.states
-    assert outputs.process([TokenDelta(0, 0, ids)]) == ([], Abort())
+    assert outputs.process(Deltas([TokenDelta(0, 0, ids)])) == ([], Abort())
 
 
 def test_each_request_is_touched_once(tokenizer: Tokenizer, ids: list[int]) -> None:
@@ -244,9 +245,9 @@ def test_each_request_is_touched_once(tokenizer: Tokenizer, ids: list[int]) -> N
     for state in states:
         outputs.add(state)
     deltas = [TokenDelta(key, 0, ids[i : i + 1]) for i in range(2) for key in (2, 0)]
-    assert outputs.process(deltas) == ([states[2], states[0]], Abort())
+    assert outputs.process(Deltas(deltas)) == ([states[2], states[0]], Abort())
     assert outputs.drop(2) is states[2] and outputs.drop(2) is None
-    assert outputs.process(deltas) == ([states[0]], Abort())
+    assert outputs.process(Deltas(deltas)) == ([states[0]], Abort())
 
 
 def test_a_failed_request_keeps_what_it_has(tokenizer: Tokenizer, ids: list[int]) -> None:
@@ -271,13 +272,13 @@ def test_an_exception_in_one_output_ends_its_request_alone(
         raise KeyError("no such piece")
 
     monkeypatch.setattr(states[1]._outputs[0]._detokenizer, "feed", broken)
-    touched, to_drop = outputs.process([TokenDelta(key, 0, ids) for key in range(3)])
+    touched, to_drop = outputs.process(Deltas([TokenDelta(key, 0, ids) for key in range(3)]))
     assert (touched, to_drop) == (states, Abort(keys=[1]))
     assert states[1].finished and 1 not in outputs.states
     assert type(states[1].exception()) is RequestError and "KeyError: 'no such piece'" in str(states[1].error)
     assert take(states[1]).finished
     assert [states[key].output_token_ids[0] for key in (0, 2)] == [ids, ids]
-    assert outputs.process([TokenDelta(key, 0, [], "stop") for key in range(3)]) == (
+    assert outputs.process(Deltas([TokenDelta(key, 0, [], "stop") for key in range(3)])) == (
         [states[0], states[2]],
         Abort(),
     )

@@ -14,9 +14,19 @@ from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.wire import codec as codec_module
 from pagewire.ipc.wire.codec import FORMATS, INLINE_BYTES, ITEM_SIZES, MAX_FRAMES, Buffer, Codec, Tensor
 from pagewire.ipc.wire.items import LogprobRows, Prompt
-from pagewire.ipc.wire.messages import Call, CallAnswer, Hello, Ping, Request, Submit, ToCore, ToFrontend
+from pagewire.ipc.wire.messages import (
+    Call,
+    CallAnswer,
+    Hello,
+    Ping,
+    Request,
+    Submit,
+    ToCore,
+    ToFrontend,
+    TokenDelta,
+)
 from pagewire.ipc.wire.params import SamplingParams
-from pagewire.ipc.wire.worker_messages import RowResult, StepResult
+from pagewire.ipc.wire.worker_messages import NO_TOKEN, RowResult, StepResult
 from tests.ipc.strategies import UNIONS, members, tensors, values
 
 CODECS: dict[str, Codec[Any]] = {name: Codec(union) for name, union in UNIONS.items()}
@@ -149,6 +159,23 @@ def test_unsigned_integers_do_not_pass_as_signed_ones() -> None:
     message = {"type": "submit", "requests": [[1, "r", [[1]], {"type": "sampling", "seed": 2**63}, 0]]}
     with pytest.raises(ProtocolError, match="seed must be"):
         CODECS["ToCore"].decode(pack(message))
+
+
+def test_columns_of_different_lengths_are_refused() -> None:
+    message = {"type": "deltas", "keys": [1, 2], "token_ids": [5, 6]}
+    assert list(CODECS["ToFrontend"].decode(pack(message))) == [TokenDelta(1, 0, [5]), TokenDelta(2, 0, [6])]
+    with pytest.raises(ProtocolError, match="1 tokens for 2 keys"):
+        CODECS["ToFrontend"].decode(pack(message | {"token_ids": [5]}))
+
+
+def test_a_result_by_columns_is_the_same_result() -> None:
+    rows = [RowResult([3]), RowResult(), RowResult([4], drafts=[5]), RowResult([6]), RowResult([7, 8])]
+    result = StepResult(1, rows, 2, 3)
+    columns = result.by_columns()
+    assert columns.token_ids == [3, NO_TOKEN, NO_TOKEN, 6, NO_TOKEN] and not columns.rows
+    assert [columns.row(i) for i in range(columns.num_rows)] == rows
+    assert (columns.num_tokens, columns.busy_us, columns.idle_us) == (result.num_tokens, 2, 3) == (5, 2, 3)
+    assert columns.by_columns() is columns
 
 
 # ---------------------------------------------------------------- what is no message

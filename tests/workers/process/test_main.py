@@ -195,8 +195,9 @@ def test_a_masked_step_waits_for_its_masks(core: Core, llama: Path) -> None:
     first, second, reply = core.hear(), core.hear(), core.hear()
     assert isinstance(first, StepResult) and isinstance(second, StepResult)
     assert (first.step_id, second.step_id, reply) == (1, 2, WorkerReply(1, "pong"))
-    assert [row.token_ids == [only] for row in first.rows] == [False, False, True]
-    assert not any(row.error for row in first.rows)
+    rows_of_first = [first.row(i) for i in range(first.num_rows)]
+    assert [row.token_ids == [only] for row in rows_of_first] == [False, False, True]
+    assert not any(row.error for row in rows_of_first)
 
     core.say(StepPlan(3, [Row(2, 3, 1, num_samples=1)], masked=True))
     core.say(Shutdown())  # rather than the masks
