@@ -110,7 +110,9 @@ class CudaDevice:
 
     def prepare(self, needs: KernelNeeds) -> None:
         """See `Device.prepare`."""
-        other = set(needs.head_dims) - set(HEAD_DIMS)
+        compressed = self.kernels.latents & needs.latents.keys() if needs.dtype in KERNEL_DTYPES else set()
+        expanded = {size for sizes, size in needs.latents.items() if sizes not in compressed}
+        other = {*needs.head_dims, *expanded} - set(HEAD_DIMS)
         if other and needs.dtype in KERNEL_DTYPES and not needs.encodes:
             raise LoadError(
                 f"no kernel on {self.name} attends with heads of {max(other)} numbers, only with "
@@ -121,6 +123,12 @@ class CudaDevice:
                 f"no kernel on {self.name} attends to chunks of keys, as chunked_attention layers do: use "
                 "device='cpu', or dtype='float32', which needs none"
             )
+        if compressed and needs.kv_dtype != needs.dtype:
+            raise LoadError(
+                f"no kernel on {self.name} attends to latents in {needs.kv_dtype}: use kv_cache_dtype='auto', "
+                f"which takes {max(keys for keys, _ in compressed)} numbers of {needs.dtype} for a token and layer"
+            )
+        sizes = {*needs.head_dims, *expanded, *(keys for keys, _ in compressed)}
         launched = [
             Launches(
                 needs.dtype,
@@ -132,7 +140,7 @@ class CudaDevice:
                 needs.packed,
                 self.launcher.capability,
             )
-            for head_dim in sorted(needs.head_dims) or [0]
+            for head_dim in sorted(sizes) or [0]
         ]
         variants = dict.fromkeys(variant for each in launched for variant in variants_of(each))
 
@@ -146,6 +154,8 @@ class CudaDevice:
             raise LoadError(f"the kernels cannot be compiled: {error}; see `pagewire doctor`") from error
         for each in launched:
             self.try_kernels(each)
+        if compressed - self.kernels.latents:  # wrong on this device
+            self.prepare(needs)
 
     def try_kernels(self, launches: Launches) -> None:
         """Let PyTorch compute what the kernels get wrong on this device, which its first run shows."""

@@ -16,6 +16,7 @@ from pagewire.ipc.quantization import ONLINE
 from pagewire.ipc.wire.worker_messages import Parallel
 from pagewire.kernels.cpu.build import panels_of
 from pagewire.kernels.cpu.panels import ITEM_BYTES, NumberFormat, Panels
+from pagewire.kernels.cuda.limits import LATENTS
 from pagewire.workers.checkpoint.formats.online import quantised_as
 from pagewire.workers.checkpoint.headers import DTYPES, Headers
 from pagewire.workers.device.auto_dtype import auto_dtype
@@ -133,7 +134,8 @@ def footprint(
     try:
         found = list(matrices(headers.tensors, headers.config, headers.foreign))
         recurrent = recurrent_modules(headers.tensors)
-        dimensions = Dimensions.of(headers.config, found, recurrent, expands=isa == GPU)
+        latents = LATENTS if isa == GPU else None
+        dimensions = Dimensions.of(headers.config, found, recurrent, latents=latents)
     except LoadError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:

@@ -626,15 +626,61 @@ def check_close(*runners: Runner) -> None:
     assert np.abs(found[0] - found[1]).mean() < 0.05
 
 
+def write_latents(name: str, folder: Path, **sizes: int) -> Path:
+    """A model whose latents have these sizes."""
+    own = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 32} | sizes
+    experts = {"moe_intermediate_size": 32, "intermediate_size": 64}
+    return Architecture(name, SERVED[name].fields | own | experts).write(folder)
+
+
+WITH_KERNEL = {"kv_lora_rank": 256, "qk_rope_head_dim": 32}
+
+
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
 def test_keys_that_are_longer_than_values(name: str, tmp_path: Path, load: Callable[..., Runner]) -> None:
     """As latents expand to: the cache has values as long as keys, with zeros behind them."""
-    sizes = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 32}
-    experts = {"moe_intermediate_size": 32, "intermediate_size": 64}
-    folder = Architecture(name, SERVED[name].fields | sizes | experts).write(tmp_path)
+    folder = write_latents(name, tmp_path)
     wide, kernels = (load(folder, dtype=dtype) for dtype in ("float32", "bfloat16"))
     assert {(shape.head_dim, shape.v_head_dim) for shape in kernels.model.kv_shapes} == {(32, 32)}
     check_close(wide, kernels)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "youtu"])
+def test_latents(name: str, tmp_path: Path, load: Callable[..., Runner]) -> None:
+    """The cache has them as they are, once: prompts, also in chunks, and the tokens after them."""
+    folder = write_latents(name, tmp_path, **WITH_KERNEL)
+    wide, kernels = (
+        load(folder, dtype=dtype, max_num_batched_tokens=16) for dtype in ("float32", "bfloat16")
+    )
+    shapes = {(shape.num_kv_heads, shape.head_dim, shape.values_in_keys) for shape in kernels.model.kv_shapes}
+    assert shapes == {(1, 288, True)}
+    assert {cache.nbytes for cache in kernels.caches} == {24 * 16 * 288 * 2}
+    check_close(wide, kernels)
+
+
+def test_a_step_with_latents_gives_recorded_what_it_gives_otherwise(
+    tmp_path: Path, load: Callable[..., Runner]
+) -> None:
+    """To the bit, and with requests that end, so that a graph of another size goes on."""
+    folder = write_latents("minicpm3", tmp_path, **WITH_KERNEL)
+    prompts = make_prompts(VOCAB_SIZE)
+    runners = [load(folder, dtype="bfloat16", enforce_eager=eager) for eager in (False, True)]
+    tokens = [Driver(runner).generate(prompts, 6) for runner in runners]
+    assert tokens[0] == tokens[1] and runners[0].graphs is not None
+    if isinstance(runners[0].device, EmulatedCudaDevice):
+        assert runners[0].device.num_replayed > 1
+
+
+def test_latents_in_8_bits_are_refused_by_name(tmp_path: Path, load: Callable[..., Runner]) -> None:
+    """Only those with a kernel: others are expanded, and their keys and values take fewer bits."""
+    folder = write_latents("deepseek_v3", tmp_path, **WITH_KERNEL)
+    with pytest.raises(
+        LoadError,
+        match=r"attends to latents in torch.float8_e4m3fn: use kv_cache_dtype='auto', which takes 288",
+    ):
+        load(folder, dtype="bfloat16", kv_cache_dtype="fp8")
+    needs = KernelNeeds(torch.bfloat16, torch.float8_e4m3fn, set(), latents={(272, 256): 32})
+    EmulatedCudaDevice().prepare(needs)
 
 
 def test_heads_without_a_kernel_are_refused_by_name() -> None:
