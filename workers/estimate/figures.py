@@ -134,15 +134,16 @@ def footprint(
     try:
         found = list(matrices(headers.tensors, headers.config, headers.foreign))
         recurrent = recurrent_modules(headers.tensors)
-        latents = LATENTS if isa == GPU else None
-        dimensions = Dimensions.of(headers.config, found, recurrent, latents=latents)
+        dimensions = Dimensions.of(headers.config, found, recurrent)
+        own = DTYPE_NAMES.get(dtype, dtype)
+        if dtype == "auto":
+            own = auto_dtype(dimensions.dtype, None if isa == GPU else isa)
+        if isa == GPU and own != "float32":  # in which PyTorch attends, to latents of all sizes
+            dimensions = Dimensions.of(headers.config, found, recurrent, latents=LATENTS)
     except LoadError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise LoadError(f"the sizes of this model cannot be told: {error!r}") from error
-    own = DTYPE_NAMES.get(dtype, dtype)
-    if dtype == "auto":
-        own = auto_dtype(dimensions.dtype, None if isa == GPU else isa)
     layout: Panels | GpuLayout = GpuLayout(own) if isa == GPU else panels_of(isa)
     embedding = next((matrix for matrix in found if matrix.part is Part.EMBEDDING), None)
     is_tied = not any(matrix.part is Part.OUTPUT and not matrix.is_vector for matrix in found)

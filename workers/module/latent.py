@@ -12,7 +12,7 @@ All families of transformers with such attention have a method `expand_kv`, behi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -46,7 +46,7 @@ class LatentHeads:
         self.nope, self.v_head_dim, self.out_features = nope, num_rows - nope, self.num_heads * num_rows
         self.dtype, self.device = heads.dtype, device
         self.adapted: Adapted | None = None
-        if attends_to_any(heads.dtype, device):
+        if packs_heads(heads.dtype, device):
             keys = [packed(dense_weight(head[:nope].T), None, device) for head in heads]
             values = [packed(dense_weight(head[nope:]), None, device) for head in heads]
             self.num_bytes = Experts(keys, values, None).num_bytes
@@ -147,7 +147,7 @@ def absorb_latents(module: nn.Module, weights: Weights, device: torch.device) ->
 
     It goes on expanding them where a GPU has no kernel for latents of their size, or PyTorch found it wrong.
     """
-    for child in list(module.modules()) if device.type == "cpu" else ():
+    for child in list(module.modules()):
         if hasattr(child, "kv_b_proj") and hasattr(child, "expand_kv") and takes_latents(child, device):
             attention: Any = child
             attention.latent_heads = latent_heads(attention, weights, device)
@@ -157,20 +157,20 @@ def absorb_latents(module: nn.Module, weights: Weights, device: torch.device) ->
 
 def takes_latents(attention: Any, device: torch.device) -> bool:
     """True if the kernels for a module's dtype attend to latents of its sizes."""
-    latents = implementation_for(one(next(attention.parameters()).dtype, device)).latents
-    if latents is None:
+    served = served_latents(next(attention.parameters()).dtype, device)
+    if served is None:
         return True
-    return (attention.kv_lora_rank + attention.qk_rope_head_dim, attention.kv_lora_rank) in latents
+    return (attention.kv_lora_rank + attention.qk_rope_head_dim, attention.kv_lora_rank) in served
 
 
-def attends_to_any(dtype: torch.dtype, device: torch.device) -> bool:
-    """True if the kernels attend to latents of any size: those of CPUs, and PyTorch."""
-    return implementation_for(one(dtype, device)).latents is None
+def packs_heads(dtype: torch.dtype, device: torch.device) -> bool:
+    """True if each head's matrices are packed by themselves, as on CPUs; else PyTorch multiplies them at once."""
+    return device.type == "cpu" and served_latents(dtype, device) is None
 
 
-def one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor that names kernels."""
-    return torch.empty(0, dtype=dtype, device=device)
+def served_latents(dtype: torch.dtype, device: torch.device) -> Collection[tuple[int, int]] | None:
+    """See `Kernels.latents`."""
+    return implementation_for(torch.empty(0, dtype=dtype, device=device)).latents
 
 
 def batched_product(weights: Tensor) -> GroupedProduct:

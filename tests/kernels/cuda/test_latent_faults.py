@@ -42,14 +42,14 @@ def check_all(which: str, launcher: EmulatedLauncher) -> None:
 
 
 def check_write(launcher: EmulatedLauncher) -> None:
-    """Two pages, and tokens that end within a block of threads."""
+    """Two pages among four, and tokens that end within a block of threads."""
     rows = guarded(torch.arange(5 * 288).view(5, 1, 288).to(BF16))
     slots = torch.tensor([63, -1, 32, 5, 17])
-    pages = torch.full((2, 1, 32, 288), torch.nan, dtype=BF16)
-    wanted = pages.clone().view(64, 288)
-    latents.write(launcher, rows, Cache.of_keys(pages, 256), guarded(slots))
-    wanted[slots[[0, 2, 3, 4]]] = rows[[0, 2, 3, 4], 0]
-    torch.testing.assert_close(exchange_chunks(pages).view(64, 288), wanted, rtol=0, atol=0, equal_nan=True)
+    pages = torch.full((4, 1, 32, 288), torch.nan, dtype=BF16)
+    wanted = pages.clone().view(128, 288)
+    latents.write(launcher, rows, Cache.of_keys(pages[1:3], 256), guarded(slots))
+    wanted[32 + slots[[0, 2, 3, 4]]] = rows[[0, 2, 3, 4], 0]
+    torch.testing.assert_close(exchange_chunks(pages).view(128, 288), wanted, rtol=0, atol=0, equal_nan=True)
 
 
 FILE, PARTS, MERGE = "latent_attention.cu", "latents.cuh", "merge_latents.cu"
@@ -140,7 +140,7 @@ FAULTS = [
     # The write.
     ("write", Edit("kv.cu", "if (token >= p.num_tokens || ", "if (")),
     ("write", Edit("kv.cu", " || p.slots[token] < 0) return;", ") return;")),
-    ("write", Edit("kv.cu", "slot, slot % p.block_size,", "slot, slot % 16,")),
+    ("write", Edit("kv.cu", "slot, slot % p.block_size,", "slot, 0,")),
     ("write", Edit("kv.cu", "chunks = p.size / 8, token", "chunks = 32, token")),
 ]
 

@@ -645,16 +645,18 @@ def test_keys_that_are_longer_than_values(name: str, tmp_path: Path, load: Calla
     check_close(wide, kernels)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "youtu"])
-def test_latents(name: str, tmp_path: Path, load: Callable[..., Runner]) -> None:
+@pytest.mark.parametrize(
+    ("name", "rank", "rotated"), [("deepseek_v2", 256, 32), ("deepseek_v3", 512, 64), ("youtu", 256, 32)]
+)
+def test_latents(name: str, rank: int, rotated: int, tmp_path: Path, load: Callable[..., Runner]) -> None:
     """The cache has them as they are, once: prompts, also in chunks, and the tokens after them."""
-    folder = write_latents(name, tmp_path, **WITH_KERNEL)
+    folder = write_latents(name, tmp_path, kv_lora_rank=rank, qk_rope_head_dim=rotated)
     wide, kernels = (
         load(folder, dtype=dtype, max_num_batched_tokens=16) for dtype in ("float32", "bfloat16")
     )
     shapes = {(shape.num_kv_heads, shape.head_dim, shape.values_in_keys) for shape in kernels.model.kv_shapes}
-    assert shapes == {(1, 288, True)}
-    assert {cache.nbytes for cache in kernels.caches} == {24 * 16 * 288 * 2}
+    assert shapes == {(1, rank + rotated, True)}
+    assert {cache.nbytes for cache in kernels.caches} == {24 * 16 * (rank + rotated) * 2}
     check_close(wide, kernels)
 
 
