@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.case import Extent
-from pagewire.kernels.cuda import attention, linear, norms
+from pagewire.kernels.cuda import attention, latents, linear, norms
 from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.launch import HOPPER
@@ -114,6 +114,9 @@ class Rehearsal:
             is_norm = trial.method.endswith("norm")
             is_product = trial.method in ("pack", "experts", linear.WARPGROUPS)
             if trial.name.endswith((" of 248", *PRODUCTS)) or not (is_norm or is_product):
+                yield "bfloat16", trial
+        for trial in trials(Launches(torch.bfloat16, torch.bfloat16, min(LATENTS))):
+            if trial.method == latents.METHOD:
                 yield "bfloat16", trial
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
