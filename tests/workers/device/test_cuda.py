@@ -660,19 +660,6 @@ def test_latents(name: str, rank: int, rotated: int, tmp_path: Path, load: Calla
     check_close(wide, kernels)
 
 
-def test_a_step_with_latents_gives_recorded_what_it_gives_otherwise(
-    tmp_path: Path, load: Callable[..., Runner]
-) -> None:
-    """To the bit, and with requests that end, so that a graph of another size goes on."""
-    folder = write_latents("minicpm3", tmp_path, **WITH_KERNEL)
-    prompts = make_prompts(VOCAB_SIZE)
-    runners = [load(folder, dtype="bfloat16", enforce_eager=eager) for eager in (False, True)]
-    tokens = [Driver(runner).generate(prompts, 6) for runner in runners]
-    assert tokens[0] == tokens[1] and runners[0].graphs is not None
-    if isinstance(runners[0].device, EmulatedCudaDevice):
-        assert runners[0].device.num_replayed > 1
-
-
 def test_latents_in_8_bits_are_refused_by_name(tmp_path: Path, load: Callable[..., Runner]) -> None:
     """Only those with a kernel: others are expanded, and their keys and values take fewer bits."""
     folder = write_latents("deepseek_v3", tmp_path, **WITH_KERNEL)
