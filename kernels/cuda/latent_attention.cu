@@ -44,7 +44,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) latent_attention(const __grid_c
     using V = LatentValues<S, RANK / WARPS, M>;               // of a warp that adds up values
     constexpr int THREADS = WARPS * 32, BUFFER = KEYS * S::ROW_BYTES, COPIERS = THREADS / (KEYS / PAGE_ROWS);
     constexpr int OUT_CHUNKS = RANK * int(sizeof(T)) / CHUNK_BYTES, WEIGHT_CHUNKS = KEYS * int(sizeof(T)) / CHUNK_BYTES;
-    static_assert(WARPS % M == 0 && V::D % 32 == 0 && LEAST_KEYS % KEYS == 0 && COPIERS % 32 == 0);
+    static_assert(WARPS % M == 0 && LEAST_KEYS % KEYS == 0 && COPIERS % 32 == 0);
+    static_assert(V::D % 64 == 0 || V::D / 8 % (S::CHUNKS & -S::CHUNKS) == 0, "the swizzle stays within a part");
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
 
     const Tile<S, ROWS, OUT_CHUNKS> tile(a);
