@@ -31,6 +31,7 @@ TRIED = {
     "gates": ("activate_and_mul",),
     "cache writes": ("store_kv", "rotate_and_store"),
     "attention": ("paged_attention",),
+    "latents": ("latents",),
     "products": ("pack",),
     "experts": ("experts",),
     "adapters": ("adapt",),
@@ -38,7 +39,7 @@ TRIED = {
 """The methods of the kernels that are tried together."""
 REHEARSAL = 5
 """How many times as long everything may take in a rehearsal."""
-GROUPS = ("decode", "prefill", "write", "rows", "sampling", "linear", "experts", "lora", "encoder")
+GROUPS = ("decode", "prefill", "latents", "write", "rows", "sampling", "linear", "experts", "lora", "encoder")
 
 
 def parts(is_gpu: bool) -> list[Part]:

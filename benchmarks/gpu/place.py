@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.case import Extent
-from pagewire.kernels.cuda import attention, linear, norms
+from pagewire.kernels.cuda import attention, latents, linear, norms
 from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.launch import HOPPER
+from pagewire.kernels.cuda.limits import LATENTS
 from pagewire.kernels.cuda.trial import Trial, short
 from pagewire.kernels.cuda.trials import trials
 from pagewire.kernels.cuda.variants import Launches
@@ -63,10 +64,10 @@ class Gpu:
         return CudaDevice.open(0)
 
     def trials(self) -> Iterator[tuple[str, Trial]]:
-        """See `Place`: those of every dtype, cache and head size."""
+        """See `Place`: those of every dtype, cache, head size and size of latents."""
         seen, capability = set(), torch.cuda.get_device_capability(0)
         for dtype in norms.DTYPES:
-            for head_dim in attention.HEAD_DIMS:
+            for head_dim in (*attention.HEAD_DIMS, *LATENTS):
                 for kv_dtype in KV_DTYPES:
                     for encodes in (False, True):
                         kinds = (encodes, not encodes, not encodes)
@@ -118,6 +119,9 @@ class Rehearsal:
             is_norm = trial.method.endswith("norm")
             is_product = trial.method in ("pack", "experts", linear.WARPGROUPS)
             if trial.name.endswith((" of 248", *PRODUCTS)) or not (is_norm or is_product):
+                yield "bfloat16", trial
+        for trial in trials(Launches(torch.bfloat16, torch.bfloat16, min(LATENTS))):
+            if trial.method == latents.METHOD:
                 yield "bfloat16", trial
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:

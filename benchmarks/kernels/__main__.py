@@ -19,6 +19,7 @@ from .attention import decode_cases, encoder_cases, prefill_cases
 from .cache_writes import write_cases
 from .case import Case, Extent
 from .experts import expert_cases
+from .latents import latent_cases
 from .linear import linear_cases
 from .rows import row_cases
 from .sampling import sampling_cases
@@ -28,6 +29,7 @@ CASES: dict[str, Callable[[KernelLauncher, str, Extent], Iterator[Case]]] = {
     "decode": decode_cases,
     "prefill": prefill_cases,
     "encoder": encoder_cases,
+    "latents": latent_cases,
     "write": write_cases,
     "rows": row_cases,
     "linear": linear_cases,

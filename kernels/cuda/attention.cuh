@@ -20,8 +20,8 @@ struct AttentionParameters {
     const void* sinks;         // [heads] or null
     const void* alibi;         // [heads] or null
     const float* relative_bias;  // [heads, 2 bias_radius], of distances from -bias_radius on, or null; if TWO_SIDED
-    float* partial_out;        // decode: [requests, row tiles, splits, 16, D]
-    float2* partial_sums;      // decode: [requests, row tiles, splits, 16], maximum and sum
+    float* partial_out;        // decode: [requests, row tiles, splits, 16, D]; latents: [tiles, splits, ROWS, RANK]
+    float2* partial_sums;      // decode: [requests, row tiles, splits, 16], maximum and sum; latents: likewise
     u32* arrivals;             // decode: [requests, row tiles], all 0 before and after
     i64 q_token_stride;
     i64 q_head_stride;
@@ -35,6 +35,7 @@ struct AttentionParameters {
     int future;                // keys after its own that a query attends to; if TWO_SIDED
     int bias_radius;
     int short_queries;         // requests with more query tokens than this go to prefill, the others to decode
+    int splits;                // latents: the most parts of the keys of a tile
     int sinks_are_float;       // otherwise they have q's type
     int alibi_is_float;
     float scale;               // of logits, with that of the keys
@@ -56,7 +57,7 @@ struct Shape {
     static constexpr int GROUP = NARROW ? 32 : 16;  // keys whose fragments one ldmatrix loads
     static constexpr int Q_CHUNKS = D * 2 / CHUNK_BYTES, CHUNKS = D * int(sizeof(KV)) / CHUNK_BYTES;
     static constexpr int ROW_BYTES = CHUNKS * CHUNK_BYTES;
-    static_assert(D % 16 == 0 && KEYS % GROUP == 0);
+    static_assert(D % 16 == 0 && KEYS % 8 == 0);
 };
 
 // ---------------------------------------------------------------- fp8 to 16 bits
@@ -89,9 +90,10 @@ DEVICE int find_block(const AttentionParameters& a, int request, int token, int 
 // the compiler adds it to the pointer once for all chunks.
 DEVICE u8* chunk_in_order(u8* page, int first, int lane) { return page + lane * CHUNK_BYTES + first * CHUNK_BYTES; }
 
-// A warp copies the PAGE_ROWS rows that begin at `token` from `block`. Rows of tokens outside [begin, end) become zeros:
-// the page's contents there are undefined, and a weight of 0 does not make NaN 0. place: as `chunk_in_order`.
-template <class S, class Place>
+// THREADS threads, of which this is number `lane`, copy the PAGE_ROWS rows that begin at `token` from `block`. Rows of tokens
+// outside [begin, end) become zeros: the page's contents there are undefined, and a weight of 0 does not make NaN 0.
+// place: as `chunk_in_order`.
+template <class S, int THREADS = 32, class Place>
 DEVICE void copy_rows(u8* target, Place place, const u8* cache, const AttentionParameters& a, int kv_head, int block,
                       int token, int begin, int end, int lane) {
     const i64 row = ((i64(block) * a.kv_heads + kv_head) << a.block_shift) + (token & ((1 << a.block_shift) - 1));
@@ -99,8 +101,8 @@ DEVICE void copy_rows(u8* target, Place place, const u8* cache, const AttentionP
     const int skipped = max(begin - token, 0), last = min(end - token, PAGE_ROWS);
     const u32 first = skipped * S::CHUNKS - lane, num_chunks = max(last - skipped, 0) * S::CHUNKS;
 #pragma unroll
-    for (int i = 0; i < PAGE_ROWS * S::CHUNKS; i += 32)
-        if (i + 32 <= PAGE_ROWS * S::CHUNKS || i + lane < PAGE_ROWS * S::CHUNKS)
+    for (int i = 0; i < PAGE_ROWS * S::CHUNKS; i += THREADS)
+        if (i + THREADS <= PAGE_ROWS * S::CHUNKS || i + lane < PAGE_ROWS * S::CHUNKS)
             copy_async_16(place(target, i, lane), source + i * CHUNK_BYTES, u32(i) - first < num_chunks);
 }
 
@@ -266,6 +268,7 @@ DEVICE float soft_cap(float x, float softcap) {
 // The dot products of the warp's rows with KEYS keys. `query(a, m, k, lane)` loads a fragment of tile m.
 template <class S, class Query>
 DEVICE void multiply_keys(float (&logits)[S::M][S::KEYS / 8][4], Query query, const u8* keys, int lane) {
+    static_assert(S::KEYS % S::GROUP == 0);
 #pragma unroll
     for (int m = 0; m < S::M; m++)
 #pragma unroll
@@ -351,20 +354,32 @@ DEVICE void mask_logits(float (&logits)[S::M][S::KEYS / 8][4], const AttentionPa
 // The factors of the sums so far, as new logits are taken in: rows i of tile m.
 template <class S> using Shrink = float[S::M][2];
 
-// Turns logits into weights relative to the largest logit so far. `shrink`: what the earlier weighted values must be
-// multiplied by.
+// The largest logits so far.
 template <class S>
-DEVICE void weigh_logits(float (&logits)[S::M][S::KEYS / 8][4], Rows<S>& rows, float scale, Shrink<S>& shrink) {
+DEVICE void find_tops(const float (&logits)[S::M][S::KEYS / 8][4], const Rows<S>& rows, float (&tops)[S::M][2]) {
 #pragma unroll
-    for (int m = 0; m < S::M; m++) {
-        float offset[2];
+    for (int m = 0; m < S::M; m++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float top = rows.top[m][i];
 #pragma unroll
             for (int n = 0; n < S::KEYS / 8; n++)
                 top = fmaxf(top, fmaxf(logits[m][n][2 * i], logits[m][n][2 * i + 1]));
-            top = max_lanes<4>(top);
+            tops[m][i] = max_lanes<4>(top);
+        }
+}
+
+// Turns logits into weights relative to `tops`, the largest logits so far. `shrink`: what the earlier weighted values must
+// be multiplied by.
+template <class S>
+DEVICE void weigh_logits(float (&logits)[S::M][S::KEYS / 8][4], Rows<S>& rows, float scale, const float (&tops)[S::M][2],
+                         Shrink<S>& shrink) {
+#pragma unroll
+    for (int m = 0; m < S::M; m++) {
+        float offset[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float top = tops[m][i];
             offset[i] = top == MINUS_INFINITY ? 0.0f : -top * scale;  // no key seen yet: every weight is 2^-inf
             // Exactly 1 where no logit is larger: a product and a sum, fused or not, would give nearly 1.
             shrink[m][i] = rows.top[m][i] == top ? 1.0f : exp2_approx((rows.top[m][i] - top) * scale);
@@ -410,6 +425,7 @@ DEVICE void pack_weights(const float (&weights)[S::M][S::KEYS / 8][4], Weights<S
 // Adds the weighted values of KEYS keys.
 template <class S>
 DEVICE void add_values(Rows<S>& rows, const Weights<S>& weights, const u8* values, int lane) {
+    static_assert(S::KEYS % S::GROUP == 0);
 #pragma unroll
     for (int first = 0; first < S::KEYS; first += S::GROUP)
 #pragma unroll
@@ -432,7 +448,9 @@ DEVICE void weigh(float (&logits)[S::M][S::KEYS / 8][4], Rows<S>& rows, const At
                   const Queries& queries, int first_row, int first_key, bool partly, int lane, Shrink<S>& shrink) {
     if (is_biased<S>(a)) bias_logits<S>(logits, a, queries, first_row, first_key, opaque(lane));
     if (partly) mask_logits<S>(logits, a, queries, first_row, first_key, opaque(lane));
-    weigh_logits<S>(logits, rows, exponent_scale<S>(a), shrink);
+    float tops[S::M][2];
+    find_tops<S>(logits, rows, tops);
+    weigh_logits<S>(logits, rows, exponent_scale<S>(a), tops, shrink);
 }
 
 // One step: attention to KEYS keys, the first of which is `first_key`. `query`: as for multiply_keys. `partly`: as for
@@ -450,15 +468,40 @@ DEVICE void attend(Rows<S>& rows, Query query, const u8* keys, const u8* values,
     add_values<S>(rows, weights, values, opaque(lane));
 }
 
+// Merges parts of a softmax, for one element of a row: the maximum, the sum of weights and the weighted sum. The
+// strides are those between parts.
+struct Merged {
+    float top = MINUS_INFINITY, sum = 0.0f, out = 0.0f;
+
+    DEVICE Merged(const float2* sums, int sums_stride, const float* outs, i64 outs_stride, int parts) {
+        for (int part = 0; part < parts; part++) top = fmaxf(top, sums[i64(part) * sums_stride].x);
+        const float offset = top == MINUS_INFINITY ? 0.0f : top;
+#pragma unroll 4
+        for (int part = 0; part < parts; part++) {
+            const float2 part_sum = sums[i64(part) * sums_stride];
+            const float weight = exp2_approx(part_sum.x - offset);
+            sum += weight * part_sum.y;
+            out += weight * outs[part * outs_stride];
+        }
+    }
+    // The row's output, with a sink's weight in the denominator.
+    DEVICE float result(float sink) const {
+        const float larger = fmaxf(top, sink);
+        if (larger == MINUS_INFINITY) return 0.0f;
+        const float weight = exp2_approx(top - larger);
+        return out * weight / (sum * weight + exp2_approx(sink - larger));
+    }
+};
+
 // A head's sink, as an exponent of 2; -inf without sinks.
 template <class T> DEVICE float sink_exponent(const AttentionParameters& a, int head) {
     return a.sinks ? head_number<T>(a.sinks, a.sinks_are_float, head) * LOG2_E : MINUS_INFINITY;
 }
 
-// Tokens after the last request's are padding: sets their rows of `out` to 0. Does part `part` of `parts`.
-template <class S>
+// Tokens after the last request's are padding: sets their rows of `out`, of so many chunks, to 0. Does part `part` of `parts`.
+template <int CHUNKS>
 DEVICE void clear_padding(const AttentionParameters& a, int part, int parts, int thread, int threads) {
-    const i64 row_chunks = i64(a.heads) * S::Q_CHUNKS, end = a.tokens * row_chunks;
+    const i64 row_chunks = i64(a.heads) * CHUNKS, end = a.tokens * row_chunks;
     uint4* out = static_cast<uint4*>(a.out);
     for (i64 i = __ldg(a.query_starts + a.requests) * row_chunks + i64(part) * threads + thread; i < end;
          i += i64(parts) * threads)

@@ -180,7 +180,9 @@ def two_sided_variants(dtype: torch.dtype, head_dim: int, *, warpgroups: bool) -
     return [instance.variant for instance in instances]
 
 
-def choose_splits(tiles: int, multiprocessors: int, longest: int) -> int:
+def choose_splits(
+    tiles: int, multiprocessors: int, longest: int, *, resident: int = RESIDENT, most: int | None = None
+) -> int:
     """The number of parts into which decode splits the keys of each tile.
 
     It depends only on the padded shape of the batch, so a recorded graph is valid for all lengths that it is
@@ -191,9 +193,11 @@ def choose_splits(tiles: int, multiprocessors: int, longest: int) -> int:
         tiles: number of tiles, of all requests and KV heads.
         multiprocessors: number of the device's multiprocessors.
         longest: number of keys of the longest request.
+        resident: number of blocks that a multiprocessor runs at once.
+        most: number of parts of a tile that the workspace can hold; None: of 16 rows and 256 elements.
     """
-    slots = RESIDENT * multiprocessors
-    most = min(-(-longest // PART_KEYS), PARTS * multiprocessors // tiles)
+    slots = resident * multiprocessors
+    most = min(-(-longest // PART_KEYS), PARTS * multiprocessors // tiles if most is None else most)
     busy = []
     for splits in range(1, max(most, 1) + 1):
         rounds = -(-tiles * splits // slots)
@@ -248,8 +252,8 @@ def paged_attention(
         return out.zero_()
     window = terms.window or NO_WINDOW
     short_queries = 0 if two_sided else max(1, TILE_ROWS // group)  # decode has no two-sided kernel
-    fields = _fields(workspace, q, cache, batch, out) | _term_fields(terms)
-    fields |= {"scale": scale * cache.scales.k, "v_scale": cache.scales.v, "short_queries": short_queries}
+    fields = common_fields(workspace, q, cache, batch, out, terms)
+    fields |= {"scale": scale * cache.scales.k, "short_queries": short_queries}
     if invariant and not two_sided:
         _launch_spans(launcher, q, cache, batch, window, fields | {"short_queries": 0})
         return out
@@ -260,13 +264,13 @@ def paged_attention(
         else:
             prefill = prefill_instance(*kinds, two_sided=two_sided)
         row_tiles = tokens * group // prefill.rows + requests + 1  # see prefill.cuh
-        _launch(launcher, prefill, (row_tiles, kv_heads), fields)
+        launch_instance(launcher, prefill, (row_tiles, kv_heads), fields)
     if short_queries and (batch.max_query_len <= short_queries or requests > 1):  # some may be short, too
         row_tiles = kv_heads * -(-short_queries * group // TILE_ROWS)
         longest = min(batch.max_seq_len, window + short_queries)
         splits = choose_splits(requests * row_tiles, launcher.multiprocessors, longest)
         decode = decode_instance(q.dtype, cache.k.dtype, head_dim)
-        _launch(launcher, decode, (splits, row_tiles, requests), fields)
+        launch_instance(launcher, decode, (splits, row_tiles, requests), fields)
     return out
 
 
@@ -288,10 +292,10 @@ def _launch_spans(
     _launch(launcher, spans, (row_tiles, kv_heads, most if divided else 1), fields)
 
 
-def _fields(
-    workspace: Workspace, q: Tensor, cache: Cache, batch: AttentionBatch, out: Tensor
+def common_fields(
+    workspace: Workspace, q: Tensor, cache: Cache, batch: AttentionBatch, out: Tensor, terms: LogitTerms
 ) -> dict[str, Any]:
-    """The fields of the kernels' struct for tensors and sizes."""
+    """The fields of the kernels' struct, all but `scale`; no requests are short, and no keys of latents split."""
     return {
         "out": out,
         "q": q,
@@ -311,6 +315,10 @@ def _fields(
         "kv_heads": cache.k.shape[1],
         "block_shift": cache.k.shape[2].bit_length() - 1,
         "table_width": batch.block_table.stride(0),
+        "v_scale": cache.scales.v,
+        "short_queries": 0,
+        "splits": 1,
+        **_term_fields(terms),
     }
 
 
@@ -330,9 +338,10 @@ def _term_fields(terms: LogitTerms) -> dict[str, Any]:
     }
 
 
-def _launch(
+def launch_instance(
     launcher: KernelLauncher, instance: Instance, grid: tuple[int, ...], fields: dict[str, Any]
 ) -> None:
+    """Launch a kernel of `AttentionParameters`."""
     parameters = pack(instance.variant, **fields)
     launcher.launch(instance.variant, grid, (instance.threads,), parameters, instance.shared_bytes)
 
@@ -352,13 +361,25 @@ def _check(q: Tensor, cache: Cache, batch: AttentionBatch, out: Tensor) -> None:
         or heads % kv_heads
     ):
         raise ValueError(f"attention: no kernel for q {tuple(q.shape)} over K {tuple(k_cache.shape)}")
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+    if out.shape != q.shape:
+        raise ValueError("attention: out must be of q's shape")
+    check_batch(q, cache, batch, out)
+
+
+def check_batch(q: Tensor, cache: Cache, batch: AttentionBatch, out: Tensor) -> None:
+    """Check what the kernels of all caches ask of a launch's tensors, beside shapes.
+
+    Raises:
+        TypeError: an index tensor is not int32.
+        ValueError: a tensor does not lie as it must, or tensors are not of the same batch.
+    """
+    if not all(memory.is_contiguous() for memory in cache.tensors):
         raise ValueError("attention: the caches must be contiguous")
     if q.stride(2) != 1 or q.stride(0) % 8 or q.stride(1) % 8:
         raise ValueError(f"attention: the strides of q, {q.stride()}, must be multiples of 8 and 1")
-    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
-        raise ValueError("attention: out must be contiguous, of q's shape and dtype")
-    if any(tensor.data_ptr() % 16 for tensor in (q, k_cache, v_cache, out)):
+    if out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError("attention: out must be contiguous, of q's dtype")
+    if any(tensor.data_ptr() % 16 for tensor in (q, *cache.tensors, out)):
         raise ValueError("attention: tensors must be aligned to 16 bytes")
     requests = len(batch.seq_lens)
     if batch.query_start_loc.shape != (requests + 1,) or len(batch.block_table) != requests:

@@ -51,31 +51,6 @@ struct Ring {
     }
 };
 
-// Merges parts of a softmax, for one element of a row: the maximum, the sum of weights and the weighted sum. The
-// strides are those between parts.
-struct Merged {
-    float top = MINUS_INFINITY, sum = 0.0f, out = 0.0f;
-
-    DEVICE Merged(const float2* sums, int sums_stride, const float* outs, i64 outs_stride, int parts) {
-        for (int part = 0; part < parts; part++) top = fmaxf(top, sums[i64(part) * sums_stride].x);
-        const float offset = top == MINUS_INFINITY ? 0.0f : top;
-#pragma unroll 4
-        for (int part = 0; part < parts; part++) {
-            const float2 part_sum = sums[i64(part) * sums_stride];
-            const float weight = exp2_approx(part_sum.x - offset);
-            sum += weight * part_sum.y;
-            out += weight * outs[part * outs_stride];
-        }
-    }
-    // The row's output, with a sink's weight in the denominator.
-    DEVICE float result(float sink) const {
-        const float larger = fmaxf(top, sink);
-        if (larger == MINUS_INFINITY) return 0.0f;
-        const float weight = exp2_approx(top - larger);
-        return out * weight / (sum * weight + exp2_approx(sink - larger));
-    }
-};
-
 template <class T, class KV, int D, int WARPS, int STAGES>
 __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1)
     decode_attention(const __grid_constant__ AttentionParameters a) {
@@ -84,7 +59,7 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1)
     constexpr bool KEEP_QUERIES = D <= 64;  // in registers
     const int split = blockIdx.x, splits = gridDim.x, row_tile = blockIdx.y, request = blockIdx.z;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    if (split == 0 && row_tile == 0) clear_padding<S>(a, request, a.requests, thread, THREADS);
+    if (split == 0 && row_tile == 0) clear_padding<S::Q_CHUNKS>(a, request, a.requests, thread, THREADS);
 
     const int tiles = gridDim.y / a.kv_heads, first_row = row_tile % tiles * 16;
     const Queries queries(a, request, row_tile / tiles);

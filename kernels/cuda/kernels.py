@@ -7,7 +7,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cuda import attention, gates, kv, linear, lora, norms, states
+from pagewire.kernels.cuda import attention, gates, kv, latents, linear, lora, norms, states
 from pagewire.kernels.cuda import experts as cuda_experts
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.limits import NoKernelError
@@ -20,6 +20,10 @@ from pagewire.kernels.reference.kernels import Kernels
 
 WARPGROUPS = frozenset((attention.WARPGROUPS, linear.WARPGROUPS))
 """Names, as of methods, of what kernels with the products of warpgroups compute."""
+STAND_INS = dict.fromkeys(WARPGROUPS, "the kernel for all GPUs") | {
+    latents.METHOD: "the kernel for expanded heads"
+}
+"""What comes in the place of kernels with such names. PyTorch comes in the place of others."""
 
 
 @functools.cache
@@ -46,26 +50,29 @@ class CudaKernels(Kernels):
     replaced: methods that PyTorch computes although they have kernels, see `replace`.
     warpgroups: of `WARPGROUPS`, what may use the products of warpgroups, where the GPU has them.
     batch_invariant: the bits of a row depend on no other row, for slower attention and dense products.
+    latents: see `Kernels`; empty if they are to be expanded.
     """
 
     multiplies_floats = True
-    one_head_size = True
 
     def __init__(self, launcher: KernelLauncher, on: torch.device | str) -> None:
         self.launcher = launcher
         self.replaced: set[str] = set()
         self.warpgroups = WARPGROUPS
         self.batch_invariant = False
+        self.latents: frozenset[tuple[int, int]] = frozenset(latents.LATENTS.items())
         self.states = states.CudaStateKernels(launcher)
         self._workspace = attention.Workspace.allocate(launcher.multiprocessors, on)
 
     def replace(self, method: str) -> None:
         """Let PyTorch compute a method from now on: its kernel is wrong on this device.
 
-        In the place of a kernel with the products of warpgroups comes the one for all devices.
+        In the place of some come other kernels, see `STAND_INS`.
         """
-        if method in self.warpgroups:
+        if method in STAND_INS:
             self.warpgroups -= {method}
+            if method == latents.METHOD:
+                self.latents = frozenset()
             return
         setattr(self, method, getattr(REPLACEMENTS, method))
         self.replaced.add(method)
@@ -79,9 +86,11 @@ class CudaKernels(Kernels):
         terms: LogitTerms = CAUSAL,
         out: Tensor | None = None,
     ) -> Tensor:
+        use = (self.launcher, self._workspace)
+        if cache.values_in_keys:
+            return latents.attend(*use, q, cache, batch, scale, terms, out)
         return attention.paged_attention(
-            self.launcher,
-            self._workspace,
+            *use,
             q,
             cache,
             batch,
@@ -93,7 +102,10 @@ class CudaKernels(Kernels):
         )
 
     def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
-        kv.write_kv(self.launcher, None, k, v, cache, slot_mapping)
+        if cache.values_in_keys:
+            latents.write(self.launcher, k, cache, slot_mapping)
+        else:
+            kv.write_kv(self.launcher, None, k, v, cache, slot_mapping)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, out: Tensor | None = None

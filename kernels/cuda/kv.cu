@@ -111,3 +111,23 @@ __global__ void __launch_bounds__(32 * WARPS) write_kv(const __grid_constant__ W
     store_chunk<T, C>(is_value ? p.v_cache : p.k_cache, page_row, row, size, chunk, held,
                       is_value ? p.v_factor : p.k_factor);
 }
+
+struct WriteLatents {
+    const void* rows;   // [T, 1, size]
+    void* cache;        // [num_blocks, 1, block_size, size]
+    const i64* slots;   // [T]: block * block_size + row; a negative one writes nothing
+    i64 token_stride;   // elements
+    int num_tokens, size, block_size;
+};
+
+// A thread for each chunk of 8 elements. With one KV head, a slot is a row of the cache.
+template <class T>
+__global__ void __launch_bounds__(32 * WARPS) write_latents(const __grid_constant__ WriteLatents p) {
+    const i64 item = i64(blockIdx.x) * WARPS * 32 + threadIdx.x;
+    const int chunks = p.size / 8, token = int(item / chunks), chunk = int(item % chunks);
+    if (token >= p.num_tokens || p.slots[token] < 0) return;
+    const i64 slot = p.slots[token];
+    const T* row = static_cast<const T*>(p.rows) + token * p.token_stride;
+    const uint4 held = reinterpret_cast<const uint4*>(row)[chunk];
+    store_chunk<T, T>(p.cache, slot, slot % p.block_size, p.size, chunk, held, 1.0f);
+}

@@ -1,4 +1,4 @@
-"""The limits of a compiled kernel's launch. A launch over one is refused by name, which drivers do not do."""
+"""The limits of kernels. A launch over one is refused by name, which drivers do not do. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,19 @@ REGISTERS = 65536
 REGISTER_UNIT = 8
 """The registers of a thread are allotted in multiples of this."""
 
+MOST_SHARED_BYTES = {
+    (8, 0): 163 << 10,
+    (8, 7): 163 << 10,
+    (9, 0): 227 << 10,
+    (10, 0): 227 << 10,
+    (10, 3): 227 << 10,
+}
+"""Shared memory that a block may have, by compute capability."""
+LEAST_SHARED_BYTES = 99 << 10
+"""That of all others."""
+LATENTS = {288: 256, 576: 512}
+"""Elements of latents that attention has kernels for, with the rotated ones; and of the values among them."""
+
 
 class NoKernelError(ValueError):
     """No kernel takes rows of such a size, stride or alignment. The text says which."""
@@ -18,6 +31,11 @@ class NoKernelError(ValueError):
 
 class LaunchError(RuntimeError):
     """A device cannot run kernels, or not this one. The message names it."""
+
+
+def most_shared_bytes(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory that a block may have on devices of a compute capability, or a few less."""
+    return MOST_SHARED_BYTES.get(capability, LEAST_SHARED_BYTES)
 
 
 def check_launch(

@@ -32,8 +32,8 @@ DEVICE int request_of(const AttentionParameters& a, int tile, int tile_rows) {
 }
 
 // The tile of a block, of ROWS rows; the last tiles attend to the most keys, and start first. A block without rows of a
-// request clears padding or has nothing to do.
-template <class S, int ROWS>
+// request clears padding or has nothing to do. OUT_CHUNKS: of a row of outputs.
+template <class S, int ROWS, int OUT_CHUNKS = S::Q_CHUNKS>
 struct Tile {
     int request, first_row;
 
@@ -44,7 +44,7 @@ struct Tile {
         first_row = number * ROWS;
         if (request == a.requests) {
             const int parts = (gridDim.x - tile + number) * gridDim.y;
-            clear_padding<S>(a, number * gridDim.y + blockIdx.y, parts, threadIdx.x, blockDim.x);
+            clear_padding<OUT_CHUNKS>(a, number * gridDim.y + blockIdx.y, parts, threadIdx.x, blockDim.x);
         }
     }
     DEVICE bool is_empty(const AttentionParameters& a, const Queries& queries) const {

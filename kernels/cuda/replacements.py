@@ -48,16 +48,16 @@ class PagedReference(Kernels):
         slots = torch.where(slot_mapping < 0, -1, places * block_size + slot_mapping % block_size)
         rows = _rows(cache, blocks)
         super().store_kv(k, v, rows, slots)
-        for pages, stored in ((cache.k, rows.k), (cache.v, rows.v)):
+        for pages, stored in zip(cache.tensors, rows.tensors, strict=True):
             pages.view(torch.uint8)[blocks] = exchange_chunks(stored).view(torch.uint8)
 
 
 def _rows(cache: Cache, blocks: Tensor) -> Cache:
     """A copy of some blocks of a cache as the reference keeps them, in rows."""
-    k, v = (
-        exchange_chunks(pages.view(torch.uint8)[blocks].view(pages.dtype)) for pages in (cache.k, cache.v)
-    )
-    return replace(cache, k=k, v=v)
+    rows = [exchange_chunks(pages.view(torch.uint8)[blocks].view(pages.dtype)) for pages in cache.tensors]
+    if cache.values_in_keys:
+        return Cache.of_keys(rows[0], cache.v.shape[3], cache.scales)
+    return replace(cache, k=rows[0], v=rows[1])
 
 
 REPLACEMENTS = PagedReference()

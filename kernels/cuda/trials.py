@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cuda import attention, gates, kv, norms, states
+from pagewire.kernels.cuda import attention, gates, kv, latents, norms, states
 from pagewire.kernels.cuda.product_trials import dense_trial, expert_trials, linear_trials
 from pagewire.kernels.cuda.trial import (
     TOLERANCE,
@@ -57,6 +57,8 @@ def trials(launches: Launches) -> list[Trial]:
     result.append(adapter_trial(dtype))
     if launches.recurrent:
         result += [*matrix_trials(dtype), *channel_trials(dtype)]
+    if head_dim in latents.LATENTS:
+        return [*result, *latent_trials(dtype, head_dim)]
     for cache_dtype in dict.fromkeys((dtype, launches.kv_dtype)) if head_dim else ():
         result += write_trials(dtype, cache_dtype, head_dim)
         if head_dim in attention.HEAD_DIMS:
@@ -151,18 +153,22 @@ def write_trials(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) ->
 DECODE = ((0, 1), (36, 37), (599, 600))
 PREFILL = ((0, 90), (300, 400), (42, 43))
 WHOLE_PROMPTS = ((0, 200), (0, 33))
-"""The positions of the new tokens of each request: (first, end). In decode the keys of the last are split."""
+DRAFTS = ((597, 600),)
+"""Positions of the new tokens of each request, (first, end). Some long ones have their keys split."""
 
 
 def paged_inputs(
     spans: Sequence[tuple[int, int]], dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int
 ) -> list[Tensor]:
-    """Queries, a cache in rows, and the tensors of an `AttentionBatch`, but for the KV slots."""
+    """Queries, a cache in rows, and the tensors of an `AttentionBatch`, but for the KV slots.
+
+    head_dim: also the size of latents, of which there is one KV head.
+    """
     starts = torch.tensor([0, *(end - first for first, end in spans)]).cumsum(0).int()
     lengths = torch.tensor([end for _, end in spans]).int()
     width = -(-int(lengths.max()) // BLOCK_SIZE)
     table = torch.randperm(len(spans) * width, generator=torch.Generator().manual_seed(0)).int()
-    pages = (len(table), KV_HEADS, BLOCK_SIZE, head_dim)
+    pages = (len(table), 1 if head_dim in latents.LATENTS else KV_HEADS, BLOCK_SIZE, head_dim)
     q = normal(int(starts[-1]), HEADS, head_dim, seed=1).to(dtype)
     k, v = (normal(*pages, seed=seed).to(dtype).to(cache_dtype) for seed in (2, 3))
     return [q, k, v, starts, lengths, table.view(len(spans), width)]
@@ -185,7 +191,11 @@ def attend(
     slots = torch.full((len(q),), -1, dtype=torch.int64, device=q.device)
     longest = max(end - first for first, end in spans), max(end for _, end in spans)
     batch = AttentionBatch(starts, lengths, table, slots, *longest)
-    cache = Cache(layout(k), layout(v), SCALES if k.dtype in kv.FP8 else UNSCALED)
+    cache = (
+        Cache.of_keys(layout(k), v_size)
+        if (v_size := latents.LATENTS.get(k.shape[3]))
+        else Cache(layout(k), layout(v), SCALES if k.dtype in kv.FP8 else UNSCALED)
+    )
     scale = q.shape[2] ** -0.5
     results = [kernels.paged_attention(q, cache, batch, scale, each) for each in terms(others)]
     return torch.cat(results).flatten(0, 1)
@@ -230,6 +240,30 @@ def cut_trial(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> Tr
     name = f"attention in chunks over {short(cache_dtype)}, heads of {head_dim}"
     inputs = paged_inputs(spans, dtype, cache_dtype, head_dim)
     return Trial(name, "paged_attention", compute, inputs, TOLERANCE[dtype])
+
+
+def latent_trials(dtype: torch.dtype, size: int) -> Iterator[Trial]:
+    """Latents on their way into the cache, and attention to them by few rows and by many, keys split or not."""
+    tokens, shape = 21, (3, 1, BLOCK_SIZE, size)
+    slots = torch.randperm(3 * BLOCK_SIZE, generator=torch.Generator().manual_seed(0))[:tokens]
+    slots[5] = -1
+
+    def write(kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+        rows, slots = inputs
+        cache = Cache.of_keys(torch.zeros(shape, dtype=rows.dtype, device=rows.device), latents.LATENTS[size])
+        kernels.store_kv(rows, rows[..., : latents.LATENTS[size]], cache, slots)
+        return layout(cache.k).flatten(0, 2)
+
+    def terms(_: Sequence[Tensor]) -> Sequence[LogitTerms]:
+        return CAUSAL, LogitTerms(window=50)
+
+    method, tolerance = latents.METHOD, TOLERANCE[dtype]
+    inputs = [normal(tokens, 1, size).to(dtype), slots]
+    yield Trial(f"a write of latents of {size}", method, write, inputs, tolerance)
+    for kind, spans in (("decode", DECODE), ("drafts", DRAFTS), ("prefill", PREFILL)):
+        compute = partial(attend, method, spans, terms)
+        inputs = paged_inputs(spans, dtype, dtype, size)
+        yield Trial(f"{kind} attention to latents of {size}", method, compute, inputs, tolerance)
 
 
 def two_sided_trial(method: str, dtype: torch.dtype, head_dim: int) -> Trial:

@@ -4,17 +4,29 @@ from typing import NamedTuple
 
 import torch
 
-from pagewire.kernels.cuda import attention, experts, gates, kv, linear, lora, norms, probes, sampling, states
+from pagewire.kernels.cuda import (
+    attention,
+    experts,
+    gates,
+    kv,
+    latents,
+    linear,
+    lora,
+    norms,
+    probes,
+    sampling,
+    states,
+)
 from pagewire.kernels.cuda.compile import OLDEST
 from pagewire.kernels.cuda.source import Variant
 
-MODULES = (attention, experts, gates, kv, linear, lora, norms, probes, sampling, states)
+MODULES = (attention, experts, gates, kv, latents, linear, lora, norms, probes, sampling, states)
 
 
 class Launches(NamedTuple):
     """What decides which kernels a model may launch.
 
-    kv_dtype: of its KV cache. head_dim: of its attention; 0: no layer attends.
+    kv_dtype: of its KV cache. head_dim: of its attention, or the size of its latents; 0: no layer attends.
     encodes: it is an encoder, which keeps keys and values for a layer only.
     recurrent: it has layers with states. mixture: it has experts. packed: weights may stay packed.
     capability: the compute capability of the device. invariant: bits must not depend on the batch.
@@ -60,6 +72,8 @@ def variants_of(launches: Launches) -> list[Variant]:
     result += lora.variants(dtype)
     if launches.recurrent:
         result += states.variants(dtype)
+    if head_dim in latents.LATENTS:
+        return result + latents.variants_of(launches.capability, dtype, head_dim)
     for cache_dtype in dict.fromkeys((dtype, launches.kv_dtype)) if head_dim else ():
         result.append(kv.variant(dtype, cache_dtype))
         if head_dim in attention.HEAD_DIMS:

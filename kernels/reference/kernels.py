@@ -6,7 +6,7 @@ tensors).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -56,12 +56,12 @@ class Kernels:
     Norms, activations and rotations follow the rounding of the Hugging Face modules that they replace.
     states: the kernels of recurrent layers.
     multiplies_floats: see `pagewire.kernels.linear.multiplies_floats`.
-    one_head_size: attention takes keys and values of as many elements only.
+    latents: elements of keys, and of values that are a part of them; other values are as long as keys. None: any.
     """
 
     states: StateKernels = StateKernels()
     multiplies_floats: bool = False
-    one_head_size: bool = False
+    latents: Collection[tuple[int, int]] | None = None
 
     def paged_attention(
         self,

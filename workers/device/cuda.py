@@ -89,6 +89,8 @@ class CudaDevice:
             torch.cuda.set_device(index)
             kernels = cuda_kernels.load(index)
             kernels.batch_invariant = batch_invariant
+            if batch_invariant:  # attention to latents splits keys by the batch
+                kernels.latents = frozenset()
         except (CompileError, RuntimeError) as error:  # LaunchError is one, as are PyTorch's
             raise LoadError(f"cuda:{index} cannot be used: {error}; see `pagewire doctor`") from error
         return cls(f"cuda:{index}", kernels)
@@ -115,7 +117,9 @@ class CudaDevice:
 
     def prepare(self, needs: KernelNeeds) -> None:
         """See `Device.prepare`."""
-        other = set(needs.head_dims) - set(HEAD_DIMS)
+        compressed = self.kernels.latents & needs.latents.keys() if needs.dtype in KERNEL_DTYPES else set()
+        expanded = {size for sizes, size in needs.latents.items() if sizes not in compressed}
+        other = {*needs.head_dims, *expanded} - set(HEAD_DIMS)
         if other and needs.dtype in KERNEL_DTYPES and not needs.encodes:
             raise LoadError(
                 f"no kernel on {self.name} attends with heads of {max(other)} numbers, only with "
@@ -131,6 +135,12 @@ class CudaDevice:
                 f"batch_invariant: {self.name} has kernels for decoders in bfloat16 and float16, and none for "
                 "encoders or float32: leave it out, or use device='cpu', where no bit depends on the batch"
             )
+        if compressed and needs.kv_dtype != needs.dtype:
+            raise LoadError(
+                f"no kernel on {self.name} attends to latents in {needs.kv_dtype}: use kv_cache_dtype='auto', "
+                f"which takes {max(keys for keys, _ in compressed)} numbers of {needs.dtype} for a token and layer"
+            )
+        sizes = {*needs.head_dims, *expanded, *(keys for keys, _ in compressed)}
         launched = [
             Launches(
                 needs.dtype,
@@ -143,7 +153,7 @@ class CudaDevice:
                 self.launcher.capability,
                 self.batch_invariant,
             )
-            for head_dim in sorted(needs.head_dims) or [0]
+            for head_dim in sorted(sizes) or [0]
         ]
         variants = dict.fromkeys(variant for each in launched for variant in variants_of(each))
 
@@ -163,6 +173,8 @@ class CudaDevice:
                 f"batch_invariant: kernels of {self.name} differ from PyTorch ({', '.join(wrong)}), and what "
                 "PyTorch computes in their place may depend on the batch: leave it out, or use device='cpu'"
             )
+        if compressed - self.kernels.latents:  # wrong on this device
+            self.prepare(needs)
 
     def try_kernels(self, launches: Launches) -> None:
         """Let PyTorch compute what the kernels get wrong on this device, which its first run shows."""

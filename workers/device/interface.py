@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -57,7 +58,8 @@ class KernelNeeds(NamedTuple):
     """What a model asks of the kernels of its device.
 
     dtype, kv_dtype: of its numbers, and of its KV cache. head_dims: the sizes of attention heads in its layers;
-    empty if none attends. encodes: it is an encoder. chunks: some layers attend to chunks of keys.
+    empty if none attends without latents. latents: their elements as keys and as values, to the sizes of the heads
+    that they can be expanded to. encodes: it is an encoder. chunks: some layers attend to chunks of keys.
     recurrent: some layers keep states. mixture: some have experts. packed: weights may stay packed.
     """
 
@@ -69,6 +71,7 @@ class KernelNeeds(NamedTuple):
     recurrent: bool = False
     mixture: bool = False
     packed: bool = True
+    latents: Mapping[tuple[int, int], int] = MappingProxyType({})
 
 
 class LoadedSizes(NamedTuple):
@@ -121,7 +124,8 @@ class Device(Protocol):
         """Compile the kernels that a model needs, with progress in the log.
 
         Raises:
-            LoadError: they cannot be compiled, or the device has none for heads of such a size or for chunks.
+            LoadError: they cannot be compiled, or the device has none for heads of such a size, for chunks, or for
+                latents in such a cache.
         """
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -69,17 +69,19 @@ class Dimensions:
         matrices: Sequence[Matrix],
         recurrent: Mapping[str, Shapes] | None = None,
         *,
-        expands: bool = False,
+        latents: Mapping[int, int] | None = None,
     ) -> Dimensions:
         """The sizes in a configuration; those of keys and values by their own matrices where they have some.
 
         recurrent: the modules that keep states, see `recurrent_modules`; None: none do.
-        expands: the cache has the keys and values that latents expand to, as on GPUs, and not the latents.
+        latents: the elements of latents that kernels attend to, as keys and as values; the cache has what others
+        expand to. None: kernels attend to all.
         """
         recurrent = recurrent or {}
         text: Mapping[str, Any] = {**config, **(config.get("text_config") or {})}
-        if expands and _number(text, ("kv_lora_rank",)):
-            text = _expanded(text)
+        if latents is not None and (rank := _number(text, ("kv_lora_rank",))):
+            served = latents.get(rank + _number(text, ("qk_rope_head_dim",))) == rank
+            text = text if served else _expanded(text)
         sizes = {field: _number(text, names) for field, names in NAMES.items()}
         del sizes["num_heads"]
         head_dim = _head_dim(text)

@@ -16,6 +16,7 @@ from pagewire.ipc.quantization import ONLINE
 from pagewire.ipc.wire.worker_messages import Parallel
 from pagewire.kernels.cpu.build import panels_of
 from pagewire.kernels.cpu.panels import ITEM_BYTES, NumberFormat, Panels
+from pagewire.kernels.cuda.limits import LATENTS
 from pagewire.workers.checkpoint.formats.online import quantised_as
 from pagewire.workers.checkpoint.headers import DTYPES, Headers
 from pagewire.workers.device.auto_dtype import auto_dtype
@@ -133,14 +134,16 @@ def footprint(
     try:
         found = list(matrices(headers.tensors, headers.config, headers.foreign))
         recurrent = recurrent_modules(headers.tensors)
-        dimensions = Dimensions.of(headers.config, found, recurrent, expands=isa == GPU)
+        dimensions = Dimensions.of(headers.config, found, recurrent)
+        own = DTYPE_NAMES.get(dtype, dtype)
+        if dtype == "auto":
+            own = auto_dtype(dimensions.dtype, None if isa == GPU else isa)
+        if isa == GPU and own != "float32":  # in which PyTorch attends, to latents of all sizes
+            dimensions = Dimensions.of(headers.config, found, recurrent, latents=LATENTS)
     except LoadError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise LoadError(f"the sizes of this model cannot be told: {error!r}") from error
-    own = DTYPE_NAMES.get(dtype, dtype)
-    if dtype == "auto":
-        own = auto_dtype(dimensions.dtype, None if isa == GPU else isa)
     layout: Panels | GpuLayout = GpuLayout(own) if isa == GPU else panels_of(isa)
     embedding = next((matrix for matrix in found if matrix.part is Part.EMBEDDING), None)
     is_tied = not any(matrix.part is Part.OUTPUT and not matrix.is_vector for matrix in found)

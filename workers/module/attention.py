@@ -204,10 +204,11 @@ class StepContext(RowsContext):
         of this layer or of one before it.
         """
         own_index = None if index is None or index.layer != layer else index.keys
-        size = v.shape[-1]
-        if size < k.shape[-1] and implementation_for(q, k, v).one_head_size:
+        size, key_size = v.shape[-1], k.shape[-1]
+        latents = implementation_for(q, k, v).latents if size < key_size else None
+        if latents is not None and (key_size, size) not in latents:
             # The cache has zeros behind values, and so have the weighted sums.
-            v = functional.pad(v, (0, k.shape[-1] - size))
+            v = functional.pad(v, (0, key_size - size))
         shape = KVShape.of(k, v, own_index)
         cache = self.cache(layer, shape, window or chunk)
         store_kv(k, v, cache, self.batch.slot_mapping)

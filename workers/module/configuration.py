@@ -233,22 +233,30 @@ def layer_windows(config: Any) -> list[tuple[str, int] | None]:
 
 
 def head_dims(config: Any) -> set[int]:
-    """The sizes of the attention heads in a model's layers; empty if none attends, or none has such a setting."""
-    layers = layer_configs(config)
-    kinds = getattr(config.get_text_config(), "layer_types", None) or [None] * len(layers)
-    others = (STATE_LAYERS | FEED_FORWARD_LAYERS) - ATTENTION_LAYERS  # their heads are other ones
-    attending = [own for own, kind in zip(layers, kinds, strict=True) if kind not in others]
+    """The sizes of the attention heads in a model's layers without latents; empty if none has such a setting."""
+    attending = [own for own in attending_configs(config) if not getattr(own, "kv_lora_rank", None)]
     sizes = [
-        (own, expanded_size(own) or getattr(own, "head_dim", None), getattr(own, "num_attention_heads", None))
-        for own in attending
+        (own, getattr(own, "head_dim", None), getattr(own, "num_attention_heads", None)) for own in attending
     ]
     return {head_dim or own.hidden_size // heads for own, head_dim, heads in sizes if head_dim or heads}
 
 
-def expanded_size(config: Any) -> int:
-    """The size of the heads that latents expand to, a part of which is rotated; 0: the model has no latents."""
-    parts = (getattr(config, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope"))
-    return sum(parts) if getattr(config, "kv_lora_rank", None) else 0
+def attending_configs(config: Any) -> list[Any]:
+    """The configurations of the layers that attend."""
+    layers = layer_configs(config)
+    kinds = getattr(config.get_text_config(), "layer_types", None) or [None] * len(layers)
+    others = (STATE_LAYERS | FEED_FORWARD_LAYERS) - ATTENTION_LAYERS  # their heads are other ones
+    return [own for own, kind in zip(layers, kinds, strict=True) if kind not in others]
+
+
+def latent_sizes(config: Any) -> dict[tuple[int, int], int]:
+    """The elements of layers' latents as keys and as values, to those of the keys that they expand to."""
+    sizes = {}
+    for own in attending_configs(config):
+        if rank := getattr(own, "kv_lora_rank", None):
+            nope, rope = (getattr(own, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope"))
+            sizes[rank + rope, rank] = nope + rope
+    return sizes
 
 
 def has_experts(config: Any) -> bool:

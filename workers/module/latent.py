@@ -12,7 +12,7 @@ All families of transformers with such attention have a method `expand_kv`, behi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -40,17 +40,21 @@ class LatentHeads:
     adapted: this layer as one that asks for the adapters of its rows; None: adapters are not enabled.
     """
 
-    def __init__(self, keys_and_values: Experts, device: torch.device) -> None:
-        """keys_and_values: by head, the layers of queries [n, nope] to [n, rank], and of latents to [n, Dv]."""
-        keys, values = keys_and_values.up, keys_and_values.down
-        self.num_heads, self.nope, self.v_head_dim = len(keys), keys[0].in_features, values[0].out_features
-        self.out_features, self.in_features = (
-            self.num_heads * (self.nope + self.v_head_dim),
-            keys[0].out_features,
-        )
-        self.dtype, self.num_bytes = keys[0].dtype, keys_and_values.num_bytes
+    def __init__(self, heads: Tensor, nope: int, device: torch.device) -> None:
+        """heads: by head, the rows of keys and of values, [H, nope + Dv, rank]."""
+        self.num_heads, num_rows, self.in_features = heads.shape
+        self.nope, self.v_head_dim, self.out_features = nope, num_rows - nope, self.num_heads * num_rows
+        self.dtype, self.device = heads.dtype, device
         self.adapted: Adapted | None = None
-        self._keys, self._values = (grouped_product(heads, device) for heads in (keys, values))
+        if packs_heads(heads.dtype, device):
+            keys = [packed(dense_weight(head[:nope].T), None, device) for head in heads]
+            values = [packed(dense_weight(head[nope:]), None, device) for head in heads]
+            self.num_bytes = Experts(keys, values, None).num_bytes
+            self._keys, self._values = (grouped_product(linears, device) for linears in (keys, values))
+        else:
+            held = heads.to(device).contiguous()
+            self.num_bytes = held.nbytes
+            self._keys, self._values = batched_product(held[:, :nope]), batched_product(held[:, nope:].mT)
 
     def queries(self, q: Tensor) -> Tensor:
         """Queries [T, H, nope + rope] of expanded keys as those of latents, [T, H, rank + rope]."""
@@ -75,7 +79,7 @@ class LatentHeads:
 
     def _unit_rows(self, size: int) -> Tensor:
         """The rows of a unit matrix for every head, [size, H, size]."""
-        return torch.eye(size, dtype=self.dtype)[:, None].expand(-1, self.num_heads, -1)
+        return torch.eye(size, dtype=self.dtype, device=self.device)[:, None].expand(-1, self.num_heads, -1)
 
     def by_keys(self, queries: Tensor) -> Tensor:
         """[n, H, nope] to [n, H, rank]."""
@@ -141,9 +145,9 @@ def _each(x: Tensor, weights: Tensor) -> Tensor:
 def absorb_latents(module: nn.Module, weights: Weights, device: torch.device) -> None:
     """Let the latent attention within a module attend to latents, in place of keys and values that it expands.
 
-    On a GPU it goes on expanding them: the kernels there have heads of up to 256 elements, and latents have 576.
+    It goes on expanding them where a GPU has no kernel for latents of their size, or PyTorch found it wrong.
     """
-    for child in list(module.modules()) if device.type == "cpu" else ():
+    for child in list(module.modules()):
         if hasattr(child, "kv_b_proj") and hasattr(child, "expand_kv") and takes_latents(child, device):
             attention: Any = child
             attention.latent_heads = latent_heads(attention, weights, device)
@@ -151,21 +155,40 @@ def absorb_latents(module: nn.Module, weights: Weights, device: torch.device) ->
             del attention.kv_b_proj
 
 
-def takes_latents(attention: nn.Module, device: torch.device) -> bool:
-    """True if the kernels for a module's dtype attend to latents, whose values are shorter than their keys."""
-    one = torch.empty(0, dtype=next(attention.parameters()).dtype, device=device)
-    return not implementation_for(one).one_head_size
+def takes_latents(attention: Any, device: torch.device) -> bool:
+    """True if the kernels for a module's dtype attend to latents of its sizes."""
+    served = served_latents(next(attention.parameters()).dtype, device)
+    if served is None:
+        return True
+    return (attention.kv_lora_rank + attention.qk_rope_head_dim, attention.kv_lora_rank) in served
+
+
+def packs_heads(dtype: torch.dtype, device: torch.device) -> bool:
+    """True if each head's matrices are packed by themselves, as on CPUs; else PyTorch multiplies them at once."""
+    return device.type == "cpu" and served_latents(dtype, device) is None
+
+
+def served_latents(dtype: torch.dtype, device: torch.device) -> Collection[tuple[int, int]] | None:
+    """See `Kernels.latents`."""
+    return implementation_for(torch.empty(0, dtype=dtype, device=device)).latents
+
+
+def batched_product(weights: Tensor) -> GroupedProduct:
+    """The product of as many rows for each of the weights [H, K, N], in one call of PyTorch."""
+
+    def product(rows: Tensor, counts: Sequence[int]) -> Tensor:
+        return torch.bmm(rows.view(len(counts), -1, rows.shape[1]), weights).flatten(0, 1)
+
+    return product
 
 
 def latent_heads(attention: Any, weights: Weights, device: torch.device) -> LatentHeads:
     """The halves of an attention module's `kv_b_proj`, or this rank's heads of it; dequantised."""
     nope, size = attention.qk_nope_head_dim, attention.v_head_dim
     matrix = dense(weights.matrix(attention.kv_b_proj))
-    heads = matrix.view(-1, nope + size, matrix.shape[1])
-    keys = [packed(dense_weight(head[:nope].T), None, device) for head in heads]
-    values = [packed(dense_weight(head[nope:]), None, device) for head in heads]
+    heads = LatentHeads(matrix.view(-1, nope + size, matrix.shape[1]), nope, device)
     weights.let_go()
-    return LatentHeads(Experts(keys, values, None), device)
+    return heads
 
 
 def _latent_and_rotated(_: Any, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:

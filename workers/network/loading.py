@@ -35,6 +35,7 @@ from pagewire.workers.module.configuration import (
     end_of_sequence,
     has_experts,
     head_dims,
+    latent_sizes,
     load_config,
     log_dtype,
     num_decoder_layers,
@@ -160,6 +161,7 @@ class ModelSettings:
             recurrent=bool(state_layers(self.config)),
             mixture=has_experts(self.config),
             packed=self.packed,
+            latents=latent_sizes(self.config),
         )
 
 

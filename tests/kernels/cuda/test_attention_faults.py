@@ -149,7 +149,7 @@ FAULTS = [
         "prefill",
         Edit(SHARED, "rows.out[m][j][i] *= shrink[m][i >> 1];", "rows.out[m][j][i] *= shrink[m][0];"),
     ),
-    ("prefill", Edit(SHARED, "top = max_lanes<4>(top);", "")),
+    ("prefill", Edit(SHARED, "= max_lanes<4>(top);", "= top;")),
     (
         "decode",
         Edit(SHARED, "return softcap - __fdividef(2.0f * softcap", "return softcap - __fdividef(softcap"),

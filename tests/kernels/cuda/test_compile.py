@@ -70,13 +70,15 @@ MOST_SHARED = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_10
 @pytest.mark.every_variant
 @pytest.mark.parametrize("arch", MOST_SHARED)
 def test_every_launch_is_within_the_limits(nvrtc: object, arch: str) -> None:
-    """Threads as compiled for, registers, and shared memory, of the kernels with the largest heads."""
+    """Threads as compiled for, registers, and shared memory, of the kernels with the largest heads and latents."""
     capability = divmod(int(arch.removeprefix("sm_")), 10)
     kv_dtype = torch.float8_e4m3fn
     kinds = Launches(
         torch.bfloat16, kv_dtype, max(HEAD_DIMS), recurrent=True, mixture=True, capability=capability
     )
-    launches = [*Recorder.of_trials(kinds), *Recorder.of_trials(kinds._replace(invariant=True))]
+    of_latents = Launches(torch.bfloat16, torch.bfloat16, max(limits.LATENTS), capability=capability)
+    every = [kinds, kinds._replace(invariant=True), of_latents]
+    launches = [launch for each in every for launch in Recorder.of_trials(each)]
     cubins = compile.build([launch.variant for launch in launches], arch)
     for variant, block, shared_bytes in launches:
         cubin = cubins[variant]

@@ -31,6 +31,8 @@ TRIALS = {
     if trial.method not in ("pack", "experts", linear.WARPGROUPS)
     or trial.name.endswith(("groups of 64, scales in bfloat16", "dense weights"))
 }
+LATENTS = ("decode attention to latents of 288", "drafts attention to latents of 288")  # the others take long
+TRIALS |= {trial.name: trial for trial in trials(Launches(BF16, BF16, 288)) if trial.name in LATENTS}
 
 
 TRIALS |= {
@@ -123,6 +125,11 @@ FAULTS = [
         "        __syncwarp();\n        ring",
         "        ring",
     ),
+    (LATENTS[0], "latent_attention.cu", "__syncthreads();  // these keys", "// these keys"),
+    (LATENTS[0], "latent_attention.cu", "__syncthreads();  // all groups", "// all groups"),
+    (LATENTS[1], "latent_attention.cu", "__syncthreads();  // the weights are", "// the weights are"),
+    (LATENTS[1], "latent_attention.cu", "__syncthreads();  // the last factors", "// the last factors"),
+    (LATENTS[1], "latent_attention.cu", "    __syncthreads();\n    const i64 place", "    const i64 place"),
 ]
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from pagewire.kernels.cuda import sampling, trial, trials
+from pagewire.kernels.cuda import latents, sampling, trial, trials
 from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.kernels.cuda.limits import LATENTS
 from pagewire.kernels.cuda.variants import Launches, variants_of
 from pagewire.kernels.data.weight import UnpackedLinear, dense_weight
 from tests.kernels.cuda.emulate import Edit, EmulatedLauncher
@@ -30,6 +31,16 @@ def test_every_kernel_has_a_trial(kind: dict[str, bool], capability: tuple[int, 
         launched = {launch.variant for launch in Recorder.of_trials(launches)}
         of_sampling = {sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES}
         assert launched == set(variants_of(launches)) - of_sampling
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=str)
+@pytest.mark.parametrize("size", sorted(LATENTS))
+def test_every_kernel_of_latents_has_a_trial(size: int, capability: tuple[int, int]) -> None:
+    launches = Launches(BF16, BF16, size, capability=capability)
+    launched = {launch.variant for launch in Recorder.of_trials(launches)}
+    assert launched == set(variants_of(launches)) - {
+        sampling.variant(kernel, BF16) for kernel in sampling.SHARED_BYTES
+    }
 
 
 def find(name: str, cache_dtype: torch.dtype = BF16, encodes: bool = False) -> list[trials.Trial]:
@@ -120,6 +131,15 @@ def test_replacements_read_and_write_pages(cache_dtype: torch.dtype) -> None:
     chosen = [t for t in trials.trials(Launches(BF16, cache_dtype, 64)) if t.method in kernels.replaced]
     assert len(chosen) == (4 if cache_dtype == BF16 else 8)
     assert not any(verdicts(kernels, chosen))
+
+
+def test_replacements_read_and_write_latents() -> None:
+    """As a model of latents may find them, beside another one whose kernels are wrong."""
+    kernels = CudaKernels(EmulatedLauncher(), "cpu")
+    for method in ("store_kv", "paged_attention"):
+        kernels.replace(method)
+    chosen = [t for t in trials.trials(Launches(BF16, BF16, 288)) if t.method == latents.METHOD]
+    assert len(chosen) == 4 and not any(verdicts(kernels, chosen))
 
 
 @pytest.mark.parametrize(

@@ -626,15 +626,50 @@ def check_close(*runners: Runner) -> None:
     assert np.abs(found[0] - found[1]).mean() < 0.05
 
 
+def write_latents(name: str, folder: Path, **sizes: int) -> Path:
+    """A model whose latents have these sizes."""
+    own = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 32} | sizes
+    experts = {"moe_intermediate_size": 32, "intermediate_size": 64}
+    return Architecture(name, SERVED[name].fields | own | experts).write(folder)
+
+
+WITH_KERNEL = {"kv_lora_rank": 256, "qk_rope_head_dim": 32}
+
+
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
 def test_keys_that_are_longer_than_values(name: str, tmp_path: Path, load: Callable[..., Runner]) -> None:
     """As latents expand to: the cache has values as long as keys, with zeros behind them."""
-    sizes = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 32}
-    experts = {"moe_intermediate_size": 32, "intermediate_size": 64}
-    folder = Architecture(name, SERVED[name].fields | sizes | experts).write(tmp_path)
+    folder = write_latents(name, tmp_path)
     wide, kernels = (load(folder, dtype=dtype) for dtype in ("float32", "bfloat16"))
     assert {(shape.head_dim, shape.v_head_dim) for shape in kernels.model.kv_shapes} == {(32, 32)}
     check_close(wide, kernels)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "rotated"), [("deepseek_v2", 256, 32), ("deepseek_v3", 512, 64), ("youtu", 256, 32)]
+)
+def test_latents(name: str, rank: int, rotated: int, tmp_path: Path, load: Callable[..., Runner]) -> None:
+    """The cache has them as they are, once: prompts, also in chunks, and the tokens after them."""
+    folder = write_latents(name, tmp_path, kv_lora_rank=rank, qk_rope_head_dim=rotated)
+    wide, kernels = (
+        load(folder, dtype=dtype, max_num_batched_tokens=16) for dtype in ("float32", "bfloat16")
+    )
+    shapes = {(shape.num_kv_heads, shape.head_dim, shape.values_in_keys) for shape in kernels.model.kv_shapes}
+    assert shapes == {(1, rank + rotated, True)}
+    assert {cache.nbytes for cache in kernels.caches} == {24 * 16 * (rank + rotated) * 2}
+    check_close(wide, kernels)
+
+
+def test_latents_in_8_bits_are_refused_by_name(tmp_path: Path, load: Callable[..., Runner]) -> None:
+    """Only those with a kernel: others are expanded, and their keys and values take fewer bits."""
+    folder = write_latents("deepseek_v3", tmp_path, **WITH_KERNEL)
+    with pytest.raises(
+        LoadError,
+        match=r"attends to latents in torch.float8_e4m3fn: use kv_cache_dtype='auto', which takes 288",
+    ):
+        load(folder, dtype="bfloat16", kv_cache_dtype="fp8")
+    needs = KernelNeeds(torch.bfloat16, torch.float8_e4m3fn, set(), latents={(272, 256): 32})
+    EmulatedCudaDevice().prepare(needs)
 
 
 def test_heads_without_a_kernel_are_refused_by_name() -> None:

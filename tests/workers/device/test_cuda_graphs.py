@@ -30,11 +30,13 @@ from tests.workers.device.test_cuda import (
     HEADS,
     PLAIN,
     SIZES,
+    WITH_KERNEL,
     Adapted,
     Core,
     low_rank,
     make_plans,
     outcome,
+    write_latents,
 )
 from tests.workers.driver import GREEDY, Driver, load_runner, tokens_of
 from tests.workers.parity import make_prompts
@@ -148,6 +150,18 @@ def test_steps_that_verify_drafts_are_replayed(
     expected = [outcome(plain.step(plan)) for plan in plans]
     assert [outcome(recorded.step(plan)) for plan in plans] == expected
     assert num_replayed(recorded) == 4
+
+
+def test_steps_with_latents_are_replayed(tmp_path: Path, load: Load) -> None:
+    """With drafts, for which attention has another kernel, and without, in a batch that is padded."""
+    folder = write_latents("youtu", tmp_path, **WITH_KERNEL)
+    fields = {"speculative": DRAFTS, "dtype": "bfloat16"}
+    recorded, plain = load(folder, **fields), load(folder, **fields, enforce_eager=True)
+    assert recorded.model.kv_shapes[0].values_in_keys
+    prompts, drafts = make_prompts(VOCAB_SIZE, (9, 20, 1)), [[7, 8, 9]] * 3
+    plans = drafted_plans(prompts, [PLAIN] * 3, [drafts, [[]] * 3, drafts])
+    assert [outcome(recorded.step(plan)) for plan in plans] == [outcome(plain.step(plan)) for plan in plans]
+    assert num_replayed(recorded) == 3
 
 
 def test_drafts_that_are_right_count_in_replayed_steps(llama: Path, load: Load) -> None:

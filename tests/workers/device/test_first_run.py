@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pagewire.kernels.cuda.trial import Trial
 from pagewire.kernels.cuda.trials import trials
 from pagewire.kernels.cuda.variants import Launches
 from pagewire.workers.device import cuda, first_run, trial_process
@@ -25,7 +26,7 @@ from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate import Edit, EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
 from tests.workers.architectures import VOCAB_SIZE, Architecture
-from tests.workers.device.test_cuda import HEADS, SIZES
+from tests.workers.device.test_cuda import HEADS, SIZES, WITH_KERNEL, write_latents
 from tests.workers.driver import Driver, load_runner
 from tests.workers.parity import make_prompts
 
@@ -112,6 +113,39 @@ def test_another_kernel_attends_where_warpgroups_are_wrong(
     )
     assert warning.startswith(begin)
     assert not any(trial.why_wrong(device.kernels, torch.device("cpu")) for trial in some)
+
+
+@pytest.mark.planted_faults
+def test_latents_are_expanded_where_their_kernels_are_wrong(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That shows before the cache is allocated. Only then are the kernels for expanded heads compiled and tried."""
+    tried = list[int]()
+
+    def some(launches: Launches) -> list[Trial]:
+        tried.append(launches.head_dim)
+        found = trials(launches)
+        return [
+            trial
+            for trial in found
+            if trial.name in ("a write of latents of 288", "drafts attention to latents of 288")
+        ]
+
+    monkeypatch.setattr(first_run, "trials", some)
+    monkeypatch.setattr(first_run, "why_sampling_is_wrong", lambda device, dtype: "")
+    fault = Edit("latent_attention.cu", "        shrink_values<V>(rows, shrinks);\n", "")
+    device = NewDevice(EmulatedLauncher(edits=(fault,)))
+    monkeypatch.setattr(runner_module, "open_device", lambda config: device)
+    folder = write_latents("youtu", tmp_path, **WITH_KERNEL, qk_nope_head_dim=32)
+    with emulated(device.kernels):
+        runner = load_runner(folder, **SIZES, dtype="bfloat16")[0]
+        assert {(shape.head_dim, shape.v_head_dim) for shape in runner.model.kv_shapes} == {(64, 64)}
+        Driver(runner).generate(make_prompts(VOCAB_SIZE, (9, 2)), 2)
+    assert list(dict.fromkeys(tried)) == [288, 64]
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert warning.startswith(
+        "the kernel for expanded heads computes latents: drafts attention to latents of 288 differs"
+    )
 
 
 @pytest.mark.planted_faults

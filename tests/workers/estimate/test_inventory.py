@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pagewire.kernels.cpu.panels import NumberFormat
+from pagewire.kernels.cuda.limits import LATENTS
 from pagewire.workers.checkpoint.gguf.blocks import BLOCK_TYPES
 from pagewire.workers.checkpoint.headers import TensorHeader
 from pagewire.workers.estimate.dimensions import Dimensions
@@ -74,10 +75,10 @@ def test_a_latent_is_keys_and_values_of_all_heads() -> None:
     latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     found = Dimensions.of(sizes | latent, ())
     assert (found.kv_elements, found.kv_scales, found.rotary_elements) == (61 * 576, 61, 2 * 64)
-    expanded = Dimensions.of(
-        sizes | latent, (), expands=True
-    )  # as on a GPU, where values are as long as keys
-    assert (expanded.kv_elements, expanded.rotary_elements) == (61 * 128 * 2 * 192, 2 * 64)
+    assert Dimensions.of(sizes | latent, (), latents=LATENTS) == found
+    others = latent | {"qk_rope_head_dim": 32}  # for which a GPU has no kernel: values are as long as keys
+    expanded = Dimensions.of(sizes | others, (), latents=LATENTS)
+    assert (expanded.kv_elements, expanded.rotary_elements) == (61 * 128 * 2 * 160, 2 * 32)
 
 
 def test_plain_tensors_are_vectors_matrices_and_stacks() -> None:

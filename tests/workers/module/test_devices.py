@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from pagewire.kernels.data.integers import Integers, integer_weight
+from pagewire.kernels.data.weight import Weight, dense_weight
+from pagewire.workers.module import latent
 from pagewire.workers.module.experts import router_of
 from pagewire.workers.module.products import check_product
 
@@ -54,3 +57,44 @@ def test_a_router_whose_weights_lie_on_the_device() -> None:
     filled: Any = Filled()
     with FakeTensorMode(), pytest.raises(NotImplementedError, match="no kernels for device 'meta'"):
         router_of(Gate(), filled, OTHER)
+
+
+def test_latents_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels attend to latents of their size. The weight is read on the CPU."""
+    monkeypatch.setattr(latent, "implementation_for", lambda _: SimpleNamespace(latents={(288, 256)}))
+
+    class Attention(nn.Module):
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim, kv_lora_rank = 16, 32, 24, 256
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.kv_b_proj = nn.Linear(256, 4 * 40, bias=False, device=OTHER)
+
+        def expand_kv(self) -> None:
+            """What is replaced."""
+
+    class Read:
+        def matrix(self, module: nn.Module) -> Weight:
+            return dense_weight(torch.zeros(4 * 40, 256))
+
+        def let_go(self) -> None:
+            """Nothing to let go."""
+
+    read: Any = Read()
+    with FakeTensorMode():
+        attention: Any = Attention()
+        latent.absorb_latents(nn.ModuleList([attention]), read, OTHER)
+        heads = attention.latent_heads
+        assert not hasattr(attention, "kv_b_proj") and heads.num_bytes == 4 * 40 * 256 * 4
+        queries = heads.queries(torch.zeros(3, 4, 48, device=OTHER))
+        assert (queries.shape, queries.device) == ((3, 4, 288), OTHER)
+        values = heads.outputs(queries[..., :256])
+        assert (values.shape, values.device) == ((3, 4, 24), OTHER)
+        with pytest.raises(
+            NotImplementedError, match="no kernels for device 'meta'"
+        ):  # up to the last product
+            heads(torch.zeros(3, 256, device=OTHER))
+        other: Any = Attention()
+        other.qk_rope_head_dim = 16
+        latent.absorb_latents(other, read, OTHER)
+        assert hasattr(other, "kv_b_proj")

@@ -43,6 +43,7 @@ class Recorder(EmulatedLauncher):
     def of_trials(cls, launches: Launches) -> set[RecordedLaunch]:
         """The launches of the trials of a first run."""
         device = cls()
+        device.capability = launches.capability
         kernels = CudaKernels(device, "cpu")
         for trial in trials(launches):
             trial.why_wrong(kernels, torch.device("cpu"))

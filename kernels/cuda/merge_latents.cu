@@ -1,0 +1,22 @@
+// The second step of attention to latents whose keys are split: merges the parts of each row.
+#include "latents.cuh"
+
+constexpr int THREADS = 128;
+
+// Row `blockIdx.y` of a tile.
+template <class T, int RANK, int ROWS, int KEYS>
+__global__ void __launch_bounds__(THREADS) merge_latents(const __grid_constant__ AttentionParameters a) {
+    const int tile = gridDim.x - 1 - blockIdx.x, request = request_of(a, tile, ROWS);
+    if (request == a.requests) return;
+    const Queries queries(a, request, 0);
+    const int first_row = (tile - first_tile(a, request, ROWS)) * ROWS, row = first_row + blockIdx.y;
+    if (row >= queries.rows) return;
+    const Parts<KEYS> parts(a, queries, first_row, ROWS);
+    if (parts.used == 1) return;
+    const i64 place = i64(blockIdx.x) * a.splits * ROWS + blockIdx.y;
+    T* const out = static_cast<T*>(a.out) + (i64(queries.start) * a.heads + row) * RANK;
+    for (int i = threadIdx.x; i < RANK; i += THREADS) {
+        const Merged merged(a.partial_sums + place, ROWS, a.partial_out + place * RANK + i, ROWS * RANK, parts.used);
+        out[i] = from_float<T>(merged.result(MINUS_INFINITY));
+    }
+}
