@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cuda import attention, gates, kv, linear, lora, norms, states
+from pagewire.kernels.cuda import attention, gates, kv, linear, lora, norms, quantised_linear, states
 from pagewire.kernels.cuda import experts as cuda_experts
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.replacements import REPLACEMENTS
@@ -16,8 +16,11 @@ from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTer
 from pagewire.kernels.data.weight import Linear, Weight
 from pagewire.kernels.reference.kernels import Kernels
 
-WARPGROUPS = frozenset((attention.WARPGROUPS, linear.WARPGROUPS))
-"""Names, as of methods, of what kernels with the products of warpgroups compute."""
+PREFERRED = frozenset(
+    (attention.WARPGROUPS, linear.WARPGROUPS, quantised_linear.INTEGERS, quantised_linear.FLOATS)
+)
+"""Names, as of methods, of what the fastest kernels compute, for which others stand in: those with the products of
+warpgroups, and those of rows in 8 bits."""
 
 
 @functools.cache
@@ -42,7 +45,7 @@ class CudaKernels(Kernels):
     PyTorch computes what has no kernel of its own: rare operations, and those that the fast path fuses into others.
     on: the device's memory, where the workspace of attention is allocated.
     replaced: methods that PyTorch computes although they have kernels, see `replace`.
-    warpgroups: of `WARPGROUPS`, what may use the products of warpgroups, where the GPU has them.
+    preferred: of `PREFERRED`, what these kernels compute, where the GPU has their products.
     """
 
     multiplies_floats = True
@@ -51,17 +54,17 @@ class CudaKernels(Kernels):
     def __init__(self, launcher: KernelLauncher, on: torch.device | str) -> None:
         self.launcher = launcher
         self.replaced: set[str] = set()
-        self.warpgroups = WARPGROUPS
+        self.preferred = PREFERRED
         self.states = states.CudaStateKernels(launcher)
         self._workspace = attention.Workspace.allocate(launcher.multiprocessors, on)
 
     def replace(self, method: str) -> None:
         """Let PyTorch compute a method from now on: its kernel is wrong on this device.
 
-        In the place of a kernel with the products of warpgroups comes the one for all devices.
+        In the place of one of `PREFERRED` comes the kernel for all devices.
         """
-        if method in self.warpgroups:
-            self.warpgroups -= {method}
+        if method in self.preferred:
+            self.preferred -= {method}
             return
         setattr(self, method, getattr(REPLACEMENTS, method))
         self.replaced.add(method)
@@ -76,7 +79,7 @@ class CudaKernels(Kernels):
         out: Tensor | None = None,
     ) -> Tensor:
         use = (self.launcher, self._workspace)
-        warpgroups = attention.WARPGROUPS in self.warpgroups
+        warpgroups = attention.WARPGROUPS in self.preferred
         return attention.paged_attention(*use, q, cache, batch, scale, terms, out, warpgroups=warpgroups)
 
     def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
@@ -101,10 +104,13 @@ class CudaKernels(Kernels):
         """See `pagewire.kernels.linear.pack`. Integers and 8-bit floats stay packed.
 
         A weight that has no kernel is made dense; `linear.why_not` says why. The bits of a row of a dense product
-        may depend on the batch.
+        may depend on the batch. `quantised_linear.why_not` says why rows keep 16 bits.
         """
+        rounds_rows = quantised_linear.why_not(weight, self.launcher.capability) is None
+        if rounds_rows and quantised_linear.kind_of(weight) in self.preferred:
+            return quantised_linear.QuantisedRowsLinear(self.launcher, weight, bias)
         if linear.why_not(weight) is None:
-            warpgroups = linear.WARPGROUPS in self.warpgroups
+            warpgroups = linear.WARPGROUPS in self.preferred
             return linear.PackedWeightLinear(self.launcher, weight, bias, warpgroups=warpgroups)
         return REPLACEMENTS.pack(weight, bias)
 

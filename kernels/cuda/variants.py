@@ -4,11 +4,23 @@ from typing import NamedTuple
 
 import torch
 
-from pagewire.kernels.cuda import attention, experts, gates, kv, linear, lora, norms, probes, sampling, states
+from pagewire.kernels.cuda import (
+    attention,
+    experts,
+    gates,
+    kv,
+    linear,
+    lora,
+    norms,
+    probes,
+    quantised_linear,
+    sampling,
+    states,
+)
 from pagewire.kernels.cuda.compile import OLDEST
 from pagewire.kernels.cuda.source import Variant
 
-MODULES = (attention, experts, gates, kv, linear, lora, norms, probes, sampling, states)
+MODULES = (attention, experts, gates, kv, linear, lora, norms, probes, quantised_linear, sampling, states)
 
 
 class Launches(NamedTuple):
@@ -45,6 +57,7 @@ def variants_of(launches: Launches) -> list[Variant]:
     result += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
     if launches.packed:
         result += linear.variants(dtype, capability=launches.capability)
+        result += quantised_linear.variants(dtype, capability=launches.capability)
     if launches.mixture:
         result += experts.variants(dtype, packed=launches.packed)
     if launches.encodes:

@@ -21,7 +21,7 @@ import torch
 
 from pagewire.ipc.host.lifeline import Child, exit_cause
 from pagewire.ipc.wire.params import SamplingParams
-from pagewire.kernels.cuda.kernels import WARPGROUPS, CudaKernels
+from pagewire.kernels.cuda.kernels import PREFERRED, CudaKernels
 from pagewire.kernels.cuda.source import HERE
 from pagewire.kernels.cuda.trial import normal
 from pagewire.kernels.cuda.trials import trials
@@ -129,7 +129,7 @@ def replace_wrong_kernels(
             device.kernels.replace(method)
         more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
         at = cache.cache_folder() / file
-        by = "the kernel for all GPUs" if method in WARPGROUPS else "PyTorch"
+        by = "the kernel for all GPUs" if method in PREFERRED else "PyTorch"
         logger.warning("%s computes %s: %s%s; remove %s to try again", by, method, texts[0], more, at)
 
 

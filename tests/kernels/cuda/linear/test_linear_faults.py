@@ -15,7 +15,7 @@ from pagewire.kernels.cuda.source import read_source
 from pagewire.kernels.data.integers import Integers
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher
 from tests.kernels.cuda.emulate.library import load
-from tests.kernels.cuda.test_linear import (
+from tests.kernels.cuda.linear.test_linear import (
     BF16,
     FP16,
     FP32,
@@ -159,7 +159,7 @@ FAULTS = [
     ("halves", MANY, "} else if (row < p.m && output < p.n) {", "} else if (row < p.m) {"),
     ("bytes", MANY, "if (row >= p.m || output >= p.n) return;", "if (output >= p.n) return;"),
     ("bytes", MANY, "store<K>(p, row, output + 1, second);", ""),
-    ("fine", MANY, "finished<K>(p, output + 1, second));", "finished<K>(p, output, second));"),
+    ("fine", MANY, "finished<K>(p, row, output + 1, second));", "finished<K>(p, row, output, second));"),
     ("halves", MANY, "== step + 1) totals.take", "== step) totals.take"),
     ("halves", MANY, "sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;", ""),
     ("wide", MANY, "16 * m + lane % 16, 2 * half", "16 * m + lane % 8, 2 * half"),
