@@ -521,25 +521,38 @@ struct Many {
     static constexpr int TILE_BYTES = ROWS * (ROW_BYTES + K::ROW_BYTES_AFTER);  // of x, in a step
 };
 
-// Starts to copy a step of the block's rows. Instead of those after the last one, which nobody stores, it is copied.
-template <class K, class Source>
-DEVICE void copy_rows(const Product& p, Source source, int first, int step, unsigned char* to) {
+// What a thread copies of the block's rows: 8 columns of a step, of every 32nd row. Instead of those after the last one, which
+// nobody stores, it is copied.
+template <class K>
+struct ThreadRows {
     using T = typename K::T;
-    constexpr int CHUNKS = ROW_BYTES / CHUNK_BYTES;
+    static constexpr int CHUNKS = ROW_BYTES / CHUNK_BYTES, APART = Many::THREADS / CHUNKS;
+    const T* from[Many::ROWS / APART];  // in step 0
+    int place;                          // of the first one in a stage; the others are APART rows on
+
+    template <class Source>
+    DEVICE ThreadRows(const Product& p, Source source, int first) {
+        const int chunk = threadIdx.x % CHUNKS;
+        place = chunk_place(threadIdx.x / CHUNKS, chunk);
 #pragma unroll
-    for (int i = threadIdx.x; i < Many::ROWS * CHUNKS; i += Many::THREADS) {
-        const int row = i / CHUNKS, chunk = i % CHUNKS;
-        const i64 place = source(min(first + row, p.m - 1)) * p.x_stride + 32 * step + 8 * chunk;
-        const T* from = static_cast<const T*>(p.x) + place;
-        copy_async_16(to + chunk_place(row, chunk), from, true);
-    }
-    if constexpr (K::ROW_SCALED)
-        if (threadIdx.x < Many::ROWS) {
-            const i64 place = i64(step / ROW_GROUP_STEPS) * p.m + min(first + int(threadIdx.x), p.m - 1);
-            unsigned char* const own = to + Many::ROWS * ROW_BYTES + sizeof(float) * threadIdx.x;
-            copy_async_4(own, static_cast<const float*>(p.x_scales) + place, true);
+        for (int i = 0; i < Many::ROWS / APART; i++) {
+            const int row = threadIdx.x / CHUNKS + i * APART;
+            from[i] = static_cast<const T*>(p.x) + source(min(first + row, p.m - 1)) * p.x_stride + 8 * chunk;
         }
-}
+    }
+    // Starts to copy a step. first: the block's first row.
+    DEVICE void copy(const Product& p, int first, int step, unsigned char* to) const {
+#pragma unroll
+        for (int i = 0; i < Many::ROWS / APART; i++)
+            copy_async_16(to + place + i * APART * ROW_BYTES, from[i] + 32 * step, true);
+        if constexpr (K::ROW_SCALED)
+            if (threadIdx.x < Many::ROWS) {
+                const i64 at = i64(step / ROW_GROUP_STEPS) * p.m + min(first + int(threadIdx.x), p.m - 1);
+                unsigned char* const own = to + Many::ROWS * ROW_BYTES + sizeof(float) * threadIdx.x;
+                copy_async_4(own, static_cast<const float*>(p.x_scales) + at, true);
+            }
+    }
+};
 
 // The sums of all slices so far, 4 N of a thread's own, which have no room in registers.
 template <int THREADS, int N>
@@ -583,10 +596,11 @@ DEVICE void multiply_many(const Product& p, Source source, int first_row, int ou
     unsigned char* const ring = tiles + STAGES * TILE_BYTES + warp * STAGES * K::STAGE_BYTES;
     Totals<Many::THREADS, K::EXACT ? 0 : 4 * TILES> totals(tiles + STAGES * (TILE_BYTES + Many::WARPS * K::STAGE_BYTES));
     const LaneWeights<K> weights(p, present);
+    const ThreadRows<K> rows(p, source, first_row);
     int filled = 0, read = 0;  // stages
     auto copy = [&](int step) {
         if (step < p.steps) {
-            copy_rows<K>(p, source, first_row, step, tiles + filled * TILE_BYTES);
+            rows.copy(p, first_row, step, tiles + filled * TILE_BYTES);
             weights.copy(p, step, ring + filled * K::STAGE_BYTES);
         }
         commit_copies();
