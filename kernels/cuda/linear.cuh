@@ -527,7 +527,7 @@ template <class K>
 struct ThreadRows {
     using T = typename K::T;
     static constexpr int CHUNKS = ROW_BYTES / CHUNK_BYTES, APART = Many::THREADS / CHUNKS;
-    const T* from[Many::ROWS / APART];  // in step 0
+    const T* rows[Many::ROWS / APART];  // in step 0
     int place;                          // of the first one in a stage; the others are APART rows on
 
     template <class Source>
@@ -537,14 +537,14 @@ struct ThreadRows {
 #pragma unroll
         for (int i = 0; i < Many::ROWS / APART; i++) {
             const int row = threadIdx.x / CHUNKS + i * APART;
-            from[i] = static_cast<const T*>(p.x) + source(min(first + row, p.m - 1)) * p.x_stride + 8 * chunk;
+            rows[i] = static_cast<const T*>(p.x) + source(min(first + row, p.m - 1)) * p.x_stride + 8 * chunk;
         }
     }
     // Starts to copy a step. first: the block's first row.
     DEVICE void copy(const Product& p, int first, int step, unsigned char* to) const {
 #pragma unroll
         for (int i = 0; i < Many::ROWS / APART; i++)
-            copy_async_16(to + place + i * APART * ROW_BYTES, from[i] + 32 * step, true);
+            copy_async_16(to + place + i * APART * ROW_BYTES, rows[i] + 32 * step, true);
         if constexpr (K::ROW_SCALED)
             if (threadIdx.x < Many::ROWS) {
                 const i64 at = i64(step / ROW_GROUP_STEPS) * p.m + min(first + int(threadIdx.x), p.m - 1);
