@@ -24,7 +24,8 @@ def pack(weight: Weight, bias: Tensor | None = None, device: torch.device | None
     Returns:
         a function of x [..., K] to `x @ weight.T + bias` [..., N]. Sums are float32. A row's bits do not depend
         on how many rows there are (those of dense weights on a GPU may). Integers: the CPU's product rounds x to 8
-        bits, see `reference.quantised`; a GPU's does not, nor does that of 8-bit floats.
+        bits, see `reference.quantised`. A GPU's product with weights in 8 bits does where the checkpoint says that
+        activations are quantised, see `cuda.quantised_linear`.
 
     Raises:
         ValueError: the bias does not fit the weight.

@@ -31,6 +31,8 @@ SANITIZED_TRIALS = (
     "products of warpgroups with 4 bits, groups of 64, scales in float16",
     "products with 8 bits, groups of 16, scales in float16",
     "products with 8-bit floats, groups of 64",
+    "rows as integers",
+    "products of rows as integers",
     "experts with 4 bits, groups of 64, scales in float16",
     "experts with dense weights",
     "adapters",

@@ -1,25 +1,34 @@
-"""Products with integer weights that stay packed."""
+"""Products with weights that stay packed, and with rows in 8 bits."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from pagewire.kernels.cuda import quantised_linear
 from pagewire.kernels.cuda.launch import KernelLauncher
 from pagewire.kernels.cuda.linear import LEAST_GROUP, PackedWeightLinear, dense_linear
-from pagewire.kernels.data.integers import Integers, integer_weight
+from pagewire.kernels.cuda.quantised_linear import QuantisedRowsLinear
+from pagewire.kernels.data.floats import Floats, float8_weight
+from pagewire.kernels.data.integers import INT8, Integers, integer_weight
 from pagewire.kernels.data.weight import Weight
+from pagewire.kernels.reference.quantised import FLOAT_COLUMNS, float_rows, quantised_rows
 
 from .case import Case, Extent, Run, distance, num_copies
 
-SCHEMES = {
+SCHEMES: dict[str, Integers | Floats] = {
     "int4, groups of 128": Integers(4, 128, 8),
     "int4, groups of 32 with offsets": Integers(4, 32, 0),
     "table of 4 bits, groups of 32": Integers(4, 32, 12, tuple(range(16))),
-    "int8, a scale for a row": Integers(8, None, 128),
+    "int8, a scale for a row": INT8,
+    "int8, rows in int8": replace(INT8, rounds_rows=True),
+    "e4m3, rows in e4m3": Floats(None, rounds_rows=True),
+    "e4m3 in groups of 128, rows in e4m3": Floats(128, rounds_rows=True),
 }
 ROWS = {Extent.FULL: (1, 8, 16, 64, 128, 512, 8192), Extent.QUICK: (1, 16, 64, 2048), Extent.SMALL: (1, 70)}
 SHAPES = {
@@ -35,14 +44,28 @@ def linear_cases(launcher: KernelLauncher, on: str, extent: Extent) -> Iterator[
 
     The floor of few rows is the reading of the packed weight: a token of one request reads all of it.
     """
-    for name, scheme in list(SCHEMES.items())[:: 1 if extent is Extent.FULL else 3]:
+    floats = quantised_linear.FLOATS in quantised_linear.kinds(launcher.capability)
+    schemes = [item for item in SCHEMES.items() if floats or isinstance(item[1], Integers)]
+    for name, scheme in schemes if extent is Extent.FULL else [*schemes[:4:3], *schemes[4:]]:
         for shape in SHAPES[extent]:
             for num_rows in ROWS[extent]:
                 yield _linear_case(launcher, on, name, scheme, shape, num_rows)
 
 
-def random_integers(scheme: Integers, shape: tuple[int, int], on: str, seed: int) -> Weight:
+def random_weight(scheme: Integers | Floats, shape: tuple[int, int], on: str, seed: int) -> Weight:
     """A random weight [N, K] of a scheme, for rows of bfloat16."""
+    if isinstance(scheme, Integers):
+        return random_integers(scheme, shape, on, seed)
+    generator = torch.Generator(on).manual_seed(seed)
+    values = torch.randn(shape, generator=generator, device=on) * 100
+    scales = (shape[0], shape[1] // (scheme.group or shape[1]))
+    by_row = (torch.rand(scales, generator=generator, device=on) + 0.5) / 100 / shape[1] ** 0.5
+    codes = values.clamp(-448, 448).to(torch.float8_e4m3fn)
+    return float8_weight(codes, by_row, scheme.group, torch.bfloat16, scheme.rounds_rows)
+
+
+def random_integers(scheme: Integers, shape: tuple[int, int], on: str, seed: int) -> Weight:
+    """A random weight [N, K] of integers, for rows of bfloat16."""
     generator = torch.Generator(on).manual_seed(seed)
     num_out, num_in = shape
     codes = torch.randint(
@@ -54,22 +77,34 @@ def random_integers(scheme: Integers, shape: tuple[int, int], on: str, seed: int
     return integer_weight(scheme, codes, scales, None if scheme.zero else -8 * scales, torch.bfloat16)
 
 
+def _exact_rows(x: Tensor, scheme: Integers | Floats) -> Tensor:
+    """Rows [M, K] in float64, rounded as products with a scheme round them."""
+    if not scheme.rounds_rows:
+        return x.double()
+    if isinstance(scheme, Integers):
+        codes, scales, _ = quantised_rows(x.float(), x.shape[1])
+        return codes * scales.double()
+    values, scales = float_rows(x.float())
+    return values.double() * scales.double().repeat_interleave(FLOAT_COLUMNS, 1)[:, : x.shape[1]]
+
+
 def _linear_case(
-    launcher: KernelLauncher, on: str, name: str, scheme: Integers, shape: tuple[int, int], num_rows: int
+    launcher: KernelLauncher,
+    on: str,
+    name: str,
+    scheme: Integers | Floats,
+    shape: tuple[int, int],
+    num_rows: int,
 ) -> Case:
     num_out, num_in = shape
     bias = torch.randn(num_out, device=on).bfloat16()
-    weight = random_integers(scheme, shape, on, 0)
-    first = PackedWeightLinear(launcher, weight, bias)
+    weight = random_weight(scheme, shape, on, 0)
+    kind = QuantisedRowsLinear if scheme.rounds_rows else PackedWeightLinear
+    first = kind(launcher, weight, bias)
     num_bytes = first.num_bytes + 2 * num_rows * (num_in + num_out)
     copies = num_copies(num_bytes)
-    layers = [
-        first,
-        *(
-            PackedWeightLinear(launcher, random_integers(scheme, shape, on, i), bias)
-            for i in range(1, copies)
-        ),
-    ]
+    weights = [weight, *(random_weight(scheme, shape, on, i) for i in range(1, copies))]
+    layers = [first, *(kind(launcher, other, bias) for other in weights[1:])]
     x = torch.randn(copies, num_rows, num_in, device=on).bfloat16()
     dense = torch.stack(
         [weight.dense()] * num_copies(2 * num_out * num_in)
@@ -82,7 +117,7 @@ def _linear_case(
             torch.equal(first(x[0, row : row + 1]), result[row : row + 1]) for row in (0, num_rows - 1)
         ):
             return float("inf")  # a row's bits must not depend on the others
-        return distance(result, x[0].double() @ exact.T + bias.double())
+        return distance(result, _exact_rows(x[0], scheme) @ exact.T + bias.double())
 
     def in_torch(i: int) -> object:
         return functional.linear(x[i], dense[i % len(dense)], bias)
@@ -91,6 +126,9 @@ def _linear_case(
         return dense_linear(launcher, x[i], dense[i % len(dense)], bias)
 
     peers: dict[str, Run] = {"torch": in_torch, "dense, in any batch": in_any_batch}
+    if scheme.rounds_rows:
+        in_16_bits = [PackedWeightLinear(launcher, other, bias) for other in weights]
+        peers["rows in 16 bits"] = lambda i: in_16_bits[i](x[i])
     if first.group is not None and num_rows >= LEAST_GROUP:
         others = [copy.copy(layer) for layer in layers]
         for layer in others:

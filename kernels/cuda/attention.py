@@ -289,7 +289,7 @@ def _launch_spans(
     most = -(-min(batch.max_seq_len, window + batch.max_query_len + SPAN) // SPAN)
     fits = row_tiles * kv_heads * most <= PARTS * launcher.multiprocessors
     divided = batch.max_query_len * group <= TILE_ROWS and fits
-    _launch(launcher, spans, (row_tiles, kv_heads, most if divided else 1), fields)
+    launch_instance(launcher, spans, (row_tiles, kv_heads, most if divided else 1), fields)
 
 
 def common_fields(

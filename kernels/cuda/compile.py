@@ -83,7 +83,14 @@ def architecture(capability: tuple[int, int]) -> str:
 
 def runs_on(variant: Variant, arch: str) -> bool:
     """True if devices of an architecture (`sm_90`) can run a variant."""
-    return variant.needs in ("", f"{arch}a")
+    if variant.needs.endswith("a"):
+        return variant.needs == f"{arch}a"
+    return int(arch.removeprefix("sm_")) >= int(variant.needs.removeprefix("sm_") or 0)
+
+
+def target(variant: Variant, arch: str) -> str:
+    """What a variant is compiled for, for devices of an architecture (`sm_90`): that, or its own (`sm_90a`)."""
+    return variant.needs if variant.needs.endswith("a") else arch
 
 
 def compile_variant(variant: Variant, arch: str) -> Cubin:
@@ -120,7 +127,7 @@ def run_compiler(variant: Variant, arch: str, *options: str) -> tuple[str, bytes
     Raises:
         CompileError: see `compile_variant`.
     """
-    compiler, arch = nvrtc(), variant.needs or arch
+    compiler, arch = nvrtc(), target(variant, arch)
     (_, text), *headers = read_source(variant.source)
     program = compiler.createProgram(
         text,

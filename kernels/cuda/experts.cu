@@ -89,6 +89,7 @@ DEVICE Product product_of(const Grouped& p, const int* tile) {
     one.x = p.x, one.x_stride = p.x_stride, one.out = p.out;
     one.codes = reinterpret_cast<const void*>(parts[0]), one.scales = reinterpret_cast<const void*>(parts[1]);
     one.offsets = reinterpret_cast<const void*>(parts[2]), one.bias = reinterpret_cast<const void*>(parts[3]);
+    one.x_scales = nullptr;
     one.low_values = p.low_values, one.high_values = p.high_values;
     one.m = tile[0] < 0 ? 0 : tile[2], one.n = p.n, one.steps = p.steps;
     one.groups = p.groups, one.group_shift = p.group_shift, one.zero = p.zero;

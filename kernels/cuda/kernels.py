@@ -7,7 +7,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cuda import attention, gates, kv, latents, linear, lora, norms, states
+from pagewire.kernels.cuda import attention, gates, kv, latents, linear, lora, norms, quantised_linear, states
 from pagewire.kernels.cuda import experts as cuda_experts
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.limits import NoKernelError
@@ -18,9 +18,12 @@ from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTer
 from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight, dense_weight
 from pagewire.kernels.reference.kernels import Kernels
 
-WARPGROUPS = frozenset((attention.WARPGROUPS, linear.WARPGROUPS))
-"""Names, as of methods, of what kernels with the products of warpgroups compute."""
-STAND_INS = dict.fromkeys(WARPGROUPS, "the kernel for all GPUs") | {
+PREFERRED = frozenset(
+    (attention.WARPGROUPS, linear.WARPGROUPS, quantised_linear.INTEGERS, quantised_linear.FLOATS)
+)
+"""Names, as of methods, of what the fastest kernels compute, for which others stand in: those with the products of
+warpgroups, and those of rows in 8 bits."""
+STAND_INS = dict.fromkeys(PREFERRED, "the kernel for all GPUs") | {
     latents.METHOD: "the kernel for expanded heads"
 }
 """What comes in the place of kernels with such names. PyTorch comes in the place of others."""
@@ -48,7 +51,7 @@ class CudaKernels(Kernels):
     PyTorch computes what has no kernel of its own: rare operations, and those that the fast path fuses into others.
     on: the device's memory, where the workspace of attention is allocated.
     replaced: methods that PyTorch computes although they have kernels, see `replace`.
-    warpgroups: of `WARPGROUPS`, what may use the products of warpgroups, where the GPU has them.
+    preferred: of `PREFERRED`, what these kernels compute, where the GPU has their products.
     batch_invariant: the bits of a row depend on no other row, for slower attention and dense products.
     latents: see `Kernels`; empty if they are to be expanded.
     """
@@ -58,7 +61,7 @@ class CudaKernels(Kernels):
     def __init__(self, launcher: KernelLauncher, on: torch.device | str) -> None:
         self.launcher = launcher
         self.replaced: set[str] = set()
-        self.warpgroups = WARPGROUPS
+        self.preferred = PREFERRED
         self.batch_invariant = False
         self.latents: frozenset[tuple[int, int]] = frozenset(latents.LATENTS.items())
         self.states = states.CudaStateKernels(launcher)
@@ -70,7 +73,7 @@ class CudaKernels(Kernels):
         In the place of some come other kernels, see `STAND_INS`.
         """
         if method in STAND_INS:
-            self.warpgroups -= {method}
+            self.preferred -= {method}
             if method == latents.METHOD:
                 self.latents = frozenset()
             return
@@ -97,7 +100,7 @@ class CudaKernels(Kernels):
             scale,
             terms,
             out,
-            warpgroups=attention.WARPGROUPS in self.warpgroups,
+            warpgroups=attention.WARPGROUPS in self.preferred,
             invariant=self.batch_invariant,
         )
 
@@ -136,10 +139,14 @@ class CudaKernels(Kernels):
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """See `pagewire.kernels.linear.pack`. Integers and 8-bit floats stay packed.
 
-        A weight that has no kernel is made dense; `linear.why_not` says why.
+        A weight that has no kernel is made dense, see `linear.why_not`. Where rows keep 16 bits,
+        `quantised_linear.why_not` says why.
         """
+        rounds_rows = quantised_linear.why_not(weight, self.launcher.capability) is None
+        if rounds_rows and quantised_linear.kind_of(weight) in self.preferred:
+            return quantised_linear.QuantisedRowsLinear(self.launcher, weight, bias)
         if linear.why_not(weight) is None:
-            warpgroups = linear.WARPGROUPS in self.warpgroups
+            warpgroups = linear.WARPGROUPS in self.preferred
             return linear.PackedWeightLinear(self.launcher, weight, bias, warpgroups=warpgroups)
         if self.batch_invariant:
             return UnpackedLinear(self.linear, dense_weight(weight.dense().contiguous()), bias)

@@ -13,17 +13,22 @@
 // groups the scale is applied after that. `linear_few` has a warp for each slice, so few rows use many warps; `linear_many`
 // has all slices in turn. linear.cu has them for a weight, experts.cu for the experts of a layer.
 //
+// Rows in 8 bits (quantised_linear.cu) are rows of pairs of bytes: wherever a column is said here, it is two of theirs. The
+// sums of integers are exact, in any order. Floats have a scale for ROW_GROUP_STEPS steps of a row, too, and a step adds
+// `y = fma(sum of x * code, scale of the row * scale, y)`.
+//
 // Lane 4 g + t. The fragment of a half step h, 16 columns, has columns 16 h + 8 i + 2 t + e: pair i, element e of lane t.
 #pragma once
 #include "layout.cuh"
 #include "ptx.cuh"
 
-// Codes: a byte; half a byte; half a byte that is the index of a value from 0 to 255; a byte that is an e4m3; none: numbers
-// of x's type, in rows [n, 32 steps], to which neither scales nor offsets are applied.
+// Codes: a byte; half a byte; half a byte that is the index of a value from 0 to 255; a byte that is an e4m3; pairs of bytes
+// of x's type; none: numbers of x's type, in rows [n, 32 steps], to which neither scales nor offsets are applied.
 struct byte_codes {};
 struct half_codes {};
 struct table_codes {};
 struct float_codes {};
+struct pair_codes {};
 struct dense_codes {};
 
 struct Product {
@@ -32,6 +37,7 @@ struct Product {
     const void* scales;   // [blocks, groups, 4, 4, 2]: of output 8 j + 2 t + e at (t, j, e). Without groups float32 [n]
     const void* offsets;  // like scales; null: 0
     const void* bias;     // [n]; null: 0
+    const void* x_scales;  // of rows in 8 bits, float32: of integers [m], of floats [ceil(steps / ROW_GROUP_STEPS), m]
     void* out;            // [m, n], contiguous
     u64 low_values, high_values;  // of table_codes: the values of codes 0 to 7 and 8 to 15, a byte each
     i64 x_stride;         // in elements, a multiple of 8
@@ -43,18 +49,25 @@ struct Product {
 constexpr int SLICES = 8;       // of the steps
 constexpr int OUTPUTS = 32;     // of a warp
 constexpr int HALF_BYTES = 512;  // of a warp's codes, 16 bytes by each lane: of a step, or with 8 bits of half a step
+constexpr int ROW_GROUP_STEPS = 2;  // of a row of 8-bit floats, that have one scale
 constexpr int TOTAL_STRIDE = 40;  // between rows of sums in shared memory: eight rows begin in different banks
 
-// SPAN: columns of a step that have one scale, 16 or 32; 0: a row has one.
-template <class Element, class Stored, class ScaleType, int SPAN>
+// SPAN: columns of a step that have one scale, 16 or 32; 0: a row has one. Output: the type of results and of the bias.
+template <class Element, class Stored, class ScaleType, int SPAN, class Output = Element>
 struct Kind {
     using T = Element;
     using Code = Stored;
     using Scale = ScaleType;
+    using Out = Output;
+    using Sum = SumOf<T>;
+    static constexpr bool EXACT = is_same<T, s8x2>;        // sums are
+    static constexpr bool ROW_SCALED = is_same<T, e4m3x2>;  // in each step
+    static constexpr int ROW_BYTES_AFTER = ROW_SCALED ? int(sizeof(float)) : 0;  // a row's, after all rows of a tile
     static constexpr bool GROUPED = SPAN > 0;
     static constexpr int SPANS = SPAN == 16 ? 2 : 1;  // of a step
     static constexpr bool DENSE = is_same<Code, dense_codes>;
-    static constexpr int WORDS = DENSE ? 4 : is_same<Code, byte_codes> || is_same<Code, float_codes> ? 2 : 1;
+    static constexpr bool PAIRS = is_same<Code, pair_codes>;
+    static constexpr int WORDS = DENSE || PAIRS ? 4 : is_same<Code, byte_codes> || is_same<Code, float_codes> ? 2 : 1;
     static constexpr int CODE_BYTES = WORDS * HALF_BYTES;  // of a step, as are these
     static constexpr int SCALE_BYTES = GROUPED ? SPANS * OUTPUTS * int(sizeof(Scale)) : 0;
     static constexpr int GROUP_BYTES = SCALE_BYTES / SPANS;
@@ -156,6 +169,8 @@ struct Codes {
     DEVICE void fragment(const Product& p, int half, int j, u32 (&b)[2]) const {
         if constexpr (K::DENSE) {
             b[0] = words[j][2 * half], b[1] = words[j][2 * half + 1];
+        } else if constexpr (K::PAIRS) {
+            b[0] = words[2 * half][j], b[1] = words[2 * half + 1][j];
         } else if constexpr (is_same<typename K::Code, byte_codes>) {
             widen_bytes<typename K::T>(words[half][j], p.zero, b);
         } else if constexpr (is_same<typename K::Code, float_codes>) {
@@ -249,8 +264,8 @@ struct Factors {
 template <int TILES>
 using Rows = u32[TILES][2][4];
 // Sums of TILES times 16 rows and OUTPUTS outputs.
-template <int TILES>
-using Sums = float[TILES][4][4];
+template <int TILES, class Sum = float>
+using Sums = Sum[TILES][4][4];
 
 // The products of the rows with half steps FIRST to before LAST of eight outputs.
 template <class K, int FIRST, int LAST, int TILES>
@@ -289,12 +304,41 @@ DEVICE void add_span(const Product& p, const unsigned char* scales, const Codes<
     for (int j = 0; j < 4; j++) offsets.template add<TILES>(of_rows, j, sums);
 }
 
-// Adds the products of a step.
+// Adds the products of a step of rows that have scales: `of_rows` [TILES times 16].
 template <class K, int TILES>
-DEVICE void add_step(const Product& p, const unsigned char* stage, const Rows<TILES>& x, Sums<TILES>& sums) {
+DEVICE void add_scaled_step(const Product& p, const unsigned char* scales, const Codes<K>& codes, const float* of_rows,
+                            const Rows<TILES>& x, Sums<TILES>& sums) {
+    float rows[TILES][2];
+#pragma unroll
+    for (int m = 0; m < TILES; m++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) rows[m][i] = of_rows[16 * m + 8 * i + threadIdx.x % 32 / 4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float products[TILES][4];
+        multiply_eight<K, 0, 2, TILES>(p, codes, j, x, products);
+        float2 both = make_float2(1.0f, 1.0f);
+        if constexpr (K::GROUPED) both = Factors<float>(scales).pair(j);
+#pragma unroll
+        for (int m = 0; m < TILES; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float scale = __fmul_rn(rows[m][i >> 1], i & 1 ? both.y : both.x);
+                sums[m][j][i] = __fmaf_rn(products[m][i], scale, sums[m][j][i]);
+            }
+    }
+}
+
+// Adds the products of a step. tile: its rows, after which come their scales if they have some.
+template <class K, int TILES>
+DEVICE void add_step(const Product& p, const unsigned char* stage, const unsigned char* tile, const Rows<TILES>& x,
+                     Sums<TILES, typename K::Sum>& sums) {
     const Codes<K> codes(stage);
     const unsigned char* scales = stage + K::CODE_BYTES;
-    if constexpr (!K::GROUPED) {
+    if constexpr (K::ROW_SCALED) {
+        const float* const of_rows = reinterpret_cast<const float*>(tile + 16 * TILES * ROW_BYTES);
+        add_scaled_step<K, TILES>(p, scales, codes, of_rows, x, sums);
+    } else if constexpr (!K::GROUPED) {
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -314,29 +358,34 @@ DEVICE void add_step(const Product& p, const unsigned char* stage, const Rows<TI
 
 // The result of the sum of all slices.
 template <class K>
-DEVICE float finished(const Product& p, int output, float total) {
-    const float bias = p.bias ? to_float(static_cast<const typename K::T*>(p.bias)[output]) : 0.0f;
-    if constexpr (K::GROUPED || K::DENSE)
+DEVICE float finished(const Product& p, int row, int output, typename K::Sum total) {
+    const float bias = p.bias ? to_float(static_cast<const typename K::Out*>(p.bias)[output]) : 0.0f;
+    if constexpr (K::GROUPED || K::DENSE) {
         return total + bias;
-    else
-        return __fmaf_rn(total, static_cast<const float*>(p.scales)[output], bias);
+    } else {
+        const float scale = static_cast<const float*>(p.scales)[output];
+        if constexpr (!K::EXACT) return __fmaf_rn(total, scale, bias);
+        const float both = __fmul_rn(static_cast<const float*>(p.x_scales)[row], scale);
+        return __fadd_rn(__fmul_rn(float(total), both), bias);
+    }
 }
 
 template <class K>
-DEVICE void store(const Product& p, int row, int output, float total) {
+DEVICE void store(const Product& p, int row, int output, typename K::Sum total) {
     if (row >= p.m || output >= p.n) return;
-    const float value = finished<K>(p, output, total);
-    static_cast<typename K::T*>(p.out)[i64(row) * p.n + output] = from_float<typename K::T>(value);
+    const float value = finished<K>(p, row, output, total);
+    static_cast<typename K::Out*>(p.out)[i64(row) * p.n + output] = from_float<typename K::Out>(value);
 }
 
 // Stores two outputs, the first of which has an even number.
 template <class K>
-DEVICE void store_two(const Product& p, int row, int output, float first, float second) {
+DEVICE void store_two(const Product& p, int row, int output, typename K::Sum first, typename K::Sum second) {
     if (p.n % 2) {  // rows that are not aligned
         store<K>(p, row, output, first);
         store<K>(p, row, output + 1, second);
     } else if (row < p.m && output < p.n) {
-        const u32 pair = pack<typename K::T>(finished<K>(p, output, first), finished<K>(p, output + 1, second));
+        const float value = finished<K>(p, row, output, first);
+        const u32 pair = pack<typename K::Out>(value, finished<K>(p, row, output + 1, second));
         reinterpret_cast<u32*>(p.out)[(i64(row) * p.n + output) / 2] = pair;
     }
 }
@@ -346,8 +395,8 @@ DEVICE void store_two(const Product& p, int row, int output, float first, float 
 template <class K>
 struct Few {
     static constexpr int ROWS = 16;
-    static constexpr int STAGES = K::WORDS == 1 ? 5 : 4;  // steps of a warp in shared memory
-    static constexpr int STAGE_BYTES = K::STAGE_BYTES + ROWS * ROW_BYTES;  // weights, then rows
+    static constexpr int STAGES = K::PAIRS ? 3 : K::WORDS == 1 ? 5 : 4;  // steps of a warp in shared memory
+    static constexpr int STAGE_BYTES = K::STAGE_BYTES + ROWS * (ROW_BYTES + K::ROW_BYTES_AFTER);  // weights, then rows
 };
 
 // The row of x of a row of a product: its own number, or another one.
@@ -361,10 +410,12 @@ struct GatheredRow {
 
 // What a lane copies of the 16 rows of a tile: 8 columns of a step, of every eighth row. Nothing is copied in the place of
 // rows after the last: nobody stores what comes of them.
-template <class T>
+template <class K>
 struct LaneRows {
+    using T = typename K::T;
     const T* from[2];  // in step 0; null: there is no such row
     int place;         // of the first one in a stage; the other is eight rows on
+    const float* scales = nullptr;  // of a row, in step 0; null: the lane copies none
 
     template <class Source>
     DEVICE LaneRows(const Product& p, Source source, int first) {
@@ -375,12 +426,18 @@ struct LaneRows {
             const int row = first + lane / 4 + 8 * i;
             from[i] = row < p.m ? static_cast<const T*>(p.x) + source(row) * p.x_stride + 8 * (lane % 4) : nullptr;
         }
+        if constexpr (K::ROW_SCALED)
+            if (lane < Few<K>::ROWS && first + lane < p.m) scales = static_cast<const float*>(p.x_scales) + first + lane;
     }
     // Starts to copy a step.
-    DEVICE void copy(int step, unsigned char* tile) const {
+    DEVICE void copy(const Product& p, int step, unsigned char* tile) const {
 #pragma unroll
         for (int i = 0; i < 2; i++)
             if (from[i]) copy_async_16(tile + place + 8 * i * ROW_BYTES, from[i] + 32 * step, true);
+        if constexpr (K::ROW_SCALED) {
+            unsigned char* const own = tile + Few<K>::ROWS * ROW_BYTES + sizeof(float) * (threadIdx.x % 32);
+            if (scales) copy_async_4(own, scales + i64(step / ROW_GROUP_STEPS) * p.m, true);
+        }
     }
 };
 
@@ -398,17 +455,17 @@ DEVICE void read_rows(const unsigned char* tile, Rows<TILES>& x) {
 // The sums of a slice, by a warp. ring: STAGES stages of its own.
 template <class K, class Source>
 DEVICE void sum_slice(const Product& p, Source source, int first_row, int block, int slice, unsigned char* ring,
-                      Sums<1>& sums) {
+                      Sums<1, typename K::Sum>& sums) {
     constexpr int STAGES = Few<K>::STAGES;
     const int begin = slice_begin(p, slice), end = slice_begin(p, slice + 1);
     const LaneWeights<K> weights(p, block);
-    const LaneRows<typename K::T> rows(p, source, first_row);
+    const LaneRows<K> rows(p, source, first_row);
     int filled = 0, read = 0;  // stages
     auto stage = [&](int number) { return ring + number * Few<K>::STAGE_BYTES; };
     auto copy = [&](int step) {
         if (step < end) {
             weights.copy(p, step, stage(filled));
-            rows.copy(step, stage(filled) + K::STAGE_BYTES);
+            rows.copy(p, step, stage(filled) + K::STAGE_BYTES);
         }
         commit_copies();
         filled = after<STAGES>(filled);
@@ -420,8 +477,9 @@ DEVICE void sum_slice(const Product& p, Source source, int first_row, int block,
         __syncwarp();  // the step is there for all lanes, and the stage before it is read
         copy(step + STAGES - 1);
         Rows<1> x;
-        read_rows<1>(stage(read) + K::STAGE_BYTES, x);
-        add_step<K, 1>(p, stage(read), x, sums);
+        const unsigned char* const tile = stage(read) + K::STAGE_BYTES;
+        read_rows<1>(tile, x);
+        add_step<K, 1>(p, stage(read), tile, x, sums);
         read = after<STAGES>(read);
     }
 }
@@ -429,12 +487,13 @@ DEVICE void sum_slice(const Product& p, Source source, int first_row, int block,
 // A block computes 16 rows from `first_row` on and OUTPUTS outputs, a warp one slice of them.
 template <class K, class Source>
 DEVICE void multiply_few(const Product& p, Source source, int first_row, int block) {
+    using Sum = typename K::Sum;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    Sums<1> sums = {};
+    Sums<1, Sum> sums = {};
     unsigned char* const ring = shared_memory() + warp * Few<K>::STAGES * Few<K>::STAGE_BYTES;
     sum_slice<K>(p, source, first_row, block, warp, ring, sums);
     __syncthreads();  // the stages are read: sums take their place
-    float* const totals = reinterpret_cast<float*>(shared_memory());  // [SLICES, ROWS, OUTPUTS]
+    Sum* const totals = reinterpret_cast<Sum*>(shared_memory());  // [SLICES, ROWS, OUTPUTS]
 #pragma unroll
     for (int j = 0; j < 4; j++)
 #pragma unroll
@@ -444,7 +503,7 @@ DEVICE void multiply_few(const Product& p, Source source, int first_row, int blo
         }
     __syncthreads();
     for (int row = warp; row < min(Few<K>::ROWS, p.m - first_row); row += SLICES) {
-        float total = 0.0f;  // of output `lane`
+        Sum total = 0;  // of output `lane`
 #pragma unroll
         for (int slice = 0; slice < SLICES; slice++)
             total += totals[(slice * Few<K>::ROWS + row) * TOTAL_STRIDE + lane];
@@ -457,22 +516,43 @@ DEVICE void multiply_few(const Product& p, Source source, int first_row, int blo
 struct Many {
     static constexpr int TILES = 4, ROWS = 16 * TILES, WARPS = 4, THREADS = 32 * WARPS;
     template <class K>
-    static constexpr int STAGES = K::DENSE ? 4 : 6;
-    static constexpr int TILE_BYTES = ROWS * ROW_BYTES;  // of x, in a step
+    static constexpr int STAGES = K::DENSE || K::PAIRS ? 4 : 6;
+    template <class K>
+    static constexpr int TILE_BYTES = ROWS * (ROW_BYTES + K::ROW_BYTES_AFTER);  // of x, in a step
 };
 
-// Starts to copy a step of the block's rows. Instead of those after the last one, which nobody stores, it is copied.
-template <class T, class Source>
-DEVICE void copy_rows(const Product& p, Source source, int first, int step, unsigned char* to) {
-    constexpr int CHUNKS = ROW_BYTES / CHUNK_BYTES;
+// What a thread copies of the block's rows: 8 columns of a step, of every 32nd row. Instead of those after the last one, which
+// nobody stores, it is copied.
+template <class K>
+struct ThreadRows {
+    using T = typename K::T;
+    static constexpr int CHUNKS = ROW_BYTES / CHUNK_BYTES, APART = Many::THREADS / CHUNKS;
+    const T* rows[Many::ROWS / APART];  // in step 0
+    int place;                          // of the first one in a stage; the others are APART rows on
+
+    template <class Source>
+    DEVICE ThreadRows(const Product& p, Source source, int first) {
+        const int chunk = threadIdx.x % CHUNKS;
+        place = chunk_place(threadIdx.x / CHUNKS, chunk);
 #pragma unroll
-    for (int i = threadIdx.x; i < Many::ROWS * CHUNKS; i += Many::THREADS) {
-        const int row = i / CHUNKS, chunk = i % CHUNKS;
-        const i64 place = source(min(first + row, p.m - 1)) * p.x_stride + 32 * step + 8 * chunk;
-        const T* from = static_cast<const T*>(p.x) + place;
-        copy_async_16(to + chunk_place(row, chunk), from, true);
+        for (int i = 0; i < Many::ROWS / APART; i++) {
+            const int row = threadIdx.x / CHUNKS + i * APART;
+            rows[i] = static_cast<const T*>(p.x) + source(min(first + row, p.m - 1)) * p.x_stride + 8 * chunk;
+        }
     }
-}
+    // Starts to copy a step. first: the block's first row.
+    DEVICE void copy(const Product& p, int first, int step, unsigned char* to) const {
+#pragma unroll
+        for (int i = 0; i < Many::ROWS / APART; i++)
+            copy_async_16(to + place + i * APART * ROW_BYTES, rows[i] + 32 * step, true);
+        if constexpr (K::ROW_SCALED)
+            if (threadIdx.x < Many::ROWS) {
+                const i64 at = i64(step / ROW_GROUP_STEPS) * p.m + min(first + int(threadIdx.x), p.m - 1);
+                unsigned char* const own = to + Many::ROWS * ROW_BYTES + sizeof(float) * threadIdx.x;
+                copy_async_4(own, static_cast<const float*>(p.x_scales) + at, true);
+            }
+    }
+};
 
 // The sums of all slices so far, 4 N of a thread's own, which have no room in registers.
 template <int THREADS, int N>
@@ -496,43 +576,60 @@ struct Totals {
     }
 };
 
+// None: exact sums go on through all slices.
+template <int THREADS>
+struct Totals<THREADS, 0> {
+    DEVICE explicit Totals(unsigned char*) {}
+};
+template <class Sum>
+struct Four { Sum x, y, z, w; };
+
 // A block computes ROWS rows from `first_row` on and, by each warp, OUTPUTS outputs. outputs: the number of their tile.
 template <class K, class Source>
 DEVICE void multiply_many(const Product& p, Source source, int first_row, int outputs) {
-    constexpr int STAGES = Many::STAGES<K>, TILES = Many::TILES;
+    constexpr int STAGES = Many::STAGES<K>, TILES = Many::TILES, TILE_BYTES = Many::TILE_BYTES<K>;
+    using Sum = typename K::Sum;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int block = Many::WARPS * outputs + warp;
     const int present = min(block, (p.n - 1) / OUTPUTS);  // a warp without outputs computes some that it does not store
     unsigned char* const tiles = shared_memory();
-    unsigned char* const ring = tiles + STAGES * Many::TILE_BYTES + warp * STAGES * K::STAGE_BYTES;
-    Totals<Many::THREADS, 4 * TILES> totals(tiles + STAGES * (Many::TILE_BYTES + Many::WARPS * K::STAGE_BYTES));
+    unsigned char* const ring = tiles + STAGES * TILE_BYTES + warp * STAGES * K::STAGE_BYTES;
+    Totals<Many::THREADS, K::EXACT ? 0 : 4 * TILES> totals(tiles + STAGES * (TILE_BYTES + Many::WARPS * K::STAGE_BYTES));
     const LaneWeights<K> weights(p, present);
+    const ThreadRows<K> rows(p, source, first_row);
     int filled = 0, read = 0;  // stages
     auto copy = [&](int step) {
         if (step < p.steps) {
-            copy_rows<typename K::T>(p, source, first_row, step, tiles + filled * Many::TILE_BYTES);
+            rows.copy(p, first_row, step, tiles + filled * TILE_BYTES);
             weights.copy(p, step, ring + filled * K::STAGE_BYTES);
         }
         commit_copies();
         filled = after<STAGES>(filled);
     };
     for (int step = 0; step < STAGES - 1; step++) copy(step);
-    Sums<TILES> sums = {};
+    Sums<TILES, Sum> sums = {};
 #pragma unroll 1  // more steps at a time would need more registers
     for (int step = 0, slice = 0; step < p.steps; step++) {
         wait_for_copies<STAGES - 2>();
         __syncthreads();  // the step is there for all threads, and the stage before it is read
         copy(step + STAGES - 1);
         Rows<TILES> x;
-        read_rows<TILES>(tiles + read * Many::TILE_BYTES, x);
-        add_step<K, TILES>(p, ring + read * K::STAGE_BYTES, x, sums);
+        const unsigned char* const tile = tiles + read * TILE_BYTES;
+        read_rows<TILES>(tile, x);
+        add_step<K, TILES>(p, ring + read * K::STAGE_BYTES, tile, x, sums);
         read = after<STAGES>(read);
-        while (slice_begin(p, slice + 1) <= step) slice++;
-        if (slice_begin(p, slice + 1) == step + 1) totals.take(reinterpret_cast<float(&)[4 * TILES][4]>(sums));
+        if constexpr (!K::EXACT) {
+            while (slice_begin(p, slice + 1) <= step) slice++;
+            if (slice_begin(p, slice + 1) == step + 1) totals.take(reinterpret_cast<float(&)[4 * TILES][4]>(sums));
+        }
     }
 #pragma unroll
     for (int i = 0; i < 4 * TILES; i++) {
-        const float4 total = totals[i];
+        Four<Sum> total;
+        if constexpr (K::EXACT)
+            total = {sums[i / 4][i % 4][0], sums[i / 4][i % 4][1], sums[i / 4][i % 4][2], sums[i / 4][i % 4][3]};
+        else
+            total = {totals[i].x, totals[i].y, totals[i].z, totals[i].w};
         const int row = first_row + i / 4 * 16 + lane / 4, output = OUTPUTS * block + i % 4 * 8 + 2 * (lane % 4);
         store_two<K>(p, row, output, total.x, total.y);
         store_two<K>(p, row + 8, output, total.z, total.w);

@@ -10,7 +10,7 @@ columns alone: a row's bits do not depend on how many rows there are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -128,7 +128,7 @@ def dense_linear(launcher: KernelLauncher, x: Tensor, weight: Tensor, bias: Tens
     out = torch.empty(len(rows), num_out, dtype=x.dtype, device=x.device)
     if len(rows):
         launch = faster(launcher, *dense_launches(x.dtype), len(rows), num_out)
-        of_rows = {"x": rows, "x_stride": rows.stride(0), "m": len(rows), "out": out}
+        of_rows = {"x": rows, "x_scales": None, "x_stride": rows.stride(0), "m": len(rows), "out": out}
         parts = {"codes": weight, "scales": None, "offsets": None, "bias": bias}
         grid = (-(-len(rows) // launch.rows), -(-num_out // launch.outputs))
         parameters = pack(launch.kernel, **of_rows, **parts, **dense_sizes(num_out, num_in))
@@ -143,33 +143,28 @@ def aligned(rows: Tensor) -> Tensor:
     return rows
 
 
-class PackedWeightLinear:
-    """A linear layer over a weight [N, K] of integers or 8-bit floats that stays packed: see `kernels.linear.pack`.
-
-    Rows, which keep 16 bits, are multiplied with the codes' numbers, and sums with the scales: nothing but the
-    result is rounded to the rows' dtype. Its parts lie on the weight's device.
-    """
+class TiledLinear:
+    """A linear layer whose weight lies in the order of linear.cuh, on the weight's device."""
 
     def __init__(
-        self, launcher: KernelLauncher, weight: Weight, bias: Tensor | None, *, warpgroups: bool = True
+        self,
+        launcher: KernelLauncher,
+        weight: Weight,
+        launches: tuple[Launch, Launch, Launch | None],
+        parts: dict[str, Tensor | None],
+        sizes: dict[str, int],
     ) -> None:
-        """bias: [N], of the weight's dtype. warpgroups: their products may be used, where the device has them.
+        """launches: for few rows, for many, and with the products of warpgroups. parts, sizes: fields of `Product`.
 
         Raises:
-            ValueError: the weight has no kernel, see `why_not`.
             CompileError: see `KernelLauncher.load`.
         """
-        if reason := why_not(weight):
-            raise ValueError(f"no kernel for this weight: {reason}")
         self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self._launcher, self.few, self.many = launcher, *_launches(weight)
-        self.group = _group(weight) if warpgroups and launcher.capability == HOPPER else None
-        kernels = [launch.kernel for launch in (self.few, self.many, self.group) if launch is not None]
+        self.dtype, self.device = weight.dtype, weight.parts[0].device
+        self.launcher, (self.few, self.many, self.group) = launcher, launches
+        kernels = [launch.kernel for launch in launches if launch is not None]
         launcher.load(kernels)  # nothing may be loaded while a graph is recorded
-        self.parts = _parts(weight) | {"bias": bias}
-        self.sizes = _sizes(weight)
-        self.device = weight.parts[0].device
+        self.parts, self.sizes = parts, sizes
         self.num_bytes = sum(part.nbytes for part in self.parts.values() if part is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -187,17 +182,44 @@ class PackedWeightLinear:
 
     def multiply(self, rows: Tensor, out: Tensor) -> None:
         """Write the product of rows [M, K], M > 0, aligned to 16 bytes, to out [M, N], contiguous."""
+        self.launch(rows, None, out)
+
+    def launch(self, rows: Tensor, scales: Tensor | None, out: Tensor) -> None:
+        """`multiply` of rows as the kernels take them. scales: of rows in 8 bits, see `Product::x_scales`."""
         launch = self._launch_for(len(rows))
-        of_rows = {"x": rows, "x_stride": rows.stride(0), "m": len(rows), "out": out}
+        of_rows = {"x": rows, "x_scales": scales, "x_stride": rows.stride(0), "m": len(rows), "out": out}
         parameters = pack(launch.kernel, **of_rows, **self.parts, **self.sizes)
         grid = (-(-len(rows) // launch.rows), -(-self.out_features // launch.outputs))
-        self._launcher.launch(launch.kernel, grid, (launch.threads,), parameters, launch.shared_bytes)
+        self.launcher.launch(launch.kernel, grid, (launch.threads,), parameters, launch.shared_bytes)
 
     def _launch_for(self, num_rows: int) -> Launch:
         """The faster kernel for a number of rows; results are equal."""
         if self.group is not None and num_rows >= LEAST_GROUP:
             return self.group
-        return faster(self._launcher, self.few, self.many, num_rows, self.out_features)
+        return faster(self.launcher, self.few, self.many, num_rows, self.out_features)
+
+
+class PackedWeightLinear(TiledLinear):
+    """A linear layer over a weight [N, K] of integers or 8-bit floats that stays packed: see `kernels.linear.pack`.
+
+    Rows, which keep 16 bits, are multiplied with the codes' numbers, and sums with the scales: nothing but the
+    result is rounded to the rows' dtype.
+    """
+
+    def __init__(
+        self, launcher: KernelLauncher, weight: Weight, bias: Tensor | None, *, warpgroups: bool = True
+    ) -> None:
+        """bias: [N], of the weight's dtype. warpgroups: their products may be used, where the device has them.
+
+        Raises:
+            ValueError: the weight has no kernel, see `why_not`.
+            CompileError: see `KernelLauncher.load`.
+        """
+        if reason := why_not(weight):
+            raise ValueError(f"no kernel for this weight: {reason}")
+        group = _group(weight) if warpgroups and launcher.capability == HOPPER else None
+        parts = _parts(weight) | {"bias": bias}
+        super().__init__(launcher, weight, (*_launches(weight), group), parts, _sizes(weight))
 
 
 class Launch(NamedTuple):
@@ -224,7 +246,8 @@ def _launches(weight: Weight) -> tuple[Launch, Launch]:
     """The launches for few and for many rows."""
     kind, code_bytes, scale_bytes = _kind(weight)
     assert isinstance(weight.scheme, Integers | Floats)
-    return _few_and_many(kind, code_bytes + 2 * scale_bytes, 5 if _bits(weight.scheme) == 4 else 4, 6)
+    few, many = (variant(kernel, *kind) for kernel in ("few", "many"))
+    return tiled(few, many, code_bytes + 2 * scale_bytes, 5 if _bits(weight.scheme) == 4 else 4, 6)
 
 
 def _group(weight: Weight) -> Launch:
@@ -249,7 +272,7 @@ def _kind(weight: Weight) -> tuple[tuple[torch.dtype, str, torch.dtype, int], in
 
 def dense_launches(dtype: torch.dtype) -> tuple[Launch, Launch]:
     """The launches over dense weights, for few and for many rows."""
-    return _few_and_many((dtype, "dense_codes", torch.float32, 0), OUTPUTS * STEP * dtype.itemsize, 4, 4)
+    return tiled(*dense_variants(dtype), OUTPUTS * STEP * dtype.itemsize, 4, 4)
 
 
 def dense_sizes(num_out: int, num_in: int) -> dict[str, int]:
@@ -258,18 +281,28 @@ def dense_sizes(num_out: int, num_in: int) -> dict[str, int]:
     return {"n": num_out, "steps": num_in // STEP, **zeros}
 
 
-def _few_and_many(
-    kind: tuple[torch.dtype, str, torch.dtype, int], stage_bytes: int, few_stages: int, many_stages: int
+def tiled(
+    few: Variant,
+    many: Variant,
+    stage_bytes: int,
+    few_stages: int,
+    many_stages: int,
+    row_bytes: int = 2 * STEP,
+    exact: bool = False,
 ) -> tuple[Launch, Launch]:
-    """Numbers as in linear.cuh. stage_bytes: of a warp's weights in a step."""
+    """The launches of kernels for few and for many rows. Numbers as in linear.cuh.
+
+    stage_bytes: of a warp's weights in a step. row_bytes: of a row in a step. exact: sums are, and go through all
+    slices in registers.
+    """
     rows, stride = 16, 40
-    stages = few_stages * (stage_bytes + rows * 2 * STEP)  # weights and rows of a warp
+    stages = few_stages * (stage_bytes + rows * row_bytes)  # weights and rows of a warp
     shared = SLICES * max(stages, rows * stride * 4)  # the sums of slices follow the stages
-    few = Launch(variant("few", *kind), rows, OUTPUTS, 32 * SLICES, shared)
+    of_few = Launch(few, rows, OUTPUTS, 32 * SLICES, shared)
     rows, warps = 64, 4
-    stages = many_stages * (rows * 2 * STEP + warps * stage_bytes)
-    shared = stages + rows * warps * OUTPUTS * 4  # rows and weights, sums
-    return few, Launch(variant("many", *kind), rows, warps * OUTPUTS, 32 * warps, shared)
+    stages = many_stages * (rows * row_bytes + warps * stage_bytes)
+    shared = stages + (0 if exact else rows * warps * OUTPUTS * 4)  # rows and weights, sums
+    return of_few, Launch(many, rows, warps * OUTPUTS, 32 * warps, shared)
 
 
 def _bits(scheme: Integers | Floats) -> int:
@@ -305,23 +338,30 @@ def _sizes(weight: Weight) -> dict[str, int]:
 
 
 def packed_codes(weight: Weight) -> Tensor:
-    """The codes of a weight [N, K] in the order of linear.cuh: uint8 [N / 32, K / 32, bytes of a step].
+    """The codes of a weight [N, K] in the order of linear.cuh: see `in_order`.
 
-    N is rounded up; outputs that are added have code 0, and their scale is 0. Column `16 h + 8 i + 2 t + e` and
-    output `8 j + g` of a step are in word j of lane `4 g + t`. A word has the codes of both halves h in half bytes
-    `4 e + 2 h + i`, or with a table `4 h + 2 i + e`. With 8 bits each half has words of its own, whose byte is
-    `2 i + e`, or of floats `i + 2 e`.
+    Column `16 h + 8 i + 2 t + e` and output `8 j + g` of a step are in word j of lane `4 g + t`. A word has the
+    codes of both halves h in half bytes `4 e + 2 h + i`, or with a table `4 h + 2 i + e`. With 8 bits each half has
+    words of its own, whose byte is `2 i + e`, or of floats `i + 2 e`.
     """
-    scheme, (num_out, num_in) = weight.scheme, weight.shape
+    scheme = weight.scheme
     assert isinstance(scheme, Integers | Floats)
-    codes = weight.parts[0]
-    num_blocks = -(-num_out // OUTPUTS)
-    packed = codes.new_empty(num_blocks, num_in // STEP, OUTPUTS * STEP * _bits(scheme) // 8)
-    blocks = max(1, BLOCK // (OUTPUTS * num_in))
+    return in_order(weight.parts[0], STEP * _bits(scheme) // 8, functools.partial(_ordered, scheme=scheme))
+
+
+def in_order(codes: Tensor, step_bytes: int, order: Callable[[Tensor], Tensor]) -> Tensor:
+    """Codes uint8 [N, bytes], some blocks of outputs at a time, as [N / 32, steps, bytes of a step of a block].
+
+    N is rounded up; outputs that are added have code 0. step_bytes: of a row in a step. order: of whole blocks, as
+    one run of bytes.
+    """
+    num_blocks = -(-len(codes) // OUTPUTS)
+    packed = codes.new_empty(num_blocks, codes.shape[1] // step_bytes, OUTPUTS * step_bytes)
+    blocks = max(1, BLOCK // packed[0].numel())
     for start in range(0, num_blocks, blocks):
         part = codes[start * OUTPUTS : (start + blocks) * OUTPUTS]
         part = functional.pad(part, (0, 0, 0, -len(part) % OUTPUTS))
-        packed[start : start + blocks] = _ordered(part, scheme).view(-1, *packed.shape[1:])
+        packed[start : start + blocks] = order(part).view(-1, *packed.shape[1:])
     return packed
 
 

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire.kernels.cuda import linear, norms
+from pagewire.kernels.cuda import linear, norms, quantised_linear
+from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.launch import HOPPER
-from pagewire.kernels.cuda.trial import TOLERANCE, Layout, Trial, normal, short, with_warpgroups
+from pagewire.kernels.cuda.trial import TOLERANCE, Layout, Trial, normal, preferring, short
 from pagewire.kernels.data.floats import NO_NUMBER, Floats
-from pagewire.kernels.data.integers import Integers
+from pagewire.kernels.data.integers import INT8, Integers
 from pagewire.kernels.data.layer import Activation, Experts
 from pagewire.kernels.data.weight import Weight, dense_weight
 from pagewire.kernels.reference.kernels import Kernels, reference
+from pagewire.kernels.reference.quantised import FLOAT_COLUMNS, float_rows, quantised_rows
 
 TABLE = tuple(range(0, 240, 15))
 SCHEMES = {
@@ -32,6 +34,9 @@ SCHEMES = {
 } | {"4 bits, groups of 64": Integers(4, 64, 0), "8 bits, groups of 16": Integers(8, 16, 0)}
 """A scheme for each kind of kernel for products with integers. With zero 0 there are offsets."""
 FLOAT_SCHEMES = {"8-bit floats, no groups": Floats(None), "8-bit floats, groups of 64": Floats(64)}
+TITLES = {quantised_linear.INTEGERS: "integers", quantised_linear.FLOATS: "8-bit floats"}
+EXACT = 1e-6
+"""The largest `difference` of numbers of which all bits are equal, but for a product in float32."""
 NUM_EXPERTS, NUM_CHOSEN, HIDDEN, INNER = 3, 2, 192, 64
 
 
@@ -65,24 +70,79 @@ def linear_trials(dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[T
     row = normal(num_in)
     x = (row + normal(num_rows, num_in, seed=1) / 64).to(dtype)
 
-    def compute(
-        method: str, like: Weight, kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]
-    ) -> Tensor:
-        x, bias, *parts = inputs
-        weight = replace(like, parts=tuple(parts))
-        if kernels is reference:  # whose products with integers round x, too
-            exact = functional.linear(x.float(), exact_matrix(weight), bias.float())
-            return torch.cat([exact, torch.zeros_like(exact)])
-        product = with_warpgroups(kernels, method).pack(weight, bias)
-        many, few = product(x), torch.cat([product(x[i : i + 20]) for i in range(0, num_rows, 20)])
-        return torch.cat([many, few - many])
-
     for name, weight in packed_weights(num_out, num_in, dtype):
         bias = -exact_matrix(weight) @ row
         inputs = [x, bias.to(dtype), *weight.parts]
         for method, how in methods.items():
-            compute_with = partial(compute, method, weight)
-            yield Trial(f"products{how} with {name}", method, compute_with, inputs, TOLERANCE[dtype])
+            compute = partial(_multiply_few_and_many, method, weight)
+            yield Trial(f"products{how} with {name}", method, compute, inputs, TOLERANCE[dtype])
+
+
+def _multiply_few_and_many(
+    method: str, like: Weight, kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]
+) -> Tensor:
+    """The product of all rows, and by how much those of a few of them differ."""
+    x, bias, *parts = inputs
+    weight = replace(like, parts=tuple(parts))
+    if kernels is reference:  # whose products with integers round x, too
+        exact = functional.linear(x.float(), exact_matrix(weight), bias.float())
+        return torch.cat([exact, torch.zeros_like(exact)])
+    product = preferring(kernels, method).pack(weight, bias)
+    many, few = product(x), torch.cat([product(x[i : i + 20]) for i in range(0, len(x), 20)])
+    return torch.cat([many, few - many])
+
+
+def quantised_trials(dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[Trial]:
+    """Rows in 8 bits and products with them.
+
+    Products have rows that lose nothing when they are rounded: those with rows in 16 bits give the same.
+    """
+    for kind in quantised_linear.kinds(capability):
+        yield _rows_trial(dtype, kind)
+        most, groups = (127, (None,)) if kind == quantised_linear.INTEGERS else (14, (None, 128))
+        for group in groups:
+            yield _quantised_trial(dtype, kind, group, most)
+
+
+def _rows_trial(dtype: torch.dtype, kind: str) -> Trial:
+    def compute(kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+        (x,) = inputs
+        if isinstance(kernels, CudaKernels) and kind in kernels.preferred:
+            rounded = quantised_linear.empty_rows(x, kind)
+            quantised_linear.quantise_rows(kernels.launcher, x, kind, rounded)
+            codes, scales = rounded.codes, rounded.scales.view(-1, len(x)).T
+        elif kind == quantised_linear.INTEGERS:
+            codes, scales, _ = quantised_rows(x.float(), x.shape[1])
+        else:
+            codes, scales = float_rows(x.float())
+        width = x.shape[1] if scales.shape[1] == 1 else FLOAT_COLUMNS
+        return codes.float() * scales.repeat_interleave(width, 1)[:, : x.shape[1]]
+
+    return Trial(f"rows as {TITLES[kind]}", kind, compute, [normal(3, 4416).to(dtype)], EXACT)
+
+
+def _quantised_trial(dtype: torch.dtype, kind: str, group: int | None, most: int) -> Trial:
+    """Of as many rows as `linear_trials` have. most: the largest number of a row, over 128."""
+    num_out, num_in, num_rows = 72, 1216 if group is None else 1280, linear.MOST_FEW + 6
+    generator = torch.Generator().manual_seed(4)
+    row = torch.randint(-most, most + 1, (num_in,), generator=generator)
+    x = row + torch.randint(-1, 2, (num_rows, num_in), generator=generator)
+    x.clamp_(-most, most)[:, ::8] = most
+    sizes = torch.ones(num_in)  # of floats that have one scale: powers of two, as are those of rows
+    if kind == quantised_linear.FLOATS:
+        sizes = torch.exp2((torch.arange(num_in) // FLOAT_COLUMNS % 3).float())
+    row, x = row * sizes / 128, x * sizes * (1 + torch.arange(num_rows)[:, None] % 2) / 128
+    scheme = replace(INT8 if kind == quantised_linear.INTEGERS else Floats(group), rounds_rows=True)
+    codes = torch.randint(256, (num_out, num_in), generator=generator).to(torch.uint8)
+    if isinstance(scheme, Floats):
+        codes = codes.where(codes & NO_NUMBER != NO_NUMBER, 0)
+    scales = (1 + normal(num_out, num_in // (group or num_in), seed=3).abs()) / 1000
+    weight = Weight(scheme, (codes, scales), (num_out, num_in), dtype)
+    bias = -exact_matrix(weight) @ row
+    inputs = [x.to(dtype), bias.to(dtype), *weight.parts]
+    compute = partial(_multiply_few_and_many, kind, weight)
+    title = f"products of rows as {TITLES[kind]}{f', groups of {group}' if group else ''}"
+    return Trial(title, kind, compute, inputs, TOLERANCE[dtype])
 
 
 def dense_trial(dtype: torch.dtype) -> Trial:

@@ -15,10 +15,16 @@ struct bf16 { u16 bits; };
 struct fp16 { u16 bits; };
 struct e4m3 { u8 bits; };  // sign, 4 bits of exponent, 3 of mantissa; no infinities; up to 448
 struct e5m2 { u8 bits; };  // the upper half of an fp16; up to 57344
+struct s8x2 { u16 bits; };    // two signed bytes, the first in the lower half; and so two e4m3
+struct e4m3x2 { u16 bits; };
 
 template <class A, class B> constexpr bool is_same = false;
 template <class A> constexpr bool is_same<A, A> = true;
 template <class T> constexpr bool is_fp8 = sizeof(T) == 1;
+template <class T> struct SumType { using type = float; };
+template <> struct SumType<s8x2> { using type = int; };
+// The type in which tensor cores add up products of T.
+template <class T> using SumOf = typename SumType<T>::type;
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -240,7 +246,8 @@ DEVICE int opaque(int x) {
 // ---------------------------------------------------------------- tensor cores: m16n8k16
 // Lane l = 4 g + t. A [16 x 16]: a[i] holds the pair at row g + 8 (i & 1), columns 2 t + 8 (i >> 1).
 // B [16 x 8]: b[i] the pair at rows 2 t + 8 i, column g. D [16 x 8]: d[i] at row g + 8 (i >> 1), column 2 t + (i & 1).
-// `mma` adds A B to D, `multiply` sets D to A B.
+// `mma` adds A B to D, `multiply` sets D to A B. With elements of 8 bits it is m16n8k32: a pair of bytes, which are
+// neighbouring columns, is in the place of each element, so that a[i] and b[i] hold the same bits of a row in memory.
 
 #ifdef EMULATED
 
@@ -261,6 +268,31 @@ DEVICE void mma(float d[4], const u32 a[4], const u32 b[2]) {
             d[i] += x * y;
         }
     }
+}
+// Of bytes; `value` makes a number of one.
+template <class Sum, class Value>
+DEVICE void mma_bytes(Sum d[4], const u32 a[4], const u32 b[2], Value value) {
+    struct { u32 a[4], b[2]; } mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+    auto lanes = emulated::meet(ALL_LANES, mine, "mma");
+    auto element = [&](int lane, int word, int byte) {
+        return value(u8(reinterpret_cast<const u32*>(lanes[lane])[word] >> 8 * byte));
+    };
+    const int group = emulated::current->lane >> 2, t = emulated::current->lane & 3;
+    for (int i = 0; i < 4; i++) {
+        const int row = group + 8 * (i >> 1), column = 2 * t + (i & 1);
+        for (int k = 0; k < 32; k++) {
+            const Sum x = element((row & 7) * 4 + ((k & 15) >> 2), (row >> 3) + 2 * (k >> 4), k & 3);
+            d[i] += x * element(column * 4 + ((k & 15) >> 2), 4 + (k >> 4), k & 3);
+        }
+    }
+}
+template <class T>
+DEVICE void mma(int d[4], const u32 a[4], const u32 b[2]) {
+    mma_bytes(d, a, b, [](u8 byte) { return int(static_cast<signed char>(byte)); });
+}
+template <>
+DEVICE void mma<e4m3x2>(float d[4], const u32 a[4], const u32 b[2]) {
+    mma_bytes(d, a, b, [](u8 byte) { return fp8_value(e4m3{byte}); });
 }
 template <class T>
 DEVICE void multiply(float d[4], const u32 a[4], const u32 b[2]) {
@@ -283,6 +315,25 @@ template <> DEVICE void multiply<fp16>(float d[4], const u32 a[4], const u32 b[2
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+}
+template <class T>
+DEVICE void mma(int d[4], const u32 a[4], const u32 b[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+template <> DEVICE void multiply<e4m3x2>(float d[4], const u32 a[4], const u32 b[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+}
+template <> DEVICE void mma<e4m3x2>(float d[4], const u32 a[4], const u32 b[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 template <> DEVICE void mma<bf16>(float d[4], const u32 a[4], const u32 b[2]) {
     asm volatile(
@@ -430,6 +481,12 @@ template <int WIDTH = 32>
 DEVICE float sum_lanes(float x) {
 #pragma unroll
     for (int bits = WIDTH / 2; bits; bits /= 2) x += __shfl_xor_sync(ALL_LANES, x, bits);
+    return x;
+}
+template <int WIDTH = 32>
+DEVICE u32 max_lanes(u32 x) {
+#pragma unroll
+    for (int bits = WIDTH / 2; bits; bits /= 2) x = max(x, __shfl_xor_sync(ALL_LANES, x, bits));
     return x;
 }
 template <int WIDTH = 32>

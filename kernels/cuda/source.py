@@ -33,7 +33,7 @@ class Variant:
     parameters: str
     """Name of the parameter struct, which the source declares."""
     needs: str = ""
-    """The only architecture that can run it, such as `sm_90a`. Empty: sm_80 and all later architectures."""
+    """The oldest architecture that can run it, such as `sm_89`, or with an "a" the only one. Empty: sm_80."""
 
 
 @functools.cache

@@ -70,11 +70,11 @@ class Trial:
         return "" if error <= self.tolerance else f"differs from PyTorch by {error:.2g} in a CUDA graph"
 
 
-def with_warpgroups(kernels: Kernels, method: str) -> Kernels:
-    """The kernels with the products of warpgroups in this of `WARPGROUPS` only; of another method in nothing."""
+def preferring(kernels: Kernels, method: str) -> Kernels:
+    """The kernels with only this one of `PREFERRED`; of another method with none."""
     if isinstance(kernels, CudaKernels):
         kernels = copy.copy(kernels)
-        kernels.warpgroups &= {method}
+        kernels.preferred &= {method}
     return kernels
 
 

@@ -14,16 +14,8 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cuda import attention, gates, kv, latents, norms, states
-from pagewire.kernels.cuda.product_trials import dense_trial, expert_trials, linear_trials
-from pagewire.kernels.cuda.trial import (
-    TOLERANCE,
-    Layout,
-    Trial,
-    batch_invariant,
-    normal,
-    short,
-    with_warpgroups,
-)
+from pagewire.kernels.cuda.product_trials import dense_trial, expert_trials, linear_trials, quantised_trials
+from pagewire.kernels.cuda.trial import TOLERANCE, Layout, Trial, batch_invariant, normal, preferring, short
 from pagewire.kernels.cuda.variants import Launches
 from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.data.layer import Activation, Norm
@@ -44,6 +36,7 @@ def trials(launches: Launches) -> list[Trial]:
     result = [*norm_trials(dtype), *gate_trials(dtype)]
     if launches.packed:
         result += linear_trials(dtype, launches.capability)
+        result += quantised_trials(dtype, launches.capability)
     if launches.invariant:
         result.append(batch_invariant(dense_trial(dtype)))
     if launches.mixture:
@@ -186,7 +179,7 @@ def attend(
 
     method: `WARPGROUPS`: with their products; else without. inputs: those of `paged_inputs`, and what `terms` gets.
     """
-    kernels = with_warpgroups(kernels, method)
+    kernels = preferring(kernels, method)
     q, k, v, starts, lengths, table, *others = inputs
     slots = torch.full((len(q),), -1, dtype=torch.int64, device=q.device)
     longest = max(end - first for first, end in spans), max(end for _, end in spans)

@@ -14,13 +14,27 @@ from pagewire.kernels.cuda import (
     lora,
     norms,
     probes,
+    quantised_linear,
     sampling,
     states,
 )
 from pagewire.kernels.cuda.compile import OLDEST
 from pagewire.kernels.cuda.source import Variant
 
-MODULES = (attention, experts, gates, kv, latents, linear, lora, norms, probes, sampling, states)
+MODULES = (
+    attention,
+    experts,
+    gates,
+    kv,
+    latents,
+    linear,
+    lora,
+    norms,
+    probes,
+    quantised_linear,
+    sampling,
+    states,
+)
 
 
 class Launches(NamedTuple):
@@ -59,6 +73,7 @@ def variants_of(launches: Launches) -> list[Variant]:
     result += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
     if launches.packed:
         result += linear.variants(dtype, capability=launches.capability)
+        result += quantised_linear.variants(dtype, capability=launches.capability)
     if launches.invariant:
         result += linear.dense_variants(dtype)
     if launches.mixture:

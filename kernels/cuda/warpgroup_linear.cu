@@ -176,7 +176,7 @@ DEVICE void store_group(const Product& p, int first_row, int first_output, const
 #pragma unroll
             for (int k = 0; k < 2; k++)
                 staged[(8 * i + 2 * (lane % 4) + k) * Group::OUT_STRIDE + output] =
-                    from_float<typename K::T>(finished<K>(p, first_output + output, of_outputs[eight][k]));
+                    from_float<typename K::T>(finished<K>(p, 0, first_output + output, of_outputs[eight][k]));
         }
     }
     __syncthreads();

@@ -32,11 +32,13 @@ class Floats:
 
     group: int | None
     """How many columns share a scale: one of `GROUPS`."""
+    rounds_rows: bool = False
+    """See `Integers.rounds_rows`."""
 
     @property
     def name(self) -> str:
         """Names differ if schemes do."""
-        return f"e4m3/{self.group or 'row'}"
+        return f"e4m3/{self.group or 'row'}{' with rounded rows' if self.rounds_rows else ''}"
 
     def rows(self, parts: Parts, start: int, stop: int) -> Parts:
         """See `Scheme.rows`."""
@@ -71,11 +73,13 @@ class Floats:
         return values.to(dtype)
 
 
-def float8_weight(values: Tensor, scales: Tensor, group: int | None, dtype: torch.dtype) -> Weight:
+def float8_weight(
+    values: Tensor, scales: Tensor, group: int | None, dtype: torch.dtype, rounds_rows: bool = False
+) -> Weight:
     """A weight of 8-bit floats, without a copy of them.
 
     values: float8_e4m3fn [N, K]. scales: float32 [N, K / group], or [N, 1] without groups. dtype: of the product's
-    inputs and outputs.
+    inputs and outputs. rounds_rows: see `Floats`.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or there is no such group.
@@ -90,7 +94,7 @@ def float8_weight(values: Tensor, scales: Tensor, group: int | None, dtype: torc
             f"values {tuple(values.shape)} of {values.dtype} and scales {tuple(scales.shape)} of {scales.dtype} "
             f"are no weight of 8-bit floats in groups of {group}"
         )
-    return Weight(Floats(group), (values.view(torch.uint8), scales), (num_rows, num_in), dtype)
+    return Weight(Floats(group, rounds_rows), (values.view(torch.uint8), scales), (num_rows, num_in), dtype)
 
 
 def in_smaller_groups(weight: Weight, group: int) -> Weight:
@@ -102,7 +106,7 @@ def in_smaller_groups(weight: Weight, group: int) -> Weight:
     scheme, (codes, scales) = weight.scheme, weight.parts
     assert isinstance(scheme, Floats) and scheme.group is not None
     smaller = scales.repeat_interleave(scheme.group // group, dim=1)
-    return float8_weight(codes.view(torch.float8_e4m3fn), smaller, group, weight.dtype)
+    return float8_weight(codes.view(torch.float8_e4m3fn), smaller, group, weight.dtype, scheme.rounds_rows)
 
 
 def has_nan(codes: Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 The formats of quantised checkpoints are read as one of these schemes; none of them has kernels of its own. On the
 CPU the product over such a weight quantises its input, too, and is defined by
-`reference.quantised.quantised_linear`; on a GPU the input stays as it is, see `cuda.linear`.
+`reference.quantised.quantised_linear`; on a GPU the input keeps 16 bits (`cuda.linear`) unless the checkpoint says
+that activations are quantised (`cuda.quantised_linear`).
 """
 
 from __future__ import annotations
@@ -44,13 +45,16 @@ class Integers:
     """The value that stands for 0 (without the offset): 128 for signed 8 bits, 32 for 6 bits, 8 for 4 bits."""
     table: tuple[int, ...] | None = None
     """With 4 bits, the values of the 16 codes, from 0 to 255; None: a code is its own value."""
+    rounds_rows: bool = False
+    """The checkpoint says that activations have 8 bits, too: a GPU may round the rows of the product."""
 
     @property
     def name(self) -> str:
         """Names differ if schemes do."""
         form = "table4" if self.table else f"int{self.bits}"
         values = "" if self.table is None else f"{list(self.table)}"
-        return f"{form}/{self.group or 'row'}-{self.zero}{values}"
+        rows = " with rounded rows" if self.rounds_rows else ""
+        return f"{form}/{self.group or 'row'}-{self.zero}{values}{rows}"
 
     @property
     def per_byte(self) -> int:

@@ -17,12 +17,15 @@ from pagewire.kernels.data.weight import Weight, dense_weight
 def joined(weights: Sequence[Weight]) -> Weight:
     """Matrices of equal K as one, one below the other, in the first form that holds all of them.
 
-    That is their own scheme where it is the same; 8 bits in the smallest of their groups where all are integers, or
-    6 bits where none has more, which hold each of them exactly; plain numbers in `dtype` if any of them is dense.
+    That is their own scheme where it is the same, but that rows are rounded only if they are for all of them; 8
+    bits in the smallest of their groups where all are integers, or 6 bits where none has more, which hold each of
+    them exactly; plain numbers in `dtype` if any of them is dense.
 
     Raises:
         ValueError: they differ in K or dtype.
     """
+    if not all(_rounds_rows(weight) for weight in weights):
+        weights = [with_rounded_rows(weight, False) for weight in weights]
     names = {weight.scheme.name for weight in weights}
     schemes = [weight.scheme for weight in weights if isinstance(weight.scheme, Integers)]
     if len(schemes) < len(weights):
@@ -36,6 +39,18 @@ def joined(weights: Sequence[Weight]) -> Weight:
     if len({weight.parts[1].dtype for weight in weights}) > 1:
         weights = [_with_float32_scales(weight) for weight in weights]
     return Weight.joined(weights)
+
+
+def _rounds_rows(weight: Weight) -> bool:
+    return isinstance(weight.scheme, Integers | Floats) and weight.scheme.rounds_rows
+
+
+def with_rounded_rows(weight: Weight, rounds_rows: bool = True) -> Weight:
+    """The same weight, with `rounds_rows` of its scheme; one of another scheme stays as it is."""
+    scheme = weight.scheme
+    if not isinstance(scheme, Integers | Floats):
+        return weight
+    return replace(weight, scheme=replace(scheme, rounds_rows=rounds_rows))
 
 
 def in_more_bits(weight: Weight, bits: int, group: int | None) -> Weight:
@@ -54,9 +69,7 @@ def in_more_bits(weight: Weight, bits: int, group: int | None) -> Weight:
     repeats = (scheme.group or num_in) // (group or num_in)
     scales, *offsets = (part.repeat_interleave(repeats, dim=1) for part in (scales, *offsets))
     values = scheme.values(weight.parts).short() + (zero - scheme.zero)
-    if (
-        values.amin() < 0 or values.amax() >= 2**bits
-    ):  # they are around another zero: what is missing is an offset
+    if values.amin() < 0 or values.amax() >= 2**bits:  # around another zero: what is missing is an offset
         values -= zero - scheme.zero
         scales = scales.float()
         offsets = [sum((part.float() for part in offsets), scales * (zero - scheme.zero))]

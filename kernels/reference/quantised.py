@@ -13,9 +13,13 @@ CODES = 127
 """The largest code of an activation; codes are symmetric around 0."""
 LEAST_SHARED = 32
 """Columns of a row that share a scale, at least."""
+FLOAT_COLUMNS = 128
+"""Columns of a row in 8-bit floats that share a scale."""
 
 
-def quantised_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def quantised_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None = None, *, finer_codes: bool = True
+) -> Tensor:
     """The product with a weight whose scheme is `Integers`, to the bits of every compiled kernel.
 
     The rows of x are quantised as well. Where the weight has groups, the largest |x| of every 256 columns (128
@@ -37,6 +41,7 @@ def quantised_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> T
         x: [..., K], of the weight's dtype.
         weight: [N, K].
         bias: [N], of the same dtype.
+        finer_codes: false for the product of a GPU (`cuda.quantised_linear`), whose rows have none.
 
     Returns:
         [..., N].
@@ -47,12 +52,13 @@ def quantised_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> T
     rows = x.reshape(-1, num_in).float()
     y = torch.zeros(len(rows), num_out, device=x.device)
     if scheme.group is None:
-        codes, row_scales, finer = _quantised_rows(rows, num_in)
+        codes, row_scales, finer = quantised_rows(rows, num_in)
         y = _add_groups(y, codes, row_scales, weight)
-        y = _add_groups(y, finer, row_scales / torch.full_like(row_scales, 2 * CODES), weight)
+        if finer_codes:
+            y = _add_groups(y, finer, row_scales / torch.full_like(row_scales, 2 * CODES), weight)
     else:
         outliers, at = _outliers(rows, 256 if scheme.group <= LEAST_SHARED else 128)
-        codes, row_scales, _ = _quantised_rows(rows.scatter(1, at, 0.0), max(LEAST_SHARED, scheme.group))
+        codes, row_scales, _ = quantised_rows(rows.scatter(1, at, 0.0), max(LEAST_SHARED, scheme.group))
         y = _add_groups(y, codes, row_scales, weight)
         y = _add_outliers(y, outliers, at, weight)
     if bias is not None:
@@ -71,25 +77,46 @@ def _outliers(rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return torch.where(outliers.isfinite(), outliers, torch.nan), at
 
 
-def _quantised_rows(rows: Tensor, shared: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantised_rows(rows: Tensor, shared: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes float64 [M, K] of rows float32 [M, K], their scales, and their finer codes.
 
     shared: columns that have one scale. scales: [M, K / shared], rounded up.
+    """
+    exact, scales = _scaled_rows(rows, shared, CODES)
+    codes = exact.round()
+    finer = ((exact - codes) * (2 * CODES)).round()
+    return codes.double(), scales, finer.double()
+
+
+def float_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes float8_e4m3fn [M, K] of rows float32 [M, K], and their scales [M, K / 128], rounded up.
+
+    The nearest codes, even ones where two are as near, of a row times `448 / max|x|`, by which the largest |x| of
+    128 columns becomes the largest e4m3. The scale is `max|x| / 448`, NaN where a number is not finite.
+    """
+    most = torch.finfo(torch.float8_e4m3fn).max
+    exact, scales = _scaled_rows(rows, FLOAT_COLUMNS, most)
+    return exact.clamp(-most, most).to(torch.float8_e4m3fn), scales
+
+
+def _scaled_rows(rows: Tensor, shared: int, most: float) -> tuple[Tensor, Tensor]:
+    """Rows [M, K] of which the largest magnitude of each `shared` columns is about `most`, and their scales.
+
+    Where a number is not finite, 0, and the scale is NaN.
     """
     num_in = rows.shape[1]
     groups = torch.unflatten(functional.pad(rows, (0, -num_in % shared)), 1, (-1, shared))
     largest = groups.abs().amax(-1, keepdim=True)  # NaN where there is one
     # A tensor: PyTorch divides by numbers, and numbers by tensors, otherwise.
-    most = torch.full_like(largest, CODES)
-    inverse = torch.where(largest > 0, most / largest, 0.0).clamp(max=torch.finfo(torch.float32).max)
+    reach = torch.full_like(largest, most)
+    inverse = torch.where(largest > 0, reach / largest, 0.0).clamp(max=torch.finfo(torch.float32).max)
     exact = torch.where(largest.isfinite(), groups * inverse, 0.0)
-    codes, scales = exact.round(), torch.where(largest.isfinite(), largest / most, torch.nan)
-    finer = ((exact - codes) * (2 * CODES)).round()
-    return codes.double().flatten(1)[:, :num_in], scales[..., 0], finer.double().flatten(1)[:, :num_in]
+    scales = torch.where(largest.isfinite(), largest / reach, torch.nan)
+    return exact.flatten(1)[:, :num_in], scales[..., 0]
 
 
 def _add_groups(y: Tensor, codes: Tensor, row_scales: Tensor, weight: Weight) -> Tensor:
-    """y [M, N] with the products of a weight's groups added; codes and scales: see `_quantised_rows`."""
+    """y [M, N] with the products of a weight's groups added; codes and scales: see `quantised_rows`."""
     scheme = weight.scheme
     assert isinstance(scheme, Integers)
     _, scales, *offsets = weight.parts

@@ -47,7 +47,7 @@ def test_names_that_agree(name: str | None, method: str | None, resolved: str | 
 @pytest.mark.parametrize(
     ("name", "method", "words"),
     [
-        ("awq", None, "'awq', but the checkpoint is not quantised; .* one of fp8, int8, int4"),
+        ("awq", None, "'awq', but the checkpoint is not quantised; .* one of fp8, int8, int6, int4"),
         ("awq", "gptq", "'awq', but the checkpoint is quantised with 'gptq'; leave quantization out"),
         ("int8", "awq", "'int8', but the checkpoint is quantised with 'awq'"),
         ("fp8", "fbgemm_fp8", "'fp8', but the checkpoint is quantised with 'fbgemm_fp8'"),

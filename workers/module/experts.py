@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pagewire.kernels.data.joining import with_rounded_rows
 from pagewire.kernels.data.layer import Activation, Experts, Router
 from pagewire.kernels.data.weight import UnpackedLinear
 from pagewire.kernels.experts import GroupedExperts
@@ -91,7 +92,8 @@ def expert_linears(module: Any, name: str, weights: Weights, device: torch.devic
     linears = []
     for expert, matrix in enumerate(weights.stacked(module, name)):
         bias = None if biases is None else biases[expert]
-        linears.append(packed(matrix, bias, device))
+        # Products of all experts in one launch have rows in 16 bits.
+        linears.append(packed(with_rounded_rows(matrix, False), bias, device))
         weights.let_go()
     return linears
 

@@ -2,8 +2,8 @@
 
 The proof of the whole model (`proof.py`) has to allow for the rounding of activations to 8 bits, which would hide
 small errors of a single product. Here nothing is rounded: multiples of 1/128 whose largest is 127/128 in every
-group of columns, also without an outlier, are 8-bit integers times a power of two. So the product is exact but for
-a few float32 sums.
+group of columns, also without an outlier, are 8-bit integers times a power of two; up to 14/128 they are 8-bit
+floats times one. So the product is exact but for a few float32 sums.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pagewire.kernels.data.floats import Floats
 from pagewire.kernels.data.weight import DENSE
 from pagewire.kernels.linear import Linear, Weight, pack
 from pagewire.workers.errors import LoadError
@@ -43,7 +44,7 @@ def check_product(product: Linear, weight: Weight, bias: Tensor | None, device: 
     """
     num_out, num_in = weight.shape
     index = torch.linspace(0, num_out - 1, min(num_out, NUM_OUTPUTS)).long()
-    x = exact_inputs(num_in)
+    x = exact_inputs(num_in, 14 if isinstance(weight.scheme, Floats) else 127)
     actual = product(x.to(device, weight.dtype)).cpu().double()[:, index]
     rows = replace(weight.take(index), dtype=torch.float32).dense().cpu().double()
     expected = x.double() @ rows.T
@@ -62,11 +63,14 @@ def check_product(product: Linear, weight: Weight, bias: Tensor | None, device: 
         )
 
 
-def exact_inputs(num_in: int) -> Tensor:
-    """Inputs [4, K] that 8 bits hold exactly, by row and by group; those of the last row are all positive."""
+def exact_inputs(num_in: int, most: int = 127) -> Tensor:
+    """Inputs [4, K] that 8 bits hold exactly, by row and by group; those of the last row are all positive.
+
+    most: 127 for integers; 14 also for 8-bit floats.
+    """
     generator = torch.Generator().manual_seed(num_in)
-    x = torch.randint(-127, 128, (NUM_INPUTS, num_in), generator=generator)
-    x[:, ::FULL_SCALE_STEP] = 127
-    x[1, ::FULL_SCALE_STEP] = -127
+    x = torch.randint(-most, most + 1, (NUM_INPUTS, num_in), generator=generator)
+    x[:, ::FULL_SCALE_STEP] = most
+    x[1, ::FULL_SCALE_STEP] = -most
     x[-1].abs_()
     return x / 128

@@ -18,7 +18,7 @@ from pagewire.kernels.data.layer import Activation, Experts
 from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight, dense_weight
 from pagewire.workers.device.waits import WaitFinder
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, guarded
-from tests.kernels.cuda.test_linear import BF16, FP16, FP32, TABLE, make_floats, make_weight
+from tests.kernels.cuda.linear.test_linear import BF16, FP16, FP32, TABLE, make_floats, make_weight
 
 HIDDEN, INNER = 96, 64
 Make = Callable[[int, int, torch.dtype], Weight]

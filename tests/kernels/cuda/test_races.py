@@ -68,6 +68,7 @@ FAULTS = [
     ),
     (PACKED, "linear.cuh", "__syncthreads();  // the step is there", "// the step is there"),
     ("rms_norm of 1016", "norms.cu", "        __syncthreads();\n", ""),
+    ("rows as integers", "quantised_rows.cu", "    __syncthreads();\n", ""),
     (
         "adapters",
         "lora.cu",

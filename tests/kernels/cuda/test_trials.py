@@ -23,7 +23,7 @@ KINDS = [{}, {"encodes": True}, {"recurrent": True}, {"mixture": True}]
 KINDS += [{"packed": False}, {"mixture": True, "packed": False}, {"packed": False, "invariant": True}]
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_kernel_has_a_trial(kind: dict[str, bool], capability: tuple[int, int]) -> None:
     for dtype, head_dim in ((BF16, 64), (FP16, 128)):
@@ -120,6 +120,33 @@ def test_wrong_8_bit_floats_are_found(name: str) -> None:
     edit = Edit("linear.cuh", "0x7b80 : 0x5c00", "0x7b00 : 0x5800")  # half of each number
     reason = chosen.why_wrong(CudaKernels(EmulatedLauncher(edits=(edit,)), "cpu"), CPU)
     assert "differs from PyTorch by" in reason
+
+
+ROUNDED = [
+    ("rows as integers", Edit("quantised_rows.cu", "__float2int_rn(x)", "int(x)")),
+    ("rows as 8-bit floats", Edit("quantised_rows.cu", "chunk / GROUP_LANES) * p.m", "chunk / GROUP_LANES)")),
+    ("products of rows as integers", Edit("linear.cuh", "(p.x_scales)[row]", "(p.x_scales)[0]")),
+    (
+        "products of rows as 8-bit floats",
+        Edit("linear.cuh", "i64(step / ROW_GROUP_STEPS) * p.m + min", "min"),
+    ),
+    (
+        "products of rows as 8-bit floats, groups of 128",
+        Edit("linear.cuh", "i & 1 ? both.y", "i & 2 ? both.y"),
+    ),
+]
+
+
+@pytest.mark.planted_faults
+@pytest.mark.parametrize(("name", "edit"), ROUNDED, ids=[name for name, _ in ROUNDED])
+def test_rows_keep_16_bits_if_those_of_8_are_wrong(name: str, edit: Edit) -> None:
+    known = trials.trials(Launches(BF16, BF16, 32, capability=(8, 9)))
+    (chosen,) = (trial for trial in known if trial.name == name)
+    assert chosen.why_wrong(CudaKernels(EmulatedLauncher(capability=(8, 9)), "cpu"), CPU) == ""
+    kernels = CudaKernels(EmulatedLauncher(edits=(edit,), capability=(8, 9)), "cpu")
+    assert "differs from PyTorch by" in chosen.why_wrong(kernels, CPU)
+    kernels.replace(chosen.method)
+    assert chosen.why_wrong(kernels, CPU) == "" and not kernels.replaced
 
 
 @pytest.mark.parametrize("cache_dtype", [BF16, E4M3], ids=str)

@@ -7,8 +7,9 @@ from itertools import combinations
 import pytest
 import torch
 
+from pagewire.kernels.data.floats import float8_weight
 from pagewire.kernels.data.integers import Integers, integer_weight, quantise
-from pagewire.kernels.data.joining import joined
+from pagewire.kernels.data.joining import joined, with_rounded_rows
 from pagewire.kernels.data.weight import DENSE, Weight, dense_weight
 
 NUM_IN = 128
@@ -58,6 +59,19 @@ def test_equal_schemes_stay_and_scales_take_a_common_dtype(name: str) -> None:
         assert whole.scheme == SCHEMES[name]
         assert torch.equal(whole.dense(), torch.cat([part.dense() for part in several]))
     assert joined(parts[:1] * 2).parts[1].dtype == torch.float16
+
+
+@pytest.mark.parametrize("rounds", [(True, True), (True, False), (False, False)], ids=str)
+def test_rows_are_rounded_only_if_they_are_for_all(rounds: tuple[bool, bool]) -> None:
+    """And in no case are the weights held in another way for it."""
+    floats = torch.randn(4, NUM_IN).to(torch.float8_e4m3fn)
+    for weight in (
+        weight_of(SCHEMES["int8 by row"]),
+        float8_weight(floats, torch.ones(4, 1), None, torch.float32),
+    ):
+        whole = joined([with_rounded_rows(weight, each) for each in rounds])
+        assert whole.scheme == with_rounded_rows(weight, all(rounds)).scheme
+        assert torch.equal(whole.dense(), weight.dense().repeat(2, 1))
 
 
 def test_beside_plain_numbers_all_are_plain() -> None:

@@ -30,7 +30,7 @@ from pagewire.ipc.wire.worker_messages import (
     StepResult,
     WorkerConfig,
 )
-from pagewire.kernels.cuda import linear, states
+from pagewire.kernels.cuda import linear, quantised_linear, states
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.cuda.trials import channel_trials, matrix_trials, trials
@@ -603,7 +603,10 @@ def test_kernels_of_packed_weights_are_compiled_where_some_may_be(
         load(folder, dtype="bfloat16", quantization=quantization)
     assert [launches.packed for launches in tried] == [False, True]
     plain, packed = (set(variants_of(launches)) for launches in tried)
-    assert packed - plain == set(linear.variants(torch.bfloat16)) and plain < packed
+    products = linear.variants(torch.bfloat16) + quantised_linear.variants(
+        torch.bfloat16, capability=tried[1].capability
+    )
+    assert packed - plain == set(products) and plain < packed
 
 
 def test_heads_of_two_sizes(tmp_path: Path, load: Callable[..., Runner]) -> None:

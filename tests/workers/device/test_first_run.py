@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pagewire.kernels.cuda.kernels import PREFERRED
 from pagewire.kernels.cuda.trial import Trial
 from pagewire.kernels.cuda.trials import trials
 from pagewire.kernels.cuda.variants import Launches
@@ -106,7 +107,7 @@ def test_another_kernel_attends_where_warpgroups_are_wrong(
     fault = Edit("warpgroup_attention.cu", "        shrink_values<S>(rows, shrink);\n", "")
     device = EmulatedCudaDevice(EmulatedLauncher(edits=(fault,)))
     replace_wrong_kernels(device, launches, first_run.here)
-    assert device.kernels.warpgroups == {"warpgroup_linear"} and not device.kernels.replaced
+    assert device.kernels.preferred == PREFERRED - {"warpgroup_attention"} and not device.kernels.replaced
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     begin = (
         "the kernel for all GPUs computes warpgroup_attention: prefill attention of warpgroups over bfloat16"

@@ -137,10 +137,11 @@ class CompressedTensorsFormat:
             return None
         settings = self._groups.settings(name)
         block = (settings.block_rows or 1, settings.group) if settings.group else None
-        return tensors["weight"], tensors["weight_scale"], block
+        return ScaledFloat8(tensors["weight"], tensors["weight_scale"], block, settings.rounds_rows)
 
     def weight(self, name: str, tensors: Tensors, dtype: Dtype) -> Weight:
         """See `Format.weight`."""
+        from pagewire.kernels.data.joining import with_rounded_rows
         from pagewire.kernels.data.weight import dense_weight
         from pagewire.workers.checkpoint.formats.grouped import GroupedIntegers, group_index
         from pagewire.workers.checkpoint.formats.tables import float_weight
@@ -168,7 +169,7 @@ class CompressedTensorsFormat:
         integers = GroupedIntegers(
             f"{name}.weight_scale", settings.bits, num_in, codes, scales, zeros, group, index
         )
-        return integers.weight(dtype)
+        return with_rounded_rows(integers.weight(dtype), settings.rounds_rows)
 
 
 def _packed_shape(

@@ -38,10 +38,14 @@ class WeightSettings:
     """The columns of a group or of a block; 0 for the other strategies."""
     block_rows: int
     """The rows of a block; 0 for the other strategies."""
+    rounds_rows: bool = False
+    """Activations have 8 bits, too, of the same kind."""
 
     @staticmethod
-    def of(config: Mapping[str, Any], where: str) -> WeightSettings:
+    def of(config: Mapping[str, Any], where: str, activations: object = None) -> WeightSettings:
         """The settings in the field `weights` of a group. where: its name, for messages.
+
+        activations: the field `input_activations`.
 
         Raises:
             LoadError: they are not served.
@@ -67,7 +71,12 @@ class WeightSettings:
         symmetric = switch(config, "symmetric", True)
         if kind == "float" and not symmetric:
             raise LoadError(f"{where}: floats with zeros are not served")
-        return WeightSettings(kind, bits, symmetric, strategy, columns, rows)
+        rounds_rows = isinstance(activations, Mapping) and bits == 8 and _of_8_bits(activations, kind)
+        return WeightSettings(kind, bits, symmetric, strategy, columns, rows, rounds_rows)
+
+
+def _of_8_bits(activations: Mapping[str, Any], kind: str) -> bool:
+    return activations.get("num_bits", 8) == 8 and str(activations.get("type") or "int").lower() == kind
 
 
 def _block(value: Any, where: str) -> tuple[int, int]:
@@ -144,7 +153,8 @@ class ConfigGroups:
                 found.static |= isinstance(activations, Mapping) and activations.get("dynamic") is not True
             if isinstance(weights := group.get("weights"), Mapping):
                 targets = Names.of(group.get("targets") or [], f"{where}: targets")
-                found.groups.append(Group(targets, WeightSettings.of(weights, where)))
+                settings = WeightSettings.of(weights, where, group.get("input_activations"))
+                found.groups.append(Group(targets, settings))
         return found
 
     def settings(self, name: str) -> WeightSettings:

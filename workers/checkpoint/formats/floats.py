@@ -42,6 +42,8 @@ ALGORITHMS = frozenset(
     | {"NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "MIXED_PRECISION"}
 )
 """ModelOpt's names of what is read; its others hold integers, or change activations."""
+ROUNDING = frozenset({"FP8", "FP8_PER_CHANNEL_PER_TOKEN"})
+"""Those of 8-bit floats with activations in 8-bit floats."""
 QUARK_DTYPES = frozenset({"fp8_e4m3", "fp8_e5m2", "fp4"})
 
 
@@ -52,6 +54,8 @@ class ScaledFloats:
     name: str
     block: tuple[int, int] | None = None
     """Rows and columns of 8-bit floats that share a scale; None: the shape of the scales says it."""
+    rounds_rows: bool = False
+    """Activations are 8-bit floats, too."""
     suffixes: frozenset[str] = frozenset(
         {*WEIGHTS, *SCALES, *ACTIVATIONS, FACTOR, DIVISOR, CHANGED_INPUTS, "weight_shape"}
     )
@@ -87,7 +91,8 @@ class ScaledFloats:
         self.stored(name, parts := described(tensors))
         if parts[_one_of(tensors, WEIGHTS)].dtype not in FLOATS_OF_8_BITS:
             return None
-        return tensors[_one_of(tensors, WEIGHTS)], tensors[_one_of(tensors, SCALES)], self.block
+        values, scales = tensors[_one_of(tensors, WEIGHTS)], tensors[_one_of(tensors, SCALES)]
+        return ScaledFloat8(values, scales, self.block, self.rounds_rows)
 
     def weight(self, name: str, tensors: Tensors, dtype: Dtype) -> Weight:
         """See `Format.weight`."""
@@ -120,7 +125,8 @@ def of(config: Mapping[str, Any]) -> ScaledFloats:
     if config.get("expert_dtype", "fp8") != "fp8":
         raise ValueError(f"experts of {config['expert_dtype']!r} beside 8-bit floats are not served")
     size = config.get("weight_block_size")
-    return ScaledFloats(str(config["quant_method"]), None if size is None else (int(size[0]), int(size[1])))
+    block = None if size is None else (int(size[0]), int(size[1]))
+    return ScaledFloats(str(config["quant_method"]), block, rounds_rows=True)
 
 
 def of_modelopt(config: Mapping[str, Any]) -> ScaledFloats:
@@ -135,7 +141,7 @@ def of_modelopt(config: Mapping[str, Any]) -> ScaledFloats:
             f"ModelOpt's quant_algo {quoted(algorithm)} is not served: it holds integers or changes activations; "
             f"{', '.join(sorted(ALGORITHMS))} are, and integers from AWQ, GPTQ and compressed-tensors"
         )
-    return ScaledFloats("modelopt")
+    return ScaledFloats("modelopt", rounds_rows=str(algorithm).upper() in ROUNDING)
 
 
 def of_quark(config: Mapping[str, Any]) -> ScaledFloats:
@@ -145,12 +151,15 @@ def of_quark(config: Mapping[str, Any]) -> ScaledFloats:
         ValueError: some weights are of a dtype that is not served.
     """
     layers = config.get("layer_quant_config") or {}
+    rounds_rows = True
     for settings in (config.get("global_quant_config"), *dict(layers).values()):
         weights = settings.get("weight") if isinstance(settings, Mapping) else None
+        inputs = settings.get("input_tensors") if isinstance(settings, Mapping) else None
+        rounds_rows &= isinstance(inputs, Mapping) and inputs.get("dtype") == "fp8_e4m3"
         for kind in [weights] if isinstance(weights, Mapping) else weights or []:
             if isinstance(kind, Mapping) and kind.get("dtype") not in QUARK_DTYPES:
                 raise ValueError(
                     f"Quark's weights of dtype {quoted(kind.get('dtype'))} are not served; "
                     f"{', '.join(sorted(QUARK_DTYPES))} are, and integers from AWQ, GPTQ and compressed-tensors"
                 )
-    return ScaledFloats("quark")
+    return ScaledFloats("quark", rounds_rows=rounds_rows)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from pagewire.kernels.cpu.panels import NumberFormat
 from pagewire.workers.checkpoint.headers import DTYPES, FLOATS, TensorHeader
@@ -27,14 +27,23 @@ Parts: TypeAlias = Mapping[str, TensorHeader]
 Held: TypeAlias = tuple[tuple[int, ...], NumberFormat]
 """The shape of the dense weight, and how it will be held."""
 
-ScaledFloat8: TypeAlias = "tuple[torch.Tensor, torch.Tensor, tuple[int, int] | None]"
-"""8-bit floats [N, K], their scales, and rows and columns of a block, as for `reexpress.fp8_weight`."""
-
 FLOATS_OF_8_BITS = ("F8_E4M3", "F8_E5M2")
 POWERS_OF_TWO = ("U8", "F8_E8M0")
 """Dtypes of scales that are exponents with a bias of 127."""
 GROUPS = (128, 64, 32, 16)
 """The numbers of columns with a scale that kernels know."""
+
+
+class ScaledFloat8(NamedTuple):
+    """A matrix of 8-bit floats, as for `reexpress.fp8_weight`."""
+
+    values: Tensor
+    """[N, K]."""
+    scales: Tensor
+    block: tuple[int, int] | None
+    """Rows and columns with one scale; None: the shape of the scales says it."""
+    rounds_rows: bool
+    """See `kernels.data.floats.Floats`."""
 
 
 class Format(Protocol):

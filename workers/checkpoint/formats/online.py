@@ -51,6 +51,7 @@ def online(quantization: str, keeps_floats: bool = False) -> Callable[[str, Weig
         LoadError: it is none of them.
     """
     from pagewire.kernels.data.integers import Integers
+    from pagewire.kernels.data.joining import with_rounded_rows
     from pagewire.kernels.data.weight import DENSE
     from pagewire.workers.checkpoint.formats.reexpress import as_integers, rounded_to_fp8
     from pagewire.workers.checkpoint.formats.tables import nf4
@@ -65,7 +66,7 @@ def online(quantization: str, keeps_floats: bool = False) -> Callable[[str, Weig
         if held is None or weight.scheme is not DENSE:
             return weight
         if quantization == "fp8" and IN_LAYERS.search(name):
-            return rounded_to_fp8(weight, keeps_floats)
+            return with_rounded_rows(rounded_to_fp8(weight, keeps_floats))
         if quantization == "bitsandbytes" and held.bits == 4:
             return nf4(weight)
         scheme = Integers(held.bits, held.group, 0 if held.has_offsets else 2 ** (held.bits - 1))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from pagewire.kernels.data.joining import with_rounded_rows
 from pagewire.kernels.data.weight import Weight
 from pagewire.kernels.linear import dense
 from pagewire.workers.checkpoint.formats.format import (
@@ -104,8 +105,8 @@ def _kept(form: Format, name: str, tensors: Tensors, dtype: torch.dtype) -> Weig
     floats = form.floats(name, tensors) if isinstance(form, FloatFormat) else None
     if floats is None:
         return None
-    values, scales, block = floats
-    return kept_fp8_weight(values, scales, dtype, block)
+    kept = kept_fp8_weight(floats.values, floats.scales, dtype, floats.block)
+    return kept if kept is None else with_rounded_rows(kept, floats.rounds_rows)
 
 
 def _module(name: str) -> str:

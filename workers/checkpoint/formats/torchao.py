@@ -1,7 +1,7 @@
 """Checkpoints of torchao in safetensors files: the parts of its tensors lie there as tensors of their own.
 
-Which class of tensor it was is clear from the dtypes of the parts. What the checkpoint says of activations is not
-read: each row of activations gets its own scale while it is computed.
+Which class of tensor it was is clear from the dtypes of the parts. What the checkpoint says of activations is only
+whether they have 8 bits: each row of activations gets its own scale while it is computed.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ REFUSED = {
     "act_pre_scale": "it multiplies activations, which is not served; quantise without AWQ or SmoothQuant",
 }
 """Parts of tensors that are not served, and why."""
+ROUNDING = ("Int8DynamicActivationInt8WeightConfig", "Float8DynamicActivationFloat8WeightConfig")
+"""torchao's classes for weights and activations in 8 bits."""
 ACTIVATIONS = ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale")
 
 
@@ -58,6 +60,8 @@ class Torchao:
     suffixes: frozenset[str] = frozenset(
         {VALUES, SCALE, ZERO, *(f"{PREFIX}{part}" for part in (*REFUSED, *ACTIVATIONS))}
     )
+    rounds_rows: bool = False
+    """Activations have 8 bits, too."""
 
     def check(self, names: Iterable[str]) -> None:
         """See `Format.check`."""
@@ -88,12 +92,13 @@ class Torchao:
         self.stored(name, parts := described(tensors))
         if parts[VALUES].dtype not in FLOATS_OF_8_BITS:
             return None
-        return tensors[VALUES], tensors[SCALE], None
+        return ScaledFloat8(tensors[VALUES], tensors[SCALE], None, self.rounds_rows)
 
     def weight(self, name: str, tensors: Tensors, dtype: Dtype) -> Weight:
         """See `Format.weight`."""
         import torch
 
+        from pagewire.kernels.data.joining import with_rounded_rows
         from pagewire.workers.checkpoint.formats.grouped import GroupedIntegers
         from pagewire.workers.checkpoint.formats.reexpress import FLOAT8, fp8_weight
 
@@ -113,7 +118,7 @@ class Torchao:
             integers = GroupedIntegers(
                 where, 8, columns, codes ^ 0x80, _for_rows(scales, rows), shifted, group
             )
-        return integers.weight(dtype)
+        return with_rounded_rows(integers.weight(dtype), self.rounds_rows)
 
 
 def _are_pairs(tensors: Parts) -> bool:
@@ -128,5 +133,11 @@ def _for_rows(values: Tensor, rows: int) -> Tensor:
 
 
 def of(config: Mapping[str, Any]) -> Torchao:
-    """The format of a `quantization_config` of method `torchao`; the tensors say all that is needed."""
-    return Torchao()
+    """The format of a `quantization_config` of method `torchao`; the tensors say what their numbers are.
+
+    Where all modules have one configuration, its class says whether activations are quantised.
+    """
+    kinds = config.get("quant_type")
+    default = kinds.get("default") if isinstance(kinds, Mapping) and len(kinds) == 1 else None
+    name = default.get("_type") if isinstance(default, Mapping) else None
+    return Torchao(rounds_rows=name in ROUNDING)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.kernels.cuda.launch import HOPPER
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.cuda.trials import trials
 from pagewire.kernels.cuda.variants import Launches
@@ -25,8 +26,8 @@ class RecordedLaunch(NamedTuple):
 class Recorder(EmulatedLauncher):
     """A device that runs nothing, and keeps its launches."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, capability: tuple[int, int] = HOPPER) -> None:
+        super().__init__(capability=capability)
         self.launches: set[RecordedLaunch] = set()
 
     def launch(
@@ -42,8 +43,7 @@ class Recorder(EmulatedLauncher):
     @classmethod
     def of_trials(cls, launches: Launches) -> set[RecordedLaunch]:
         """The launches of the trials of a first run."""
-        device = cls()
-        device.capability = launches.capability
+        device = cls(launches.capability)
         kernels = CudaKernels(device, "cpu")
         for trial in trials(launches):
             trial.why_wrong(kernels, torch.device("cpu"))

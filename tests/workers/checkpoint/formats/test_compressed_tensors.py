@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagewire.kernels.data.integers import Integers
 from pagewire.workers.checkpoint.formats.format import described
 from pagewire.workers.checkpoint.formats.registry import format_of
 from pagewire.workers.errors import LoadError
@@ -85,6 +86,24 @@ def test_blocks_of_integers() -> None:
     weight = read(form, {"weight": values, "weight_scale": blocks.scales})
     scales = blocks.scales.double().repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)
     assert torch.equal(weight.dense().double(), values.double() * scales)
+
+
+@pytest.mark.parametrize(
+    ("bits", "inputs", "rounds_rows"),
+    [
+        (8, {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}, True),
+        (8, {"num_bits": 8, "type": "float"}, False),
+        (8, None, False),
+        (4, {"num_bits": 8, "type": "int"}, False),
+    ],
+)
+def test_activations_of_8_bits(bits: int, inputs: dict[str, Any] | None, rounds_rows: bool) -> None:
+    """Rows of products are rounded where weights have 8 bits, too, of the same kind."""
+    group = group_of(num_bits=bits) | {"input_activations": inputs}
+    original = rounded(matrix(), bits, -1)
+    weight = read(format_of(config_of(group, format="int-quantized")), rounding.signed(original))
+    assert isinstance(weight.scheme, Integers) and weight.scheme.rounds_rows == rounds_rows
+    assert_exact(weight, original)
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])

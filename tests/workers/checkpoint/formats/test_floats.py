@@ -17,7 +17,7 @@ from pagewire.kernels.data.floats import Floats
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.joining import column_slice
 from pagewire.kernels.data.weight import Weight
-from pagewire.workers.checkpoint.formats import floats, reexpress, torchao
+from pagewire.workers.checkpoint.formats import floats, reexpress
 from pagewire.workers.checkpoint.formats.format import described
 from pagewire.workers.checkpoint.formats.quantised import QuantisedCheckpoint
 from pagewire.workers.checkpoint.formats.reexpress import fp8_weight, kept_fp8_weight
@@ -228,41 +228,57 @@ def test_scales_that_are_exponents_are_kept_as_numbers() -> None:
 
 
 GROUP = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}, "targets": ["Linear"]}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+TENSOR = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
+
+
+def with_inputs(**inputs: object) -> dict[str, Any]:
+    """A configuration of compressed-tensors with `input_activations`."""
+    return COMPRESSED | {"config_groups": {"group_0": GROUP | {"input_activations": inputs or None}}}
+
+
+def of_torchao(name: str) -> dict[str, Any]:
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": name, "_data": {}}}}
 
 
 @pytest.mark.parametrize(
-    ("config", "values_name", "scales_name"),
+    ("config", "rounds_rows"),
     [
-        ({"quant_method": "fp8"}, "weight", "weight_scale"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "weight", "weight_scale"),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "format": "float-quantized",
-                "config_groups": {"group_0": GROUP},
-            },
-            "weight",
-            "weight_scale",
-        ),
-        ({"quant_method": "torchao"}, "_weight_qdata", "_weight_scale"),
+        ({"quant_method": "fp8"}, True),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, True),
+        ({"quant_method": "fbgemm_fp8"}, True),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, True),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, False),
+        ({"quant_method": "modelopt"}, False),
+        ({"quant_method": "quark", "global_quant_config": {"weight": TENSOR, "input_tensors": TENSOR}}, True),
+        ({"quant_method": "quark", "global_quant_config": {"weight": TENSOR}}, False),
+        (with_inputs(num_bits=8, type="float", strategy="token", dynamic=True), True),
+        (with_inputs(num_bits=8, type="float", strategy="tensor", dynamic=False), True),
+        (with_inputs(num_bits=8, type="int"), False),
+        (with_inputs(num_bits=4, type="float"), False),
+        (with_inputs(), False),
+        (of_torchao("Float8DynamicActivationFloat8WeightConfig"), True),
+        (of_torchao("Float8WeightOnlyConfig"), False),
+        ({"quant_method": "torchao"}, False),
     ],
-    ids=lambda value: value["quant_method"] if isinstance(value, dict) else None,
+    ids=str,
 )
 def test_checkpoints_are_read_as_the_device_multiplies(
-    tmp_path: Path, config: dict[str, Any], values_name: str, scales_name: str
+    tmp_path: Path, config: dict[str, Any], rounds_rows: bool
 ) -> None:
-    """As floats, exactly, or as integers; dense matrices as they are."""
+    """As floats, exactly, or as integers; dense matrices as they are. Rows are rounded where activations were."""
     values, scales = matrix().to(torch.float8_e4m3fn), torch.rand(64, 1) + 0.5
+    prefix, name = ("_weight_", "qdata") if config["quant_method"] == "torchao" else ("weight", "")
     tensors = {
-        f"{NAME}.{values_name}": values,
-        f"{NAME}.{scales_name}": scales,
+        f"{NAME}.{prefix}{name}": values,
+        f"{NAME}.{prefix.removesuffix('_')}_scale": scales,
         "norm.weight": scales[:, 0].clone(),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    form = torchao.Torchao() if config["quant_method"] == "torchao" else format_of(config)
+    form = format_of(config)
     kept, held = (QuantisedCheckpoint(Checkpoint(tmp_path), form, keeps) for keeps in (True, False))
     weight = kept.weight(f"{NAME}.weight", torch.float32)
-    assert weight.scheme == Floats(None) and torch.equal(weight.dense(), values.float() * scales)
+    assert weight.scheme == Floats(None, rounds_rows) and torch.equal(weight.dense(), values.float() * scales)
     assert torch.equal(kept.read(f"{NAME}.weight"), weight.dense())
     assert held.weight(f"{NAME}.weight", torch.float32).scheme == Integers(8, 32, 128)
     assert torch.equal(kept.read("norm.weight"), scales[:, 0])

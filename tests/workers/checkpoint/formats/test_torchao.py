@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pagewire.kernels.data.integers import Integers
+from pagewire.workers.checkpoint.formats import torchao
 from pagewire.workers.checkpoint.formats.torchao import SCALE, VALUES, ZERO, Torchao
 from pagewire.workers.errors import LoadError
 from tests.workers.checkpoint.formats import rounding
@@ -30,6 +32,16 @@ def test_integers_of_8_bits(symmetric: bool, group: int, bits: int) -> None:
     if symmetric:
         del tensors[ZERO]
         assert_exact(read(Torchao(), tensors), original)
+
+
+def test_activations_of_8_bits() -> None:
+    """By the class of the configuration, where there is one for all modules."""
+    tensors = rounding.torchao_int8(rounded(matrix(), 8, -1))
+    kinds = {"default": {"_type": "Int8DynamicActivationInt8WeightConfig", "_data": {}}}
+    for others, rounds_rows in (({}, True), ({"lm_head": None}, False)):
+        form = torchao.of({"quant_method": "torchao", "quant_type": kinds | others})
+        scheme = read(form, tensors).scheme
+        assert isinstance(scheme, Integers) and scheme.rounds_rows == rounds_rows
 
 
 def test_a_scale_of_the_whole_matrix() -> None:

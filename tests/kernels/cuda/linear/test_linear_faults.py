@@ -15,7 +15,7 @@ from pagewire.kernels.cuda.source import read_source
 from pagewire.kernels.data.integers import Integers
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher
 from tests.kernels.cuda.emulate.library import load
-from tests.kernels.cuda.test_linear import (
+from tests.kernels.cuda.linear.test_linear import (
     BF16,
     FP16,
     FP32,
@@ -154,12 +154,15 @@ FAULTS = [
     ("halves", FEW, "row += SLICES) {", "row += 2 * SLICES) {"),
     ("halves", FEW, "p.bias ? to_float", "false ? to_float"),
     ("halves", MANY, "source(min(first + row, p.m - 1))", "source(first + row)"),
+    ("halves", MANY, "i * APART * ROW_BYTES", "i * APART / 2 * ROW_BYTES"),
+    ("bytes", MANY, "rows[i] + 32 * step", "rows[i] + 16 * step"),
+    ("wide", MANY, "threadIdx.x / CHUNKS + i * APART;", "threadIdx.x / CHUNKS + i;"),
     ("halves", MANY, "min(block, (p.n - 1) / OUTPUTS)", "block"),
     ("halves", MANY, "} else if (row < p.m && output < p.n) {", "} else if (output < p.n) {"),
     ("halves", MANY, "} else if (row < p.m && output < p.n) {", "} else if (row < p.m) {"),
     ("bytes", MANY, "if (row >= p.m || output >= p.n) return;", "if (output >= p.n) return;"),
     ("bytes", MANY, "store<K>(p, row, output + 1, second);", ""),
-    ("fine", MANY, "finished<K>(p, output + 1, second));", "finished<K>(p, output, second));"),
+    ("fine", MANY, "finished<K>(p, row, output + 1, second));", "finished<K>(p, row, output, second));"),
     ("halves", MANY, "== step + 1) totals.take", "== step) totals.take"),
     ("halves", MANY, "sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;", ""),
     ("wide", MANY, "16 * m + lane % 16, 2 * half", "16 * m + lane % 8, 2 * half"),
