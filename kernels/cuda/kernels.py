@@ -10,8 +10,8 @@ from torch import Tensor
 from pagewire.kernels.cuda import attention, gates, kv, latents, linear, lora, norms, quantised_linear, states
 from pagewire.kernels.cuda import experts as cuda_experts
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
+from pagewire.kernels.cuda.layout import REPLACEMENTS
 from pagewire.kernels.cuda.limits import NoKernelError
-from pagewire.kernels.cuda.replacements import REPLACEMENTS
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.layer import Activation, Angles, Experts, HeadNorms
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms

@@ -1,7 +1,20 @@
-"""The layout of K and V in a page of a GPU's cache, in PyTorch; `layout.cuh` explains it."""
+"""Pages of a GPU's cache in PyTorch: their layout, and what stands in for CUDA kernels that work on them.
+
+`layout.cuh` explains the layout. PyTorch comes in the place of kernels that a device gets wrong, or that there are
+none of; it is mostly slow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
+from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight, dense_weight
+from pagewire.kernels.reference.kernels import Kernels
 
 CHUNK_BYTES = 16
 
@@ -32,3 +45,52 @@ def exchange_chunks(cache: Tensor) -> Tensor:
     source = (row * chunks + swizzle(chunks, row, chunk)).flatten()
     pages = cache.view(torch.uint8).view(blocks, heads, block_size * chunks, CHUNK_BYTES)
     return pages[:, :, source].view(cache.dtype).view(cache.shape)
+
+
+class PagedReference(Kernels):
+    """The reference on the pages of CUDA kernels, for which it waits for the device."""
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        cache: Cache,
+        batch: AttentionBatch,
+        scale: float,
+        terms: LogitTerms = CAUSAL,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `Kernels.paged_attention`."""
+        table = batch.block_table.long().clamp(
+            0, len(cache.k) - 1
+        )  # entries that are never read may be anything
+        blocks, places = torch.unique(table, return_inverse=True)
+        batch = replace(batch, block_table=places.int())
+        return super().paged_attention(q, _rows(cache, blocks), batch, scale, terms, out)
+
+    def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """See `pagewire.kernels.linear.pack`. The weight is made dense; a row's bits may depend on the batch.
+
+        One that lies transposed, as some families' experts do, is laid in rows: experts.py reads it so.
+        """
+        return UnpackedLinear(functional.linear, dense_weight(weight.dense().contiguous()), bias)
+
+    def store_kv(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
+        """See `Kernels.store_kv`."""
+        block_size = cache.k.shape[2]
+        blocks, places = torch.unique(slot_mapping.clamp_min(0) // block_size, return_inverse=True)
+        slots = torch.where(slot_mapping < 0, -1, places * block_size + slot_mapping % block_size)
+        rows = _rows(cache, blocks)
+        super().store_kv(k, v, rows, slots)
+        for pages, stored in zip(cache.tensors, rows.tensors, strict=True):
+            pages.view(torch.uint8)[blocks] = exchange_chunks(stored).view(torch.uint8)
+
+
+def _rows(cache: Cache, blocks: Tensor) -> Cache:
+    """A copy of some blocks of a cache as the reference keeps them, in rows."""
+    rows = [exchange_chunks(pages.view(torch.uint8)[blocks].view(pages.dtype)) for pages in cache.tensors]
+    if cache.values_in_keys:
+        return Cache.of_keys(rows[0], cache.v.shape[3], cache.scales)
+    return replace(cache, k=rows[0], v=rows[1])
+
+
+REPLACEMENTS = PagedReference()

@@ -272,7 +272,8 @@ def _kind(weight: Weight) -> tuple[tuple[torch.dtype, str, torch.dtype, int], in
 
 def dense_launches(dtype: torch.dtype) -> tuple[Launch, Launch]:
     """The launches over dense weights, for few and for many rows."""
-    return tiled(*dense_variants(dtype), OUTPUTS * STEP * dtype.itemsize, 4, 4)
+    few, many = dense_variants(dtype)
+    return tiled(few, many, OUTPUTS * STEP * dtype.itemsize, 4, 4)
 
 
 def dense_sizes(num_out: int, num_in: int) -> dict[str, int]:
