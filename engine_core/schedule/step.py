@@ -87,9 +87,10 @@ class PlannedStep:
 
     def num_run(self, result: StepResult) -> int:
         """The number of steps that its result is of: as many as the plan is for, or fewer."""
-        if self.num_steps == 1 or not result.rows:
+        if self.num_steps == 1:
             return 1
-        return max(len(row.token_ids) for row in result.rows)
+        rows = result.rows or result.others.values()
+        return max([1, *(len(row.token_ids) for row in rows)])  # a row may end with no token
 
     def check(self, result: StepResult) -> None:
         """Check that a worker's result fits the rows.

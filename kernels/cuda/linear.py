@@ -50,12 +50,16 @@ def variant(kernel: str, dtype: torch.dtype, codes: str, scale_dtype: torch.dtyp
     return Variant(source, name, "Product", needs)
 
 
-def variants(*dtypes: torch.dtype, capability: tuple[int, int] = HOPPER) -> list[Variant]:
-    """The kernels for each dtype (by default for all), codes and scales, that a device can run."""
+def variants(*dtypes: torch.dtype, capability: tuple[int, int] = HOPPER, dense: bool = True) -> list[Variant]:
+    """The kernels for each dtype (by default for all), codes and scales, that a device can run.
+
+    dense: also those over dense weights.
+    """
     kernels = ("few", "many", "group") if capability == HOPPER else ("few", "many")
-    return [
+    packed = [
         variant for dtype in dtypes or DTYPES for codes in CODES for variant in kinds(dtype, codes, kernels)
     ]
+    return packed + [variant for dtype in dtypes or DTYPES if dense for variant in dense_variants(dtype)]
 
 
 def dense_variants(dtype: torch.dtype) -> list[Variant]:

@@ -59,8 +59,7 @@ class Launches(NamedTuple):
 
 def all_variants() -> list[Variant]:
     """The variants of every module, module by module."""
-    dense = [variant for dtype in norms.DTYPES for variant in linear.dense_variants(dtype)]
-    return [*dense, *(variant for module in MODULES for variant in module.variants())]
+    return [variant for module in MODULES for variant in module.variants()]
 
 
 def variants_of(launches: Launches) -> list[Variant]:
@@ -72,7 +71,7 @@ def variants_of(launches: Launches) -> list[Variant]:
     result += [gates.variant(dtype, activation) for activation in gates.ACTIVATIONS]
     result += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
     if launches.packed:
-        result += linear.variants(dtype, capability=launches.capability)
+        result += linear.variants(dtype, capability=launches.capability, dense=False)
         result += quantised_linear.variants(dtype, capability=launches.capability)
     if launches.invariant:
         result += linear.dense_variants(dtype)
