@@ -103,3 +103,19 @@ def test_a_result_that_does_not_fit_a_launch(row: RowResult) -> None:
     step.check(StepResult(7, [RowResult([1, 2, 3])]))
     with pytest.raises(ValueError, match="a row of"):
         step.check(StepResult(7, [row]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_run"),
+    [
+        ([RowResult([1, 2, 3]), RowResult([4])], 3),
+        ([RowResult([1]), RowResult([4])], 1),
+        ([RowResult([], error="it failed"), RowResult([], error="it failed")], 1),
+    ],
+)
+def test_how_many_steps_a_result_is_of(rows: list[RowResult], num_run: int) -> None:
+    """Given by rows or by columns, also where no row has a token."""
+    (sequence,) = Simulation().submit([2, 3, 4])
+    step = PlannedStep(7, 100, [sequence] * 2, [Row(i, 3, 1, num_samples=1) for i in range(2)], num_steps=3)
+    for result in (StepResult(7, rows), StepResult(7, rows).by_columns()):
+        assert step.num_run(result) == num_run
