@@ -21,7 +21,15 @@ FRAGMENTS, ARITHMETIC, FLOATS = "fragments of tensor cores", "arithmetic", "8-bi
 OTHER_PLACES = "has elements in other places, with ldmatrix"
 DEVICES = [
     # Another place of elements in a fragment: of the result, of the factors, of matrices in shared memory.
-    (FRAGMENTS, Edit("ptx.cuh", "column = 2 * t + (i & 1);", "column = t + 4 * (i & 1);"), OTHER_PLACES),
+    (
+        FRAGMENTS,
+        Edit(
+            "ptx.cuh",
+            "column = 2 * t + (i & 1);\n        for (int k = 0; k < 16; k++)",
+            "column = t + 4 * (i & 1);\n        for (int k = 0; k < 16; k++)",
+        ),
+        OTHER_PLACES,
+    ),
     (
         FRAGMENTS,
         Edit("ptx.cuh", "(row >> 3) + 2 * (k >> 3), k & 1)", "2 * (row >> 3) + (k >> 3), k & 1)"),
