@@ -116,9 +116,14 @@ def empty_rows(rows: Tensor, kind: str) -> QuantisedRows:
 
 
 def quantise_rows(launcher: KernelLauncher, rows: Tensor, kind: str, out: QuantisedRows) -> None:
-    """Round rows [M, K] in 16 bits, M > 0, aligned to 16 bytes, to the nearest codes of a kind, one of `PAIRS`.
+    """Round each row to 8 bits, and keep the scales. See `reference.quantised`.
 
-    The largest magnitude of a row, or of 128 columns, becomes 127 or 448. See `reference.quantised`.
+    The largest magnitude of a row becomes 127 (integers), or that of each 128 columns becomes 448 (floats).
+
+    Args:
+        rows: [M, K] with M > 0, bfloat16 or float16, aligned to 16 bytes.
+        kind: one of `PAIRS`.
+        out: gets the codes and scales, see `empty_rows`.
     """
     kernel = rows_variant(rows.dtype, kind)
     sizes = {"x_stride": rows.stride(0), "m": len(rows), "chunks": rows.shape[1] // 8}

@@ -89,8 +89,6 @@ class CudaDevice:
             torch.cuda.set_device(index)
             kernels = cuda_kernels.load(index)
             kernels.batch_invariant = batch_invariant
-            if batch_invariant:  # attention to latents splits keys by the batch
-                kernels.latents = frozenset()
         except (CompileError, RuntimeError) as error:  # LaunchError is one, as are PyTorch's
             raise LoadError(f"cuda:{index} cannot be used: {error}; see `pagewire doctor`") from error
         return cls(f"cuda:{index}", kernels)

@@ -34,7 +34,7 @@ KV_SCALE_BYTES = {"int8": 4}  # of a token and head, for K and for V
 PACKING_ROWS = 1024  # of a matrix that are converted and packed at a time
 # The share of the machine's reading rate that all products of a step of one row reach together, by how weights are
 # held: `python -m benchmarks.inspect_accuracy` with a Llama of 300M on two cores of an AMD EPYC, to a tenth; 4 bits
-# reach 0.7 there, and 0.5 with SmolLM2-135M, whose matrices are small.
+# reach 0.7 there, and 0.5 with SmolLM2-135M, whose matrices are small. 6 bits are taken to reach what 8 do.
 # Alone, a product reaches more (`benchmarks.kernels_cpu`). Integers are unpacked as they are read.
 REACHED = {"float32": 0.7, "float16": 0.7, "int8": 0.7, "int6": 0.7, "int4": 0.6}
 STEP_SECONDS = 400e-6  # of a step beside its layers: messages, batch, sampling

@@ -180,6 +180,7 @@ def load_model(
 
     phases.end("import")
     settings = ModelSettings.of(worker_config, device)
+    check_invariant(worker_config, device)
     config, spec, dtype = settings.config, settings.spec, settings.dtype
     phases.end("config")
     parallel = worker_config.parallel
@@ -207,7 +208,10 @@ def load_model(
         weights, spec, run, expected, settings.max_len, device, collective, stage, turn, apart, features
     )
     model, shapes = parts.proven_model()
-    check_invariant(worker_config, device, model)
+    if worker_config.batch_invariant and device.asynchronous and not isinstance(model.base, Network):
+        raise depends_on_batch(
+            "layers of this model run as modules of transformers, whose sums may depend on it"
+        )
     num_bytes = weight_bytes(model, parts.scores)
     forget_mapped_files(worker_config.model_path)
     release_spare_memory()
@@ -254,25 +258,23 @@ def source_of_weights(
     return build_module(worker_config, config, dtype, device, kind), None
 
 
-def check_invariant(worker_config: WorkerConfig, device: Device, model: Model) -> None:
-    """Refuse what would make bits of a GPU's outputs depend on the batch. Those of a CPU never do.
+def check_invariant(worker_config: WorkerConfig, device: Device) -> None:
+    """Refuse options that make bits of a GPU's outputs depend on the batch. Those of a CPU never do.
 
     Raises:
-        LoadError: names it.
+        LoadError: names the option.
     """
     if not (worker_config.batch_invariant and device.asynchronous):
         return
-    reason = ""
-    if not isinstance(model.base, Network):
-        reason = "layers of this model run as modules of transformers, whose sums may depend on the batch"
-    elif worker_config.lora is not None:
-        reason = "adapters may be added by PyTorch, whose sums depend on the batch (enable_lora)"
-    elif worker_config.parallel.num_shards > 1:
-        reason = (
-            "NCCL adds up parts of several GPUs in an order that depends on the batch (tensor_parallel_size)"
-        )
-    if reason:
-        raise LoadError(f"batch_invariant: {reason}; leave it out, or use device='cpu'")
+    if worker_config.lora is not None:
+        raise depends_on_batch("PyTorch may add adapters, and its sums depend on the batch (enable_lora)")
+    if worker_config.parallel.num_shards > 1:
+        raise depends_on_batch("NCCL's sums over several GPUs depend on the batch (tensor_parallel_size)")
+
+
+def depends_on_batch(reason: str) -> LoadError:
+    """The error for a model that cannot be batch-invariant on this device."""
+    return LoadError(f"batch_invariant: {reason}; leave it out, or use device='cpu'")
 
 
 def may_be_packed(worker_config: WorkerConfig, config: Any) -> bool:
