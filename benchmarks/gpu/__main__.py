@@ -71,6 +71,7 @@ def parts(is_gpu: bool) -> list[Part]:
         Part("racecheck", 60, partial(checks.sanitized, "racecheck")),
         Part("model 8b", 90, partial(speed.model, is_gpu, "llama-3-8b")),
         Part("model 8b int4", 120, partial(speed.model, is_gpu, "llama-3-8b", quantization="int4")),
+        Part("model 8b in any batch", 90, partial(speed.model, is_gpu, "llama-3-8b", batch_invariant=True)),
         Part("model experts", 120, partial(speed.model, is_gpu, "qwen3-moe")),
         Part("model adapters", 90, partial(speed.model, is_gpu, "llama-3.2-1b", adapters=True)),
         Part("encoder", 90, partial(speed.encoder, is_gpu, "all-mpnet-base-v2")),

@@ -1,6 +1,7 @@
 """pagewire end to end on a GPU, with random bfloat16 weights of the shapes of real models.
 
-    python -m benchmarks.gpu.models [--model llama-3-8b] [--quick] [--adapters] [--quantization int4] [--out FOLDER]
+    python -m benchmarks.gpu.models [--model llama-3-8b] [--quick] [--adapters] [--quantization int4]
+                                    [--batch-invariant] [--out FOLDER]
 
 For each model: output tokens per second and their share of the floor (weights and KV cache streamed at the rate of
 a large copy, prompts multiplied at the rate of a large product, both measured here), the time to the first token,
@@ -302,7 +303,13 @@ def wait(device: str) -> None:
 
 
 def run_model(
-    sizes: dict[str, Any], scale: Scale, limits: Limits, *, adapters: bool, quantization: str | None = None
+    sizes: dict[str, Any],
+    scale: Scale,
+    limits: Limits,
+    *,
+    adapters: bool,
+    quantization: str | None = None,
+    batch_invariant: bool = False,
 ) -> dict[str, Any]:
     """The figures of a model, which are printed as well. sizes: its configuration. quantization: of its weights."""
     report: dict[str, Any] = {}
@@ -315,7 +322,8 @@ def run_model(
             return report
         for kind, graphs, works in (("graphs", True, scale.works), ("eager", False, scale.others)):
             if works:
-                engine = Pagewire(folder, graphs, scale.device, quantization=quantization)
+                options = {"quantization": quantization, "batch_invariant": batch_invariant}
+                engine = Pagewire(folder, graphs, scale.device, **options)
                 report[kind] = measure(engine, works, scale, folder, limits, BITS[quantization])
                 engine.close()
                 print(kind, json.dumps(report[kind], indent=1), flush=True)
@@ -332,6 +340,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer works, with graphs only, and no peer")
     parser.add_argument("--adapters", action="store_true", help="LoRA adapters, and nothing else")
     parser.add_argument("--quantization", choices=list(filter(None, BITS)), help="of the weights")
+    parser.add_argument("--batch-invariant", action="store_true", help="no bit depends on the batch")
     parser.add_argument("--out", type=Path, help="folder of a JSON file of all figures")
     options = parser.parse_args()
     copy, rate = floors("cuda:0")
@@ -342,7 +351,12 @@ def main() -> None:
     for name in options.model or MODELS:
         print(name)
         report["models"][name] = run_model(
-            MODELS[name], scale, limits, adapters=options.adapters, quantization=options.quantization
+            MODELS[name],
+            scale,
+            limits,
+            adapters=options.adapters,
+            quantization=options.quantization,
+            batch_invariant=options.batch_invariant,
         )
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,12 @@ def kernels(is_gpu: bool, group: str) -> dict[str, Any]:
 
 
 def model(
-    is_gpu: bool, name: str, *, adapters: bool = False, quantization: str | None = None
+    is_gpu: bool,
+    name: str,
+    *,
+    adapters: bool = False,
+    quantization: str | None = None,
+    batch_invariant: bool = False,
 ) -> dict[str, Any]:
     """A model end to end with random weights. quantization: how they are quantised while it is loaded."""
     from benchmarks.gpu import models
@@ -28,7 +33,11 @@ def model(
     from benchmarks.limits import Limits
 
     limits = Limits(*floors("cuda:0" if is_gpu else "cpu"))
-    kind: dict[str, Any] = {"adapters": adapters, "quantization": quantization}
+    kind: dict[str, Any] = {
+        "adapters": adapters,
+        "quantization": quantization,
+        "batch_invariant": batch_invariant,
+    }
     if is_gpu:
         return models.run_model(models.MODELS[name], models.QUICK, limits, **kind)
     sizes = models.MODELS[name]

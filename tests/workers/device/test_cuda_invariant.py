@@ -1,4 +1,4 @@
-"""No bit of a GPU's outputs depends on the batch, where that is asked for: on the emulated device.
+"""No bit of a GPU's outputs depends on the batch, where that is asked for.
 
 The oracle is the same model with another budget of tokens, other requests beside, and no recorded steps.
 """
@@ -34,8 +34,13 @@ Load = Callable[..., Runner]
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    """Makes runners on emulated devices."""
+def load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Makes runners on emulated devices, where a test does not say otherwise."""
+    if getattr(request, "param", "emulated") == "gpu":
+        if not torch.cuda.is_available():
+            pytest.skip("there is no GPU")
+        yield lambda folder, **fields: load_runner(folder, **(SIZES | {"max_model_len": 90} | fields))[0]
+        return
     launcher = EmulatedLauncher(multiprocessors=60)
     kernels = CudaKernels(launcher, "cpu")
 
@@ -59,6 +64,7 @@ def facts(request: Request) -> tuple[object, ...]:
     return request.output, request.logprobs, prompt
 
 
+@pytest.mark.parametrize("load", ["emulated", "gpu"], indirect=True)
 @pytest.mark.parametrize(("name", "quantization"), [("llama", None), ("mixtral", None), ("llama", "int4")])
 def test_no_bit_depends_on_the_batch(tmp_path: Path, load: Load, name: str, quantization: str | None) -> None:
     """Alone and among others, in chunks of 7 and in whole prompts, recorded or not."""
