@@ -258,12 +258,18 @@ class AdapterRows:
         ordered = torch.cat([index for _, index in groups])
         return AdapterRows(ordered, sizes.cumsum(0), [adapter for adapter, _ in groups], self.num_rows)
 
-    def groups(self) -> list[tuple[AdapterWeights, Tensor]]:
-        """Each adapter, and the indices int64 of its rows; of a grouped product, for each matrix."""
+    def groups(self, device: torch.device | None = None) -> list[tuple[AdapterWeights, Tensor]]:
+        """Each adapter, and the indices int64 of its rows; of a grouped product, for each matrix.
+
+        device: where the indices are wanted, other than on the host. No device is waited for.
+        """
         starts = self.starts.tolist()
         adapters = [*self.adapters] * self.num_matrices
+        rows = self.rows
+        if device is not None and device.type != "cpu":
+            rows = rows.pin_memory().to(device, non_blocking=True)
         return [
-            (adapter, self.rows[start:stop])
+            (adapter, rows[start:stop])
             for adapter, start, stop in zip(adapters, starts, starts[1:], strict=False)
         ]
 
@@ -307,9 +313,9 @@ def adapt_with(
 ) -> None:
     """See `pagewire.kernels.adapted.adapt`, in plain PyTorch; linear: gives `x @ weight.T`."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    for number, (adapter, index) in enumerate(rows.groups()):
-        at, matrix = index.to(x.device), number // len(rows.adapters)
-        for delta in adapter.products[product + matrix] if len(index) else ():
+    for number, (adapter, at) in enumerate(rows.groups(x.device)):
+        matrix = number // len(rows.adapters)
+        for delta in adapter.products[product + matrix] if len(at) else ():
             places = slice(delta.first, delta.first + delta.num_out)
             value = out[at, places].to(dtype)
             if len(delta.a):

@@ -148,12 +148,11 @@ class Batch:
         )
 
 
-def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0, num_each: int = 1) -> Batch:
+def build_batch(rows: Sequence[Row], slots: Slots, padded_tokens: int = 0, padded_rows: int = 0) -> Batch:
     """The batch of `rows`; `slots.apply` must have been called for their plan.
 
-    num_padded: pad the batch to this many requests, and to the tokens of as many with `num_each` each (CUDA graphs
-    have fixed sizes). A padding request has seq_len 0 and KV slots -1, so it reads and writes no KV, and no span of
-    states.
+    padded_tokens, padded_rows: pad the batch to as many (CUDA graphs have fixed sizes). A padding request has
+    seq_len 0 and no token, and a padding token KV slot -1: they read and write no KV, and no span of states.
     """
     per_row = [[row.slot for row in rows], [row.start for row in rows], [row.num_tokens for row in rows]]
     slot_ids, starts, lengths = np.array(per_row, np.int64)
@@ -183,9 +182,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0, num_each
     max_seq_len = int(seq_lens.max())
     block_table = slots.block_table[slot_ids, : -(-max_seq_len // slots.block_size)]
     sample_rows, sample_indices = _samples(rows, ends, drafted)
-    more, more_tokens = (
-        max(0, wanted) for wanted in (num_padded - len(rows), num_padded * num_each - num_tokens)
-    )
+    more, more_tokens = max(0, padded_rows - len(rows)), max(0, padded_tokens - num_tokens)
     adapters = slots.adapters[slot_ids]
     places = query_start_loc[:-1].tolist()
     attention = AttentionBatch(

@@ -242,7 +242,7 @@ class CudaDevice:
             torch.cuda.set_sync_debug_mode("default")
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """See `Device.record`: a CUDA graph. All graphs share one pool of memory."""
+        """See `Device.record`: a CUDA graph. All graphs until the next `give_back` share one pool of memory."""
         work()  # what is compiled, loaded or taken at first use must not be while a graph is captured
         torch.cuda.synchronize(self.torch_device)
         before = torch.cuda.memory_reserved(self.torch_device)
@@ -303,6 +303,7 @@ class CudaDevice:
     def give_back(self) -> None:
         """See `Device.give_back`."""
         torch.cuda.empty_cache()
+        self._pool, self._graphs = None, 0  # a pool whose graphs are all gone takes no other
 
     def memory(self) -> dict[str, int]:
         """See `Device.memory`; also the parts of its plan, `graphs` as they were recorded."""

@@ -12,7 +12,9 @@ from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.workers.device.kv_size import GIB, in_gib
 
 CONTEXT_BYTES = 512 << 20  # estimate of what the driver takes for a process; there is no API for it
-GRAPH_BYTES = 256 << 20  # estimate of what graphs of a model take beside the memory of one step
+GRAPH_BYTES = 256 << 20  # estimate of what graphs of a model take beside the memory of their steps
+RECORDED_TOKENS = 1024
+"""The most tokens of a recorded step: launches of longer ones take less time than their work."""
 MOST_LIKELY = 20  # most likely tokens that a GPU's sampler finds per row; a row that needs more is slower
 MOST_SAMPLED_TOKENS = 262_144  # the largest vocabulary of the sampling kernels
 SPLIT_PARTS, SPLIT_PART_BYTES = 16, 16 * 256 * 4 + 16 * 2 * 4 + 4
@@ -72,7 +74,11 @@ class GpuMemory:
     ) -> GpuMemory:
         """The plan of a worker, all but the KV cache given. records: its steps are recorded as graphs."""
         kinds = [config.lora, config.speculative]  # each makes two recordings of a step
-        graphs = GRAPH_BYTES * 2 ** sum(kind is not None for kind in kinds) if records else 0
+        graphs = 0
+        if records:
+            longest = min(RECORDED_TOKENS, config.max_num_batched_tokens)
+            steps = activations * longest // config.max_num_batched_tokens
+            graphs = GRAPH_BYTES * 2 ** sum(kind is not None for kind in kinds) + steps
         reserve = total - int(config.gpu_memory_utilization * total)
         taken = max(reserve, others) + context + weights + tables + scratch + activations + graphs
         kv_cache = config.kv_cache_memory_bytes

@@ -1,10 +1,11 @@
-"""CUDA graphs of decode steps, in which every request runs one token, or one and drafts.
+"""CUDA graphs of steps.
 
 A replay works on the memory that it was recorded with, so the batch is copied to `_static` first. Graphs are
-recorded for a few batch sizes; a batch is padded to the next one (see `build_batch`). Where adapters are served,
-every size is recorded twice: a graph with their kernels would cost steps without adapters two launches for each
-product. Where tokens are proposed, steps of one token and the most drafts of each request are recorded, too. Where
-requests have fewer the rest is padding behind the last one's tokens: kernels read where each begins.
+recorded for a few shapes; a batch is padded to the next one (see `build_batch`): what it lacks is padding behind
+the last request's tokens, since kernels read where each begins. There are shapes for steps of one token of each
+request, for one and the most drafts, and for short prompts among whatever else there is: Python takes longer to
+launch such a step than the device to run it. Where adapters are served, every shape is recorded twice: a graph with
+their kernels would cost steps without adapters two launches for each product.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pagewire.kernels.data.states import StateBatch
 from pagewire.workers.adapters.recorded import RecordedRows
 from pagewire.workers.batch.flat_batch import NO_SPAN, Batch
 from pagewire.workers.batch.slots import Slots
+from pagewire.workers.device.gpu_memory import RECORDED_TOKENS
 from pagewire.workers.device.interface import Device
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pagewire.worker")
 
+PROMPT_TOKENS = (64, 96, 128, 192, 256, 384, 512, 768, RECORDED_TOKENS)
+"""The tokens of recorded steps with prompts."""
+FEW_REQUESTS = 8
+"""Of recorded steps with prompts: with few requests, the keys of those with one token are split between blocks."""
 TOLERANCE = 0.05
 """The largest difference of a replay's states, relative to their size. Products may be summed in another order."""
 
@@ -50,15 +56,18 @@ def recorded_sizes(max_num_seqs: int) -> list[int]:
 
 
 class RecordedShape(NamedTuple):
-    """The shape of a recorded step: `num_requests` of `num_each` tokens."""
+    """What a recorded step has room for."""
 
+    num_tokens: int
     num_requests: int
     num_each: int
+    """The most tokens of a request."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Of all requests."""
-        return self.num_requests * self.num_each
+    def fits(self, plan: StepPlan) -> bool:
+        """True if it has room for a plan's rows."""
+        lengths = [row.num_tokens for row in plan.rows]
+        each, count, total = max(lengths), len(lengths), sum(lengths)
+        return each <= self.num_each and count <= self.num_requests and total <= self.num_tokens
 
 
 class Tapped(Protocol):
@@ -67,8 +76,8 @@ class Tapped(Protocol):
     tapped: dict[int, Tensor]
 
 
-class DecodeGraphs:
-    """Recorded decode steps of a model, one for each shape, or two where rows may have adapters.
+class StepGraphs:
+    """Recorded steps of a model, one for each shape, or two where rows may have adapters.
 
     forward: launches the model for a batch on the device, and those of its rows that have adapters, if any; returns
     final hidden states [T, H].
@@ -91,16 +100,17 @@ class DecodeGraphs:
     ) -> None:
         self._device, self._forward, self._adapted, self._network = device, forward, adapted, network
         self.shapes, self._block_size = sorted(shapes), block_size
-        most, most_each = (max(numbers) for numbers in zip(*shapes, strict=True))
         self._recurrent = recurrent
-        self._static = self._padding(most, most_each, max_blocks)
+        most = RecordedShape(*(max(numbers) for numbers in zip(*shapes, strict=True)))
+        self._static = self._padding(most, max_blocks)
         self._replays: dict[tuple[RecordedShape, bool], Callable[[], Tensor]] = {}
         self._tapped: dict[tuple[RecordedShape, bool], dict[int, Tensor]] = {}
 
-    def _padding(self, size: int, num_each: int, max_blocks: int) -> Batch:
+    def _padding(self, shape: RecordedShape, max_blocks: int) -> Batch:
         """See `padding_batch`."""
-        device = self._device.torch_device
-        return padding_batch(size, num_each, max_blocks, self._block_size, device, self._recurrent)
+        return padding_batch(
+            shape, max_blocks, self._block_size, self._device.torch_device, recurrent=self._recurrent
+        )
 
     @classmethod
     @torch.inference_mode()
@@ -113,9 +123,11 @@ class DecodeGraphs:
         adapters: Adapters | None,
         network: Tapped | None = None,
         recurrent: bool = False,
-    ) -> DecodeGraphs | None:
+    ) -> StepGraphs | None:
         """Graphs for all shapes of a worker; None, with a log line, if they compute something else."""
-        shapes = recorded_shapes(config, max_model_len, recurrent)
+        shapes = recorded_shapes(
+            config, max_model_len, prompts=network is not None and not recurrent, drafts=not recurrent
+        )
         most = max(shape.num_tokens for shape in shapes)
         adapted = None if adapters is None else adapters.recorded_rows(most)
         max_blocks = -(-max_model_len // config.block_size)
@@ -125,11 +137,9 @@ class DecodeGraphs:
             logger.warning("steps are launched kernel by kernel: replayed CUDA graphs compute something else")
             return None
         for num_each in sorted({shape.num_each for shape in shapes}):
-            sizes = ", ".join(
-                str(shape.num_requests) for shape in graphs.shapes if shape.num_each == num_each
-            )
-            each = "a token" if num_each == 1 else f"{num_each} tokens"
-            logger.info("recorded CUDA graphs for batches of %s requests, of %s each", sizes, each)
+            sizes = [f"{shape[0]}/{shape[1]}" for shape in graphs.shapes if shape.num_each == num_each]
+            each = "a token" if num_each == 1 else f"up to {num_each} tokens"
+            logger.info("recorded CUDA graphs for %s tokens/requests, %s of each", ", ".join(sizes), each)
         return graphs
 
     def record(self) -> None:
@@ -154,43 +164,43 @@ class DecodeGraphs:
         return all(self._is_right(num_each) for num_each in {shape.num_each for shape in self.shapes})
 
     def _is_right(self, num_each: int) -> bool:
-        """See `are_right`: for the least shape of this many tokens of each request."""
-        batch = self._padding(1, num_each, 1)
-        places = torch.arange(num_each, device=self._device.torch_device)
+        """See `are_right`: for the least shape of up to this many tokens of each request."""
+        shape = next(shape for shape in self.shapes if shape.num_each == num_each)
+        count = min(shape.num_each, shape.num_tokens, self._block_size)
+        batch = self._padding(shape, 1)
+        places = torch.arange(count, device=self._device.torch_device)
         batch.input_ids.fill_(1)
-        batch.positions.copy_(places)
-        batch.attention.slot_mapping.copy_(places)
-        batch.attention.seq_lens.fill_(num_each)
-        batch.attention.query_start_loc[1:].fill_(num_each)
+        batch.positions[:count].copy_(places)
+        batch.attention.slot_mapping[:count].copy_(places)
+        batch.attention.seq_lens[:1].fill_(count)
+        batch.attention.query_start_loc[1:].fill_(count)
         if batch.states is not None:  # a span of the token, from zeros to the first slot
             batch.states.row_starts[1:].fill_(1)
             batch.states.spans[0, 1] = 1
-        expected = self._forward(batch, None).float().clone()
-        difference = (self.replay(batch).float() - expected).norm()
+        expected = self._forward(batch, None)[:count].float().clone()
+        difference = (self.replay(shape, batch)[:count].float() - expected).norm()
         return bool(difference <= TOLERANCE * expected.norm())
 
     def shape_for(self, plan: StepPlan, slots: Slots, adapters: Adapters | None) -> RecordedShape | None:
         """The recorded shape to which the requests of a plan are padded; None if no recorded step can run it."""
         # What is pooled is read when the step finishes; by then the next replay may have overwritten the hidden
         # states of a graph. A graph looks up tokens only.
-        if not plan.rows or any(row.pool or row.media for row in plan.rows):
+        if not plan.rows or any(row.pool or row.media or row.entries for row in plan.rows):
             return None
-        most = max(row.num_tokens for row in plan.rows)
         if self._static.states is not None and any(len(row.states) != 1 for row in plan.rows):
             return None
         used = slots.adapters[[row.slot for row in plan.rows]]
         if used.any() and (adapters is None or not adapters.can_replay(used)):
             return None
-        fitting = (s for s in self.shapes if s.num_each >= most and s.num_requests >= len(plan.rows))
-        return next(fitting, None)
+        return next((shape for shape in self.shapes if shape.fits(plan)), None)
 
-    def replay(self, batch: Batch, adapters: AdapterRows | None = None) -> Tensor:
-        """Hidden states [tokens, H] of a batch that is padded to a recorded shape. The next replay overwrites them.
+    def replay(self, shape: RecordedShape, batch: Batch, adapters: AdapterRows | None = None) -> Tensor:
+        """Hidden states [tokens, H] of a batch that is padded to a shape. The next replay overwrites them.
 
         adapters: the rows of the batch that have adapters, each one that `RecordedRows` can hold; None: none has.
         """
         given, static = batch.attention, self._static.attention
-        size, num_tokens = len(given.seq_lens), len(batch.input_ids)
+        num_tokens, size, _ = shape
         self._static.input_ids[:num_tokens].copy_(batch.input_ids)
         self._static.positions[:num_tokens].copy_(batch.positions)
         static.query_start_loc[: size + 1].copy_(given.query_start_loc)
@@ -203,39 +213,46 @@ class DecodeGraphs:
         if adapters is not None:
             assert self._adapted is not None, "no rows with adapters were recorded"
             self._adapted.fill(adapters)
-        key = RecordedShape(size, num_tokens // size), adapters is not None
+        key = shape, adapters is not None
         states = self._replays[key]()
         if self._network is not None:
             self._network.tapped = self._tapped[key]
         return states
 
 
-def recorded_shapes(config: WorkerConfig, max_model_len: int, recurrent: bool = False) -> list[RecordedShape]:
-    """The shapes of steps to record for a worker: of one token of each request, and of one and the most drafts.
+def recorded_shapes(
+    config: WorkerConfig, max_model_len: int, *, prompts: bool = True, drafts: bool = True
+) -> list[RecordedShape]:
+    """The shapes of steps to record for a worker.
 
-    recurrent: the model keeps states. Those of drafted tokens are kept where each draft ends: no shape has them.
+    prompts: also those of short prompts. drafts: also those of one token and the most drafts of each request, where
+    the worker proposes any.
     """
-    shapes = [
-        RecordedShape(size, 1)
-        for size in recorded_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
-    ]
-    num_each = 1 if config.speculative is None else 1 + config.speculative.num_speculative_tokens
-    # The tokens of a trial lie in one block, see `DecodeGraphs.are_right`.
-    if 1 < num_each <= min(config.block_size, max_model_len) and not recurrent:
-        most = min(config.max_num_seqs, config.max_num_batched_tokens // num_each)
-        shapes += [RecordedShape(size, num_each) for size in recorded_sizes(most) if size]
-    return shapes
+    max_tokens, max_requests = config.max_num_batched_tokens, config.max_num_seqs
+    shapes = {RecordedShape(size, size, 1) for size in recorded_sizes(min(max_requests, max_tokens))}
+    if drafts and config.speculative is not None:
+        num_each = 1 + config.speculative.num_speculative_tokens
+        most = min(max_requests, max_tokens // num_each)
+        shapes |= {RecordedShape(size * num_each, size, num_each) for size in recorded_sizes(most) if size}
+    if prompts:
+        sizes = [size for size in PROMPT_TOKENS if size <= min(max_tokens, max_requests * max_model_len)]
+        shapes |= {
+            RecordedShape(size, min(size, count), max(sizes))
+            for size in sizes
+            for count in (min(FEW_REQUESTS, max_requests), max_requests)
+        }
+    return sorted(shapes)
 
 
 def padding_batch(
-    size: int,
-    num_each: int,
+    shape: RecordedShape,
     max_blocks: int,
     block_size: int,
     device: torch.device,
+    *,
     recurrent: bool = False,
 ) -> Batch:
-    """A batch of `size` padding requests of `num_each` tokens, with room for `max_blocks` KV blocks of each.
+    """A batch of padding requests, with room for `max_blocks` KV blocks of each.
 
     recurrent: it has room for a span of states of each request.
     """
@@ -243,7 +260,7 @@ def padding_batch(
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    num_tokens = size * num_each
+    num_tokens, size, num_each = shape
     return Batch(
         input_ids=zeros(num_tokens, dtype=torch.int64),
         positions=zeros(num_tokens, dtype=torch.int64),
@@ -268,15 +285,15 @@ def padding_batch(
 
 
 def _first(batch: Batch, shape: RecordedShape) -> Batch:
-    """The first requests of a decode batch, as views, in a shape."""
-    a, size, num_tokens = batch.attention, shape.num_requests, shape.num_tokens
+    """The first requests and tokens of a padding batch, as views, in a shape."""
+    a, (num_tokens, size, num_each) = batch.attention, shape
     attention = replace(
         a,
         query_start_loc=a.query_start_loc[: size + 1],
         seq_lens=a.seq_lens[:size],
         block_table=a.block_table[:size],
         slot_mapping=a.slot_mapping[:num_tokens],
-        max_query_len=shape.num_each,
+        max_query_len=num_each,
     )
     states = batch.states
     if states is not None:

@@ -32,7 +32,7 @@ from pagewire.workers.ranks.single import SingleRank
 from pagewire.workers.run.decoding import Decoding, Quiet
 from pagewire.workers.run.encoding import Encoding
 from pagewire.workers.run.extension import WorkerExtension
-from pagewire.workers.run.graphs import DecodeGraphs
+from pagewire.workers.run.graphs import StepGraphs
 from pagewire.workers.run.launch import go_on
 from pagewire.workers.run.processors import LogitsProcessors
 from pagewire.workers.run.room import records_steps, size_kv
@@ -164,7 +164,7 @@ class Runner:
         self.relay = Relay(config.max_num_seqs, self.device.torch_device)
         self.caches: list[Cache] = []
         self.states: list[Tensor] = []
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self.profile: Any = None
         self.decoding, self.encoding = Decoding(self), Encoding(self)
         self.embedding_size = 0
@@ -284,7 +284,7 @@ class Runner:
         received: see `Model.received`. step: gets the errors of rows.
         """
         shape = None if self.graphs is None else self.graphs.shape_for(plan, self.slots, self.adapters)
-        batch = build_batch(plan.rows, self.slots, *(shape or ()))
+        batch = build_batch(plan.rows, self.slots, *(shape or ())[:2])
         batch = batch.with_attention(self.model.model.laid_out(batch.attention, batch.positions))
         laid = None if self.media is None else self.media.lay(plan.rows, batch.starts, batch.positions)
         if laid is not None:
@@ -294,7 +294,7 @@ class Runner:
         adapters = self.adapter_rows(batch.adapters)
         with self.span("model"):
             if shape is not None and self.graphs is not None and (laid is None or laid.axes is None):
-                return batch, self.graphs.replay(batch, adapters)
+                return batch, self.graphs.replay(shape, batch, adapters)
             return batch, self.forward(batch, adapters, received)
 
     def forward(self, batch: Batch, adapters: AdapterRows | None, received: Tensor | None = None) -> Tensor:
@@ -347,7 +347,7 @@ class Runner:
         self.embedding_size = of_first_stage(size, self.collective, self.device)
         if self.records:
             base = self.model.model.base
-            self.graphs = DecodeGraphs.recorded(
+            self.graphs = StepGraphs.recorded(
                 self.config,
                 self.device,
                 self.model.max_model_len,

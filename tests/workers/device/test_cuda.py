@@ -39,6 +39,7 @@ from pagewire.kernels.reference.kernels import reference
 from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.device import cuda
 from pagewire.workers.device.cpu import CpuTokenSampler
+from pagewire.workers.device.cuda import CudaDevice
 from pagewire.workers.device.interface import KernelNeeds
 from pagewire.workers.device.open import open_device, own_gpu
 from pagewire.workers.errors import LoadError
@@ -67,7 +68,13 @@ from tests.workers.random_adapters import load as load_adapter
 from tests.workers.random_adapters import make_tensors, write
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
-SIZES: dict[str, Any] = {"device": "cuda", "block_size": 16, "max_num_seqs": 6, "num_blocks": 24}
+SIZES: dict[str, Any] = {
+    "device": "cuda",
+    "block_size": 16,
+    "max_num_seqs": 6,
+    "num_blocks": 24,
+    "max_num_batched_tokens": 63,  # no step with prompts is recorded
+}
 PLAIN = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, logprobs=2)
 EDITED = SamplingParams(
     temperature=1.0,
@@ -598,7 +605,8 @@ def test_kernels_of_packed_weights_are_compiled_where_some_may_be(
 ) -> None:
     """Not for a model whose weights are plain numbers: there are more of these kernels than of all others."""
     tried = list[Launches]()
-    monkeypatch.setattr(EmulatedCudaDevice, "try_kernels", lambda self, launches: tried.append(launches))
+    for kind in (CudaDevice, EmulatedCudaDevice):
+        monkeypatch.setattr(kind, "try_kernels", lambda self, launches: tried.append(launches))
     folder = Architecture("llama", HEADS | {"hidden_size": 64, "intermediate_size": 64}).write(tmp_path)
     for quantization in (None, "int8"):
         load(folder, dtype="bfloat16", quantization=quantization)
@@ -702,7 +710,7 @@ def test_chunks_of_keys_are_refused_before_weights_are_read(
 
 def test_more_requests_than_were_recorded(load: Callable[..., Runner]) -> None:
     runner = load(max_num_batched_tokens=2)
-    assert runner.graphs is not None and runner.graphs.shapes == [(1, 1), (2, 1)]
+    assert runner.graphs is not None and runner.graphs.shapes == [(1, 1, 1), (2, 2, 1)]
     plans = make_plans(make_prompts(VOCAB_SIZE, (2, 2, 2)), 3, [GREEDY] * 3)
     assert len(Core(runner).run(plans)) == 3
     check_recorded(runner, num_recorded=2, num_replayed=0)

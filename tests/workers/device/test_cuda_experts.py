@@ -19,7 +19,7 @@ from pagewire.workers.device.interface import KernelNeeds
 from pagewire.workers.errors import LoadError
 from pagewire.workers.network.loading import ModelSettings
 from pagewire.workers.network.network import Network
-from pagewire.workers.run.graphs import padding_batch
+from pagewire.workers.run.graphs import RecordedShape, padding_batch
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
 from tests.workers.architectures import EXPERTS, VOCAB_SIZE, Architecture
@@ -98,7 +98,8 @@ def test_a_step_does_not_wait_for_the_device(
     folder = write(tmp_path, "qwen2_moe")
 
     def why_it_waits(runner: Runner) -> str | None:
-        batch = padding_batch(1, num_tokens, 3, 16, runner.device.torch_device)
+        shape = RecordedShape(num_tokens, 1, num_tokens)
+        batch = padding_batch(shape, 3, 16, runner.device.torch_device)
         with torch.inference_mode():
             return runner.device.why_it_waits(lambda: runner.forward(batch, None))
 

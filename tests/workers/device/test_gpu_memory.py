@@ -17,6 +17,7 @@ from pagewire.workers.device.gpu_memory import (
     CONTEXT_BYTES,
     GRAPH_BYTES,
     MOST_LIKELY,
+    RECORDED_TOKENS,
     GpuMemory,
     attention_scratch,
     max_samples,
@@ -84,13 +85,17 @@ def test_a_peak_counts_what_lives_at_a_time_and_each_memory_once() -> None:
 
 
 def test_the_cache_gets_what_no_part_takes() -> None:
-    plan = shared_out(context=GIB, weights=20 * GIB, tables=GIB, scratch=GIB, activations=2 * GIB)
-    assert (plan.reserve, plan.graphs) == (8 * GIB, GRAPH_BYTES)
-    assert plan.kv_cache == (80 - 8 - 25) * GIB - GRAPH_BYTES
+    parts = {"context": GIB, "weights": 20 * GIB, "tables": GIB, "scratch": GIB, "activations": 2 * GIB}
+    plan = shared_out(WorkerConfig("", max_num_batched_tokens=4 * RECORDED_TOKENS), **parts)
+    assert (plan.reserve, plan.graphs) == (
+        8 * GIB,
+        GRAPH_BYTES + GIB // 2,
+    )  # of a step of a fourth of the tokens
+    assert plan.kv_cache == (80 - 8 - 25) * GIB - plan.graphs
     assert sum(plan.parts.values()) == plan.total and plan.missing == 0
     assert str(plan) == (
-        "reserve 8.00, context 1.00, weights 20.00, tables 1.00, scratch 1.00, activations 2.00, graphs 0.25, "
-        "kv cache 46.75 of 80.00 GiB"
+        "reserve 8.00, context 1.00, weights 20.00, tables 1.00, scratch 1.00, activations 2.00, graphs 0.75, "
+        "kv cache 46.25 of 80.00 GiB"
     )
 
 
@@ -121,7 +126,8 @@ def test_the_plan_of_a_worker(
     assert plan.weights == ready.weight_bytes == 2 * (2 * layer + 2 * VOCAB_SIZE * hidden + hidden)
     assert plan.scratch == attention_scratch(4) + sampling_scratch(rows, VOCAB_SIZE)
     assert plan.tables == device.torch_bytes - plan.weights - plan.scratch
-    assert (plan.context, plan.others, plan.graphs) == (CONTEXT_BYTES, 0, GRAPH_BYTES)
+    assert (plan.context, plan.others) == (CONTEXT_BYTES, 0)
+    assert plan.graphs == GRAPH_BYTES + of_longest_recorded(runner)
     assert (plan.total, plan.reserve) == (4 * GIB, 4 * GIB - int(0.9 * 4 * GIB))
     logits = 6 * VOCAB_SIZE * 2  # of each sequence, in bfloat16
     up = 6 * 64 * 2 * inner * 2  # of all tokens of the largest step: 6 sequences of 64
@@ -134,6 +140,12 @@ def test_the_plan_of_a_worker(
     assert {name: memory[name] for name in kept} == {name: getattr(plan, name) for name in kept}
     assert memory["graphs"] == 0 and memory["weights"] == plan.weights  # the emulation records none
     assert "memory: context 0.50, weights 0.00" in caplog.text
+
+
+def of_longest_recorded(runner: Runner) -> int:
+    """Of the activations of the widest step, the share of the longest that is recorded."""
+    widest = runner.config.max_num_batched_tokens
+    return plan_of(runner).activations * min(RECORDED_TOKENS, widest) // widest
 
 
 def call_memory(runner: Runner) -> dict[str, int]:
@@ -156,7 +168,8 @@ def test_graphs_take_memory_where_steps_are_recorded(
     llama: Path, device: EmulatedCudaDevice, fields: dict[str, Any], graphs: int
 ) -> None:
     runner, _ = load_runner(llama, **SIZES, **fields)
-    assert plan_of(runner).graphs == graphs and (runner.graphs is not None) == bool(graphs)
+    expected = graphs + of_longest_recorded(runner) if graphs else 0
+    assert plan_of(runner).graphs == expected and (runner.graphs is not None) == bool(graphs)
 
 
 def test_a_tied_output_layer_takes_no_memory_of_its_own(tmp_path: Path, device: EmulatedCudaDevice) -> None:
