@@ -28,7 +28,7 @@ SANITIZED_TRIALS = (
     "decode attention to latents of 576",
     "drafts attention to latents of 576",
     "products with 4 bits, groups of 64, scales in float16",
-    "products of warpgroups with 4 bits, groups of 64, scales in float16",
+    "unpacked 4 bits, groups of 64, scales in float16",
     "products with 8 bits, groups of 16, scales in float16",
     "products with 8-bit floats, groups of 64",
     "rows as integers",

@@ -117,7 +117,7 @@ class Rehearsal:
         ]
         for trial in (*trials(launches), *others):
             is_norm = trial.method.endswith("norm")
-            is_product = trial.method in ("pack", "experts", linear.WARPGROUPS)
+            is_product = trial.method in ("pack", "experts", linear.UNPACKED)
             if trial.name.endswith((" of 248", *PRODUCTS)) or not (is_norm or is_product):
                 yield "bfloat16", trial
         for trial in trials(Launches(torch.bfloat16, torch.bfloat16, min(LATENTS))):

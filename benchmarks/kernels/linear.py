@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from torch.nn import functional
 
 from pagewire.kernels.cuda import quantised_linear
 from pagewire.kernels.cuda.launch import KernelLauncher
-from pagewire.kernels.cuda.linear import LEAST_GROUP, PackedWeightLinear, dense_linear
+from pagewire.kernels.cuda.linear import LEAST_UNPACKED, PackedWeightLinear, dense_linear
 from pagewire.kernels.cuda.quantised_linear import QuantisedRowsLinear
 from pagewire.kernels.data.floats import Floats, float8_weight
 from pagewire.kernels.data.integers import INT8, Integers, integer_weight
@@ -100,6 +99,7 @@ def _linear_case(
     bias = torch.randn(num_out, device=on).bfloat16()
     weight = random_weight(scheme, shape, on, 0)
     kind = QuantisedRowsLinear if scheme.rounds_rows else PackedWeightLinear
+    unpacks = not scheme.rounds_rows and num_rows >= LEAST_UNPACKED
     first = kind(launcher, weight, bias)
     num_bytes = first.num_bytes + 2 * num_rows * (num_in + num_out)
     copies = num_copies(num_bytes)
@@ -113,9 +113,10 @@ def _linear_case(
     def error() -> float:
         exact = scheme.dense(weight.parts, torch.float64)
         result = first(x[0])
-        if not all(
+        one_by_one = (
             torch.equal(first(x[0, row : row + 1]), result[row : row + 1]) for row in (0, num_rows - 1)
-        ):
+        )
+        if not unpacks and not all(one_by_one):
             return float("inf")  # a row's bits must not depend on the others
         return distance(result, _exact_rows(x[0], scheme) @ exact.T + bias.double())
 
@@ -129,11 +130,9 @@ def _linear_case(
     if scheme.rounds_rows:
         in_16_bits = [PackedWeightLinear(launcher, other, bias) for other in weights]
         peers["rows in 16 bits"] = lambda i: in_16_bits[i](x[i])
-    if first.group is not None and num_rows >= LEAST_GROUP:
-        others = [copy.copy(layer) for layer in layers]
-        for layer in others:
-            layer.group = None
-        peers["no warpgroups"] = lambda i: others[i](x[i])
+    if unpacks:
+        others = [PackedWeightLinear(launcher, other, bias, unpacks=False) for other in weights]
+        peers["packed"] = lambda i: others[i](x[i])
 
     title = f"linear {num_rows} x {num_in} x {num_out}, {name}"
     flops = 2 * num_rows * num_in * num_out

@@ -4,7 +4,9 @@ See `pagewire.kernels.linear.pack`.
 
 A weight is brought into the order in which the kernels read it once, when it is packed: a warp's codes of a step
 are contiguous, 16 bytes by each lane (linear.cuh). Sums are float32, and their order follows from the number of
-columns alone: a row's bits do not depend on how many rows there are.
+columns alone: a row's bits do not depend on how many rows there are. Each tile of rows makes numbers of the codes
+for itself, which costs prompts time. So the weight is unpacked once for many rows, a part at a time, for cuBLAS to
+multiply, unless bits may not depend on the batch.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire.kernels.cuda.launch import HOPPER, KernelLauncher, pack
+from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.data.floats import Floats
@@ -30,10 +32,14 @@ STEP, OUTPUTS, SLICES = 32, 32, 8
 MOST_FEW, MOST_FEW_OF_MANY = 192, 48
 """The most rows that the kernel for few rows multiplies. The second number is for large weights: with them, the
 other kernel has a block for each multiprocessor. Measured on an H100, with 4,096, 6,144 and 28,672 outputs."""
-LEAST_GROUP = 128
-"""The fewest rows for which the kernel with the products of warpgroups is used: those of a block. Not measured."""
-WARPGROUPS = "warpgroup_linear"
-"""The products of many rows with those of warpgroups; the other kernel for many rows stands in for them."""
+LEAST_UNPACKED = 192
+"""The fewest rows for which a weight is unpacked for cuBLAS."""
+UNPACKED = "unpacked_weights"
+"""Products of many rows with weights that are unpacked; the kernel for many rows stands in for them."""
+UNPACKED_BYTES = 64 << 20
+"""About how much of a weight is unpacked at a time."""
+UNPACKING_STEPS = 8
+"""Of a block that unpacks: a warp has one. As in linear.cu."""
 CODES = ("half_codes", "table_codes", "byte_codes", "float_codes")
 SPANS = (0, 32, 16)
 """Columns of a step that have one scale; 0: a row of the weight has one."""
@@ -43,21 +49,18 @@ BLOCK = 1 << 22
 
 @functools.cache
 def variant(kernel: str, dtype: torch.dtype, codes: str, scale_dtype: torch.dtype, span: int) -> Variant:
-    """One of the kernels, "few", "many" or "group", for a dtype of rows, one of `CODES` and one of `SPANS`."""
+    """One of the kernels, "few", "many" or "unpacked", for a dtype of rows, one of `CODES` and one of `SPANS`."""
     scale = "float" if scale_dtype == torch.float32 else DTYPES[scale_dtype]
-    name = f"linear_{kernel}<{DTYPES[dtype]}, {codes}, {scale}, {span}>"
-    source, needs = (f"{WARPGROUPS}.cu", "sm_90a") if kernel == "group" else (SOURCE, "")
-    return Variant(source, name, "Product", needs)
+    return Variant(SOURCE, f"linear_{kernel}<{DTYPES[dtype]}, {codes}, {scale}, {span}>", "Product")
 
 
-def variants(*dtypes: torch.dtype, capability: tuple[int, int] = HOPPER, dense: bool = True) -> list[Variant]:
-    """The kernels for each dtype (by default for all), codes and scales, that a device can run.
-
-    dense: also those over dense weights.
-    """
-    kernels = ("few", "many", "group") if capability == HOPPER else ("few", "many")
+def variants(*dtypes: torch.dtype, dense: bool = True) -> list[Variant]:
+    """The kernels for each dtype (by default for all), codes and scales. dense: also those over dense weights."""
     packed = [
-        variant for dtype in dtypes or DTYPES for codes in CODES for variant in kinds(dtype, codes, kernels)
+        variant
+        for dtype in dtypes or DTYPES
+        for codes in CODES
+        for variant in kinds(dtype, codes, ("few", "many", "unpacked"))
     ]
     return packed + [variant for dtype in dtypes or DTYPES if dense for variant in dense_variants(dtype)]
 
@@ -154,20 +157,19 @@ class TiledLinear:
         self,
         launcher: KernelLauncher,
         weight: Weight,
-        launches: tuple[Launch, Launch, Launch | None],
+        launches: tuple[Launch, Launch],
         parts: dict[str, Tensor | None],
         sizes: dict[str, int],
     ) -> None:
-        """launches: for few rows, for many, and with the products of warpgroups. parts, sizes: fields of `Product`.
+        """launches: for few rows, and for many. parts, sizes: fields of `Product`.
 
         Raises:
             CompileError: see `KernelLauncher.load`.
         """
         self.out_features, self.in_features = weight.shape
         self.dtype, self.device = weight.dtype, weight.parts[0].device
-        self.launcher, (self.few, self.many, self.group) = launcher, launches
-        kernels = [launch.kernel for launch in launches if launch is not None]
-        launcher.load(kernels)  # nothing may be loaded while a graph is recorded
+        self.launcher, (self.few, self.many) = launcher, launches
+        launcher.load([self.few.kernel, self.many.kernel])  # nothing may be loaded while a graph is recorded
         self.parts, self.sizes = parts, sizes
         self.num_bytes = sum(part.nbytes for part in self.parts.values() if part is not None)
 
@@ -190,30 +192,24 @@ class TiledLinear:
 
     def launch(self, rows: Tensor, scales: Tensor | None, out: Tensor) -> None:
         """`multiply` of rows as the kernels take them. scales: of rows in 8 bits, see `Product::x_scales`."""
-        launch = self._launch_for(len(rows))
+        launch = faster(self.launcher, self.few, self.many, len(rows), self.out_features)
         of_rows = {"x": rows, "x_scales": scales, "x_stride": rows.stride(0), "m": len(rows), "out": out}
         parameters = pack(launch.kernel, **of_rows, **self.parts, **self.sizes)
         grid = (-(-len(rows) // launch.rows), -(-self.out_features // launch.outputs))
         self.launcher.launch(launch.kernel, grid, (launch.threads,), parameters, launch.shared_bytes)
-
-    def _launch_for(self, num_rows: int) -> Launch:
-        """The faster kernel for a number of rows; results are equal."""
-        if self.group is not None and num_rows >= LEAST_GROUP:
-            return self.group
-        return faster(self.launcher, self.few, self.many, num_rows, self.out_features)
 
 
 class PackedWeightLinear(TiledLinear):
     """A linear layer over a weight [N, K] of integers or 8-bit floats that stays packed: see `kernels.linear.pack`.
 
     Rows, which keep 16 bits, are multiplied with the codes' numbers, and sums with the scales: nothing but the
-    result is rounded to the rows' dtype.
+    result is rounded to the rows' dtype. Where the weight is unpacked, its numbers are.
     """
 
     def __init__(
-        self, launcher: KernelLauncher, weight: Weight, bias: Tensor | None, *, warpgroups: bool = True
+        self, launcher: KernelLauncher, weight: Weight, bias: Tensor | None, *, unpacks: bool = True
     ) -> None:
-        """bias: [N], of the weight's dtype. warpgroups: their products may be used, where the device has them.
+        """bias: [N], of the weight's dtype. unpacks: for many rows; a row's bits then depend on how many there are.
 
         Raises:
             ValueError: the weight has no kernel, see `why_not`.
@@ -221,9 +217,46 @@ class PackedWeightLinear(TiledLinear):
         """
         if reason := why_not(weight):
             raise ValueError(f"no kernel for this weight: {reason}")
-        group = _group(weight) if warpgroups and launcher.capability == HOPPER else None
         parts = _parts(weight) | {"bias": bias}
-        super().__init__(launcher, weight, (*_launches(weight), group), parts, _sizes(weight))
+        super().__init__(launcher, weight, _launches(weight), parts, _sizes(weight))
+        self.unpacks, self._unpack = unpacks, variant("unpacked", *_kind(weight)[0])
+        launcher.load([self._unpack])
+
+    def multiply(self, rows: Tensor, out: Tensor) -> None:
+        """See `TiledLinear.multiply`."""
+        if not self.unpacks or len(rows) < LEAST_UNPACKED:
+            self.launch(rows, None, out)
+            return
+        bias, part = self.parts["bias"], part_outputs(self.in_features * rows.itemsize)
+        for first in range(0, self.out_features, part):
+            weight, results = self.unpacked(first, part).T, out[:, first : first + part]
+            if bias is None:
+                torch.mm(rows, weight, out=results)
+            else:
+                torch.addmm(bias[first : first + part], rows, weight, out=results)
+
+    def unpacked(self, first: int, count: int) -> Tensor:
+        """Up to `count` outputs of the weight from `first`, a multiple of `OUTPUTS`, on: [outputs, K]."""
+        count = min(count, self.out_features - first)
+        out = torch.empty(count, self.in_features, dtype=self.dtype, device=self.device)
+        blocks = slice(first // OUTPUTS, -(-(first + count) // OUTPUTS))
+        codes, scales, offsets = (self.parts[name] for name in ("codes", "scales", "offsets"))
+        assert codes is not None and scales is not None
+        parts = {
+            "codes": codes[blocks],
+            "scales": scales[first:] if scales.dim() == 1 else scales[blocks],
+            "offsets": None if offsets is None else offsets[blocks],
+        }
+        no_rows = {"x": None, "x_scales": None, "x_stride": 0, "m": 0, "bias": None}
+        parameters = pack(self._unpack, **no_rows, **parts, **self.sizes | {"n": count}, out=out)
+        grid = (-(-self.in_features // (STEP * UNPACKING_STEPS)), blocks.stop - blocks.start)
+        self.launcher.launch(self._unpack, grid, (32 * UNPACKING_STEPS,), parameters)
+        return out
+
+
+def part_outputs(row_bytes: int) -> int:
+    """How many outputs are unpacked at a time, of so many bytes each."""
+    return max(OUTPUTS, UNPACKED_BYTES // row_bytes // OUTPUTS * OUTPUTS)
 
 
 class Launch(NamedTuple):
@@ -252,16 +285,6 @@ def _launches(weight: Weight) -> tuple[Launch, Launch]:
     assert isinstance(weight.scheme, Integers | Floats)
     few, many = (variant(kernel, *kind) for kernel in ("few", "many"))
     return tiled(few, many, code_bytes + 2 * scale_bytes, 5 if _bits(weight.scheme) == 4 else 4, 6)
-
-
-def _group(weight: Weight) -> Launch:
-    """The launch for many rows with the products of warpgroups. Numbers as in warpgroup_linear.cu."""
-    kind, code_bytes, scale_bytes = _kind(weight)
-    rows, warps, stages, steps, spans = 128, 12, 3, 2, STEP // (kind[3] or STEP)
-    stage_bytes = steps * (rows * 2 * STEP + warps * (code_bytes // 2 + 2 * scale_bytes))
-    totals = rows * warps * 16 * 4
-    shared = stages * stage_bytes + totals + steps * spans * rows * 4  # and sums of rows
-    return Launch(variant("group", *kind), rows, 16 * warps, 32 * warps, -(-shared // 1024) * 1024)
 
 
 def _kind(weight: Weight) -> tuple[tuple[torch.dtype, str, torch.dtype, int], int, int]:

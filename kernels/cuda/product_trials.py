@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from pagewire.kernels.cuda import linear, norms, quantised_linear
 from pagewire.kernels.cuda.kernels import CudaKernels
-from pagewire.kernels.cuda.launch import HOPPER
 from pagewire.kernels.cuda.trial import TOLERANCE, Layout, Trial, normal, preferring, short
 from pagewire.kernels.data.floats import NO_NUMBER, Floats
 from pagewire.kernels.data.integers import INT8, Integers
@@ -60,22 +59,23 @@ def exact_matrix(weight: Weight) -> Tensor:
     return replace(weight, dtype=torch.float32).dense()
 
 
-def linear_trials(dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[Trial]:
+def linear_trials(dtype: torch.dtype) -> Iterator[Trial]:
     """Products with packed weights of every kind, for few and for many rows, which must have the same bits.
 
-    All rows are nearly equal, and the bias takes most of them away: what rounding to `dtype` would hide shows.
+    All rows are nearly equal, and the bias takes most of them away: what rounding to `dtype` would hide shows. Also
+    products with weights that are unpacked.
     """
     num_out, num_in, num_rows = 72, 640, linear.MOST_FEW + 6
-    methods = {"pack": ""} | ({linear.WARPGROUPS: " of warpgroups"} if capability == HOPPER else {})
     row = normal(num_in)
     x = (row + normal(num_rows, num_in, seed=1) / 64).to(dtype)
 
     for name, weight in packed_weights(num_out, num_in, dtype):
         bias = -exact_matrix(weight) @ row
         inputs = [x, bias.to(dtype), *weight.parts]
-        for method, how in methods.items():
-            compute = partial(_multiply_few_and_many, method, weight)
-            yield Trial(f"products{how} with {name}", method, compute, inputs, TOLERANCE[dtype])
+        compute = partial(_multiply_few_and_many, "pack", weight)
+        yield Trial(f"products with {name}", "pack", compute, inputs, TOLERANCE[dtype])
+        compute = partial(_multiply_unpacked, weight)
+        yield Trial(f"unpacked {name}", linear.UNPACKED, compute, inputs, TOLERANCE[dtype])
 
 
 def _multiply_few_and_many(
@@ -90,6 +90,15 @@ def _multiply_few_and_many(
     product = preferring(kernels, method).pack(weight, bias)
     many, few = product(x), torch.cat([product(x[i : i + 20]) for i in range(0, len(x), 20)])
     return torch.cat([many, few - many])
+
+
+def _multiply_unpacked(like: Weight, kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+    """The product of enough rows for the weight to be unpacked."""
+    x, bias, *parts = inputs
+    weight = replace(like, parts=tuple(parts))
+    if kernels is reference:
+        return functional.linear(x.float(), weight.dense().float(), bias.float())
+    return preferring(kernels, linear.UNPACKED).pack(weight, bias)(x)
 
 
 def quantised_trials(dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[Trial]:

@@ -149,7 +149,7 @@ class QuantisedRowsLinear(TiledLinear):
         if reason := why_not(weight, launcher.capability):
             raise ValueError(f"rows are not rounded for this weight: {reason}")
         self.kind = kind_of(weight)
-        super().__init__(launcher, weight, (*_launches(weight), None), _parts(weight, bias), _sizes(weight))
+        super().__init__(launcher, weight, _launches(weight), _parts(weight, bias), _sizes(weight))
         launcher.load([rows_variant(weight.dtype, self.kind)])
 
     def multiply(self, rows: Tensor, out: Tensor) -> None:

@@ -35,7 +35,7 @@ def trials(launches: Launches) -> list[Trial]:
         return list(space_trials(dtype)) if launches.recurrent else []
     result = [*norm_trials(dtype), *gate_trials(dtype)]
     if launches.packed:
-        result += linear_trials(dtype, launches.capability)
+        result += linear_trials(dtype)
         result += quantised_trials(dtype, launches.capability)
     if launches.invariant:
         result.append(batch_invariant(dense_trial(dtype)))

@@ -71,7 +71,7 @@ def variants_of(launches: Launches) -> list[Variant]:
     result += [gates.variant(dtype, activation) for activation in gates.ACTIVATIONS]
     result += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
     if launches.packed:
-        result += linear.variants(dtype, capability=launches.capability, dense=False)
+        result += linear.variants(dtype, dense=False)
         result += quantised_linear.variants(dtype, capability=launches.capability)
     if launches.invariant:
         result += linear.dense_variants(dtype)

@@ -28,7 +28,7 @@ TRIALS = {
     or trial.name.endswith((" 248", " 1016", " 4088"))  # of one warp, of four, of more
     or trial.name
     in ("delta rule of 14", "state space of 14 in bfloat16")  # the others with states share no memory
-    if trial.method not in ("pack", "experts", linear.WARPGROUPS)
+    if trial.method not in ("pack", "experts", linear.UNPACKED)
     or trial.name.endswith(("groups of 64, scales in bfloat16", "dense weights"))
 }
 LATENTS = ("decode attention to latents of 288", "drafts attention to latents of 288")  # the others take long
@@ -101,18 +101,6 @@ FAULTS = [
         "prefill.cuh",
         "    __syncwarp();\n    uint4* const out",
         "    uint4* const out",
-    ),
-    (
-        "products of warpgroups with 4 bits, groups of 64, scales in bfloat16",
-        "warpgroup_linear.cu",
-        "            sum_rows<K>(panel, row_sums);\n            __syncthreads();\n",
-        "            sum_rows<K>(panel, row_sums);\n",
-    ),
-    (
-        "products of warpgroups with 4 bits, groups of 64, scales in bfloat16",
-        "warpgroup_linear.cu",
-        "__syncthreads();  // the stage is",
-        "// the stage is",
     ),
     (
         "prefill attention of warpgroups over bfloat16, heads of 64",

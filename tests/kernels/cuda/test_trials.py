@@ -100,16 +100,15 @@ def test_weights_are_made_dense_if_their_products_are_wrong(edit: Edit) -> None:
 
 
 @pytest.mark.planted_faults
-def test_another_kernel_multiplies_if_the_bits_of_warpgroups_are_others() -> None:
-    """Their sums in another order: every result is right but for its last bits. The weight stays packed."""
-    known = trials.trials(Launches(BF16, BF16, 32, capability=(9, 0)))
-    name = "products of warpgroups with 8 bits, groups of 64, scales in bfloat16"
-    (chosen,) = (trial for trial in known if trial.name == name)
-    edit = Edit("warpgroup_linear.cu", "== first + i + 1) totals", "== first + i + 1 && slice % 2) totals")
-    kernels = CudaKernels(EmulatedLauncher(edits=(edit,)), "cpu")
-    assert "differs from PyTorch by inf" in chosen.why_wrong(kernels, CPU)
+def test_weights_stay_packed_if_they_are_unpacked_wrongly() -> None:
+    known = trials.trials(Launches(BF16, BF16, 32))
+    (chosen,) = (
+        trial for trial in known if trial.name == "unpacked 4 bits, groups of 64, scales in bfloat16"
+    )
+    kernels = CudaKernels(EmulatedLauncher(edits=(Edit("linear.cu", "+ 2 * j;", "+ 2 * (j ^ 1);"),)), "cpu")
+    assert "differs from PyTorch by" in chosen.why_wrong(kernels, CPU)
     kernels.replace(chosen.method)
-    assert chosen.why_wrong(kernels, CPU) == "" and not kernels.replaced
+    assert linear.UNPACKED not in kernels.preferred and not kernels.replaced
 
 
 @pytest.mark.planted_faults

@@ -74,9 +74,11 @@ def make_bias(weight: Weight) -> Tensor:
     return -(dataclasses.replace(weight, dtype=FP32).dense() @ row).to(weight.dtype)
 
 
-def make_linear(launcher: EmulatedLauncher, weight: Weight, bias: Tensor | None = None) -> PackedWeightLinear:
+def make_linear(
+    launcher: EmulatedLauncher, weight: Weight, bias: Tensor | None = None, *, unpacks: bool = False
+) -> PackedWeightLinear:
     """The layer, with its tensors in front of inaccessible memory."""
-    layer = PackedWeightLinear(launcher, weight, bias)
+    layer = PackedWeightLinear(launcher, weight, bias, unpacks=unpacks)
     layer.parts = {name: part if part is None else guarded(part) for name, part in layer.parts.items()}
     return layer
 
@@ -267,14 +269,65 @@ def test_weights_without_a_kernel_are_made_dense(weight: Weight, reason: str) ->
         PackedWeightLinear(EmulatedLauncher(), weight, None)
 
 
-def test_another_kernel_multiplies_where_warpgroups_are_wrong() -> None:
+def test_no_weight_is_unpacked_where_that_is_wrong_or_bits_may_not_depend_on_the_batch() -> None:
     kernels = CudaKernels(EmulatedLauncher(), "cpu")
     weight = make_weight(Integers(4, 32, 8), 32, 64, BF16, FP16, False)
-    before = kernels.pack(weight)
-    kernels.replace(linear.WARPGROUPS)
-    after = kernels.pack(weight)
-    assert isinstance(before, PackedWeightLinear) and isinstance(after, PackedWeightLinear)
-    assert before.group is not None and after.group is None and not kernels.replaced
+
+    def unpacks() -> bool:
+        layer = kernels.pack(weight)
+        assert isinstance(layer, PackedWeightLinear) and not kernels.replaced
+        return layer.unpacks
+
+    assert unpacks()
+    kernels.batch_invariant = True
+    assert not unpacks()
+    kernels.batch_invariant = False
+    kernels.replace(linear.UNPACKED)
+    assert not unpacks()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unpacked_integers(launcher: EmulatedLauncher, scheme: Integers, dtype: torch.dtype) -> None:
+    """In two parts, of which the last block of outputs is not full, and the last steps are fewer than warps."""
+    scale_dtype = FP32 if scheme.group is None else BF16 if dtype == FP16 else FP16
+    weight = make_weight(scheme, 70, 384, dtype, scale_dtype, scheme.group is not None)
+    check_unpacked(make_linear(launcher, weight), weight)
+
+
+@pytest.mark.parametrize("group", [None, 32, 128], ids=str)
+def test_unpacked_floats(launcher: EmulatedLauncher, group: int | None) -> None:
+    weight = make_floats(group, 70, 384, BF16)
+    check_unpacked(make_linear(launcher, weight), weight)
+
+
+def check_unpacked(layer: PackedWeightLinear, weight: Weight) -> None:
+    """Each number is the code's less zero, times the scale, plus the offset, rounded once."""
+    found = torch.cat([layer.unpacked(0, 32), layer.unpacked(32, weight.shape[0])])
+    exact = dataclasses.replace(weight, dtype=FP32).dense()
+    permitted = exact.abs() * (2**-8 if weight.dtype == BF16 else 2**-11) + 1e-6
+    assert found.shape == weight.shape and found.dtype == weight.dtype
+    assert bool(((found.float() - exact).abs() <= permitted).all())
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_weights_are_unpacked_for_many_rows(
+    launcher: EmulatedLauncher, monkeypatch: pytest.MonkeyPatch, has_bias: bool
+) -> None:
+    """A part at a time; the last is smaller."""
+    monkeypatch.setattr(linear, "UNPACKED_BYTES", 64 * 256 * 2)
+    weight = make_weight(Integers(4, 64, 8), 150, 256, BF16, FP16, False)
+    bias = make_bias(weight) if has_bias else None
+    layer, x = (
+        make_linear(launcher, weight, bias, unpacks=True),
+        make_rows_of_x(linear.LEAST_UNPACKED, 256, BF16),
+    )
+    result = multiply(layer, x)
+    expected = torch.nn.functional.linear(x, layer.unpacked(0, 150), bias)
+    torch.testing.assert_close(result, expected, rtol=2**-7, atol=2**-7)
+    packed = make_linear(launcher, weight, bias)
+    few = x[:-1]
+    assert torch.equal(layer(few), packed(few)) and not torch.equal(result, packed(x))
 
 
 def test_a_replaced_kernel_makes_weights_dense() -> None:
@@ -330,11 +383,11 @@ def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
             layer(torch.zeros(count, 32).half())
     assert launched == ["few<", "few<", "few<", "few<", "many", "few<", "few<", "many", "many", "many"]
     launched.clear()
-    for capability in (OLDEST, HOPPER, (10, 0)):
-        layer = PackedWeightLinear(EmulatedLauncher(capability=capability), weight, None)
-        for count in (127, 128):
+    for unpacks in (True, False):
+        layer = PackedWeightLinear(EmulatedLauncher(), weight, None, unpacks=unpacks)
+        for count in (191, 192):
             layer(torch.zeros(count, 32).half())
-    assert launched == ["many", "many", "many", "grou", "many", "many"]
+    assert launched == ["many", "unpa", "many", "many"]
 
 
 def test_no_launch_needs_a_kernel_that_is_not_loaded() -> None:
@@ -347,7 +400,5 @@ def test_no_launch_needs_a_kernel_that_is_not_loaded() -> None:
             loaded.extend(variant.name for variant in variants)  # type: ignore[attr-defined]
 
     weight = make_weight(Integers(8, 128, 128), 32, 128, FP16, BF16, False)
-    for capability, kernels in ((OLDEST, ("few", "many")), (HOPPER, ("few", "many", "group"))):
-        loaded.clear()
-        PackedWeightLinear(Loading(capability=capability), weight, None)
-        assert loaded == [f"linear_{kernel}<fp16, byte_codes, bf16, 32>" for kernel in kernels]
+    PackedWeightLinear(Loading(), weight, None)
+    assert loaded == [f"linear_{name}<fp16, byte_codes, bf16, 32>" for name in ("few", "many", "unpacked")]

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from pagewire.kernels.cuda.linear import _group, _launches
+from pagewire.kernels.cuda.linear import _kind, _launches, variant
 from pagewire.kernels.cuda.source import read_source
 from pagewire.kernels.data.integers import Integers
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher
@@ -21,6 +21,7 @@ from tests.kernels.cuda.linear.test_linear import (
     FP32,
     TABLE,
     check,
+    check_unpacked,
     make_bias,
     make_floats,
     make_linear,
@@ -31,8 +32,8 @@ from tests.kernels.cuda.linear.test_linear import (
 
 pytestmark = pytest.mark.usefixtures("many_from_65_rows_on")
 
-FEW, MANY, GROUP = 21, 85, 150
-"""Rows: the last tile of no kernel is full."""
+FEW, MANY, UNPACKED = 21, 85, 192
+"""Rows: the last tile of no kernel for packed weights is full."""
 WEIGHTS = {
     "halves": make_weight(Integers(4, 64, 0), 150, 2624, BF16, FP16, True),
     "fine": make_weight(Integers(4, 16, 8), 74, 1088, FP16, BF16, True),
@@ -48,6 +49,9 @@ one weight has an odd number of steps."""
 
 def check_all(kind: str, count: int, launcher: EmulatedLauncher) -> None:
     weight = WEIGHTS[kind]
+    if count == UNPACKED:
+        check_unpacked(make_linear(launcher, weight), weight)
+        return
     x, bias = make_rows_of_x(count, weight.shape[1], weight.dtype), make_bias(weight)
     layer = make_linear(launcher, weight, bias)
     result = multiply(layer, x)
@@ -58,7 +62,7 @@ def check_all(kind: str, count: int, launcher: EmulatedLauncher) -> None:
 
 
 LINEAR, WAIT = "linear.cuh", "wait_for_copies<STAGES - %d>();\n        "
-WARPGROUPS = "warpgroup_linear.cu"
+UNPACKING = "linear.cu"
 FAULTS = [
     # Copies and barriers.
     ("halves", FEW, "        wait_for_copies<STAGES - 2>();\n        __syncwarp();", "        __syncwarp();"),
@@ -167,57 +171,38 @@ FAULTS = [
     ("halves", MANY, "sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;", ""),
     ("wide", MANY, "16 * m + lane % 16, 2 * half", "16 * m + lane % 8, 2 * half"),
     ("wide", MANY, "2 * half + lane / 16", "2 * half + lane / 8 % 2"),
-    ("halves", GROUP, "wait_for_copies<STAGES - 2>();", "wait_for_copies<STAGES - 1>();"),
-    ("halves", GROUP, "        fence_copies();\n", ""),
-    ("halves", GROUP, "__syncthreads();  // the stage is", "// the stage is"),
-    ("halves", GROUP, "__syncthreads();  // the stages are", "// the stages are"),
+    ("halves", UNPACKED, "words[q] : words[q + bit]", "words[q + bit] : words[q]"),
+    ("halves", UNPACKED, "bit < 4; bit *= 2", "bit < 2; bit *= 2"),
+    ("halves", UNPACKED, "if (q & bit) continue;", ""),
+    ("halves", UNPACKED, "if (step >= p.steps) return;", ""),
+    ("halves", UNPACKED, "(step >> p.group_shift) * K::SPANS", "step * K::SPANS"),
+    ("fine", UNPACKED, "(step >> p.group_shift) * K::SPANS", "(step >> p.group_shift)"),
+    ("fine", UNPACKED, "K::SPANS == 2 ? OUTPUTS * half : 0", "0"),
+    ("halves", UNPACKED, "8 * (g / 2) + g % 2", "8 * (g % 2) + g / 2"),
+    ("halves", UNPACKED, "+ 2 * j;", "+ j;"),
+    ("halves", UNPACKED, "if (p.offsets) offset =", "if (false) offset ="),
     (
-        "halves",
-        GROUP,
-        "sum_rows<K>(panel, row_sums);\n            __syncthreads();",
-        "sum_rows<K>(panel, row_sums);",
+        "bytes",
+        UNPACKED,
+        "static_cast<const float*>(p.scales)[output]",
+        "static_cast<const float*>(p.scales)[0]",
     ),
-    ("halves", GROUP, "read == 0 ? STAGES - 1 : read - 1", "read"),
-    ("halves", GROUP, "min(first + row, p.m - 1)", "(first + row)"),
-    ("halves", GROUP, "min(first, p.n - 1) / OUTPUTS", "first / OUTPUTS"),
-    ("halves", GROUP, "if (first_output + output >= p.n) continue;", ""),
-    ("halves", GROUP, "min(Group::ROWS, p.m - first_row)", "Group::ROWS"),
-    ("halves", GROUP, "min(Group::OUTPUTS, p.n - first_output)", "Group::OUTPUTS"),
-    ("halves", GROUP, "+ 8 * half;", ";"),
-    ("halves", GROUP, "+ 4 * half;", ";"),
-    ("halves", GROUP, "own[odd + 2]", "own[odd + 1]"),
-    ("halves", GROUP, "wait_for_products<1>(products[0]);", ""),
-    ("halves", GROUP, "wait_for_products<0>(products[1]);\n", ""),
-    ("halves", GROUP, "i % 2 ? of_rows.y : of_rows.x", "of_rows.x"),
-    ("halves", GROUP, "== first + i + 1) totals.take", "== first + i) totals.take"),
-    ("halves", GROUP, "panel + i * ROW_BYTES", "panel"),
-    ("halves", GROUP, "x + half * 32", "x"),
-    (
-        "halves",
-        GROUP,
-        "to[half][j] = pairs[0], to[half][j + 2] = pairs[1]",
-        "to[half][j + 2] = pairs[0], to[half][j] = pairs[1]",
-    ),
-    ("fine", GROUP, "row_sums + Group::ROWS, sums", "row_sums, sums"),
-    ("halves", GROUP, "2 * (span * 2 / K::SPANS + k)", "2 * (span + k)"),
-    ("fine", GROUP, "stage, scales + K::SCALE_BYTES / 2, x", "stage, scales, x"),
-    ("fine", GROUP, "    start(1);\n", ""),
-    ("bytes", GROUP, "step + chunk / STEP_CHUNKS >= p.steps", "step + chunk / STEP_CHUNKS > p.steps"),
-    ("floats", GROUP, "from + i * HALF_BYTES", "from"),
-    ("halves", GROUP, "i64(step >> p.group_shift) * K::SCALE_BYTES", "i64(step) * K::SCALE_BYTES"),
+    ("table", UNPACKED, "words[2 * half + i]", "words[half + 2 * i]"),
+    ("floats", UNPACKED, "        if (output < p.n)\n", ""),
+    ("float groups", UNPACKED, "__fmaf_rn(two.x, scale, offset)", "two.x"),
 ]
 
 
 def file_of(count: int) -> str:
     """The file in which faults are planted that checks with this number of rows find."""
-    return WARPGROUPS if count == GROUP else LINEAR
+    return UNPACKING if count == UNPACKED else LINEAR
 
 
 @pytest.fixture(scope="module")
 def right() -> None:
     """Without a fault every check passes, in every order of threads."""
     for kind in WEIGHTS:
-        for count in (FEW, MANY, GROUP):
+        for count in (FEW, MANY, UNPACKED):
             for order in ORDERS:
                 check_all(kind, count, EmulatedLauncher(order))
 
@@ -228,8 +213,9 @@ def compiled() -> None:
     faulty = []
     for kind, count, old, new in FAULTS:
         few, many = _launches(WEIGHTS[kind])
-        launch = {FEW: few, MANY: many, GROUP: _group(WEIGHTS[kind])}[count]
-        faulty.append((launch.kernel, Edit(file_of(count), old, new)))
+        unpacked = variant("unpacked", *_kind(WEIGHTS[kind])[0])
+        kernel = {FEW: few.kernel, MANY: many.kernel, UNPACKED: unpacked}[count]
+        faulty.append((kernel, Edit(file_of(count), old, new)))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda pair: load(pair[0], (pair[1],)), faulty))
 
@@ -246,5 +232,5 @@ def test_faults_are_caught(
 
 def test_every_fault_is_in_the_source() -> None:
     """Once: what a change of the source moved is noticed before the faults are planted."""
-    texts = dict(read_source(WARPGROUPS))
+    texts = dict(read_source(UNPACKING))
     assert [old for _, count, old, _ in FAULTS if texts[file_of(count)].count(old) != 1] == []
