@@ -228,18 +228,20 @@ class PackedWeightLinear(TiledLinear):
             self.launch(rows, None, out)
             return
         bias, part = self.parts["bias"], part_outputs(self.in_features * rows.itemsize)
+        room = torch.empty(
+            min(part, self.out_features), self.in_features, dtype=rows.dtype, device=rows.device
+        )
         for first in range(0, self.out_features, part):
-            weight, results = self.unpacked(first, part).T, out[:, first : first + part]
+            weight, results = room[: self.out_features - first], out[:, first : first + part]
+            self.unpack(first, weight)
             if bias is None:
-                torch.mm(rows, weight, out=results)
+                torch.mm(rows, weight.T, out=results)
             else:
-                torch.addmm(bias[first : first + part], rows, weight, out=results)
+                torch.addmm(bias[first : first + part], rows, weight.T, out=results)
 
-    def unpacked(self, first: int, count: int) -> Tensor:
-        """Up to `count` outputs of the weight from `first`, a multiple of `OUTPUTS`, on: [outputs, K]."""
-        count = min(count, self.out_features - first)
-        out = torch.empty(count, self.in_features, dtype=self.dtype, device=self.device)
-        blocks = slice(first // OUTPUTS, -(-(first + count) // OUTPUTS))
+    def unpack(self, first: int, out: Tensor) -> None:
+        """Write numbers of the weight to out [n, K], contiguous: n outputs from `first`, a multiple of 32, on."""
+        blocks = slice(first // OUTPUTS, -(-(first + len(out)) // OUTPUTS))
         codes, scales, offsets = (self.parts[name] for name in ("codes", "scales", "offsets"))
         assert codes is not None and scales is not None
         parts = {
@@ -248,10 +250,9 @@ class PackedWeightLinear(TiledLinear):
             "offsets": None if offsets is None else offsets[blocks],
         }
         no_rows = {"x": None, "x_scales": None, "x_stride": 0, "m": 0, "bias": None}
-        parameters = pack(self._unpack, **no_rows, **parts, **self.sizes | {"n": count}, out=out)
+        parameters = pack(self._unpack, **no_rows, **parts, **self.sizes | {"n": len(out)}, out=out)
         grid = (-(-self.in_features // (STEP * UNPACKING_STEPS)), blocks.stop - blocks.start)
         self.launcher.launch(self._unpack, grid, (32 * UNPACKING_STEPS,), parameters)
-        return out
 
 
 def part_outputs(row_bytes: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from pagewire.kernels.cuda import latents, sampling, trial, trials
+from pagewire.kernels.cuda import latents, linear, sampling, trial, trials
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.limits import LATENTS
 from pagewire.kernels.cuda.variants import Launches, variants_of

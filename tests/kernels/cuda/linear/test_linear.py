@@ -303,7 +303,13 @@ def test_unpacked_floats(launcher: EmulatedLauncher, group: int | None) -> None:
 
 def check_unpacked(layer: PackedWeightLinear, weight: Weight) -> None:
     """Each number is the code's less zero, times the scale, plus the offset, rounded once."""
-    found = torch.cat([layer.unpacked(0, 32), layer.unpacked(32, weight.shape[0])])
+    num_out, num_in = weight.shape
+    first, rest = (
+        guarded(torch.full((count, num_in), torch.nan, dtype=weight.dtype)) for count in (32, num_out - 32)
+    )
+    layer.unpack(0, first)
+    layer.unpack(32, rest)
+    found = torch.cat([first, rest])
     exact = dataclasses.replace(weight, dtype=FP32).dense()
     permitted = exact.abs() * (2**-8 if weight.dtype == BF16 else 2**-11) + 1e-6
     assert found.shape == weight.shape and found.dtype == weight.dtype
@@ -323,7 +329,9 @@ def test_weights_are_unpacked_for_many_rows(
         make_rows_of_x(linear.LEAST_UNPACKED, 256, BF16),
     )
     result = multiply(layer, x)
-    expected = torch.nn.functional.linear(x, layer.unpacked(0, 150), bias)
+    dense = torch.empty(150, 256, dtype=BF16)
+    layer.unpack(0, dense)
+    expected = torch.nn.functional.linear(x, dense, bias)
     torch.testing.assert_close(result, expected, rtol=2**-7, atol=2**-7)
     packed = make_linear(launcher, weight, bias)
     few = x[:-1]
