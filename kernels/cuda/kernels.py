@@ -19,10 +19,16 @@ from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight, dense_w
 from pagewire.kernels.reference.kernels import Kernels
 
 PREFERRED = frozenset(
-    (attention.WARPGROUPS, linear.UNPACKED, quantised_linear.INTEGERS, quantised_linear.FLOATS)
+    (
+        attention.WARPGROUPS,
+        linear.FEWEST,
+        linear.UNPACKED,
+        quantised_linear.INTEGERS,
+        quantised_linear.FLOATS,
+    )
 )
 """Names, as of methods, of what the fastest kernels compute, for which others stand in: those with the products of
-warpgroups, those that unpack weights, and those of rows in 8 bits."""
+warpgroups, products of the fewest rows, those that unpack weights, and those of rows in 8 bits."""
 STAND_INS = dict.fromkeys(PREFERRED, "the kernel for all GPUs") | {
     latents.METHOD: "the kernel for expanded heads"
 }
@@ -146,8 +152,11 @@ class CudaKernels(Kernels):
         if rounds_rows and quantised_linear.kind_of(weight) in self.preferred:
             return quantised_linear.QuantisedRowsLinear(self.launcher, weight, bias)
         if linear.why_not(weight) is None:
-            unpacks = linear.UNPACKED in self.preferred and not self.batch_invariant
-            return linear.PackedWeightLinear(self.launcher, weight, bias, unpacks=unpacks)
+            fewest, unpacks = (
+                method in self.preferred and not self.batch_invariant
+                for method in (linear.FEWEST, linear.UNPACKED)
+            )
+            return linear.PackedWeightLinear(self.launcher, weight, bias, fewest=fewest, unpacks=unpacks)
         if self.batch_invariant:
             return UnpackedLinear(self.linear, dense_weight(weight.dense().contiguous()), bias)
         return REPLACEMENTS.pack(weight, bias)

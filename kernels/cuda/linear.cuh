@@ -146,6 +146,7 @@ struct Codes {
     static constexpr int LANE_BYTES = 4 * EIGHTS;
     u32 words[K::WORDS][EIGHTS];  // of eight outputs each; of dense weights pairs, by eight outputs and eight columns
 
+    Codes() = default;
     DEVICE explicit Codes(const unsigned char* stage) {
         if constexpr (K::DENSE) {
             const int lane = threadIdx.x % 32;

@@ -26,12 +26,18 @@ from pagewire.kernels.data.floats import Floats
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.weight import Weight, check_rows
 
-SOURCE = "linear.cu"
+SOURCE, FEWEST_SOURCE = "linear.cu", "fewest_linear.cu"
 STEP, OUTPUTS, SLICES = 32, 32, 8
 """Columns of a step, outputs of a warp, and slices of the columns. As in linear.cuh."""
 MOST_FEW, MOST_FEW_OF_MANY = 192, 48
 """The most rows that the kernel for few rows multiplies. The second number is for large weights: with them, the
 other kernel has a block for each multiprocessor. Measured on an H100, with 4,096, 6,144 and 28,672 outputs."""
+MOST_FEWEST, FEWEST_BYTES, FEWEST_COLUMNS = 8, 64 << 10, 128
+"""Of the kernel for fewest rows: the most, a block's room for them, and of what their columns are a multiple."""
+FEWEST_WARPS = (4, 16)
+"""Of a block of that kernel: the least and the most. A multiprocessor runs as many as the most at once."""
+FEWEST = "fewest_rows"
+"""Products of the fewest rows; the kernel for few stands in for them."""
 LEAST_UNPACKED = 192
 """The fewest rows for which a weight is unpacked for cuBLAS."""
 UNPACKED = "unpacked_weights"
@@ -40,6 +46,8 @@ UNPACKED_BYTES = 64 << 20
 """About how much of a weight is unpacked at a time."""
 UNPACKING_STEPS = 8
 """Of a block that unpacks: a warp has one. As in linear.cu."""
+KERNELS = ("few", "many", "fewest", "unpacked")
+"""Those for packed weights."""
 CODES = ("half_codes", "table_codes", "byte_codes", "float_codes")
 SPANS = (0, 32, 16)
 """Columns of a step that have one scale; 0: a row of the weight has one."""
@@ -49,18 +57,16 @@ BLOCK = 1 << 22
 
 @functools.cache
 def variant(kernel: str, dtype: torch.dtype, codes: str, scale_dtype: torch.dtype, span: int) -> Variant:
-    """One of the kernels, "few", "many" or "unpacked", for a dtype of rows, one of `CODES` and one of `SPANS`."""
+    """One of the kernels for a dtype of rows, one of `CODES` and one of `SPANS`: `KERNELS`."""
     scale = "float" if scale_dtype == torch.float32 else DTYPES[scale_dtype]
-    return Variant(SOURCE, f"linear_{kernel}<{DTYPES[dtype]}, {codes}, {scale}, {span}>", "Product")
+    source = FEWEST_SOURCE if kernel == "fewest" else SOURCE
+    return Variant(source, f"linear_{kernel}<{DTYPES[dtype]}, {codes}, {scale}, {span}>", "Product")
 
 
 def variants(*dtypes: torch.dtype, dense: bool = True) -> list[Variant]:
     """The kernels for each dtype (by default for all), codes and scales. dense: also those over dense weights."""
     packed = [
-        variant
-        for dtype in dtypes or DTYPES
-        for codes in CODES
-        for variant in kinds(dtype, codes, ("few", "many", "unpacked"))
+        variant for dtype in dtypes or DTYPES for codes in CODES for variant in kinds(dtype, codes, KERNELS)
     ]
     return packed + [variant for dtype in dtypes or DTYPES if dense for variant in dense_variants(dtype)]
 
@@ -207,9 +213,18 @@ class PackedWeightLinear(TiledLinear):
     """
 
     def __init__(
-        self, launcher: KernelLauncher, weight: Weight, bias: Tensor | None, *, unpacks: bool = True
+        self,
+        launcher: KernelLauncher,
+        weight: Weight,
+        bias: Tensor | None,
+        *,
+        fewest: bool = True,
+        unpacks: bool = True,
     ) -> None:
-        """bias: [N], of the weight's dtype. unpacks: for many rows; a row's bits then depend on how many there are.
+        """bias: [N], of the weight's dtype.
+
+        fewest: the kernel for fewest rows is used. unpacks: for many rows. With either of them a row's bits depend
+        on how many there are.
 
         Raises:
             ValueError: the weight has no kernel, see `why_not`.
@@ -219,14 +234,31 @@ class PackedWeightLinear(TiledLinear):
             raise ValueError(f"no kernel for this weight: {reason}")
         parts = _parts(weight) | {"bias": bias}
         super().__init__(launcher, weight, _launches(weight), parts, _sizes(weight))
-        self.unpacks, self._unpack = unpacks, variant("unpacked", *_kind(weight)[0])
-        launcher.load([self._unpack])
+        self.fewest, self.unpacks = fewest and self.in_features % FEWEST_COLUMNS == 0, unpacks
+        self._fewest, self._unpack = (variant(name, *_kind(weight)[0]) for name in ("fewest", "unpacked"))
+        launcher.load([self._fewest, self._unpack])
 
     def multiply(self, rows: Tensor, out: Tensor) -> None:
         """See `TiledLinear.multiply`."""
-        if not self.unpacks or len(rows) < LEAST_UNPACKED:
+        row_bytes = self.in_features * rows.itemsize + 16
+        if self.fewest and len(rows) <= min(MOST_FEWEST, FEWEST_BYTES // row_bytes):
+            self._multiply_fewest(rows, out, len(rows) * row_bytes)
+        elif self.unpacks and len(rows) >= LEAST_UNPACKED:
+            self._multiply_unpacked(rows, out)
+        else:
             self.launch(rows, None, out)
-            return
+
+    def _multiply_fewest(self, rows: Tensor, out: Tensor, row_bytes: int) -> None:
+        """row_bytes: of shared memory, for the rows."""
+        num_blocks = -(-self.out_features // OUTPUTS)
+        least, most = FEWEST_WARPS
+        warps = max(least, min(most, 1 << (most * self.launcher.multiprocessors // num_blocks).bit_length()))
+        of_rows = {"x": rows, "x_scales": None, "x_stride": rows.stride(0), "m": len(rows), "out": out}
+        parameters = pack(self._fewest, **of_rows, **self.parts, **self.sizes)
+        shared_bytes = row_bytes + warps * MOST_FEWEST * (OUTPUTS + 1) * 4
+        self.launcher.launch(self._fewest, (num_blocks,), (32 * warps,), parameters, shared_bytes)
+
+    def _multiply_unpacked(self, rows: Tensor, out: Tensor) -> None:
         bias, part = self.parts["bias"], part_outputs(self.in_features * rows.itemsize)
         room = torch.empty(
             min(part, self.out_features), self.in_features, dtype=rows.dtype, device=rows.device

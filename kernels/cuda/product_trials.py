@@ -76,6 +76,8 @@ def linear_trials(dtype: torch.dtype) -> Iterator[Trial]:
         yield Trial(f"products with {name}", "pack", compute, inputs, TOLERANCE[dtype])
         compute = partial(_multiply_unpacked, weight)
         yield Trial(f"unpacked {name}", linear.UNPACKED, compute, inputs, TOLERANCE[dtype])
+        compute = partial(_multiply_fewest, weight)
+        yield Trial(f"products of fewest rows with {name}", linear.FEWEST, compute, inputs, TOLERANCE[dtype])
 
 
 def _multiply_few_and_many(
@@ -99,6 +101,17 @@ def _multiply_unpacked(like: Weight, kernels: Kernels, layout: Layout, inputs: S
     if kernels is reference:
         return functional.linear(x.float(), weight.dense().float(), bias.float())
     return preferring(kernels, linear.UNPACKED).pack(weight, bias)(x)
+
+
+def _multiply_fewest(like: Weight, kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+    """Products of one row, of two and so on."""
+    x, bias, *parts = inputs
+    weight = replace(like, parts=tuple(parts))
+    x = x[: sum(range(linear.MOST_FEWEST + 1))]
+    if kernels is reference:
+        return functional.linear(x.float(), exact_matrix(weight), bias.float())
+    product = preferring(kernels, linear.FEWEST).pack(weight, bias)
+    return torch.cat([product(rows) for rows in x.split([*range(1, linear.MOST_FEWEST + 1)])])
 
 
 def quantised_trials(dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[Trial]:

@@ -75,10 +75,15 @@ def make_bias(weight: Weight) -> Tensor:
 
 
 def make_linear(
-    launcher: EmulatedLauncher, weight: Weight, bias: Tensor | None = None, *, unpacks: bool = False
+    launcher: EmulatedLauncher,
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    fewest: bool = False,
+    unpacks: bool = False,
 ) -> PackedWeightLinear:
     """The layer, with its tensors in front of inaccessible memory."""
-    layer = PackedWeightLinear(launcher, weight, bias, unpacks=unpacks)
+    layer = PackedWeightLinear(launcher, weight, bias, fewest=fewest, unpacks=unpacks)
     layer.parts = {name: part if part is None else guarded(part) for name, part in layer.parts.items()}
     return layer
 
@@ -286,6 +291,20 @@ def test_no_weight_is_unpacked_where_that_is_wrong_or_bits_may_not_depend_on_the
     assert not unpacks()
 
 
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    st.builds(EmulatedLauncher, st.sampled_from(ORDERS), multiprocessors=st.sampled_from([1, 132])),
+    products(),
+)
+def test_products_of_fewest_rows(
+    launcher: EmulatedLauncher, drawn: tuple[Weight, Tensor, Tensor | None]
+) -> None:
+    weight, x, bias = drawn
+    layer = make_linear(launcher, weight, bias, fewest=True)
+    for count in (1, 2, 5, 8):
+        check(weight, x[:count], multiply(layer, guarded(x[:count])), bias)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_unpacked_integers(launcher: EmulatedLauncher, scheme: Integers, dtype: torch.dtype) -> None:
@@ -386,7 +405,8 @@ def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for num_out, multiprocessors in ((257, 4), (257, 3)):
         weight = make_weight(Integers(8, None, 128), num_out, 32, FP16, FP32, False)
-        layer = PackedWeightLinear(EmulatedLauncher(multiprocessors=multiprocessors), weight, None)
+        launcher = EmulatedLauncher(multiprocessors=multiprocessors)
+        layer = PackedWeightLinear(launcher, weight, None, fewest=False)
         for count in (1, 48, 49, 64, 65):
             layer(torch.zeros(count, 32).half())
     assert launched == ["few<", "few<", "few<", "few<", "many", "few<", "few<", "many", "many", "many"]
@@ -409,4 +429,4 @@ def test_no_launch_needs_a_kernel_that_is_not_loaded() -> None:
 
     weight = make_weight(Integers(8, 128, 128), 32, 128, FP16, BF16, False)
     PackedWeightLinear(Loading(), weight, None)
-    assert loaded == [f"linear_{name}<fp16, byte_codes, bf16, 32>" for name in ("few", "many", "unpacked")]
+    assert loaded == [f"linear_{name}<fp16, byte_codes, bf16, 32>" for name in linear.KERNELS]
