@@ -122,52 +122,62 @@ DEVICE int copy_rows(const Product& p, unsigned char* rows) {
     return stride;
 }
 
-// Grid: blocks of outputs. Each warp of a block has a part of the columns: AHEAD steps or a multiple of them. Shared memory:
-// the rows, and the sums of the warps [warps, ROWS, TOTAL_STRIDE].
+// Grid: as many blocks as run at once. Each takes blocks of outputs in turn, and each of its warps a part of the columns:
+// AHEAD steps or a multiple of them. Shared memory: the rows, and the sums of the warps [warps, ROWS, TOTAL_STRIDE].
 template <class T, class Code, class Scale, int SPAN>
 __global__ void __launch_bounds__(32 * Fewest::MOST_WARPS) linear_fewest(const __grid_constant__ Product p) {
     using K = Kind<T, Code, Scale, SPAN>;
     constexpr int AHEAD = Fewest::AHEAD<K>;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, block = blockIdx.x;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const int parts = p.steps / AHEAD, begin = warp * parts / warps * AHEAD, end = (warp + 1) * parts / warps * AHEAD;
-    const unsigned char* codes = static_cast<const unsigned char*>(p.codes) + (i64(block) * p.steps + begin) * K::CODE_BYTES;
+    const int blocks = (p.n + OUTPUTS - 1) / OUTPUTS;
     Codes<K> ring[AHEAD];
-    if (begin < end)
+    auto codes_of = [&](int block, int step) {
+        return static_cast<const unsigned char*>(p.codes) + (i64(block) * p.steps + step) * K::CODE_BYTES;
+    };
+    auto start = [&](int block) {
+        if (block < blocks && begin < end)
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) ring[i] = Codes<K>(codes + i * K::CODE_BYTES);
-    FewestPart<K> part(p, block, begin);
+            for (int i = 0; i < AHEAD; i++) ring[i] = Codes<K>(codes_of(block, begin + i));
+    };
+    start(blockIdx.x);
     unsigned char* const rows = shared_memory();
     const int stride = copy_rows<T>(p, rows);
+    float* const totals = reinterpret_cast<float*>(rows + p.m * stride);
     wait_for_copies<0>();
     __syncthreads();
     // The first row stands for those that are not there: nobody stores what comes of them.
-    const unsigned char* own = rows + (lane % 8 < p.m ? lane % 8 : 0) * stride + lane / 8 * CHUNK_BYTES + begin * ROW_BYTES;
+    const unsigned char* const own = rows + (lane % 8 < p.m ? lane % 8 : 0) * stride + lane / 8 * CHUNK_BYTES;
+    for (int block = blockIdx.x; block < blocks; block += gridDim.x) {
+        FewestPart<K> part(p, block, begin);
+        const unsigned char *next = codes_of(block, begin), *x_of_step = own + begin * ROW_BYTES;
 #pragma unroll 1
-    for (int first = begin; first < end; first += AHEAD) {
-        codes += AHEAD * K::CODE_BYTES;
+        for (int first = begin; first < end; first += AHEAD, x_of_step += AHEAD * ROW_BYTES) {
+            next += AHEAD * K::CODE_BYTES;
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            u32 x[4];
-            ldmatrix_x4(x, own + i * ROW_BYTES);
-            const int step = first + i;
-            part.add(p, ring[i], x, step, step == end - 1);
-            if (step + AHEAD < end) ring[i] = Codes<K>(codes + i * K::CODE_BYTES);
+            for (int i = 0; i < AHEAD; i++) {
+                u32 x[4];
+                ldmatrix_x4(x, x_of_step + i * ROW_BYTES);
+                const int step = first + i;
+                part.add(p, ring[i], x, step, step == end - 1);
+                if (step + AHEAD < end) ring[i] = Codes<K>(next + i * K::CODE_BYTES);
+            }
         }
-        own += AHEAD * ROW_BYTES;
-    }
-    float* const totals = reinterpret_cast<float*>(rows + p.m * stride);
+        start(block + gridDim.x);
+        __syncthreads();  // the sums of the block before are read
 #pragma unroll
-    for (int q = 0; q < 2; q++)
+        for (int q = 0; q < 2; q++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int row = 2 * (lane % 4) + i % 2, output = 16 * q + lane / 4 + 8 * (i / 2);
-            totals[(warp * Fewest::ROWS + row) * Fewest::TOTAL_STRIDE + output] = part.sums[q][i];
+            for (int i = 0; i < 4; i++) {
+                const int row = 2 * (lane % 4) + i % 2, output = 16 * q + lane / 4 + 8 * (i / 2);
+                totals[(warp * Fewest::ROWS + row) * Fewest::TOTAL_STRIDE + output] = part.sums[q][i];
+            }
+        __syncthreads();  // these sums are there
+        for (int row = warp; row < p.m; row += warps) {
+            float total = 0;  // of output `lane`
+            for (int other = 0; other < warps; other++)
+                total += totals[(other * Fewest::ROWS + row) * Fewest::TOTAL_STRIDE + lane];
+            store<K>(p, row, OUTPUTS * block + lane, total);
         }
-    __syncthreads();
-    for (int row = warp; row < p.m; row += warps) {
-        float total = 0;  // of output `lane`
-        for (int other = 0; other < warps; other++)
-            total += totals[(other * Fewest::ROWS + row) * Fewest::TOTAL_STRIDE + lane];
-        store<K>(p, row, OUTPUTS * block + lane, total);
     }
 }

@@ -35,7 +35,9 @@ other kernel has a block for each multiprocessor. Measured on an H100, with 4,09
 MOST_FEWEST, FEWEST_BYTES, FEWEST_COLUMNS = 8, 64 << 10, 128
 """Of the kernel for fewest rows: the most, a block's room for them, and of what their columns are a multiple."""
 FEWEST_WARPS = (4, 16)
-"""Of a block of that kernel: the least and the most. A multiprocessor runs as many as the most at once."""
+"""Of a block of that kernel: the least and the most."""
+RESIDENT_WARPS, RESIDENT_BYTES = 20, 96 << 10
+"""Of that kernel, which a multiprocessor runs at once: by its registers, and by the shared memory of an sm_89's."""
 FEWEST = "fewest_rows"
 """Products of the fewest rows; the kernel for few stands in for them."""
 LEAST_UNPACKED = 192
@@ -250,13 +252,15 @@ class PackedWeightLinear(TiledLinear):
 
     def _multiply_fewest(self, rows: Tensor, out: Tensor, row_bytes: int) -> None:
         """row_bytes: of shared memory, for the rows."""
-        num_blocks = -(-self.out_features // OUTPUTS)
+        num_blocks, multiprocessors = -(-self.out_features // OUTPUTS), self.launcher.multiprocessors
         least, most = FEWEST_WARPS
-        warps = max(least, min(most, 1 << (most * self.launcher.multiprocessors // num_blocks).bit_length()))
+        warps = max(least, min(most, 1 << (most * multiprocessors // num_blocks).bit_length()))
+        shared_bytes = row_bytes + warps * MOST_FEWEST * (OUTPUTS + 1) * 4
+        resident = min(RESIDENT_WARPS // warps, RESIDENT_BYTES // (shared_bytes + 1024))
         of_rows = {"x": rows, "x_scales": None, "x_stride": rows.stride(0), "m": len(rows), "out": out}
         parameters = pack(self._fewest, **of_rows, **self.parts, **self.sizes)
-        shared_bytes = row_bytes + warps * MOST_FEWEST * (OUTPUTS + 1) * 4
-        self.launcher.launch(self._fewest, (num_blocks,), (32 * warps,), parameters, shared_bytes)
+        grid = (min(num_blocks, max(1, resident) * multiprocessors),)
+        self.launcher.launch(self._fewest, grid, (32 * warps,), parameters, shared_bytes)
 
     def _multiply_unpacked(self, rows: Tensor, out: Tensor) -> None:
         bias, part = self.parts["bias"], part_outputs(self.in_features * rows.itemsize)
