@@ -521,6 +521,34 @@ def test_an_empty_plan_goes_behind_the_step_that_runs(load: Callable[..., Runner
     assert [result.step_id for result in core.results] == [0, 1]
 
 
+def test_steps_with_prompts_are_replayed(load: Callable[..., Runner]) -> None:
+    """Alone, after others, in chunks, and among requests that decode; longer ones are launched kernel by kernel."""
+    recorded, plain = (load(max_num_batched_tokens=96, enforce_eager=eager) for eager in (False, True))
+    prompts = make_prompts(VOCAB_SIZE, (40, 20, 1, 50, 55))
+    inits = [
+        SlotInit(i, p, len(p), [4 * i + j for j in range(4)], PLAIN, seed=i) for i, p in enumerate(prompts)
+    ]
+    plans = [
+        StepPlan(0, [Row(0, 0, 40, num_samples=1, num_prompt_logprobs=39)], inits[:1]),
+        StepPlan(1, [Row(0, 40, 1, num_samples=1), Row(1, 0, 12)], inits[1:2]),
+        StepPlan(
+            2,
+            [
+                Row(0, 41, 1, num_samples=1),
+                Row(1, 12, 8, num_samples=1),
+                Row(2, 0, 1, num_samples=1),
+                Row(3, 0, 50),
+            ],
+            inits[2:4],
+        ),
+        StepPlan(3, [Row(3, 50 - 1, 1, num_samples=1), Row(0, 42, 1, num_samples=1)]),
+        StepPlan(4, [Row(4, 0, 55, num_samples=1), Row(3, 0, 50)], inits[4:]),
+    ]
+    found, expected = ([outcome(runner.step(plan)) for plan in plans] for runner in (recorded, plain))
+    assert found == expected
+    check_recorded(recorded, num_recorded=6, num_replayed=4, num_starts=2)
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_steps_are_recorded_again_after_a_sleep(load: Callable[..., Runner], level: int) -> None:
     runner = load()

@@ -15,7 +15,7 @@ import torch
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.ipc.wire.params import SamplingParams
-from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, WorkerConfig
+from pagewire.ipc.wire.worker_messages import Row, StepPlan, WorkerConfig
 from pagewire.workers.device.waits import WaitFinder, WaitsError
 from pagewire.workers.network.network import Network
 from pagewire.workers.run import runner as runner_module
@@ -315,33 +315,6 @@ def test_the_host_cannot_look_at_what_is_recorded(work: Callable[[torch.Tensor],
     with pytest.raises(RuntimeError, match="stream is capturing: the host looks at a tensor"):
         Tape().record(lambda: work(x))  # type: ignore[arg-type, return-value]
     assert x.tolist() == [1, 1] and (x + 1).tolist() == [2, 2]
-
-
-def test_steps_with_prompts_are_replayed(llama: Path, load: Load) -> None:
-    """Alone, after others, in chunks, and among requests that decode; longer ones are launched kernel by kernel."""
-    recorded, plain = (load(llama, max_num_batched_tokens=96, enforce_eager=eager) for eager in (False, True))
-    prompts = make_prompts(VOCAB_SIZE, (40, 20, 1, 50, 55))
-    inits = [
-        SlotInit(i, p, len(p), [4 * i + j for j in range(4)], PLAIN, seed=i) for i, p in enumerate(prompts)
-    ]
-    plans = [
-        StepPlan(0, [Row(0, 0, 40, num_samples=1, num_prompt_logprobs=39)], inits[:1]),
-        StepPlan(1, [Row(0, 40, 1, num_samples=1), Row(1, 0, 12)], inits[1:2]),
-        StepPlan(
-            2,
-            [
-                Row(0, 41, 1, num_samples=1),
-                Row(1, 12, 8, num_samples=1),
-                Row(2, 0, 1, num_samples=1),
-                Row(3, 0, 50),
-            ],
-            inits[2:4],
-        ),
-        StepPlan(3, [Row(3, 50 - 1, 1, num_samples=1), Row(0, 42, 1, num_samples=1)]),
-        StepPlan(4, [Row(4, 0, 55, num_samples=1), Row(3, 0, 50)], inits[4:]),
-    ]
-    found, expected = ([outcome(runner.step(plan)) for plan in plans] for runner in (recorded, plain))
-    assert found == expected and num_replayed(recorded) == 4
 
 
 @pytest.mark.parametrize(
