@@ -232,13 +232,13 @@ OPTIONS: Mapping[str, Absent] = {
         "hf_overrides",
     ),
     "max_context_len_to_capture": Absent(
-        "CUDA graphs are recorded by number of requests, for any length",
+        "CUDA graphs are recorded for any length",
         "enforce_eager=True turns them off",
         silent=(8192,),
         warned=int,
     ),
     "max_seq_len_to_capture": Absent(
-        "CUDA graphs are recorded by number of requests, for any length",
+        "CUDA graphs are recorded for any length",
         "enforce_eager=True turns them off",
         silent=(8192,),
         warned=int,
