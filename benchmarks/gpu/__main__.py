@@ -37,6 +37,7 @@ TRIED = {
     "adapters": ("adapt",),
 }
 """The methods of the kernels that are tried together."""
+WORKER_TESTS = "gpu and not test_gpu and not emulated and not test_every_architecture"
 REHEARSAL = 5
 """How many times as long everything may take in a rehearsal."""
 GROUPS = ("decode", "prefill", "latents", "write", "rows", "sampling", "linear", "experts", "lora", "encoder")
@@ -62,7 +63,7 @@ def parts(is_gpu: bool) -> list[Part]:
         Part("graphs", 30, partial(checks.graphs, is_gpu)),
         Part("streams", 30, partial(checks.streams, is_gpu)),
         Part("nccl", 45, partial(checks.nccl, is_gpu)),
-        Part("worker", 240, partial(checks.tests, is_gpu, "gpu and not test_gpu and not emulated")),
+        Part("worker", 240, partial(checks.tests, is_gpu, WORKER_TESTS)),
     ]
     fast = [Part(f"speed {group}", 30, partial(speed.kernels, is_gpu, group)) for group in GROUPS]
     engines = [
@@ -76,6 +77,7 @@ def parts(is_gpu: bool) -> list[Part]:
         Part("model adapters", 90, partial(speed.model, is_gpu, "llama-3.2-1b", adapters=True)),
         Part("encoder", 90, partial(speed.encoder, is_gpu, "all-mpnet-base-v2")),
         Part("encoder speed", 90, partial(speed.encoder, is_gpu, "all-MiniLM-L6-v2")),
+        Part("architectures", 240, partial(checks.tests, is_gpu, "gpu and test_every_architecture")),
     ]
     return [*right, *fast, *engines]
 

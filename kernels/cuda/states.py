@@ -27,9 +27,11 @@ MATRIX_ROWS = (4, 16, 32, 64)
 """Rows of a matrix in a thread's registers: for matrices of up to 16, 64, 128 and 256 rows."""
 SCAN_ROWS = (16, 64)
 """Numbers in the state of a channel, in registers."""
-TAPS = (2, 3, 4)
+TAPS = (2, 3, 4, 5, 6, 7, 8)
 FLOAT = {torch.float32: "float"}
-"""The dtype that families with Mamba 2 have for all that enters a state space, whatever that of the model."""
+OF_FLOATS = ("StateSpace", "CausalConv")
+"""Kernels that have this dtype, too, whatever that of the model: families with Mamba 2 compute all that enters a
+state space in it, and Ling 2.5 its convolutions."""
 
 
 @functools.cache
@@ -51,13 +53,13 @@ SIZES: dict[str, tuple[int | None, ...]] = {
 
 
 def variants(*dtypes: torch.dtype) -> list[Variant]:
-    """Every kernel in every size, for each dtype, by default for all; and the state spaces in float32."""
+    """Every kernel in every size, for each dtype, by default for all; and those of `OF_FLOATS`."""
     return [
         variant(kernel, dtype, size)
         for dtype in (*(dtypes or DTYPES), *FLOAT)
         for kernel, sizes in SIZES.items()
         for size in sizes
-        if dtype in DTYPES or kernel == "StateSpace"
+        if dtype in DTYPES or kernel in OF_FLOATS
     ]
 
 
@@ -71,7 +73,7 @@ class CudaStateKernels(StateKernels):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, batch: StateBatch, *, silu: bool
     ) -> Tensor:
         (_, channels), taps = x.shape, len(weight)
-        if taps not in TAPS or x.dtype not in DTYPES:
+        if taps not in TAPS:
             return super().causal_conv(x, weight, bias, state, batch, silu=silu)
         x = token_rows(x, x.dtype, *x.shape)
         weight = token_rows(weight, x.dtype, taps, channels).contiguous()

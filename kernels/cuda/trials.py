@@ -32,7 +32,7 @@ def trials(launches: Launches) -> list[Trial]:
     """A trial of every kernel that a model may launch, as `variants_of` lists them, but for sampling."""
     dtype, head_dim = launches.dtype, launches.head_dim
     if dtype not in norms.DTYPES:
-        return list(space_trials(dtype)) if launches.recurrent else []
+        return [*space_trials(dtype), *convolution_trials(dtype)] if launches.recurrent else []
     result = [*norm_trials(dtype), *gate_trials(dtype)]
     if launches.packed:
         result += linear_trials(dtype)
@@ -355,9 +355,6 @@ def channel_trials(dtype: torch.dtype) -> Iterator[Trial]:
         b, c, state, batch = others
         return kernels.selective_scan(x, dt, a, b, c, dt[0], state, batch)
 
-    def convolution(kernels: StateKernels, x: Tensor, weight: Tensor, *others: Any) -> Tensor:
-        return kernels.causal_conv(x, weight, weight[0], *others, silu=True)
-
     def recurrence(kernels: StateKernels, *arguments: Any) -> Tensor:
         return kernels.linear_recurrence(*arguments)
 
@@ -365,7 +362,20 @@ def channel_trials(dtype: torch.dtype) -> Iterator[Trial]:
         a = -normal(size - 1, channels).abs()
         b, c = ((normal(tokens, size - 1, seed=seed) / size**0.5).to(dtype) for seed in (2, 3))
         yield state_trial(f"scan of {size - 1}", scan, a.shape, [x, steps, a, b, c], dtype)
+    yield state_trial("recurrence", recurrence, (channels,), [x, torch.exp(-steps).to(dtype)], dtype)
+    for each in (dtype, torch.float32):
+        yield from convolution_trials(each)
+
+
+def convolution_trials(dtype: torch.dtype) -> Iterator[Trial]:
+    """Convolutions of every number of taps; the last block of channels is not full."""
+    tokens, channels = 9, states.THREADS + 8
+
+    def convolution(kernels: StateKernels, x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+        return kernels.causal_conv(x, weight, weight[0], *others, silu=True)
+
+    x = normal(tokens, channels).to(dtype)
     for taps in states.TAPS:
         weight = normal(taps, channels, seed=2).to(dtype)
-        yield state_trial(f"convolution by {taps}", convolution, (taps - 1, channels), [x, weight], dtype)
-    yield state_trial("recurrence", recurrence, (channels,), [x, torch.exp(-steps).to(dtype)], dtype)
+        name = f"convolution by {taps} in {short(dtype)}"
+        yield state_trial(name, convolution, (taps - 1, channels), [x, weight], dtype)

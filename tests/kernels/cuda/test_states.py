@@ -26,11 +26,11 @@ SPANS = [[(0, 2, -1, 3), (2, 7, 3, 0)], [], [(7, 8, 1, 1)]]
 def small_layers(dtype: torch.dtype) -> list[StateLayer]:
     """Few variants, which are compiled for the test: matrices of up to 16 and 64 rows; of float16 one.
 
-    In float32 only state spaces have kernels.
+    In float32 only state spaces and convolutions have kernels.
     """
     layers = [layer for layer in state_layers(TOKENS, dtype) if "128" not in layer.name]
     if dtype == torch.float32:
-        return [layer for layer in layers if layer.name.startswith("state space")]
+        return [layer for layer in layers if layer.name.startswith(("state space", "conv"))]
     return layers if dtype == torch.bfloat16 else layers[:3]
 
 
@@ -72,7 +72,7 @@ def test_bits_depend_on_the_tokens_before_alone() -> None:
 
 def test_sizes_without_a_kernel_are_left_to_pytorch() -> None:
     ours = CudaStateKernels(EmulatedLauncher())
-    x, weight, state = torch.randn(3, 8).half(), torch.randn(6, 8).half(), torch.zeros(1, 5, 8)
+    x, weight, state = torch.randn(3, 8).half(), torch.randn(9, 8).half(), torch.zeros(1, 8, 8)
     batch = state_batch([[(0, 3, -1, 0)]])
     expected = reference.states.causal_conv(x, weight, None, state.clone(), batch, silu=True)
     assert torch.equal(ours.causal_conv(x, weight, None, state, batch, silu=True), expected)

@@ -11,6 +11,7 @@ from pagewire.kernels.cpu.build import EMULATED_TILES, INSTRUCTION_SETS, REFEREN
 from pagewire.workers.device import auto_dtype as module
 from pagewire.workers.device.auto_dtype import auto_dtype
 from pagewire.workers.module import configuration
+from tests.workers.architectures import Architecture
 from tests.workers.driver import load_runner
 
 
@@ -37,14 +38,15 @@ def test_auto(checkpoint: str, isa: str | None, expected: str, monkeypatch: pyte
 
 
 def test_the_log_says_it_once(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    folder = Architecture("llama").write(tmp_path)
     monkeypatch.setattr(module, "multiplies_bfloat16", lambda isa: True)
     monkeypatch.setattr(configuration, "auto_dtype", auto_dtype)
     caplog.set_level(logging.INFO, "pagewire.worker")
     for dtype, lines in (("auto", 1), ("float32", 0)):
         caplog.clear()
-        _, ready = load_runner(llama, dtype=dtype)
+        _, ready = load_runner(folder, dtype=dtype)
         assert ready.dtype == {"auto": "bfloat16", "float32": "float32"}[dtype]
         assert [record.getMessage() for record in caplog.records if "runs in" in record.getMessage()] == [
             "the checkpoint is in float32 and runs in bfloat16, which is faster here; --dtype float32 keeps it"

@@ -31,11 +31,9 @@ from pagewire.ipc.wire.worker_messages import (
     WorkerConfig,
 )
 from pagewire.kernels.cuda import linear, quantised_linear, states
-from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.cuda.trials import channel_trials, matrix_trials, trials
 from pagewire.kernels.cuda.variants import Launches, variants_of
-from pagewire.kernels.reference.kernels import reference
 from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.device import cuda
 from pagewire.workers.device.cpu import CpuTokenSampler
@@ -51,7 +49,7 @@ from pagewire.workers.run import runner as runner_module
 from pagewire.workers.run.graphs import recorded_sizes
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
-from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
+from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
 from tests.workers.architectures import (
     DELTA_RULE,
     GEMMA4,
@@ -61,20 +59,13 @@ from tests.workers.architectures import (
     VOCAB_SIZE,
     Architecture,
 )
+from tests.workers.device.conftest import HEADS
 from tests.workers.driver import GREEDY, Driver, load_runner, tokens_of, values
 from tests.workers.parity import make_prompts, transformers_tokens
 from tests.workers.peft_adapters import peft_logprobs
 from tests.workers.random_adapters import load as load_adapter
 from tests.workers.random_adapters import make_tensors, write
 
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
-SIZES: dict[str, Any] = {
-    "device": "cuda",
-    "block_size": 16,
-    "max_num_seqs": 6,
-    "num_blocks": 24,
-    "max_num_batched_tokens": 63,  # no step with prompts is recorded
-}
 PLAIN = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, logprobs=2)
 EDITED = SamplingParams(
     temperature=1.0,
@@ -84,28 +75,6 @@ EDITED = SamplingParams(
     stop_token_ids=[5, 6],
     bad_words_token_ids=[[9], [11, 12]],
 )
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Architecture("llama", HEADS).write(tmp_path_factory.mktemp("llama"), dtype="bfloat16")
-
-
-@pytest.fixture(params=["emulated", "gpu"])
-def load(
-    request: pytest.FixtureRequest, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Runner]]:
-    """Makes runners. Products do not depend on the number of rows, as cuBLAS's may."""
-    monkeypatch.setattr(CudaKernels, "pack", lambda self, weight, bias=None: reference.pack(weight, bias))
-    if request.param == "gpu":
-        if not torch.cuda.is_available():
-            pytest.skip("there is no GPU")
-        yield lambda folder=llama, **fields: load_runner(folder, **(SIZES | fields))[0]
-        return
-    launcher = EmulatedLauncher()
-    monkeypatch.setattr(runner_module, "open_device", lambda load: EmulatedCudaDevice(launcher))
-    with emulated(launcher):
-        yield lambda folder=llama, **fields: load_runner(folder, **(SIZES | fields))[0]
 
 
 def check_recorded(runner: Runner, num_recorded: int, num_replayed: int, num_starts: int = 1) -> None:

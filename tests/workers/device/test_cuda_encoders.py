@@ -18,7 +18,7 @@ from pagewire.workers.network.structures import STRUCTURES
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
-from tests.workers.device.test_cuda import llama, load, never_waiting  # noqa: F401 - fixtures
+from tests.workers.device.test_cuda import never_waiting
 from tests.workers.parity import make_prompts
 from tests.workers.pooled import cosine, pool, write
 from tests.workers.test_pooling import EMBED, MEAN, states
@@ -46,7 +46,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("model_type", ["bert", "modernbert", "mpnet", "albert", "deberta-v2"])
 def test_encoders_embed(
     model_type: str,
-    load: Load,  # noqa: F811
+    load: Load,
     launched: list[str],
     tmp_path: Path,
 ) -> None:
@@ -67,7 +67,7 @@ def test_encoders_embed(
             assert torch.equal(pool(runner, [prompt], MEAN)[0], vector)
 
 
-def test_float32_without_kernels(load: Load, launched: list[str], tmp_path: Path) -> None:  # noqa: F811
+def test_float32_without_kernels(load: Load, launched: list[str], tmp_path: Path) -> None:
     folder = write(tmp_path, "modernbert")
     prompts = make_prompts(128, LENGTHS)
     found = pool(load(folder, pooler_config=POOLER), prompts, MEAN)
@@ -76,7 +76,7 @@ def test_float32_without_kernels(load: Load, launched: list[str], tmp_path: Path
     assert launched == []
 
 
-def test_pairs_have_token_types(load: Load, tmp_path: Path) -> None:  # noqa: F811
+def test_pairs_have_token_types(load: Load, tmp_path: Path) -> None:
     """They go to the device with the tokens, and the classifier runs there."""
     import transformers
 
@@ -93,7 +93,7 @@ def test_pairs_have_token_types(load: Load, tmp_path: Path) -> None:  # noqa: F8
         torch.testing.assert_close(score, logits.sigmoid(), atol=2e-3, rtol=0)
 
 
-def test_a_step_is_launched_before_the_one_before_it_is_finished(load: Load, tmp_path: Path) -> None:  # noqa: F811
+def test_a_step_is_launched_before_the_one_before_it_is_finished(load: Load, tmp_path: Path) -> None:
     """Nothing waits for the GPU meanwhile, and the pages of keys and values serve one step after the other."""
     runner = load(write(tmp_path, "bert", dtype="float16", **SIZES), pooler_config=POOLER)
     plans = []
@@ -115,7 +115,7 @@ def vectors(result: StepResult) -> list[list[float]]:
     return [row.pooled.tolist() for row in result.rows if row.pooled is not None]
 
 
-def test_heads_without_a_kernel_are_refused(load: Load, tmp_path: Path) -> None:  # noqa: F811
+def test_heads_without_a_kernel_are_refused(load: Load, tmp_path: Path) -> None:
     """With what serves them."""
     folder = write(tmp_path, "bert", dtype="float16")
     text = "BertModel is not supported: .*no kernel for heads of 16.*CPUs serve it, and so does float32"
@@ -128,7 +128,7 @@ def test_heads_without_a_kernel_are_refused(load: Load, tmp_path: Path) -> None:
 )
 def test_steps_that_do_not_fit_are_refused(
     outcome: int | Exception,
-    load: Load,  # noqa: F811
+    load: Load,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

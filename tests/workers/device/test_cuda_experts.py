@@ -23,10 +23,9 @@ from pagewire.workers.run.graphs import RecordedShape, padding_batch
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
 from tests.workers.architectures import EXPERTS, VOCAB_SIZE, Architecture
+from tests.workers.device.conftest import HEADS, SIZES
 from tests.workers.device.test_cuda import (
-    HEADS,
     PLAIN,
-    SIZES,
     Adapted,
     Core,
     check_tokens,

@@ -25,11 +25,10 @@ from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.tape import Tape
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
 from tests.workers.architectures import SERVED, VOCAB_SIZE, Architecture
+from tests.workers.device.conftest import HEADS, SIZES
 from tests.workers.device.test_cuda import (
     EDITED,
-    HEADS,
     PLAIN,
-    SIZES,
     WITH_KERNEL,
     Adapted,
     Core,
@@ -53,11 +52,6 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     monkeypatch.setattr(runner_module, "open_device", lambda config: EmulatedCudaDevice(launcher))
     with emulated(launcher):
         yield lambda folder, **fields: load_runner(folder, **(SIZES | fields))[0]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Architecture("llama", HEADS).write(tmp_path_factory.mktemp("llama"), dtype="bfloat16")
 
 
 def write(folder: Path, name: str) -> Path:

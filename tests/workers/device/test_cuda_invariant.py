@@ -25,7 +25,7 @@ from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
 from tests.workers.architectures import SERVED, VOCAB_SIZE, Architecture
-from tests.workers.device.test_cuda import HEADS, SIZES
+from tests.workers.device.conftest import HEADS, SIZES
 from tests.workers.driver import Driver, Request, load_runner
 from tests.workers.parity import make_prompts
 

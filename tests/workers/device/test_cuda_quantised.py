@@ -23,17 +23,11 @@ from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
 from tests.workers.architectures import VOCAB_SIZE, Architecture
 from tests.workers.checkpoint.formats.checkpoints import QUANTISED, RECIPES, write_quantised
+from tests.workers.device.conftest import HEADS, SIZES
 from tests.workers.driver import Driver, load_runner, values
 from tests.workers.parity import make_prompts
 
-SIZES: dict[str, Any] = {"device": "cuda", "block_size": 16, "max_num_seqs": 6, "num_blocks": 24}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
 PARAMS = SamplingParams(temperature=0.0, prompt_logprobs=0)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Architecture("llama", HEADS).write(tmp_path_factory.mktemp("llama"), dtype="bfloat16")
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate import Edit, EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
 from tests.workers.architectures import VOCAB_SIZE, Architecture
-from tests.workers.device.test_cuda import HEADS, SIZES, WITH_KERNEL, write_latents
+from tests.workers.device.conftest import HEADS, SIZES
+from tests.workers.device.test_cuda import WITH_KERNEL, write_latents
 from tests.workers.driver import Driver, load_runner
 from tests.workers.parity import make_prompts
 

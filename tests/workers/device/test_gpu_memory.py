@@ -38,11 +38,6 @@ SIZES: dict[str, Any] = {"device": "cuda", "block_size": 16, "max_num_seqs": 6, 
 BLOCK_BYTES = 2 * 2 * 16 * 32 * 2  # of 2 layers: keys and values of 16 tokens in bfloat16
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Architecture("llama", HEADS).write(tmp_path_factory.mktemp("llama"), dtype="bfloat16")
-
-
 def plan_of(runner: Runner) -> GpuMemory:
     assert runner.device.plan is not None
     return runner.device.plan
