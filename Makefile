@@ -9,7 +9,7 @@ DEMO := $(VENV)/.demo
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast siege test-cpu test-sets test-cuda12 test-cuda13 test-cuda-faults test-ranks test-ray test-clients lint types docs test-documents packages test-packages sbom wheels clean
+.PHONY: demo test test-fast siege test-cpu test-sets test-cuda12 test-cuda13 test-cuda-faults test-cuda-models test-ranks test-ray test-clients lint types docs test-documents packages test-packages sbom wheels clean
 
 # What the demo needs and no more: no tools of development, no bytecode of all packages ahead (an import makes its own),
 # and the plain PyTorch kernels, since compiling ours takes a minute of two processors, once. Any other start has them.
@@ -79,6 +79,10 @@ test-cuda13: build/cuda13 $(STAMP)
 # Faults planted in the CUDA kernels, which the tests of the kernels must notice.
 test-cuda-faults: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadfile -m planted_faults tests/kernels/cuda tests/workers/device
+
+# Every architecture on the emulated GPU: for changes of the CUDA kernels, or of what loads and runs models.
+test-cuda-models: $(STAMP)
+	$(BIN)/pytest -n auto --dist worksteal -m every_architecture tests/workers/device
 
 # Every architecture over 2 and 4 ranks, token for token, and in 2 stages: for changes of how models are divided.
 test-ranks: $(STAMP)

@@ -111,7 +111,8 @@ def _multiply_fewest(like: Weight, kernels: Kernels, layout: Layout, inputs: Seq
     if kernels is reference:
         return functional.linear(x.float(), exact_matrix(weight), bias.float())
     product = preferring(kernels, linear.FEWEST).pack(weight, bias)
-    return torch.cat([product(rows) for rows in x.split([*range(1, linear.MOST_FEWEST + 1)])])
+    batches = torch.split(x, [*range(1, linear.MOST_FEWEST + 1)])
+    return torch.cat([product(rows) for rows in batches])
 
 
 def quantised_trials(dtype: torch.dtype, capability: tuple[int, int]) -> Iterator[Trial]:
