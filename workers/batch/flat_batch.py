@@ -19,9 +19,6 @@ from pagewire.workers.caches.sources import SourceBatch
 from pagewire.workers.module.attention import Axes
 from pagewire.workers.module.overlay import Overlay, overlay_of
 
-NO_SPAN = (0, 0, -1, 0)
-"""Fills the memory of a recorded step where padding requests have none."""
-
 
 @dataclass(frozen=True, slots=True)
 class AdapterOrder:
@@ -271,7 +268,6 @@ def _states(rows: Sequence[Row], places: Sequence[int], more: int) -> StateBatch
             first, read = last, written
         starts.append(len(spans))
     starts += starts[-1:] * more
-    spans += [NO_SPAN] * more
     return StateBatch(torch.tensor(starts, dtype=torch.int32), torch.tensor(spans, dtype=torch.int32))
 
 

@@ -24,7 +24,7 @@ from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.kernels.data.states import StateBatch
 from pagewire.workers.adapters.recorded import RecordedRows
-from pagewire.workers.batch.flat_batch import NO_SPAN, Batch
+from pagewire.workers.batch.flat_batch import Batch
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.gpu_memory import RECORDED_TOKENS
 from pagewire.workers.device.interface import Device
@@ -84,7 +84,7 @@ class StepGraphs:
     shapes: of the steps. max_blocks: KV blocks of the longest request.
     adapted: the memory of rows with adapters; None: no row of a recorded step has one.
     network: keeps results of layers of each step; None: the model does not.
-    recurrent: the model keeps states, of which each request has a span.
+    recurrent: the model keeps states, of which each request has spans.
     """
 
     def __init__(
@@ -125,22 +125,29 @@ class StepGraphs:
         recurrent: bool = False,
     ) -> StepGraphs | None:
         """Graphs for all shapes of a worker; None, with a log line, if they compute something else."""
-        shapes = recorded_shapes(
-            config, max_model_len, prompts=network is not None and not recurrent, drafts=not recurrent
-        )
+        max_blocks = -(-max_model_len // config.block_size)
+        shapes = recorded_shapes(config, max_model_len)
+        reason = why_prompts_wait(shapes, config.block_size, device, forward, recurrent)
+        if reason is not None:
+            logger.info("prompts are launched kernel by kernel: the model waits for the device: %s", reason)
+            shapes = recorded_shapes(config, max_model_len, prompts=False)
         most = max(shape.num_tokens for shape in shapes)
         adapted = None if adapters is None else adapters.recorded_rows(most)
-        max_blocks = -(-max_model_len // config.block_size)
         graphs = cls(device, forward, shapes, max_blocks, config.block_size, adapted, network, recurrent)
         graphs.record()
-        if not graphs.are_right():
-            logger.warning("steps are launched kernel by kernel: replayed CUDA graphs compute something else")
-            return None
+        graphs.drop_wrong()
         for num_each in sorted({shape.num_each for shape in shapes}):
             sizes = [f"{shape[0]}/{shape[1]}" for shape in graphs.shapes if shape.num_each == num_each]
             each = "a token" if num_each == 1 else f"up to {num_each} tokens"
-            logger.info("recorded CUDA graphs for %s tokens/requests, %s of each", ", ".join(sizes), each)
-        return graphs
+            if sizes:
+                logger.info("recorded CUDA graphs for %s tokens/requests, %s of each", ", ".join(sizes), each)
+            else:
+                logger.warning(
+                    "steps of %s of each request are launched kernel by kernel: replayed CUDA graphs compute "
+                    "something else",
+                    each,
+                )
+        return graphs if graphs.shapes else None
 
     def record(self) -> None:
         """Record all shapes, the largest first, so that the others reuse its memory."""
@@ -156,15 +163,18 @@ class StepGraphs:
         if self._network is not None:  # these tensors are the recording's, too
             self._tapped[key] = self._network.tapped
 
-    def are_right(self) -> bool:
-        """True if a replay gives other tokens the states that the model gives them; they go to the first KV block.
+    def drop_wrong(self) -> None:
+        """Drop the shapes whose replays do not give other tokens the states that the model gives them.
 
-        A launch that was not recorded, on another stream or with memory of another allocator, shows here.
+        These go to the first KV block. A launch that was not recorded, on another stream or with memory of another
+        allocator, shows here.
         """
-        return all(self._is_right(num_each) for num_each in {shape.num_each for shape in self.shapes})
+        wrong = [each for each in {shape.num_each for shape in self.shapes} if not self._is_right(each)]
+        self.shapes = [shape for shape in self.shapes if shape.num_each not in wrong]
+        self._replays = {key: replay for key, replay in self._replays.items() if key[0] in self.shapes}
 
     def _is_right(self, num_each: int) -> bool:
-        """See `are_right`: for the least shape of up to this many tokens of each request."""
+        """See `drop_wrong`: for the least shape of up to this many tokens of each request."""
         shape = next(shape for shape in self.shapes if shape.num_each == num_each)
         count = min(shape.num_each, shape.num_tokens, self._block_size)
         batch = self._padding(shape, 1)
@@ -174,9 +184,10 @@ class StepGraphs:
         batch.attention.slot_mapping[:count].copy_(places)
         batch.attention.seq_lens[:1].fill_(count)
         batch.attention.query_start_loc[1:].fill_(count)
-        if batch.states is not None:  # a span of the token, from zeros to the first slot
+        if batch.states is not None:  # a span of these tokens, from zeros to the first slot
             batch.states.row_starts[1:].fill_(1)
-            batch.states.spans[0, 1] = 1
+            batch.states.spans[0, 1].fill_(count)
+            batch.states.spans[0, 2].fill_(-1)
         expected = self._forward(batch, None)[:count].float().clone()
         difference = (self.replay(shape, batch)[:count].float() - expected).norm()
         return bool(difference <= TOLERANCE * expected.norm())
@@ -186,8 +197,6 @@ class StepGraphs:
         # What is pooled is read when the step finishes; by then the next replay may have overwritten the hidden
         # states of a graph. A graph looks up tokens only.
         if not plan.rows or any(row.pool or row.media or row.entries for row in plan.rows):
-            return None
-        if self._static.states is not None and any(len(row.states) != 1 for row in plan.rows):
             return None
         used = slots.adapters[[row.slot for row in plan.rows]]
         if used.any() and (adapters is None or not adapters.can_replay(used)):
@@ -209,7 +218,7 @@ class StepGraphs:
         static.block_table[:size, : given.block_table.shape[1]].copy_(given.block_table)
         if self._static.states is not None and batch.states is not None:
             self._static.states.row_starts[: size + 1].copy_(batch.states.row_starts)
-            self._static.states.spans[:size].copy_(batch.states.spans)
+            self._static.states.spans[: len(batch.states.spans)].copy_(batch.states.spans)
         if adapters is not None:
             assert self._adapted is not None, "no rows with adapters were recorded"
             self._adapted.fill(adapters)
@@ -220,27 +229,40 @@ class StepGraphs:
         return states
 
 
-def recorded_shapes(
-    config: WorkerConfig, max_model_len: int, *, prompts: bool = True, drafts: bool = True
-) -> list[RecordedShape]:
+def why_prompts_wait(
+    shapes: Sequence[RecordedShape],
+    block_size: int,
+    device: Device,
+    forward: Callable[[Batch, AdapterRows | None], Tensor],
+    recurrent: bool,
+) -> str | None:
+    """Why steps with prompts cannot be recorded, see `Device.why_it_waits`; None: they can, or none would be."""
+    if (shape := next((shape for shape in shapes if shape.num_each > 1), None)) is None:
+        return None
+    batch = padding_batch(shape, 1, block_size, device.torch_device, recurrent=recurrent)
+    return device.why_it_waits(lambda: forward(batch, None))
+
+
+def recorded_shapes(config: WorkerConfig, max_model_len: int, *, prompts: bool = True) -> list[RecordedShape]:
     """The shapes of steps to record for a worker.
 
-    prompts: also those of short prompts. drafts: also those of one token and the most drafts of each request, where
-    the worker proposes any.
+    prompts: also those of short prompts, and of one token and the most drafts of each request, where the worker
+    proposes any.
     """
     max_tokens, max_requests = config.max_num_batched_tokens, config.max_num_seqs
     shapes = {RecordedShape(size, size, 1) for size in recorded_sizes(min(max_requests, max_tokens))}
-    if drafts and config.speculative is not None:
+    if not prompts:
+        return sorted(shapes)
+    if config.speculative is not None:
         num_each = 1 + config.speculative.num_speculative_tokens
         most = min(max_requests, max_tokens // num_each)
         shapes |= {RecordedShape(size * num_each, size, num_each) for size in recorded_sizes(most) if size}
-    if prompts:
-        sizes = [size for size in PROMPT_TOKENS if size <= min(max_tokens, max_requests * max_model_len)]
-        shapes |= {
-            RecordedShape(size, min(size, count), max(sizes))
-            for size in sizes
-            for count in (min(FEW_REQUESTS, max_requests), max_requests)
-        }
+    sizes = [size for size in PROMPT_TOKENS if size <= min(max_tokens, max_requests * max_model_len)]
+    shapes |= {
+        RecordedShape(size, min(size, count), max(sizes))
+        for size in sizes
+        for count in (min(FEW_REQUESTS, max_requests), max_requests)
+    }
     return sorted(shapes)
 
 
@@ -254,7 +276,7 @@ def padding_batch(
 ) -> Batch:
     """A batch of padding requests, with room for `max_blocks` KV blocks of each.
 
-    recurrent: it has room for a span of states of each request.
+    recurrent: it has room for spans of states, of which each has a token at least.
     """
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -278,9 +300,7 @@ def padding_batch(
         starts=[],
         needs_relay=True,
         drafted=False,
-        states=StateBatch(zeros(size + 1), torch.tensor([NO_SPAN] * size, dtype=torch.int32, device=device))
-        if recurrent
-        else None,
+        states=StateBatch(zeros(size + 1), zeros(num_tokens, 4)) if recurrent else None,
     )
 
 
@@ -297,7 +317,7 @@ def _first(batch: Batch, shape: RecordedShape) -> Batch:
     )
     states = batch.states
     if states is not None:
-        states = StateBatch(states.row_starts[: size + 1], states.spans[:size])
+        states = StateBatch(states.row_starts[: size + 1], states.spans[:num_tokens])
     return replace(
         batch,
         input_ids=batch.input_ids[:num_tokens],

@@ -61,8 +61,9 @@ def write(folder: Path, name: str) -> Path:
 
 
 def num_replayed(runner: Runner) -> int:
-    """How often steps were replayed, but for those by which the start looked whether they are right."""
+    """How often steps were replayed, but for those by which the start looked whether they are right: all are."""
     assert isinstance(runner.device, EmulatedCudaDevice) and runner.graphs is not None
+    assert runner.graphs.shapes == recorded_shapes(runner.config, runner.model.max_model_len)
     return runner.device.num_replayed - len({shape.num_each for shape in runner.graphs.shapes})
 
 
@@ -70,13 +71,13 @@ def num_replayed(runner: Runner) -> int:
     "name", ["granite", "gpt_neox", "cohere2", "opt", "phi", "bloom", "starcoder2", "bitnet", "gpt_bigcode"]
 )
 def test_models_that_run_as_modules_are_replayed(tmp_path: Path, load: Load, name: str) -> None:
-    folder = write(tmp_path, name)
-    recorded, plain = load(folder), load(folder, enforce_eager=True)
+    folder, most = write(tmp_path, name), {"max_num_batched_tokens": 64}
+    recorded, plain = load(folder, **most), load(folder, **most, enforce_eager=True)
     assert not recorded.model.is_stack and plain.graphs is None
     plans = make_plans(make_prompts(VOCAB_SIZE, (9, 20, 1)), 6, [PLAIN, EDITED, GREEDY])
     expected = [outcome(plain.step(plan)) for plan in plans]
     assert [outcome(result) for result in Core(recorded).run(plans)] == expected
-    assert num_replayed(recorded) == 5
+    assert num_replayed(recorded) == 6  # the prompts, too
 
 
 @pytest.mark.parametrize(
@@ -105,12 +106,29 @@ def test_modules_with_adapters_are_not_recorded(tmp_path: Path, load: Load) -> N
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "bamba", "lfm2"])
 def test_models_with_states_are_replayed(tmp_path: Path, load: Load, name: str) -> None:
     """Steps in which each request reads states and writes others, beside padding requests, which have none."""
-    folder = write(tmp_path, name)
-    recorded, plain = load(folder), load(folder, enforce_eager=True)
+    folder, most = write(tmp_path, name), {"max_num_batched_tokens": 64}
+    recorded, plain = load(folder, **most), load(folder, **most, enforce_eager=True)
     prompts, params = make_prompts(VOCAB_SIZE, (9, 20, 1)), [PLAIN, GREEDY, PLAIN]
-    found, expected = (Driver(runner).run(prompts, 6, params) for runner in (recorded, plain))
+    found, expected = (Driver(runner, 16).run(prompts, 6, params) for runner in (recorded, plain))
     assert [(r.output, r.logprobs) for r in found] == [(r.output, r.logprobs) for r in expected]
-    assert num_replayed(recorded) >= 5 and plain.graphs is None
+    assert num_replayed(recorded) >= 6 and plain.graphs is None
+
+
+def test_drafts_of_models_with_states_are_replayed(tmp_path: Path, load: Load) -> None:
+    """Their states are kept where each draft ends; the next step reads those after the last that counts."""
+    folder = write(tmp_path, "qwen3_5_text")
+    recorded, plain = (load(folder, speculative=DRAFTS, enforce_eager=eager) for eager in (False, True))
+    [prompt] = make_prompts(VOCAB_SIZE, (9,))
+    first = Row(0, 0, 9, num_samples=1, states=[(9, 0)])
+    [begin] = make_plans([prompt], 1, [PLAIN])
+    begin.rows = [first]
+    plans = [begin]
+    for step in range(3):
+        states = [(10 + step + n, 1 + step + n) for n in range(4)]
+        row = Row(0, 9 + step, 4, [], [7, 8, 9], 4, state=step, states=states)
+        plans.append(StepPlan(1 + step, [row]))
+    assert [outcome(recorded.step(plan)) for plan in plans] == [outcome(plain.step(plan)) for plan in plans]
+    assert num_replayed(recorded) == 3
 
 
 def drafted_plans(
@@ -233,8 +251,11 @@ def test_wrong_graphs_of_drafts_are_noticed(
     assert load(llama, max_num_seqs=2, speculative=DRAFTS).graphs is not None
     monkeypatch.setattr(EmulatedCudaDevice, "record", stale)
     assert load(llama, max_num_seqs=2).graphs is not None
-    assert load(llama, max_num_seqs=2, speculative=DRAFTS).graphs is None
-    assert "replayed CUDA graphs compute something else" in caplog.text
+    graphs = load(llama, max_num_seqs=2, speculative=DRAFTS).graphs
+    assert graphs is not None and graphs.shapes == [(1, 1, 1), (2, 2, 1)]
+    assert (
+        "steps of up to 4 tokens of each request are launched kernel by kernel: replayed CUDA" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
