@@ -88,7 +88,8 @@ test-ranks: $(STAMP)
 # own: for changes of the worker's models and of the requirements. `tests/workers/versions.py` skips what needs a later one.
 OLDEST := build/oldest
 LOWEST := transformers|huggingface[-_]hub|tokenizers
-PARITY := $(addprefix tests/workers/,network module adapters seq2seq families device checkpoint/formats test_*.py)
+PARITY := $(addprefix tests/workers/,network module adapters seq2seq families checkpoint/formats test_*.py) \
+	$(addprefix tests/workers/device/test_cuda,.py _experts.py _graphs.py _quantised.py)
 $(OLDEST)/.installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(OLDEST)
 	sed -nE 's/^ *"($(LOWEST))>=(.*)",/\1==\2/p' pyproject.toml > $(OLDEST)/lowest.txt

@@ -21,9 +21,9 @@ SINCE = {
     "mistral_large4": (5, 22),
     **dict.fromkeys(("dots3_note_text", "granite_docling", "internlm3"), (5, 23)),
     **dict.fromkeys(("iquestcoder", "lfm3", "lfm3_vl"), (5, 23)),
-    "recurrent_gemma": (5, 23),  # its layers have other names before
+    "recurrent_gemma": (5, 23),  # earlier versions have it, but its layers have other names
 }
-"""The first version with which model types are served that the lowest one, with few exceptions, does not have."""
+"""Model types that earlier versions do not have, and the first version with which they are served."""
 NUM_GROUPS = {"bamba": "mamba_n_groups", "granitemoehybrid": "mamba_n_groups", "mamba2": "n_groups"}
 GROUPED_NORM = (5, 23)
 """The first version in which these families norm each group of heads alone, as their authors' code does."""
@@ -57,7 +57,8 @@ def check_model_type(values: Mapping[str, Any]) -> None:
 
 def wrong_arithmetic(text: Any) -> str | None:
     """Why the installed version computes a model wrongly; None if it does not. text: the configuration for text."""
-    groups = getattr(text, NUM_GROUPS.get(text.model_type, ""), 1)
+    setting = NUM_GROUPS.get(text.model_type)
+    groups = 1 if setting is None else getattr(text, setting)
     if groups == 1 or transformers_version() >= GROUPED_NORM:
         return None
     return f"its {groups} groups of heads share a norm in this version of transformers: {needs(GROUPED_NORM)}"
