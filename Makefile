@@ -9,7 +9,7 @@ DEMO := $(VENV)/.demo
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast siege test-cpu test-sets test-cuda12 test-cuda13 test-cuda-faults test-cuda-models test-ranks test-ray test-clients lint types docs test-documents packages test-packages sbom wheels clean
+.PHONY: demo test test-fast siege test-cpu test-sets test-cuda12 test-cuda13 test-cuda-faults test-cuda-models test-ranks test-oldest test-ray test-clients lint types docs test-documents packages test-packages sbom wheels clean
 
 # What the demo needs and no more: no tools of development, no bytecode of all packages ahead (an import makes its own),
 # and the plain PyTorch kernels, since compiling ours takes a minute of two processors, once. Any other start has them.
@@ -87,6 +87,22 @@ test-cuda-models: $(STAMP)
 # Every architecture over 2 and 4 ranks, token for token, and in 2 stages: for changes of how models are divided.
 test-ranks: $(STAMP)
 	$(BIN)/pytest -n auto -m every_architecture tests/workers tests/end_to_end
+
+# The worker against the lowest transformers that pyproject.toml allows, and what belongs to it, in an environment of its
+# own: for changes of the worker's models and of the requirements. `tests/workers/versions.py` skips what needs a later one.
+OLDEST := build/oldest
+LOWEST := transformers|huggingface[-_]hub|tokenizers
+PARITY := $(addprefix tests/workers/,network module adapters seq2seq families checkpoint/formats test_*.py) \
+	$(addprefix tests/workers/device/test_cuda,.py _experts.py _graphs.py _quantised.py)
+$(OLDEST)/.installed: pyproject.toml setup.py constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	sed -nE 's/^ *"($(LOWEST))>=(.*)",/\1==\2/p' pyproject.toml > $(OLDEST)/lowest.txt
+	grep -vE '^($(LOWEST))==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --no-compile --quiet -c $(OLDEST)/constraints.txt -r $(OLDEST)/lowest.txt -e '.[dev]'
+	@touch $@
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/pytest -n auto --dist worksteal -m "$(MOST)" $(PARITY)
 
 # What a machine with a GPU lacks, for benchmarks/gpu_all.sh: it has PyTorch, transformers and CuPy, but no network. The
 # script installs those that Python does not have there.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tests.workers.driver import Driver, load_runner
+from tests.workers.versions import skip_unless_right
 
 PROMPT_LENGTHS = (23, 5, 17, 1)
 NUM_TOKENS = 10
@@ -35,6 +36,9 @@ def transformers_tokens(
 
 def greedy_tokens(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     """What the `generate` of transformers' model, or of PEFT's around it, gives past any end of sequence."""
+    skip_unless_right(model.config.model_type)
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")  # PyTorch's, the default before 5.21, has no such limit
     model.generation_config.eos_token_id = None
     # The module of RecurrentGemma keeps states of the prompt before, which a prompt of one token goes on from.
     use_cache = model.config.model_type != "recurrent_gemma"

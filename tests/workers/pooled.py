@@ -15,6 +15,7 @@ from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
 from pagewire.workers.run.runner import Runner
 from tests.workers.architectures import COMMON, GROUPED
+from tests.workers.versions import skip_unless_known
 
 SIZES: dict[str, Any] = {
     name: value for name, value in COMMON.items() if name not in ("bos_token_id", "eos_token_id")
@@ -65,6 +66,7 @@ def write(
     """A checkpoint with random weights in `folder`."""
     import transformers
 
+    skip_unless_known(model_type)
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
         model_type, **((ENCODERS | MORE_ENCODERS | CAUSAL)[model_type] | fields)

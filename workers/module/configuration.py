@@ -22,6 +22,7 @@ from pagewire.workers.device.machine import runs_on_cpu
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.registered import registered_class
 from pagewire.workers.module.structure import CHUNKED, DEFAULT_POSITIONS, MAX_POSITIONS, NUM_EXPERTS, WINDOWS
+from pagewire.workers.versions import check_model_type
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -64,6 +65,8 @@ def load_config(worker_config: WorkerConfig) -> Any:
     try:
         values = read_configs(path, trusts)[0] | worker_config.hf_overrides
         check_counts(values)
+        if not (trusts and "auto_map" in values):
+            check_model_type(values)
         if (own := registered_class(values)) is not None:
             # Settings that would name another class, or the repository's own code.
             settings = {

@@ -24,6 +24,7 @@ from pagewire.workers.module.matrices import is_experts
 from pagewire.workers.module.products import packed
 from pagewire.workers.module.transforms import tolerance
 from pagewire.workers.module.weights import Weights
+from pagewire.workers.versions import has_post_expert_norm
 
 MAGNITUDES = (0.1, 1.0, 10.0, 100.0)  # of inputs that are tried: limits leave small ones alone
 ROUTER_ROWS = 64
@@ -50,7 +51,7 @@ def run_experts(module: Any, hidden: Tensor, expert_ids: Tensor, weights: Tensor
     """The weighted sum [T, H] of each token's experts; hidden [T, H], expert_ids and weights [T, k]."""
     grouped: GroupedExperts = module.grouped
     out = grouped(hidden, expert_ids, weights)
-    if module.ranks is None or module.has_post_expert_norm:
+    if module.ranks is None or has_post_expert_norm(module):
         return out
     return module.ranks.all_reduce(out)  # type: ignore[no-any-return]
 
@@ -72,7 +73,7 @@ def grouped_experts(module: Any, weights: Weights, device: torch.device) -> Grou
     grouped = GroupedExperts(experts, device, between)
     if device.type == "cpu" or grouped.compiled is not None:  # on a GPU they run one by one otherwise
         check_experts(grouped, device)
-    if not module.has_post_expert_norm:
+    if not has_post_expert_norm(module):
         return grouped
     return GroupedExperts(experts, device, between, normed(module, weights))
 

@@ -30,6 +30,7 @@ from pagewire.kernels.ops import (
 )
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.attention import current_step, is_in_step
+from pagewire.workers.versions import norm_group
 
 NORM_EPS = 1e-6
 """Under the square root of the length of queries and keys, by which delta rules divide them."""
@@ -320,7 +321,8 @@ def _mamba2(module: Any, x: Tensor) -> Tensor:
     )
     norm, gather = module.norm, getattr(module, "gather", None)
     values = gated(gate, mixed[0].flatten(1))
-    values = (values if gather is None else gather(values)).unflatten(-1, (-1, norm.group_size))
+    values = values if gather is None else gather(values)
+    values = values.unflatten(-1, (-1, norm_group(norm, values.shape[-1])))
     values = rms_norm(values, torch.ones_like(values[0, 0]), norm.variance_epsilon).flatten(1)
     values = (norm.weight * values).to(x.dtype)
     return module.out_proj(values if gather is None else values[:, gather.own.start : gather.own.stop])  # type: ignore[no-any-return]

@@ -27,6 +27,7 @@ from pagewire.workers.module.parallel_layers import (
 from pagewire.workers.module.products import packed
 from pagewire.workers.module.shards import Axis
 from pagewire.workers.module.weights import Weights
+from pagewire.workers.versions import rotary_positions
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 
@@ -224,10 +225,8 @@ class RotaryTable(nn.Module):
         if (table := self.tables.get(key)) is None:
             # The module remembers the longest sequence until it gets a short one.
             lengths = (1, self.short_length, self.positions.shape[1]) if self.short_length else (None,)
-            parts = [
-                self.rotary(x[:, :1], self.positions[:, :length].to(x.device), *args, **kwargs)
-                for length in lengths
-            ]
+            positions = rotary_positions(self.rotary, self.positions.to(x.device))
+            parts = [self.rotary(x[:, :1], positions[..., :length], *args, **kwargs) for length in lengths]
             self.tables[key] = table = _one_after_the_other(parts[-2:])
         return table
 

@@ -89,6 +89,7 @@ from pagewire.workers.ranks.single import shards_of
 from pagewire.workers.ranks.stages import Stage
 from pagewire.workers.seq2seq.lengths import check_served as check_seq2seq
 from pagewire.workers.seq2seq.lengths import sound_features, source_info
+from pagewire.workers.versions import name_attention
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -435,7 +436,7 @@ class Transformation:
         # Prompts of an encoder with attention of its own run one by one.
         self._packed = not self._encodes or replaces_attention(self._base)
         if self._packed:
-            module.set_attn_implementation(attention.NAME)
+            name_attention(module, attention.NAME)
         if getattr(self.weights.causal.config, "is_encoder_decoder", False):
             self._coders = self._base.encoder, self._base.decoder
         if self.spec is None:

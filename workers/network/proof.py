@@ -42,6 +42,7 @@ from pagewire.workers.network.module_base import ModuleScores
 from pagewire.workers.network.pooling_spec import PoolingSpec
 from pagewire.workers.network.reference import BLOCK, LENGTHS, DryRun, Expected
 from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.versions import INDEXED_KINDS, wrong_arithmetic
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -98,15 +99,17 @@ def check_config(config: Any) -> None:
             "its attention adds logits of a query's own by distance, which the kernels do not have; transformers' "
             "generate runs it",
         )
+    if (reason := wrong_arithmetic(text)) is not None:
+        raise refuse(config, reason)
     if text.model_type == "doge" and text.is_moe:
         raise refuse(
             config, "its choice of experts mixes the tokens that run together; transformers' generate runs it"
         )
     kinds = set(getattr(text, "layer_types", None) or ())
     if getattr(text, "index_topk", None) is not None:  # some name no kinds
-        kinds.add("indexed_attention")
+        kinds |= INDEXED_KINDS
     served = ATTENTION_LAYERS | STATE_LAYERS | FEED_FORWARD_LAYERS
-    other = kinds - served - ({"indexed_attention"} if text.model_type in INDEXED else set())
+    other = kinds - served - (INDEXED_KINDS if text.model_type in INDEXED else set())
     if other:
         words = f"it has layers of type {', '.join(sorted(map(str, other)))}"
         raise refuse(

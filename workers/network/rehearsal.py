@@ -31,6 +31,7 @@ from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.replaced_methods import METHODS
 from pagewire.workers.network.module_base import ModuleHead, arithmetic
 from pagewire.workers.network.proof import NOT_REPLACED, check_calls, check_windows
+from pagewire.workers.versions import name_attention
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -163,7 +164,7 @@ def _without_arithmetic(causal: Any) -> Any:
     from transformers.integrations.moe import ExpertsInterface
 
     attention.register()
-    causal.set_attn_implementation(attention.NAME)
+    name_attention(causal, attention.NAME)
     ExpertsInterface.register(EXPERTS, lambda module, hidden, ids, weights: torch.empty_like(hidden))
     modules: list[Any] = list(causal.modules())
     for module in modules:

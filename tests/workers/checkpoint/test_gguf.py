@@ -32,6 +32,7 @@ from tests.workers.architectures import (
     MAMBA,
     MLA,
     NEMOTRON_H,
+    NUM_GROUPS,
     SERVED,
     VOCAB_SIZE,
     WINDOWED,
@@ -86,6 +87,7 @@ SSM = {
     "ssm.group_count": 2,
     "ssm.time_step_rank": 8,
 }
+NORMED_SSM = SSM | {"ssm.group_count": NUM_GROUPS}
 MULTIPLIED = {
     "mamba_norm_before_gate": False,
     "embedding_multiplier": 2.5,
@@ -229,7 +231,7 @@ MODELS: dict[str, tuple[str, Architecture, dict[str, Any]]] = {
         Architecture("falcon_mamba", MAMBA | {"intermediate_size": 128}),
         SSM_OF_MAMBA | {"ssm.dt_b_c_rms": True},
     ),
-    "mamba2": ("mamba2", SERVED["mamba2"], NO_ATTENTION | SSM),
+    "mamba2": ("mamba2", SERVED["mamba2"], NO_ATTENTION | NORMED_SSM),
     "falcon-h1": ("falcon-h1", Architecture("falcon_h1", SERVED["falcon_h1"].fields | MULTIPLIED), SSM),
     "falcon-h1 with norms": (
         "falcon-h1",
@@ -239,19 +241,19 @@ MODELS: dict[str, tuple[str, Architecture, dict[str, Any]]] = {
     "bamba": (
         "granitehybrid",
         SERVED["bamba"],
-        SSM | {"rope.scaling.finetuned": True, "attention.head_count_kv": [0, 2]},
+        NORMED_SSM | {"rope.scaling.finetuned": True, "attention.head_count_kv": [0, 2]},
     ),
     "granitehybrid": (
         "granitehybrid",
         Architecture("granitemoehybrid", SERVED["granitemoehybrid"].fields | GRANITE),
-        SSM | NOT_ROTATED | {"expert_shared_feed_forward_length": 32},
+        NORMED_SSM | NOT_ROTATED | {"expert_shared_feed_forward_length": 32},
     ),
     "granitehybrid without experts": (
         "granitehybrid",
         Architecture(
             "granitemoehybrid", SERVED["granitemoehybrid"].fields | GRANITE | {"num_local_experts": 0}
         ),
-        SSM | NOT_ROTATED | {"feed_forward_length": 32},
+        NORMED_SSM | NOT_ROTATED | {"feed_forward_length": 32},
     ),
     "jamba": (
         "jamba",

@@ -19,6 +19,7 @@ from tests.workers.parallel.test_ranks import generate_over_ranks
 from tests.workers.parity import NUM_TOKENS, greedy_tokens, make_prompts, our_tokens, transformers_tokens
 from tests.workers.quantised_models import write_packed
 from tests.workers.shrunk import NUM_TEXT_TOKENS, shrunk
+from tests.workers.versions import skip_unless_known
 
 PROMPTS = make_prompts(NUM_TEXT_TOKENS)
 
@@ -74,6 +75,7 @@ def test_keys_that_layers_share_with_and_without_an_indexer(tmp_path: Path) -> N
     """Of Mistral Large 4, some of whose layers read the latents of earlier ones, rotated or not."""
     from transformers import AutoModelForImageTextToText
 
+    skip_unless_known("mistral_large4")
     small = shrunk("mistral_large4")
     values = small.to_dict()
     values["text_config"] |= {

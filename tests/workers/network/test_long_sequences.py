@@ -22,6 +22,7 @@ from tests.workers.driver import Driver, load_runner
 from tests.workers.parity import NUM_TOKENS, make_prompts, transformers_tokens
 from tests.workers.pooled import cosine, pool
 from tests.workers.scheduled import BLOCK_SIZE, MAX_MODEL_LEN, SETTINGS, run
+from tests.workers.versions import skip_before
 
 SHORT = 24
 PROMPTS = make_prompts(VOCAB_SIZE, (23, 5, 14, 1, 30, 17, 24, 25))  # below, across and above
@@ -83,8 +84,10 @@ def test_longrope(name: str, tmp_path: Path) -> None:
     folder = LONGROPE[name].write(tmp_path)
     model = loaded(folder)
     expected = [anew(lambda _: model, prompt) for prompt in PROMPTS]
-    assert name != "phi3" or transformers_tokens(folder, PROMPTS) == expected
     check(folder, expected)
+    if name == "phi3":
+        skip_before((5, 20), "generate computes keys anew where angles change")
+        assert transformers_tokens(folder, PROMPTS) == expected
 
 
 def test_dynamic_ntk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

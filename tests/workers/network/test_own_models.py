@@ -26,6 +26,7 @@ from pagewire.workers.module.registered import take_registrations
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.pooling_spec import ENCODERS, REWARD_HEADS
 from pagewire.workers.seq2seq.lengths import SOUNDS, TEXTS
+from pagewire.workers.versions import SINCE
 from pagewire.workers.weight_cache.key import reason_against
 from tests import own_package
 from tests.workers import pooled, random_adapters
@@ -34,6 +35,7 @@ from tests.workers.driver import Driver, load_runner
 from tests.workers.parallel.threads import Rank, run_ranks
 from tests.workers.parity import make_prompts, our_tokens, transformers_tokens
 from tests.workers.peft_adapters import AdaptedRunner
+from tests.workers.versions import skip_before
 
 PROMPTS = make_prompts(own_package.VOCAB_SIZE, (23, 5, 1))
 NUM_TOKENS = 6
@@ -226,6 +228,7 @@ def test_plugins_and_programs_reach_all_processes_of_an_engine(tmp_path: Path) -
 
 
 def test_the_lists_are_those_of_the_tested_models() -> None:
+    skip_before(max(SINCE.values()), "it has all models of the lists")
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,

@@ -16,6 +16,7 @@ from tests.workers.driver import load_runner
 from tests.workers.parity import NUM_TOKENS, make_prompts
 from tests.workers.scheduled import BLOCK_SIZE, SETTINGS, Setting, run
 from tests.workers.seq2seq.tiny import TEXTS, VOCAB, WHISPER, save
+from tests.workers.versions import skip_unless_right
 
 SOURCE_LENGTHS = (13, 4, 9, 13)
 TARGET_LENGTHS = (1, 3, 6, 1)
@@ -37,6 +38,7 @@ def expected_tokens(model: Any, inputs: dict[str, torch.Tensor], target: list[in
 
 @pytest.mark.parametrize("model_type", TEXTS)
 def test_texts(model_type: str, tmp_path: Path) -> None:
+    skip_unless_right(model_type)
     model = save(tmp_path, model_type, TEXTS[model_type])
     sources, targets = make_prompts(VOCAB, SOURCE_LENGTHS), make_prompts(VOCAB, TARGET_LENGTHS, 2)
     expected = [
