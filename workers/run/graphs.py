@@ -63,11 +63,10 @@ class RecordedShape(NamedTuple):
     num_each: int
     """The most tokens of a request."""
 
-    def fits(self, plan: StepPlan) -> bool:
-        """True if it has room for a plan's rows."""
-        lengths = [row.num_tokens for row in plan.rows]
-        each, count, total = max(lengths), len(lengths), sum(lengths)
-        return each <= self.num_each and count <= self.num_requests and total <= self.num_tokens
+    def has_room(self, other: RecordedShape) -> bool:
+        """True if it has room for a step of another shape."""
+        (tokens, requests, each), (most_tokens, most_requests, most_each) = other, self
+        return tokens <= most_tokens and requests <= most_requests and each <= most_each
 
 
 class Tapped(Protocol):
@@ -201,7 +200,9 @@ class StepGraphs:
         used = slots.adapters[[row.slot for row in plan.rows]]
         if used.any() and (adapters is None or not adapters.can_replay(used)):
             return None
-        return next((shape for shape in self.shapes if shape.fits(plan)), None)
+        lengths = [row.num_tokens for row in plan.rows]
+        needed = RecordedShape(sum(lengths), len(lengths), max(lengths))
+        return next((shape for shape in self.shapes if shape.has_room(needed)), None)
 
     def replay(self, shape: RecordedShape, batch: Batch, adapters: AdapterRows | None = None) -> Tensor:
         """Hidden states [tokens, H] of a batch that is padded to a shape. The next replay overwrites them.
