@@ -108,7 +108,7 @@ test-oldest: $(OLDEST)/.installed
 # script installs those that Python does not have there.
 WHEELS := pyzmq msgspec llguidance starlette python-multipart uvicorn httptools uvloop psutil prometheus-client aiohttp \
 	aiohappyeyeballs aiosignal attrs frozenlist multidict propcache yarl anyio idna h11 click regex jinja2 markupsafe \
-	pytest pytest-timeout iniconfig pluggy pygments hypothesis sortedcontainers peft cuda-pathfinder
+	pytest pytest-timeout pytest-xdist execnet iniconfig pluggy pygments hypothesis sortedcontainers peft cuda-pathfinder
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_31_x86_64 manylinux_2_27_x86_64 manylinux_2_26_x86_64 manylinux2014_x86_64
 wheels: $(PIP)
 	rm -rf .wheels

@@ -19,6 +19,7 @@ from benchmarks.gpu.parts import SkipError
 # torch is imported in the parts that need it, so that one without it says so.
 
 PACKAGES = ("torch", "transformers", "cupy", "numpy", "zmq", "msgspec", "llguidance", "tokenizers")
+TEST_PROCESSES = 6
 SANITIZED_TRIALS = (
     "rms_norm of 4088",
     "rotate_and_store in bfloat16, heads of 128",
@@ -229,7 +230,9 @@ def tests(is_gpu: bool, expression: str) -> dict[str, Any]:
     root = Path(__file__).parents[2] / "tests"
     chosen = [root / "workers" / "device", "-k", expression] if is_gpu else [root / "ipc" / "test_quoting.py"]
     # Names as they run, and the first failures in full: the part's time may end before its tests.
-    options = ["-v", "--tb=short", "--maxfail=3", "-p", "no:cacheprovider"]
+    options = ["-v", "--tb=short", "--maxfail=10", "-p", "no:cacheprovider"]
+    if is_gpu and importlib.util.find_spec("xdist") is not None:  # Python takes most of their time
+        options += ["-n", str(min(TEST_PROCESSES, os.cpu_count() or 1)), "--dist", "worksteal"]
     command([sys.executable, "-m", "pytest", *options, *map(str, chosen)])
     return {}
 
