@@ -78,7 +78,9 @@ def test_streams_say_what_whole_answers_say(client: OpenAI, seed: int) -> None:
             reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
             if choice.logprobs and choice.logprobs.content:
                 tokens.setdefault(choice.index, []).extend(one.token for one in choice.logprobs.content)
-    assert usage == whole.usage
+    # The first of the two may find less of the prompt in the cache.
+    found, asked = (given.model_copy(update={"prompt_tokens_details": None}) for given in (usage, whole.usage))
+    assert found == asked
     for expected in whole.choices:
         assert texts[expected.index] == expected.message.content
         assert reasons[expected.index] == expected.finish_reason

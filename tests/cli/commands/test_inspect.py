@@ -136,7 +136,7 @@ def test_a_model_that_no_gpu_has_room_for(tmp_path: Path, capsys: pytest.Capture
     folder = str(write_huge(tmp_path))
     assert main(["inspect", folder, "--gpu-memory", "1000GiB"]) == 1
     out = capsys.readouterr().out
-    assert "fits      no: the parts take 638" in out and "it would with --tensor-parallel-size 2 (768" in out
+    assert "fits      no: the parts take 639" in out and "it would with --tensor-parallel-size 2 (768" in out
     assert main(["inspect", folder, *GPU, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is False and "more than there is" in found["problem"]

@@ -12,7 +12,7 @@ from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
 from pagewire.workers.run.runner import Runner
 from tests.workers.architectures import VOCAB_SIZE
-from tests.workers.device.test_cuda import llama, load  # noqa: F401 - fixtures
+from tests.workers.device.conftest import llama, load  # noqa: F401 - fixtures
 from tests.workers.driver import GREEDY, Driver, tokens_of, values
 from tests.workers.parity import make_prompts
 from tests.workers.speculation.speculating import SpeculativeDriver
