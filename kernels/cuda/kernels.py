@@ -58,7 +58,7 @@ class CudaKernels(Kernels):
     on: the device's memory, where the workspace of attention is allocated.
     replaced: methods that PyTorch computes although they have kernels, see `replace`.
     preferred: of `PREFERRED`, what these kernels compute, where the GPU has their products.
-    batch_invariant: the bits of a row depend on no other row, for slower attention and dense products.
+    batch_invariant: the bits of a row depend on no other row, for slower attention and products.
     latents: see `Kernels`; empty if they are to be expanded.
     """
 
