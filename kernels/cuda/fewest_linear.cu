@@ -7,9 +7,11 @@
 #include "linear.cuh"
 
 struct Fewest {
-    static constexpr int ROWS = 8, MOST_WARPS = 16;
+    static constexpr int ROWS = 8;
     template <class K>
     static constexpr int AHEAD = 4 / K::WORDS;  // steps whose codes are on their way
+    template <class K>
+    static constexpr int MOST_WARPS = 16 / K::SPANS;  // of a block: two spans of a step need more registers
     static constexpr int PADDING = 16;  // bytes between rows of x: eight of them begin in different banks
     static constexpr int TOTAL_STRIDE = OUTPUTS + 1;
 };
@@ -125,7 +127,8 @@ DEVICE int copy_rows(const Product& p, unsigned char* rows) {
 // Grid: as many blocks as run at once. Each takes blocks of outputs in turn, and each of its warps a part of the columns:
 // AHEAD steps or a multiple of them. Shared memory: the rows, and the sums of the warps [warps, ROWS, TOTAL_STRIDE].
 template <class T, class Code, class Scale, int SPAN>
-__global__ void __launch_bounds__(32 * Fewest::MOST_WARPS) linear_fewest(const __grid_constant__ Product p) {
+__global__ void __launch_bounds__(32 * Fewest::MOST_WARPS<Kind<T, Code, Scale, SPAN>>)
+    linear_fewest(const __grid_constant__ Product p) {
     using K = Kind<T, Code, Scale, SPAN>;
     constexpr int AHEAD = Fewest::AHEAD<K>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;

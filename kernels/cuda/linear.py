@@ -35,9 +35,10 @@ other kernel has a block for each multiprocessor. Measured on an H100, with 4,09
 MOST_FEWEST, FEWEST_BYTES, FEWEST_COLUMNS = 8, 64 << 10, 128
 """Of the kernel for fewest rows: the most, a block's room for them, and of what their columns are a multiple."""
 FEWEST_WARPS = (4, 16)
-"""Of a block of that kernel: the least and the most."""
+"""Of a block of that kernel: the least and the most; with groups of 16 columns half of these."""
 RESIDENT_WARPS, RESIDENT_BYTES = 20, 96 << 10
-"""Of that kernel, which a multiprocessor runs at once: by its registers, and by the shared memory of an sm_89's."""
+"""Of that kernel, which a multiprocessor runs at once: by its registers, with groups of 16 half as many, and by the
+shared memory of an sm_89's."""
 FEWEST = "fewest_rows"
 """Products of the fewest rows; the kernel for few stands in for them."""
 LEAST_UNPACKED = 192
@@ -237,7 +238,9 @@ class PackedWeightLinear(TiledLinear):
         parts = _parts(weight) | {"bias": bias}
         super().__init__(launcher, weight, _launches(weight), parts, _sizes(weight))
         self.fewest, self.unpacks = fewest and self.in_features % FEWEST_COLUMNS == 0, unpacks
-        self._fewest, self._unpack = (variant(name, *_kind(weight)[0]) for name in ("fewest", "unpacked"))
+        kind = _kind(weight)[0]
+        self._spans = STEP // (kind[3] or STEP)  # of a step
+        self._fewest, self._unpack = (variant(name, *kind) for name in ("fewest", "unpacked"))
         launcher.load([self._fewest, self._unpack])
 
     def multiply(self, rows: Tensor, out: Tensor) -> None:
@@ -253,10 +256,10 @@ class PackedWeightLinear(TiledLinear):
     def _multiply_fewest(self, rows: Tensor, out: Tensor, row_bytes: int) -> None:
         """row_bytes: of shared memory, for the rows."""
         num_blocks, multiprocessors = -(-self.out_features // OUTPUTS), self.launcher.multiprocessors
-        least, most = FEWEST_WARPS
+        least, most = (warps // self._spans for warps in FEWEST_WARPS)
         warps = max(least, min(most, 1 << (most * multiprocessors // num_blocks).bit_length()))
         shared_bytes = row_bytes + warps * MOST_FEWEST * (OUTPUTS + 1) * 4
-        resident = min(RESIDENT_WARPS // warps, RESIDENT_BYTES // (shared_bytes + 1024))
+        resident = min(RESIDENT_WARPS // self._spans // warps, RESIDENT_BYTES // (shared_bytes + 1024))
         of_rows = {"x": rows, "x_scales": None, "x_stride": rows.stride(0), "m": len(rows), "out": out}
         parameters = pack(self._fewest, **of_rows, **self.parts, **self.sizes)
         grid = (min(num_blocks, max(1, resident) * multiprocessors),)
