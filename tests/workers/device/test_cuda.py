@@ -234,11 +234,15 @@ def test_steps_with_adapters_give_what_peft_does(
     check_recorded(adapted.runner, num_recorded=8, num_replayed=4)
 
 
-def test_replaying_steps_with_adapters_changes_nothing(load: Callable[..., Runner], tmp_path: Path) -> None:
-    """Whichever adapters come and go, of any rank, in batches that are padded."""
+@pytest.mark.parametrize("prompts", [False, True])
+def test_replaying_steps_with_adapters_changes_nothing(
+    load: Callable[..., Runner], tmp_path: Path, prompts: bool
+) -> None:
+    """Whichever adapters come and go, of any rank, in batches that are padded. prompts: they are replayed, too."""
+    most = {"max_num_batched_tokens": 64 if prompts else 63}
     folders = [low_rank(tmp_path / str(rank), rank, rank) for rank in (1, 8)]
     folders.append(low_rank(tmp_path / "some", 3, 5, ["model.layers.1.mlp.gate_proj", HEAD]))
-    plain, ahead = Adapted(load, enforce_eager=True), Adapted(load)
+    plain, ahead = Adapted(load, enforce_eager=True, **most), Adapted(load, **most)
     found = []
     for adapted in (plain, ahead):
         for index in (1, 2):
@@ -249,7 +253,8 @@ def test_replaying_steps_with_adapters_changes_nothing(load: Callable[..., Runne
         found.append(outcomes)
     assert found[0] == found[1]
     assert len({str(outcomes) for outcomes in found[0]}) == 5  # adapters change what comes
-    check_recorded(ahead.runner, num_recorded=8, num_replayed=5 * 3)
+    num_replayed = 5 * (4 if prompts else 3)
+    check_recorded(ahead.runner, 10 if prompts else 8, num_replayed, num_starts=2 if prompts else 1)
 
 
 def whole(folder: Path, module: str, shape: tuple[int, int]) -> Path:
