@@ -30,13 +30,15 @@ TRIED = {
     "norms": ("rms_norm", "add_rms_norm"),
     "gates": ("activate_and_mul",),
     "cache writes": ("store_kv", "rotate_and_store"),
-    "attention": ("paged_attention",),
+    "attention": ("paged_attention", "warpgroup_attention"),
     "latents": ("latents",),
-    "products": ("pack",),
+    "states": ("states",),
+    "products": ("pack", "fewest_rows", "unpacked_weights", "linear"),
+    "rows in 8 bits": ("integer_rows", "float_rows"),
     "experts": ("experts",),
     "adapters": ("adapt",),
 }
-"""The methods of the kernels that are tried together."""
+"""The methods of the kernels that are tried together: all that trials have."""
 WORKER_TESTS = "gpu and not test_gpu and not emulated and not test_every_architecture"
 REHEARSAL = 5
 """How many times as long everything may take in a rehearsal."""

@@ -307,12 +307,11 @@ def run_model(
     scale: Scale,
     limits: Limits,
     *,
-    adapters: bool,
-    quantization: str | None = None,
-    batch_invariant: bool = False,
+    adapters: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
-    """The figures of a model, which are printed as well. sizes: its configuration. quantization: of its weights."""
-    report: dict[str, Any] = {}
+    """The figures of a model, which are printed as well. sizes: its configuration. options: of the engine."""
+    report, quantization = dict[str, Any](), options.get("quantization")
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         (folder / "config.json").write_text(json.dumps(sizes))
@@ -322,7 +321,6 @@ def run_model(
             return report
         for kind, graphs, works in (("graphs", True, scale.works), ("eager", False, scale.others)):
             if works:
-                options = {"quantization": quantization, "batch_invariant": batch_invariant}
                 engine = Pagewire(folder, graphs, scale.device, **options)
                 report[kind] = measure(engine, works, scale, folder, limits, BITS[quantization])
                 engine.close()

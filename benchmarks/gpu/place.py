@@ -20,8 +20,15 @@ from pagewire.kernels.cuda.trials import trials
 from pagewire.kernels.cuda.variants import Launches
 from pagewire.workers.device.cuda import CudaDevice
 
-PRODUCTS = ("groups of 64, scales in float16", "8-bit floats, groups of 64", "dense weights")
-"""The ends of the names of trials of products that are rehearsed."""
+REHEARSED = (
+    " of 248",
+    "groups of 64, scales in float16",
+    "8-bit floats, groups of 64",
+    "dense weights",
+    "delta rule of 14",
+    "convolution by 4 in bfloat16",
+)
+"""The ends of the names of trials that are rehearsed, where there are many of a kind."""
 KV_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -111,14 +118,15 @@ class Rehearsal:
 
     def trials(self) -> Iterator[tuple[str, Trial]]:
         """See `Place`: few, for each kernel has to be compiled for the emulation."""
-        launches = Launches(torch.bfloat16, torch.bfloat16, 64, mixture=True, capability=HOPPER)
+        launches = Launches(
+            torch.bfloat16, torch.bfloat16, 64, recurrent=True, mixture=True, capability=HOPPER
+        )
         others = [
             trial for trial in trials(launches._replace(packed=False, invariant=True)) if "any" in trial.name
         ]
         for trial in (*trials(launches), *others):
-            is_norm = trial.method.endswith("norm")
-            is_product = trial.method in ("pack", "experts", linear.UNPACKED)
-            if trial.name.endswith((" of 248", *PRODUCTS)) or not (is_norm or is_product):
+            many = ("pack", "experts", linear.FEWEST, linear.UNPACKED, "states")
+            if trial.name.endswith(REHEARSED) or not trial.method.endswith(("norm", *many)):
                 yield "bfloat16", trial
         for trial in trials(Launches(torch.bfloat16, torch.bfloat16, min(LATENTS))):
             if trial.method == latents.METHOD:

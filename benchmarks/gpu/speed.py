@@ -19,30 +19,18 @@ def kernels(is_gpu: bool, group: str) -> dict[str, Any]:
     return report
 
 
-def model(
-    is_gpu: bool,
-    name: str,
-    *,
-    adapters: bool = False,
-    quantization: str | None = None,
-    batch_invariant: bool = False,
-) -> dict[str, Any]:
-    """A model end to end with random weights. quantization: how they are quantised while it is loaded."""
+def model(is_gpu: bool, name: str, *, adapters: bool = False, **options: Any) -> dict[str, Any]:
+    """A model end to end with random weights. options: of the engine."""
     from benchmarks.gpu import models
     from benchmarks.kernels.timing import floors
     from benchmarks.limits import Limits
 
     limits = Limits(*floors("cuda:0" if is_gpu else "cpu"))
-    kind: dict[str, Any] = {
-        "adapters": adapters,
-        "quantization": quantization,
-        "batch_invariant": batch_invariant,
-    }
     if is_gpu:
-        return models.run_model(models.MODELS[name], models.QUICK, limits, **kind)
+        return models.run_model(models.MODELS[name], models.QUICK, limits, adapters=adapters, **options)
     sizes = models.MODELS[name]
     tiny = models.TINY | (models.TINY_EXPERTS if "num_experts" in sizes else {})
-    return models.run_model(sizes | tiny, models.SMALL, limits, **kind)
+    return models.run_model(sizes | tiny, models.SMALL, limits, adapters=adapters, **options)
 
 
 def encoder(is_gpu: bool, name: str) -> dict[str, Any]:

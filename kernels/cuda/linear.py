@@ -34,6 +34,8 @@ MOST_FEW, MOST_FEW_OF_MANY = 192, 48
 other kernel has a block for each multiprocessor. Measured on an H100, with 4,096, 6,144 and 28,672 outputs."""
 MOST_FEWEST, FEWEST_BYTES, FEWEST_COLUMNS = 8, 64 << 10, 128
 """Of the kernel for fewest rows: the most, a block's room for them, and of what their columns are a multiple."""
+FEWEST_PADDING = 16
+"""Bytes between these rows in shared memory. As in fewest_linear.cu."""
 FEWEST_WARPS = (4, 16)
 """Of a block of that kernel: the least and the most; with groups of 16 columns half of these."""
 RESIDENT_WARPS, RESIDENT_BYTES = 20, 96 << 10
@@ -245,7 +247,7 @@ class PackedWeightLinear(TiledLinear):
 
     def multiply(self, rows: Tensor, out: Tensor) -> None:
         """See `TiledLinear.multiply`."""
-        row_bytes = self.in_features * rows.itemsize + 16
+        row_bytes = self.in_features * rows.itemsize + FEWEST_PADDING
         if self.fewest and len(rows) <= min(MOST_FEWEST, FEWEST_BYTES // row_bytes):
             self._multiply_fewest(rows, out, len(rows) * row_bytes)
         elif self.unpacks and len(rows) >= LEAST_UNPACKED:
@@ -295,7 +297,7 @@ class PackedWeightLinear(TiledLinear):
 
 
 def part_outputs(row_bytes: int) -> int:
-    """How many outputs are unpacked at a time, of so many bytes each."""
+    """The number of outputs that are unpacked at a time. row_bytes: of one of them, unpacked."""
     return max(OUTPUTS, UNPACKED_BYTES // row_bytes // OUTPUTS * OUTPUTS)
 
 

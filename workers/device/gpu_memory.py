@@ -14,7 +14,7 @@ from pagewire.workers.device.kv_size import GIB, in_gib
 CONTEXT_BYTES = 512 << 20  # estimate of what the driver takes for a process; there is no API for it
 GRAPH_BYTES = 256 << 20  # estimate of what graphs of a model take beside the memory of their steps
 RECORDED_TOKENS = 1024
-"""The most tokens of a recorded step: launches of longer ones take less time than their work."""
+"""The most tokens of a recorded step. By reckoning, launches of longer ones take less time than their work."""
 MOST_LIKELY = 20  # most likely tokens that a GPU's sampler finds per row; a row that needs more is slower
 MOST_SAMPLED_TOKENS = 262_144  # the largest vocabulary of the sampling kernels
 SPLIT_PARTS, SPLIT_PART_BYTES = 16, 16 * 256 * 4 + 16 * 2 * 4 + 4

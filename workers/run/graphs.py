@@ -3,8 +3,8 @@
 A replay works on the memory that it was recorded with, so the batch is copied to `_static` first. Graphs are
 recorded for a few shapes; a batch is padded to the next one (see `build_batch`): what it lacks is padding behind
 the last request's tokens, since kernels read where each begins. There are shapes for steps of one token of each
-request, for one and the most drafts, and for short prompts among whatever else there is: Python takes longer to
-launch such a step than the device to run it. Where adapters are served, every shape is recorded twice: a graph with
+request, for one and the most drafts, and for short prompts among whatever else there is, whose launches may take
+longer than their work. Where adapters are served, every shape is recorded twice: a graph with
 their kernels would cost steps without adapters two launches for each product.
 """
 
@@ -129,7 +129,7 @@ class StepGraphs:
         reason = why_prompts_wait(shapes, config.block_size, device, forward, recurrent)
         if reason is not None:
             logger.info("prompts are launched kernel by kernel: the model waits for the device: %s", reason)
-            shapes = recorded_shapes(config, max_model_len, prompts=False)
+            shapes = [shape for shape in shapes if shape.num_each == 1]
         most = max(shape.num_tokens for shape in shapes)
         adapted = None if adapters is None else adapters.recorded_rows(most)
         graphs = cls(device, forward, shapes, max_blocks, config.block_size, adapted, network, recurrent)
@@ -244,16 +244,10 @@ def why_prompts_wait(
     return device.why_it_waits(lambda: forward(batch, None))
 
 
-def recorded_shapes(config: WorkerConfig, max_model_len: int, *, prompts: bool = True) -> list[RecordedShape]:
-    """The shapes of steps to record for a worker.
-
-    prompts: also those of short prompts, and of one token and the most drafts of each request, where the worker
-    proposes any.
-    """
+def recorded_shapes(config: WorkerConfig, max_model_len: int) -> list[RecordedShape]:
+    """The shapes of steps to record for a worker, if they do not wait for the device."""
     max_tokens, max_requests = config.max_num_batched_tokens, config.max_num_seqs
     shapes = {RecordedShape(size, size, 1) for size in recorded_sizes(min(max_requests, max_tokens))}
-    if not prompts:
-        return sorted(shapes)
     if config.speculative is not None:
         num_each = 1 + config.speculative.num_speculative_tokens
         most = min(max_requests, max_tokens // num_each)

@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from pagewire.kernels.cuda.source import read_source
 from pagewire.kernels.data.paging import CAUSAL, WHOLE, LogitTerms
 from tests.kernels.batches import TOLERANCE, Paged, Shape, page, random_request
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher
-from tests.kernels.cuda.emulate.library import load
+from tests.kernels.cuda.emulate.library import load_all
 from tests.kernels.cuda.test_attention import BF16, E4M3, FP16, batch_of, everything, expect, run
 from tests.kernels.cuda.test_two_sided import biases
 
@@ -313,8 +311,7 @@ def compiled() -> None:
         for variant in (instance.variant for instance in instances):
             if edit.file in dict(read_source(variant.source)):
                 faulty.append((variant, edit))
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda pair: load(pair[0], (pair[1],)), faulty))
+    load_all(faulty)
 
 
 def title(value: object) -> str:

@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pagewire.kernels.cuda.launch import HOPPER
+from pagewire.kernels.cuda.limits import LATENTS
+from pagewire.kernels.cuda.trials import trials
+from pagewire.kernels.cuda.variants import Launches
 from tests.benchmarks.loading import load_from
 from tests.kernels.cuda.emulate import EmulatedLauncher
 
@@ -38,6 +43,22 @@ def write_wheel(folder: Path) -> None:
         for file, text in texts.items():
             wheel.writestr(file, text)
     (folder / "pytest-0-py3-none-any.whl").touch()  # is installed, so its file is not read
+
+
+def test_every_trial_is_in_a_part() -> None:
+    program = (
+        "import json; from benchmarks.gpu.__main__ import TRIED; print(json.dumps(sum(TRIED.values(), ())))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    tried = json.loads(subprocess.check_output([sys.executable, "-c", program], env=environment))
+    launches = Launches(torch.bfloat16, torch.bfloat16, 64, mixture=True, recurrent=True)
+    kinds = (
+        launches._replace(capability=HOPPER),
+        launches._replace(capability=(8, 9)),
+        launches._replace(head_dim=min(LATENTS)),
+        launches._replace(packed=False, invariant=True),
+    )
+    assert set(tried) == {trial.method for kind in kinds for trial in trials(kind)}
 
 
 def test_a_rehearsal(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from pagewire.kernels.cuda.source import read_source
 from pagewire.kernels.data.paging import CAUSAL, Cache, LogitTerms
 from tests.kernels.batches import TOLERANCE, Paged
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, guarded
-from tests.kernels.cuda.emulate.library import load
+from tests.kernels.cuda.emulate.library import load_all
 from tests.kernels.cuda.test_attention import BF16, batch_of
 from tests.kernels.cuda.test_latents import expect, run, shape_of
 
@@ -166,8 +164,7 @@ def compiled() -> None:
         kernels = [kernel(BF16, 288, tiling).variant for kernel in (latents.instance, latents.merging)]
         kernels = [latents.writing(BF16)] if which == "write" else kernels
         faulty += [(variant, edit) for variant in kernels if edit.file in dict(read_source(variant.source))]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda pair: load(pair[0], (pair[1],)), faulty))
+    load_all(faulty)
 
 
 def title(value: object) -> str:

@@ -28,7 +28,7 @@ TRIALS = {
     or trial.name.endswith((" 248", " 1016", " 4088"))  # of one warp, of four, of more
     or trial.name
     in ("delta rule of 14", "state space of 14 in bfloat16")  # the others with states share no memory
-    if trial.method not in ("pack", "experts", linear.UNPACKED)
+    if trial.method not in ("pack", "experts", linear.FEWEST, linear.UNPACKED)
     or trial.name.endswith(("groups of 64, scales in bfloat16", "dense weights"))
 }
 LATENTS = ("decode attention to latents of 288", "drafts attention to latents of 288")  # the others take long

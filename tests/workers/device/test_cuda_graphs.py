@@ -345,4 +345,3 @@ def test_shapes_with_prompts(fields: dict[str, Any], prompts: list[tuple[int, in
     config = WorkerConfig("", **{"max_num_seqs": 3, "max_num_batched_tokens": 130} | fields)
     shapes = recorded_shapes(config, 64)
     assert [shape for shape in shapes if shape.num_each > 1] == prompts
-    assert all(shape.num_each == 1 for shape in recorded_shapes(config, 64, prompts=False))

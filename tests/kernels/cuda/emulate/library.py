@@ -3,8 +3,11 @@
 import ctypes
 import functools
 import hashlib
+import os
 import subprocess
 import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +83,12 @@ def _compile(texts: dict[str, str], command: tuple[str, ...]) -> Path:
             subprocess.run(link, cwd=directory, check=True)
             compiled.rename(library)
     return library
+
+
+def load_all(faulty: Iterable[tuple[Variant, Edit]]) -> None:
+    """Compile variants with an edit each, several at a time: the compiler is a process of its own."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda pair: load(pair[0], (pair[1],)), faulty))
 
 
 def _precompiled_header(command: tuple[str, ...]) -> Path:

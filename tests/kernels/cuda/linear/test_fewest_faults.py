@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,7 +11,7 @@ from pagewire.kernels.cuda.linear import FEWEST_SOURCE, _kind, variant
 from pagewire.kernels.cuda.source import read_source
 from pagewire.kernels.data.integers import Integers
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, guarded
-from tests.kernels.cuda.emulate.library import load
+from tests.kernels.cuda.emulate.library import load_all
 from tests.kernels.cuda.linear.test_linear import (
     BF16,
     FP16,
@@ -102,8 +100,7 @@ def compiled() -> None:
         (variant("fewest", *_kind(WEIGHTS[kind])[0]), Edit(FEWEST_SOURCE, old, new))
         for kind, old, new in FAULTS
     ]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda pair: load(pair[0], (pair[1],)), faulty))
+    load_all(faulty)
 
 
 @pytest.mark.planted_faults

@@ -274,35 +274,37 @@ def test_weights_without_a_kernel_are_made_dense(weight: Weight, reason: str) ->
         PackedWeightLinear(EmulatedLauncher(), weight, None)
 
 
-def test_no_weight_is_unpacked_where_that_is_wrong_or_bits_may_not_depend_on_the_batch() -> None:
+def test_which_kernels_serve_where_some_are_wrong_or_bits_may_not_depend_on_the_batch() -> None:
     kernels = CudaKernels(EmulatedLauncher(), "cpu")
-    weight = make_weight(Integers(4, 32, 8), 32, 64, BF16, FP16, False)
+    weight = make_weight(Integers(4, 32, 8), 32, 128, BF16, FP16, False)
 
-    def unpacks() -> bool:
+    def used() -> tuple[bool, bool]:
         layer = kernels.pack(weight)
         assert isinstance(layer, PackedWeightLinear) and not kernels.replaced
-        return layer.unpacks
+        return layer.fewest, layer.unpacks
 
-    assert unpacks()
+    assert used() == (True, True)
     kernels.batch_invariant = True
-    assert not unpacks()
+    assert used() == (False, False)
     kernels.batch_invariant = False
     kernels.replace(linear.UNPACKED)
-    assert not unpacks()
+    assert used() == (True, False)
+    kernels.replace(linear.FEWEST)
+    assert used() == (False, False)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(
-    st.builds(EmulatedLauncher, st.sampled_from(ORDERS), multiprocessors=st.sampled_from([1, 132])),
-    products(),
-)
-def test_products_of_fewest_rows(
-    launcher: EmulatedLauncher, drawn: tuple[Weight, Tensor, Tensor | None]
-) -> None:
-    weight, x, bias = drawn
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_fewest_rows(launcher: EmulatedLauncher, scheme: Integers, dtype: torch.dtype) -> None:
+    """The last block of outputs is not full; beyond the most rows another kernel multiplies."""
+    scale_dtype = FP32 if scheme.group is None else BF16 if dtype == FP16 else FP16
+    weight = make_weight(scheme, 70, 384, dtype, scale_dtype, scheme.group is not None)
+    bias = make_bias(weight)
     layer = make_linear(launcher, weight, bias, fewest=True)
-    for count in (1, 2, 5, 8):
-        check(weight, x[:count], multiply(layer, guarded(x[:count])), bias)
+    assert layer.fewest
+    for count in (1, 5, 8, 9):
+        x = make_rows_of_x(count, 384, dtype)
+        check(weight, x, multiply(layer, x), bias)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from pagewire.kernels.cuda.linear import _kind, _launches, variant
 from pagewire.kernels.cuda.source import read_source
 from pagewire.kernels.data.integers import Integers
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher
-from tests.kernels.cuda.emulate.library import load
+from tests.kernels.cuda.emulate.library import load_all
 from tests.kernels.cuda.linear.test_linear import (
     BF16,
     FP16,
@@ -216,8 +214,7 @@ def compiled() -> None:
         unpacked = variant("unpacked", *_kind(WEIGHTS[kind])[0])
         kernel = {FEW: few.kernel, MANY: many.kernel, UNPACKED: unpacked}[count]
         faulty.append((kernel, Edit(file_of(count), old, new)))
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda pair: load(pair[0], (pair[1],)), faulty))
+    load_all(faulty)
 
 
 @pytest.mark.planted_faults
