@@ -50,8 +50,8 @@ REFUSED = {
     "doge": "no kernel for heads of 33",
     "llama4_text": "attends to chunks of keys",
 }
-LOOSE = {"olmoe": 0.15} | dict.fromkeys(
-    ("bailing_hybrid", "falcon_mamba", "kimi_linear", "mamba", "minicpm3", "phimoe"), 0.1
+LOOSE = {"falcon_mamba": 0.3, "olmoe": 0.15} | dict.fromkeys(
+    ("bailing_hybrid", "kimi_linear", "mamba", "minicpm3", "phimoe"), 0.1
 )
 """Differences that are permitted where rounding makes a router choose others, or layers magnify it."""
 PARAMS = SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0)
