@@ -182,10 +182,12 @@ class EngineCore:
             self._worker_lost()
         if self.clients.socket in ready or self.intake.has_work:
             self.intake.receive()
-        self._check_timers()
+        self.clients.flush()
+        self._check_worker(time.monotonic())
         if self.started:
             self._advance()
             self.metrics.iteration_seconds.observe(time.monotonic() - awake_at)
+        self._check_timers()
 
     def _advance(self) -> None:
         for client in self.clients.lost():
@@ -198,9 +200,8 @@ class EngineCore:
         self.block_events.flush(time.monotonic())
 
     def _check_timers(self) -> None:
+        """Do what is due from time to time. Steps are launched before it, since it may take milliseconds."""
         now = time.monotonic()
-        self.clients.flush()
-        self._check_worker(now)
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + TICK_SECONDS
             self.clients.heartbeat(now)

@@ -90,23 +90,22 @@ class Team {
     if (self.moved) sched_setaffinity(0, sizeof(self.allowed), &self.allowed);
   }
 
-  // A thread that sleeps, and where it fell asleep.
+  // A thread that sleeps, and where it may run.
   struct Sleeper {
     pid_t thread = pid_t(syscall(SYS_gettid));
-    int processor = sched_getcpu();
     cpu_set_t allowed = {};
-    bool moved = false;  // it must not run where it fell asleep
+    bool moved = false;  // it must not run on the processor of the one who woke it
 
     Sleeper() { sched_getaffinity(0, sizeof(allowed), &allowed); }
   };
 
-  // A thread wakes where it fell asleep. If that is the processor of the one who wakes it, it waits there behind the work
-  // that it should share, for milliseconds, until Linux balances the load. So such a thread may run on any other one; it
-  // takes that back once it is awake.
+  // Linux wakes a thread on the processor of the one who wakes it if it fell asleep there, or if other processes keep its
+  // own busy. There it waits behind the work that it should share, or takes its place, until Linux balances the load. So
+  // it may run on any other one; it takes that back once it is awake.
   void keep_off_this_processor() {
     const int here = sched_getcpu();
     for (Sleeper* sleeper : sleeping_) {
-      if (!sleeper || here < 0 || sleeper->processor != here || CPU_COUNT(&sleeper->allowed) < 2) continue;
+      if (!sleeper || here < 0 || CPU_COUNT(&sleeper->allowed) < 2) continue;
       cpu_set_t others = sleeper->allowed;
       CPU_CLR(size_t(here), &others);
       sleeper->moved = !sched_setaffinity(sleeper->thread, sizeof(others), &others);
