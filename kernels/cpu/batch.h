@@ -1,4 +1,4 @@
-// Several products whose work items are shared out together.
+// Several products whose work items are shared out together, and how much of a matrix one item is.
 #pragma once
 
 #include <algorithm>
@@ -6,6 +6,19 @@
 #include <vector>
 
 namespace {
+
+constexpr int64_t kFewRows = 32;   // up to which reading a matrix is the limit, or nearly
+constexpr int64_t kStretches = 2;  // of a matrix for each thread
+
+// The panels of a work item. panel_work: multiply-adds of one. item_work: with less, threads get into each other's way.
+//
+// With few rows an item is a long stretch of the matrix: the processor fetches ahead within it by itself, and waits where
+// the next one begins. With many rows small items share the work out more evenly.
+inline int64_t panels_of_item(int64_t panels, int64_t panel_work, int64_t item_work, int64_t rows, int num_threads) {
+  const int64_t least = std::max<int64_t>(1, item_work / std::max<int64_t>(1, panel_work));
+  const int64_t stretches = kStretches * num_threads;
+  return rows > kFewRows ? least : std::max(least, (panels + stretches - 1) / stretches);
+}
 
 // Products, each with `items()` and `work()`, whose items are numbered one after the other.
 template <class Product>

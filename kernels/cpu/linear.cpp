@@ -4,9 +4,9 @@
 // ends. Every element of the result is one chain of sums in the order of k, whatever rows stand beside it: its bits do
 // not depend on the batch. How a chain is made is in linear_vectors.h and linear_tiles.h.
 //
-// A work item is a panel, or some small ones, of one matrix, and a chunk of its rows. The panel stays in the second-level cache while the
-// rows pass by in blocks whose sums stay in registers. With few rows, for which memory is the limit, the next panel is
-// fetched meanwhile.
+// A work item is some panels of one matrix (batch.h), and a chunk of its rows. A panel stays in the second-level cache
+// while the rows pass by in blocks whose sums stay in registers. With several blocks, but few, the next panel is fetched
+// meanwhile; one block reads a panel just once, as fast as the processor fetches it by itself.
 
 #include <algorithm>
 #include <type_traits>
@@ -21,7 +21,7 @@
 namespace {
 
 constexpr int64_t kParallelWork = 1 << 18;  // multiply-adds below which one thread is faster
-constexpr int64_t kItemWork = 1 << 16;      // multiply-adds of an item: with less, threads get into each other's way
+constexpr int64_t kItemWork = 1 << 16;      // multiply-adds of an item, at least
 
 #if defined(PAGEWIRE_TILES)
 template <class T>
@@ -57,13 +57,13 @@ int64_t num_panels(int64_t n) {
 template <class T>
 class PackedProduct {
  public:
-  PackedProduct(const Rows<T>& rows, const T* packed)
+  PackedProduct(const Rows<T>& rows, const T* packed, int num_threads)
       : rows_(rows),
         packed_(packed),
         panels_(num_panels<T>(rows.n)),
         size_(Product<T>::panel_elements(rows.k)),
         chunk_(Product<T>::chunk_rows(rows)),
-        group_(std::max<int64_t>(1, kItemWork / std::max<int64_t>(1, std::min(chunk_, rows.count) * size_))),
+        group_(panels_of_item(panels_, std::min(chunk_, rows.count) * size_, kItemWork, rows.count, num_threads)),
         groups_((panels_ + group_ - 1) / group_) {}
 
   int64_t items() const { return groups_ * ((rows_.count + chunk_ - 1) / chunk_); }
@@ -132,7 +132,7 @@ EXPORT void pagewire_linear(const void* x, const void* packed, const void* bias,
     const Rows<T> call{static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(out), rows, k, n,
                        x_stride};
     Batch<PackedProduct<T>> products(1);
-    products.add({call, static_cast<const T*>(packed)});
+    products.add({call, static_cast<const T*>(packed), num_threads});
     multiply_packed(products, num_threads);
   });
 }
@@ -148,7 +148,7 @@ EXPORT void pagewire_linear_grouped(const GroupedCall* call) {
       if (matrix.integers || !rows) continue;
       products.add({Rows<T>{static_cast<const T*>(call->x) + first * call->x_stride, static_cast<const T*>(matrix.bias),
                             static_cast<T*>(call->out) + first * matrix.n, rows, matrix.k, matrix.n, call->x_stride},
-                    static_cast<const T*>(matrix.packed)});
+                    static_cast<const T*>(matrix.packed), call->num_threads});
     }
     multiply_packed(products, call->num_threads);
   });

@@ -47,14 +47,13 @@ struct VectorProduct {
   static constexpr int64_t kPanel = PAGEWIRE_PANEL, kDepth = Link<T>::depth;
   static constexpr int64_t kRowChunk = 384;
   static constexpr int64_t kStreamed = 64;  // rows up to which reading the matrix from memory is the limit
-  static constexpr int64_t kLead = 2048;    // bytes that the reading of a matrix for one block of rows runs ahead
 
   static int64_t panel_elements(int64_t k) { return (k + kDepth - 1) / kDepth * kDepth * kPanel; }
   static int64_t chunk_rows(const Rows<T>&) { return kRowChunk; }
 
   // Rows [begin, end) times panel p; `next` is fetched meanwhile.
   static void multiply(const Rows<T>& rows, int64_t begin, int64_t end, int64_t p, const T* panel, const T* next) {
-    if (rows.count <= kStreamed)
+    if (rows.count > kRows && rows.count <= kStreamed)
       chunk<true>(rows, begin, end, p, panel, next);
     else
       chunk<false>(rows, begin, end, p, panel, next);
@@ -99,13 +98,7 @@ struct VectorProduct {
     };
     int64_t i = 0;
     for (; i + kDepth <= k; i += kDepth) {
-      if (kFetch && kBlock == 1) {
-#pragma GCC unroll 4
-        for (int line = 0; line < kVectors; ++line)
-          __builtin_prefetch(reinterpret_cast<const char*>(panel + i * kPanel) + kLead + 64 * line, 0, 3);
-      } else if (kFetch) {
-        __builtin_prefetch(ahead + i / kDepth * 64, 0, 2);
-      }
+      if (kFetch) __builtin_prefetch(ahead + i / kDepth * 64, 0, 2);
       link(i, kDepth);
     }
     if (i < k) link(i, k - i);

@@ -4,7 +4,7 @@
 // order, each by one fused multiply-add (two where the weight has offsets); then finer codes or outliers. So the bits of an
 // element of the result are the same for every instruction set, among any other rows, and however the work is cut.
 //
-// A work item is a panel, or some small ones, of one matrix, and a chunk of its rows. Codes of 6 and 4 bits are unpacked in
+// A work item is some panels of one matrix (batch.h), and a chunk of its rows. Codes of 6 and 4 bits are unpacked in
 // registers for every few rows: that takes less time than to read them as bytes from the second-level cache.
 
 #include <algorithm>
@@ -21,9 +21,10 @@
 namespace {
 
 constexpr int64_t kParallelWork = 1 << 19;      // multiply-adds below which one thread is faster
-constexpr int64_t kItemWork = 1 << 17;          // multiply-adds of an item
+constexpr int64_t kItemWork = 1 << 17;          // multiply-adds of an item, at least
 constexpr int64_t kParallelElements = 1 << 15;  // of rows, below which one thread quantises them
 constexpr int64_t kRowChunk = 384;
+constexpr int64_t kUnfetched = 4;  // rows
 
 struct Output {
   const void* bias;  // [n] or null
@@ -50,7 +51,8 @@ struct Output {
 template <class Codes>
 class Product {
  public:
-  Product(const Integers& form, const Codes& codes, const QuantisedRows& rows, const Output& output, const Matrix& matrix)
+  Product(const Integers& form, const Codes& codes, const QuantisedRows& rows, const Output& output, const Matrix& matrix,
+          int num_threads)
       : layout_(form, matrix.k),
         zero_(form.zero),
         codes_(codes),
@@ -58,8 +60,8 @@ class Product {
         output_(output),
         packed_(static_cast<const char*>(matrix.packed)),
         panels_((output.n + kPanel - 1) / kPanel),
-        group_(std::max<int64_t>(
-            1, kItemWork / std::max<int64_t>(1, std::min(kRowChunk, output.count) * layout_.columns() * kPanel))),
+        group_(panels_of_item(panels_, std::min(kRowChunk, output.count) * layout_.columns() * kPanel, kItemWork,
+                              output.count, num_threads)),
         groups_((panels_ + group_ - 1) / group_) {}
 
   int64_t items() const { return groups_ * ((output_.count + kRowChunk - 1) / kRowChunk); }
@@ -94,12 +96,11 @@ class Product {
     });
   }
 
-  // One row reads a panel as fast as memory gives it, so what is fetched is soon needed. More rows leave time to fetch the
-  // next panel as a whole.
+  // A few rows read a panel as fast as memory gives it, and the processor fetches ahead by itself. More rows leave time to
+  // fetch the next panel as a whole.
   static Fetch fetch_for(int64_t rows) {
-    if (rows == 1) return Fetch::own;
-    if (rows <= kRows) return Fetch::next;
-    return Fetch::next_slowly;
+    if (rows <= kUnfetched) return Fetch::nothing;
+    return rows <= kRows ? Fetch::next : Fetch::next_slowly;
   }
 
 #if defined(PAGEWIRE_TILES)
@@ -214,7 +215,8 @@ class RowCodes {
       const Output output{matrix.bias, static_cast<char*>(call_.out) + first * matrix.n * size, count, matrix.n, call_.dtype};
       const QuantisedRows& rows = parts_[part++].to;
       with_codes(*matrix.integers, [&](const auto& kind) {
-        products.add(AnyProduct(Product<std::decay_t<decltype(kind)>>(*matrix.integers, kind, rows, output, matrix)));
+        products.add(AnyProduct(Product<std::decay_t<decltype(kind)>>(*matrix.integers, kind, rows, output, matrix,
+                                                                call_.num_threads)));
       });
     });
     return products;

@@ -21,22 +21,12 @@ constexpr int kRows = 2;
 constexpr int64_t kLine = 64;
 constexpr int kStepLines = 4 * kPanel > kLine ? int(4 * kPanel / kLine) : 1;  // of a panel, in one step along k
 
-// What is fetched from memory while rows are multiplied: lines of the panel itself, which are read some time later, or
-// lines of the panel after it, for each step as many as the step reads, or half as many.
-enum class Fetch { nothing, own, next, next_slowly };
+// What is fetched from memory while rows are multiplied: lines of the panel after this one, for each step as many as the
+// step reads, or half as many.
+enum class Fetch { nothing, next, next_slowly };
 
 constexpr int lines_of(Fetch fetch) {
   return fetch == Fetch::next ? kStepLines : fetch == Fetch::next_slowly ? (kStepLines + 1) / 2 : 0;
-}
-
-// Distances and caches are those that were fastest (Zen 4, one row): with those of 4 bits a token in 8 bits takes 1.14 of
-// the time, with those of 8 bits one in 4 bits 1.2.
-template <class Codes>
-INLINE void fetch_own(const char* at) {
-  if constexpr (Codes::kParts == 1)
-    __builtin_prefetch(at + 6144, 0, 2);
-  else
-    __builtin_prefetch(at + 2048, 0, 3);
 }
 
 // The sums of some rows and the columns of a panel, in float32.
@@ -54,7 +44,6 @@ class VectorBlock {
   const char* run(Fetch fetch, const QuantisedRows& rows, int64_t count, const char* panel, const char* next,
                   PanelSums& sums) const {
     if (fetch == Fetch::nothing) next = add<Fetch::nothing, true>(rows, count, panel, next, sums);
-    if (fetch == Fetch::own) next = add<Fetch::own, true>(rows, count, panel, next, sums);
     if (fetch == Fetch::next) next = add<Fetch::next, true>(rows, count, panel, next, sums);
     if (fetch == Fetch::next_slowly) next = add<Fetch::next_slowly, true>(rows, count, panel, next, sums);
     if (rows.has_finer())
@@ -122,8 +111,6 @@ class VectorBlock {
   INLINE const char* add_products(const int8_t* x, const char* packed, const char* next,
                                   Ints (&sums)[kCount][kVectors]) const {
     for (int64_t i = 0; i < layout_.group; i += 4 * Codes::kParts, packed += Codes::kPacked * 4 * kPanel) {
-      if (kFetch == Fetch::own)
-        for (int64_t at = 0; at < Codes::kPacked * 4 * kPanel; at += kLine) fetch_own<Codes>(packed + at);
       for (int line = 0; line < Codes::kPacked * lines_of(kFetch); ++line, next += kLine) __builtin_prefetch(next, 0, 2);
 #pragma GCC unroll 4
       for (int part = 0; part < Codes::kParts; ++part) {
