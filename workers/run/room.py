@@ -17,7 +17,7 @@ from pagewire.workers.device.interface import Device, LoadedSizes
 from pagewire.workers.device.kv_size import CacheSize, cache_size
 from pagewire.workers.errors import LoadError
 from pagewire.workers.network.loaded import LoadedModel
-from pagewire.workers.run.graphs import RecordedShape, padding_batch
+from pagewire.workers.run.graphs import RecordedShape, padding_for
 from pagewire.workers.run.trial_steps import TrialSteps
 from pagewire.workers.speculation.interface import Drafter
 
@@ -100,8 +100,7 @@ def records_steps(runner: SizedWorker) -> bool:
     if not loaded.is_stack and config.lora is not None:  # recorded rows with adapters are those of stacks
         return False
     runner.allocate(1, 1)
-    shape, device = RecordedShape(1, 1, 1), runner.device.torch_device
-    batch = padding_batch(shape, 1, config.block_size, device, recurrent=bool(loaded.state_shapes))
+    batch = padding_for(loaded, RecordedShape(1, 1, 1), 1, config.block_size, runner.device)
     with torch.inference_mode():
         reason = runner.device.why_it_waits(lambda: runner.forward(batch, None))
     runner.caches, runner.states = [], []
