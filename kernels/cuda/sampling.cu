@@ -6,7 +6,8 @@
 //     choose_tokens     single logits of those bins only -> tokens of rows with top_k or top_p
 //
 // A draw inverts the cumulative distribution of the remaining masses at one Philox number, a function of seed and
-// position. Each kernel repeats the edits in shared memory: no copy of the logits is ever written.
+// position. Each kernel repeats the edits in shared memory: no copy of the logits is ever written. A draft that is likely
+// enough among the remaining masses takes the place of the draw (workers/sample/typical.py).
 #include "vocabulary.cuh"
 
 // The parameters of one row, filled in by kernels/cuda/sampling.py. Lists of ids are parts of arrays that all rows share;
@@ -23,6 +24,8 @@ struct SamplingRow {
     int top_k;          // 0: no limit
     float temperature;  // 0: greedy
     float repetition, frequency, presence;
+    int draft;          // counts without being drawn if it is typical; outside the vocabulary: there is none
+    double posterior_threshold, posterior_alpha;  // of typical acceptance
 };
 
 struct SamplingCall {
@@ -218,13 +221,40 @@ DEVICE u64 random_fraction(u64 seed, u64 position) {
     return 2 * bits + 1;
 }
 
-// The first token by id whose cumulative mass exceeds the random fraction of the total, among those up to `limit` in
-// the order. slices: the remaining mass of each slice, in shared memory.
+// ---------------------------------------------------------------- typical acceptance
+
+DEVICE bool has_draft(const SamplingCall& call, const SamplingRow& row) { return u32(row.draft) < u32(call.vocab_size); }
+
+// What a token adds to the sum of which the mean depth is made.
+DEVICE u64 weighted(float depth, u64 mass) { return u64(multiply_exact(depth, float(mass))); }
+
+// True if the row's draft counts, among tokens up to `limit` in the order. total: of their masses. depths: of their
+// weighted depths.
+DEVICE bool is_typical(const SamplingCall& call, const SamplingRow& row, u64 limit, u64 total, u64 depths) {
+    const RowState& state = call.states[blockIdx.y];
+    const float x = __ldcg(&state.draft);
+    const u64 mass = mass_of(depth_below(state.peak, x, row.temperature));
+    if (mass < row.least_mass || order_of(x, row.draft) > limit) return false;
+    const u64 at_mean = mass_of(divide_exact(float(depths), float(total)));
+    return double(mass) >= multiply_exact(row.posterior_threshold, double(total)) ||
+           double(mass) >= multiply_exact(row.posterior_alpha, double(at_mean));
+}
+
+// ---------------------------------------------------------------- the token
+
+// The row's draft, if it is typical; else the first token by id whose cumulative mass exceeds the random fraction of the
+// total, among those up to `limit` in the order. slices: the remaining mass of each slice, in shared memory. depths: a
+// part of the sum of weighted depths, which the block's threads have together.
 template <class T>
-DEVICE void draw(const SamplingCall& call, const SamplingRow& row, u64 limit, const u64* slices, Slice& slice,
-                 Scratch& scratch) {
+DEVICE void choose(const SamplingCall& call, const SamplingRow& row, u64 limit, const u64* slices, u64 depths,
+                   Slice& slice, Scratch& scratch) {
     const u64 mass = threadIdx.x < call.num_slices ? slices[threadIdx.x] : 0;
-    const u64 total = reduce_block<Sum>(mass, scratch), before = sum_before(mass, scratch);
+    const u64 total = reduce_block<Sum>(mass, scratch);
+    if (has_draft(call, row) && is_typical(call, row, limit, total, reduce_block<Sum>(depths, scratch))) {
+        if (threadIdx.x == 0) call.token_ids[blockIdx.y] = row.draft;
+        return;
+    }
+    const u64 before = sum_before(mass, scratch);
     const u64 fraction = random_fraction(row.seed, row.position);
     const u64 target = multiply_high(fraction << 11, total);  // of 53 bits
     if (before <= target && target < before + mass) scratch.place = threadIdx.x, scratch.before = before;
@@ -305,13 +335,17 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) add_masses(const __grid_const
     if (by_count) clear_bins(shared.bin_counts);
     if (by_mass) clear_bins(shared.bin_masses);
     const int size = load_edited<T>(call, row, blockIdx.x, shared.slice);
-    u64 sum = 0;
+    if (const u32 column = u32(row.draft) - blockIdx.x * SLICE; threadIdx.x == 0 && column < u32(size))
+        call.states[blockIdx.y].draft = shared.slice.x[column];
+    const bool weighs = has_draft(call, row);
+    u64 sum = 0, depths = 0;
 #pragma unroll 1
     for (int i = threadIdx.x; i < size; i += THREADS) {
         const float depth = depth_below(peak, shared.slice.x[i], row.temperature);
         const u64 mass = mass_of(depth);
         if (mass < row.least_mass) continue;
         sum += mass;
+        if (weighs) depths += weighted(depth, mass);
         if (by_count) atomicAdd(&shared.bin_counts[bin_of(depth)], 1u);
         if (by_mass) add_shared(&shared.bin_masses[bin_of(depth)], mass);
     }
@@ -319,7 +353,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) add_masses(const __grid_const
     u64* slices = call.slices + u64(blockIdx.y) * MAX_SLICES * 2;
     u32* counts = call.bin_counts + u64(blockIdx.y) * NUM_BINS;
     u64* masses = call.bin_masses + u64(blockIdx.y) * NUM_BINS;
-    if (threadIdx.x == 0) slices[2 * blockIdx.x] = sum;
+    if (weighs) depths = reduce_block<Sum>(depths, shared.scratch);
+    if (threadIdx.x == 0) slices[2 * blockIdx.x] = sum, slices[2 * blockIdx.x + 1] = depths;
     if (by_count) add_bins(shared.bin_counts, counts);
     if (by_mass) add_bins(shared.bin_masses, masses);
     if (!comes_last(&call.states[blockIdx.y].ticket, call.num_slices, shared.scratch)) return;
@@ -328,9 +363,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) add_masses(const __grid_const
         __syncthreads();  // the bins have been read
         if (by_count) clear_bins(counts);
     } else {
-        if (threadIdx.x < call.num_slices) shared.slices[threadIdx.x] = __ldcg(slices + 2 * threadIdx.x);
+        const bool reads = threadIdx.x < call.num_slices;
+        if (reads) shared.slices[threadIdx.x] = __ldcg(slices + 2 * threadIdx.x);
         __syncthreads();
-        draw<T>(call, row, NO_LIMIT, shared.slices, shared.slice, shared.scratch);
+        depths = reads ? __ldcg(slices + 2 * threadIdx.x + 1) : 0;
+        choose<T>(call, row, NO_LIMIT, shared.slices, depths, shared.slice, shared.scratch);
     }
 }
 
@@ -413,7 +450,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) choose_tokens(const __grid_co
     if (threadIdx.x == 0) ends = state;  // loading the slice has a barrier
     u64* list = call.candidates + u64(blockIdx.y) * CANDIDATES;
     const int size = load_edited<T>(call, row, blockIdx.x, shared.slice);
-    u64 sum = 0;
+    const bool weighs = has_draft(call, row);
+    u64 sum = 0, depths = 0;
 #pragma unroll 1
     for (int i = threadIdx.x; i < size; i += THREADS) {
         const float x = shared.slice.x[i], depth = depth_below(ends.peak, x, row.temperature);
@@ -422,6 +460,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) choose_tokens(const __grid_co
         if (mass < row.least_mass) continue;
         if (bin < ends.first_bin) {
             sum += mass;
+            if (weighs) depths += weighted(depth, mass);
         } else if (is_candidate(ends, bin)) {
             const u32 place = atomicAdd(&state.num_candidates, 1u);
             if (place < CANDIDATES) list[place] = order_of(x, blockIdx.x * SLICE + i);
@@ -429,19 +468,24 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) choose_tokens(const __grid_co
     }
     sum = reduce_block<Sum>(sum, shared.scratch);
     u64* slices = call.slices + u64(blockIdx.y) * MAX_SLICES * 2;
-    if (threadIdx.x == 0) slices[2 * blockIdx.x] = sum;
+    if (weighs) depths = reduce_block<Sum>(depths, shared.scratch);
+    if (threadIdx.x == 0) slices[2 * blockIdx.x] = sum, slices[2 * blockIdx.x + 1] = depths;
     if (!comes_last(&state.ticket, call.num_slices, shared.scratch)) return;
 
     if (threadIdx.x == 0) shared.ends.num_candidates = __ldcg(&state.num_candidates);
     __syncthreads();
     const u64 limit = find_limit<T>(call, row, ends, shared.slice, shared.scratch);
-    if (threadIdx.x < call.num_slices) shared.slices[threadIdx.x] = __ldcg(slices + 2 * threadIdx.x);
+    const bool reads = threadIdx.x < call.num_slices;
+    if (reads) shared.slices[threadIdx.x] = __ldcg(slices + 2 * threadIdx.x);
     __syncthreads();
+    depths = reads ? __ldcg(slices + 2 * threadIdx.x + 1) : 0;
     visit_candidates<T>(call, row, ends, shared.slice, [&](u64 order, int, u64 mass) {
-        if (order <= limit) add_shared(&shared.slices[id_of(order) / SLICE], mass);
+        if (order > limit) return;
+        add_shared(&shared.slices[id_of(order) / SLICE], mass);
+        if (weighs) depths += weighted(depth_below(ends.peak, logit_of(order), row.temperature), mass);
     });
     __syncthreads();
-    draw<T>(call, row, limit, shared.slices, shared.slice, shared.scratch);
+    choose<T>(call, row, limit, shared.slices, depths, shared.slice, shared.scratch);
     if (row.top_p < 1.0) clear_bins(call.bin_masses + u64(blockIdx.y) * NUM_BINS);
     if (threadIdx.x == 0) state.num_candidates = 0;
 }

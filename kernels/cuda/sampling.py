@@ -43,6 +43,12 @@ SHARED_BYTES = {
 SAMPLED, UNUSABLE_LOGITS, NOTHING_LEFT = range(3)
 """Statuses of a row: it has a token; the largest logit that its mask allows is not finite; no token is possible."""
 
+PLAIN_FIELDS = (
+    *("position", "temperature", "top_k", "top_p", "mask", "repetition", "frequency", "presence"),
+    *("draft", "posterior_threshold", "posterior_alpha"),
+)
+"""The fields of a `RowSampling` that the kernels read as they are."""
+
 _NO_IDS: NDArray[np.int64] = np.empty(0, np.int64)
 _NO_VALUES: NDArray[np.float32] = np.empty(0, np.float32)
 
@@ -90,6 +96,10 @@ class RowSampling:
     """Row of the request's masks; -1: no mask."""
     num_most_likely: int = -1
     """Number of most likely tokens with log probabilities, besides the sampled token; -1: no log probabilities."""
+    draft: int = -1
+    """The token that takes the place of the drawn one if it is typical (`workers/sample/typical.py`); -1: none."""
+    posterior_threshold: float = 1.0
+    posterior_alpha: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -197,7 +207,7 @@ def _check_rows(rows: Sequence[RowSampling], num_masks: int) -> None:
 def sampling_rows(rows: Sequence[RowSampling]) -> NDArray[np.void]:
     """The struct `SamplingRow` of sampling.cu for each row, without its lists of tokens: records [R]."""
     records = np.zeros(len(rows), parameter_dtype(SOURCE, "SamplingRow"))
-    for name in ("position", "top_p", "mask", "top_k", "temperature", "repetition", "frequency", "presence"):
+    for name in PLAIN_FIELDS:
         records[name] = [getattr(row, name) for row in rows]
     records["seed"] = np.array([row.seed % 2**64 for row in rows], np.uint64)
     records["least_mass"] = [max(1, math.ceil(row.min_p * 2**FRACTION_BITS)) for row in rows]

@@ -29,7 +29,7 @@ struct RowState {
     int narrowed;  // 1 if choose_tokens must still sample the row
     u32 num_candidates;
     u32 ticket;
-    u32 unused;
+    float draft;   // the logit of the row's draft after edits
 };
 
 // ---------------------------------------------------------------- the order of tokens

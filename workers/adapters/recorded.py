@@ -51,9 +51,11 @@ def why_not_recorded(adapter: AdapterWeights, targets: Targets, width: int) -> s
     """
     if adapter.embedding is not None:
         return "it changes the embedding of tokens"
+    if any(adapter.products[number] for number in targets.heads):
+        return "it changes the heads of latents (kv_b_proj)"
     table = table_of(adapter, targets.device)
     if table.others - {targets.output}:
-        return "it has weights in the place of the model's (modules_to_save)"
+        return "it has what kernels lack, such as weights in the place of the model's (modules_to_save)"
     if table.width > width:
         return f"a product has {table.width} ranks of it, and there is room for {width}"
     return None

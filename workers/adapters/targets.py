@@ -95,6 +95,11 @@ class Targets:
         """The outputs and inputs of the linear layers on this rank, by number."""
         return tuple((linear.out_features, linear.in_features) for linear in self.linears)
 
+    @functools.cached_property
+    def heads(self) -> list[int]:
+        """The numbers of the layers that are `LatentHeads`, whose adapters no kernel has."""
+        return [linear.number for linear in self.linears if isinstance(linear.linear, LatentHeads)]
+
     def weights(self, embedding: EmbeddingDelta | None = None, num_extra_tokens: int = 0) -> AdapterWeights:
         """An adapter of the model that changes no linear layer yet."""
         unchanged = [()] * len(self.shapes)

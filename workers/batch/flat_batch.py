@@ -107,6 +107,8 @@ class Batch:
     """The state slots that rows read and write; None if the model's layers keep no states."""
     sources: SourceBatch | None = None
     """Of an encoder-decoder; None: of another model."""
+    received: Tensor | None = None
+    """Hidden states [T, H] of the stage before, on the device, to be overwritten; None where the model begins."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

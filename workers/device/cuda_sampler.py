@@ -61,6 +61,9 @@ def row_sampling(slot: SamplingSlot, mask: int = -1, max_most_likely: int = MOST
         mask=mask,
         num_most_likely=num_most_likely,
     )
+    if slot.candidate is not None:
+        draft, rule = slot.candidate
+        row = replace(row, draft=draft, posterior_threshold=rule.threshold, posterior_alpha=rule.alpha)
     if not edits.active:
         return row
     if edits.counts is not None:
@@ -79,9 +82,8 @@ def row_sampling(slot: SamplingSlot, mask: int = -1, max_most_likely: int = MOST
 
 def needs_pytorch(slot: SamplingSlot) -> bool:
     """True if the kernels cannot sample a slot's next token."""
-    typical = slot.candidate is not None and slot.params.temperature > 0
     processed = slot.params.processed_logprobs and slot.params.logprobs is not None
-    return typical or processed or slot.edits.timestamps is not None
+    return processed or slot.edits.timestamps is not None
 
 
 class Transfers(Protocol):
@@ -121,8 +123,8 @@ class CudaTokenSampler:
         """Start to sample one token per row; arguments as for `sampler.sample`. The logits must not change until
         `finish` has returned.
 
-        The kernels know no typical acceptance, no timestamps, and no log probabilities of processed logits: a step
-        with these is sampled by PyTorch on the device, and is over when this returns.
+        The kernels know neither timestamps nor log probabilities of processed logits: a step with these is sampled
+        by PyTorch on the device, and is over when this returns.
         """
         if any(needs_pytorch(slot) for slot in slots):
             return CpuPendingTokens(sample(logits, slots, masks))

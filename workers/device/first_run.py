@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from pagewire.ipc.host.lifeline import Child, exit_cause
+from pagewire.ipc.speculative import DEFAULT_THRESHOLD
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.kernels.cuda.kernels import STAND_INS, CudaKernels
 from pagewire.kernels.cuda.source import HERE
@@ -29,6 +30,7 @@ from pagewire.kernels.cuda.variants import Launches
 from pagewire.kernels.native import cache
 from pagewire.workers.device.cuda_sampler import CudaTokenSampler, Transfers
 from pagewire.workers.sample.sampler import SamplingSlot, sample
+from pagewire.workers.sample.typical import Candidate, TypicalAcceptance
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -93,6 +95,10 @@ def why_sampling_is_wrong(device: Transfers, dtype: torch.dtype) -> str:
     tokens = np.array([1, 2, 3, 11])
     slots = [SamplingSlot(params, seed, [5], tokens, 3, 4, VOCAB_SIZE) for seed, params in enumerate(rows)]
     logits = 3 * normal(len(slots), VOCAB_SIZE).to(dtype)
+    drafts = [int(row.topk(rank).indices[-1]) for row, rank in zip(logits, (6, 6, 30, 900), strict=True)]
+    rule = TypicalAcceptance(DEFAULT_THRESHOLD, DEFAULT_THRESHOLD**0.5)
+    slots += [slot.ahead([], Candidate(draft, rule)) for slot, draft in zip(slots, drafts, strict=True)]
+    logits = torch.cat([logits, logits])
     sampler = CudaTokenSampler(device, len(slots), VOCAB_SIZE, 5)
     result = sampler.launch(logits.to(device.torch_device), slots).finish()
     return "" if result == sample(logits, slots) else "differs from the CPU's sampler"

@@ -124,8 +124,8 @@ class GpuMemory:
 
 
 def may_record(config: WorkerConfig) -> bool:
-    """True if the options of a worker let its steps be recorded as graphs, of which none can send and receive."""
-    return not config.enforce_eager and config.parallel.stages == 1
+    """True if the options of a worker let its steps be recorded as graphs."""
+    return not config.enforce_eager
 
 
 def max_samples(config: WorkerConfig) -> int:

@@ -133,7 +133,7 @@ def is_recordable(sizes: Footprint, config: WorkerConfig) -> bool:
     """
     if sizes.dtype == "float32":
         return False
-    return config.lora is None or (sizes.is_stack and not sizes.dimensions.num_experts)
+    return config.lora is None or not sizes.dimensions.num_experts
 
 
 def activation_bytes(sizes: Footprint, config: WorkerConfig, max_model_len: int) -> int:

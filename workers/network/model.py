@@ -66,16 +66,25 @@ class Model:
 
     def hidden_states(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """Final hidden states [T, H] of the tokens int64 [T] of a step; or those that go to the next stage."""
+        overlay = step.overlay if step.received is None else None
+        with laid_over(self.base, overlay):
+            states = self.own_states(input_ids, step)
+            self.send(states)  # the next stage waits, also where embeddings turn out not to be taken
+        return states
+
+    def own_states(self, input_ids: Tensor, step: StepContext) -> Tensor:
+        """As `hidden_states`, but nothing is laid over the tokens' embeddings, and nothing is sent."""
         positions = step.positions
         if self.encodes:
             step.use(self.pages)
             positions = positions + self.first_position if self.first_position else positions
-        overlay = step.overlay if step.received is None else None
-        with step, laid_over(self.base, overlay):
-            states = self.base(input_ids, positions, step)
-            if self.stage is not None:  # the next stage waits, also where embeddings turn out not to be taken
-                self.stage.send(states)
-        return states
+        with step:
+            return self.base(input_ids, positions, step)
+
+    def send(self, states: Tensor) -> None:
+        """Send hidden states [T, H] to the next stage, if there is one."""
+        if self.stage is not None:
+            self.stage.send(states)
 
     @property
     def embedding_size(self) -> int:

@@ -44,10 +44,14 @@ class Stage:
 
     def receive(self, num_tokens: int) -> Tensor | None:
         """Hidden states [T, width] of the stage before, once it has sent them; None for the first stage."""
+        states = self.zeros(num_tokens)
+        return None if states is None else self.ranks.receive(states, self.ranks.rank - self._distance)
+
+    def zeros(self, num_tokens: int) -> Tensor | None:
+        """Memory for hidden states [T, width] of the stage before; None for the first stage."""
         if self.is_first:
             return None
-        states = torch.empty(num_tokens, self.width, dtype=self.dtype, device=self.device)
-        return self.ranks.receive(states, self.ranks.rank - self._distance)
+        return torch.zeros(num_tokens, self.width, dtype=self.dtype, device=self.device)
 
     def send(self, states: Tensor) -> None:
         """Send hidden states [T, width] to the next stage, if there is one.

@@ -4,7 +4,8 @@ A replay works on the memory that it was recorded with, so the batch is copied t
 recorded for a few shapes; a batch is padded to the next one (see `build_batch`): what it lacks is padding behind
 the last request's tokens, since kernels read where each begins. There are shapes for steps of one token of each
 request, for one and the most drafts, and for short prompts among whatever else there is, whose launches may take
-longer than their work. Where adapters are served, every shape is recorded twice: a graph with
+longer than their work. A stage of a pipeline receives hidden states before a replay and sends its own after it:
+they are copied to and from that memory. Where adapters are served, every shape is recorded twice: a graph with
 their kernels would cost steps without adapters two launches for each product.
 """
 
@@ -14,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from pagewire.workers.batch.flat_batch import Batch
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.gpu_memory import RECORDED_TOKENS
 from pagewire.workers.device.interface import Device
+from pagewire.workers.network.loaded import LoadedModel
+from pagewire.workers.network.network import Network
 
 if TYPE_CHECKING:
     from pagewire.workers.adapters.loader import Adapters
@@ -69,47 +72,37 @@ class RecordedShape(NamedTuple):
         return tokens <= most_tokens and requests <= most_requests and each <= most_each
 
 
-class Tapped(Protocol):
-    """The part of a `Network` that a forward sets beside its result."""
-
-    tapped: dict[int, Tensor]
-
-
 class StepGraphs:
     """Recorded steps of a model, one for each shape, or two where rows may have adapters.
 
     forward: launches the model for a batch on the device, and those of its rows that have adapters, if any; returns
-    final hidden states [T, H].
+    hidden states [T, H]. Of a pipeline it has one stage, without receiving and sending.
     shapes: of the steps. max_blocks: KV blocks of the longest request.
     adapted: the memory of rows with adapters; None: no row of a recorded step has one.
-    network: keeps results of layers of each step; None: the model does not.
-    recurrent: the model keeps states, of which each request has spans.
     """
 
     def __init__(
         self,
         device: Device,
+        loaded: LoadedModel,
         forward: Callable[[Batch, AdapterRows | None], Tensor],
         shapes: Sequence[RecordedShape],
         max_blocks: int,
         block_size: int,
         adapted: RecordedRows | None = None,
-        network: Tapped | None = None,
-        recurrent: bool = False,
     ) -> None:
-        self._device, self._forward, self._adapted, self._network = device, forward, adapted, network
+        self._device, self._loaded, self._forward, self._adapted = device, loaded, forward, adapted
         self.shapes, self._block_size = sorted(shapes), block_size
-        self._recurrent = recurrent
+        base = loaded.model.base
+        self._network = base if isinstance(base, Network) else None
         most = RecordedShape(*(max(numbers) for numbers in zip(*shapes, strict=True)))
         self._static = self._padding(most, max_blocks)
         self._replays: dict[tuple[RecordedShape, bool], Callable[[], Tensor]] = {}
         self._tapped: dict[tuple[RecordedShape, bool], dict[int, Tensor]] = {}
 
     def _padding(self, shape: RecordedShape, max_blocks: int) -> Batch:
-        """See `padding_batch`."""
-        return padding_batch(
-            shape, max_blocks, self._block_size, self._device.torch_device, recurrent=self._recurrent
-        )
+        """See `padding_for`."""
+        return padding_for(self._loaded, shape, max_blocks, self._block_size, self._device)
 
     @classmethod
     @torch.inference_mode()
@@ -117,22 +110,20 @@ class StepGraphs:
         cls,
         config: WorkerConfig,
         device: Device,
-        max_model_len: int,
+        loaded: LoadedModel,
         forward: Callable[[Batch, AdapterRows | None], Tensor],
         adapters: Adapters | None,
-        network: Tapped | None = None,
-        recurrent: bool = False,
     ) -> StepGraphs | None:
         """Graphs for all shapes of a worker; None, with a log line, if they compute something else."""
-        max_blocks = -(-max_model_len // config.block_size)
-        shapes = recorded_shapes(config, max_model_len)
-        reason = why_prompts_wait(shapes, config.block_size, device, forward, recurrent)
+        max_blocks = -(-loaded.max_model_len // config.block_size)
+        shapes = recorded_shapes(config, loaded.max_model_len)
+        reason = why_prompts_wait(loaded, shapes, config.block_size, device, forward)
         if reason is not None:
             logger.info("prompts are launched kernel by kernel: the model waits for the device: %s", reason)
             shapes = [shape for shape in shapes if shape.num_each == 1]
         most = max(shape.num_tokens for shape in shapes)
         adapted = None if adapters is None else adapters.recorded_rows(most)
-        graphs = cls(device, forward, shapes, max_blocks, config.block_size, adapted, network, recurrent)
+        graphs = cls(device, loaded, forward, shapes, max_blocks, config.block_size, adapted)
         graphs.record()
         graphs.drop_wrong()
         for num_each in sorted({shape.num_each for shape in shapes}):
@@ -159,7 +150,7 @@ class StepGraphs:
     def _record(self, shape: RecordedShape, batch: Batch, rows: AdapterRows | None) -> None:
         key = shape, rows is not None
         self._replays[key] = self._device.record(partial(self._forward, batch, rows))
-        if self._network is not None:  # these tensors are the recording's, too
+        if self._network is not None:  # what it keeps of layers is in the recording's memory, too
             self._tapped[key] = self._network.tapped
 
     def drop_wrong(self) -> None:
@@ -187,7 +178,12 @@ class StepGraphs:
             batch.states.row_starts[1:].fill_(1)
             batch.states.spans[0, 1].fill_(count)
             batch.states.spans[0, 2].fill_(-1)
+        received = batch.received
+        if received is not None:  # which the forward overwrites
+            received.view(-1).copy_(torch.linspace(-1, 1, received.numel(), device=received.device))
+            received = received.clone()
         expected = self._forward(batch, None)[:count].float().clone()
+        batch = replace(batch, received=received)
         difference = (self.replay(shape, batch)[:count].float() - expected).norm()
         return bool(difference <= TOLERANCE * expected.norm())
 
@@ -220,6 +216,10 @@ class StepGraphs:
         if self._static.states is not None and batch.states is not None:
             self._static.states.row_starts[: size + 1].copy_(batch.states.row_starts)
             self._static.states.spans[: len(batch.states.spans)].copy_(batch.states.spans)
+        if self._static.received is not None and batch.received is not None:
+            self._static.received[: len(batch.received)].copy_(batch.received)
+            # What the last replay has left of a padding token would go through the layers again and again.
+            self._static.received[len(batch.received) : num_tokens].zero_()
         if adapters is not None:
             assert self._adapted is not None, "no rows with adapters were recorded"
             self._adapted.fill(adapters)
@@ -231,16 +231,16 @@ class StepGraphs:
 
 
 def why_prompts_wait(
+    loaded: LoadedModel,
     shapes: Sequence[RecordedShape],
     block_size: int,
     device: Device,
     forward: Callable[[Batch, AdapterRows | None], Tensor],
-    recurrent: bool,
 ) -> str | None:
     """Why steps with prompts cannot be recorded, see `Device.why_it_waits`; None: they can, or none would be."""
     if (shape := next((shape for shape in shapes if shape.num_each > 1), None)) is None:
         return None
-    batch = padding_batch(shape, 1, block_size, device.torch_device, recurrent=recurrent)
+    batch = padding_for(loaded, shape, 1, block_size, device)
     return device.why_it_waits(lambda: forward(batch, None))
 
 
@@ -259,6 +259,15 @@ def recorded_shapes(config: WorkerConfig, max_model_len: int) -> list[RecordedSh
         for count in (min(FEW_REQUESTS, max_requests), max_requests)
     }
     return sorted(shapes)
+
+
+def padding_for(
+    loaded: LoadedModel, shape: RecordedShape, max_blocks: int, block_size: int, device: Device
+) -> Batch:
+    """A `padding_batch` with all that a model needs: spans of states, and the hidden states of the stage before."""
+    recurrent, stage = bool(loaded.state_shapes), loaded.model.stage
+    batch = padding_batch(shape, max_blocks, block_size, device.torch_device, recurrent=recurrent)
+    return replace(batch, received=None if stage is None else stage.zeros(shape.num_tokens))
 
 
 def padding_batch(
@@ -313,10 +322,12 @@ def _first(batch: Batch, shape: RecordedShape) -> Batch:
     states = batch.states
     if states is not None:
         states = StateBatch(states.row_starts[: size + 1], states.spans[:num_tokens])
+    received = None if batch.received is None else batch.received[:num_tokens]
     return replace(
         batch,
         input_ids=batch.input_ids[:num_tokens],
         positions=batch.positions[:num_tokens],
         attention=attention,
         states=states,
+        received=received,
     )

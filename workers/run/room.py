@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +17,12 @@ from pagewire.workers.device.interface import Device, LoadedSizes
 from pagewire.workers.device.kv_size import CacheSize, cache_size
 from pagewire.workers.errors import LoadError
 from pagewire.workers.network.loaded import LoadedModel
-from pagewire.workers.run.graphs import RecordedShape, padding_batch
+from pagewire.workers.run.graphs import RecordedShape, padding_for
 from pagewire.workers.run.trial_steps import TrialSteps
 from pagewire.workers.speculation.interface import Drafter
+
+if TYPE_CHECKING:
+    from pagewire.workers.adapters.loader import Adapters
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -35,6 +38,7 @@ class SizedWorker(Protocol):
     records: bool
     caches: list[Cache]
     states: list[Tensor]
+    adapters: Adapters | None
 
     @property
     def model(self) -> LoadedModel: ...
@@ -97,13 +101,13 @@ def records_steps(runner: SizedWorker) -> bool:
     # Encoders and what they encode come as they come.
     if loaded.model.encodes or loaded.source is not None:
         return False
-    if not loaded.is_stack and config.lora is not None:  # recorded rows with adapters are those of stacks
-        return False
     runner.allocate(1, 1)
-    shape, device = RecordedShape(1, 1, 1), runner.device.torch_device
-    batch = padding_batch(shape, 1, config.block_size, device, recurrent=bool(loaded.state_shapes))
+    batch = padding_for(loaded, RecordedShape(1, 1, 1), 1, config.block_size, runner.device)
     with torch.inference_mode():
         reason = runner.device.why_it_waits(lambda: runner.forward(batch, None))
+        if reason is None and runner.adapters is not None:
+            rows = runner.adapters.recorded_rows(1).first(1)
+            reason = runner.device.why_it_waits(lambda: runner.forward(batch, rows))
     runner.caches, runner.states = [], []
     if reason is not None:
         logger.info("steps are launched kernel by kernel: the model waits for the device: %s", reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +27,12 @@ from pagewire.workers.errors import LoadError
 from pagewire.workers.module.attention import StepContext
 from pagewire.workers.module.overlay import both
 from pagewire.workers.network.loaded import LoadedModel, Phases
-from pagewire.workers.network.network import Network
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.single import SingleRank
 from pagewire.workers.run.decoding import Decoding, Quiet
 from pagewire.workers.run.encoding import Encoding
 from pagewire.workers.run.extension import WorkerExtension
-from pagewire.workers.run.graphs import StepGraphs
+from pagewire.workers.run.graphs import RecordedShape, StepGraphs
 from pagewire.workers.run.launch import go_on
 from pagewire.workers.run.processors import LogitsProcessors
 from pagewire.workers.run.room import records_steps, size_kv
@@ -283,45 +283,61 @@ class Runner:
 
         received: see `Model.received`. step: gets the errors of rows.
         """
-        shape = None if self.graphs is None else self.graphs.shape_for(plan, self.slots, self.adapters)
+        model, graphs = self.model.model, self.graphs
+        shape = None if graphs is None else graphs.shape_for(plan, self.slots, self.adapters)
+        batch = self._batch(plan, shape)
+        if shape is not None and batch.media is not None and batch.media.axes is not None:
+            shape, batch = None, self._batch(plan, None)  # tokens of a recorded step have one position each
+        if batch.media is not None:
+            step.errors = batch.media.errors
+        if self.device.asynchronous:
+            batch = batch.with_tensors(self.device.upload(batch.tensors))
+        batch, adapters = replace(batch, received=received), self.adapter_rows(batch.adapters)
+        with self.span("model"):
+            if shape is None or graphs is None:
+                return batch, model.hidden_states(*self._inputs(batch, adapters))
+            states = graphs.replay(shape, batch, adapters)
+            if (
+                not model.is_last
+            ):  # what is on its way must not change, and the next replay overwrites the states
+                model.send(states[: sum(row.num_tokens for row in plan.rows)].clone())
+            return batch, states
+
+    def _batch(self, plan: StepPlan, shape: RecordedShape | None) -> Batch:
+        """The batch of a plan on the host, with what media do to it. shape: to which it is padded."""
         batch = build_batch(plan.rows, self.slots, *(shape or ())[:2])
         batch = batch.with_attention(self.model.model.laid_out(batch.attention, batch.positions))
         laid = None if self.media is None else self.media.lay(plan.rows, batch.starts, batch.positions)
-        if laid is not None:
-            step.errors, batch = laid.errors, laid.on(batch, plan.rows)
-        if self.device.asynchronous:
-            batch = batch.with_tensors(self.device.upload(batch.tensors))
-        adapters = self.adapter_rows(batch.adapters)
-        with self.span("model"):
-            if shape is not None and self.graphs is not None and (laid is None or laid.axes is None):
-                return batch, self.graphs.replay(shape, batch, adapters)
-            return batch, self.forward(batch, adapters, received)
+        return batch if laid is None else laid.on(batch, plan.rows)
 
-    def forward(self, batch: Batch, adapters: AdapterRows | None, received: Tensor | None = None) -> Tensor:
-        """Launch the model for a batch on the device; returns final hidden states [T, H].
+    def forward(self, batch: Batch, adapters: AdapterRows | None) -> Tensor:
+        """Launch the model for a batch on the device, as it is recorded; returns hidden states [T, H].
 
-        adapters: the rows that have some; None: none has. received: see `Model.received`.
+        A stage before the last does not send them. adapters: the rows that have some; None: none has.
         """
+        return self.model.model.own_states(*self._inputs(batch, adapters))
+
+    def _inputs(self, batch: Batch, adapters: AdapterRows | None) -> tuple[Tensor, StepContext]:
+        """The tokens of a batch on the device, and what the layers take beside them."""
         input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
         overlay, axes = batch.overlay, None
         if (laid := batch.media) is not None:
             overlay, axes, input_ids = both(overlay, laid.overlay), laid.axes, laid.ids(input_ids)
-        model = self.model.model
         context = StepContext(
             batch.attention,
             batch.positions,
             self.caches,
-            model.first_layer,
+            self.model.model.first_layer,
             adapters=adapters,
             overlay=overlay,
             axes=axes,
             token_types=batch.token_types,
             starts=batch.starts,
-            received=received,
+            received=batch.received,
             states=None if batch.states is None else StepStates(batch.states, self.states),
             sources=batch.sources,
         )
-        return model.hidden_states(input_ids, context)
+        return input_ids, context
 
     def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
         """Keep sampled tokens on the device for the next step, which may start before the host has read them."""
@@ -346,15 +362,8 @@ class Runner:
         size = size if size and trials.take_embeddings(size) else 0
         self.embedding_size = of_first_stage(size, self.collective, self.device)
         if self.records:
-            base = self.model.model.base
             self.graphs = StepGraphs.recorded(
-                self.config,
-                self.device,
-                self.model.max_model_len,
-                self.forward,
-                self.adapters,
-                base if isinstance(base, Network) else None,
-                bool(self.model.state_shapes),
+                self.config, self.device, self.model, self.forward, self.adapters
             )
         for memory in memory_of(self.caches):
             memory[0].zero_()

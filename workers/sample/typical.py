@@ -6,12 +6,14 @@ draft must be likely, and where it is not, less will do (Cai et al. 2024, "Medus
 the drawn token counts in any case, as without the rule. At temperature 0 p is 1 for the likeliest token and 0 for
 the others, so the rule accepts that token alone, and greedy outputs do not depend on drafts.
 
-Probabilities and entropies are sums of integers, see `fixed_point.py`: what is accepted depends on the row alone.
+A token's probability is its mass of the total (`kernels/reference/drawing.py`). With d as the mean depth of a token
+below the likeliest one, exp(-H) is exp(-d) / total, so the rule needs no logarithm: mass >= min(threshold * total,
+alpha * exp(-d)), where exp is that of masses. Sums are of integers and each other operation is rounded once, so
+what is accepted depends on the row alone, and the GPU's kernel (`sampling.cu`) accepts the same.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from pagewire.ipc.speculative import SpeculativeConfig
-from pagewire.kernels.data.drawing import ONE
+from pagewire.kernels import ops
 
 DEEPEST = 64.0  # depths beyond about 30 have mass 0; infinite ones would give inf * 0
 
@@ -40,9 +42,12 @@ class TypicalAcceptance:
             return None
         return cls(config.posterior_threshold, config.posterior_alpha)
 
-    def accepts(self, probability: float, entropy: float) -> bool:
-        """True if a token of this probability counts. One that is impossible never does."""
-        return probability > 0 and probability >= min(self.threshold, self.alpha * math.exp(-entropy))
+    def accepts(self, mass: int, total: int, at_mean: int) -> bool:
+        """True if a token of this mass counts. One that is impossible never does.
+
+        total: of all masses. at_mean: the mass of a token at their mean depth.
+        """
+        return mass > 0 and mass >= min(self.threshold * total, self.alpha * at_mean)
 
 
 class Candidate(NamedTuple):
@@ -77,14 +82,13 @@ def accept_typical(
         return
     here = masses[rows]
     chosen = here.gather(1, torch.tensor(columns, device=here.device)[:, None])[:, 0].tolist()
-    totals = here.sum(1).tolist()
-    sums = (depths[rows].double().clamp_(max=DEEPEST) * here).long().sum(1).tolist()
-    for row, mass, total, weighted in zip(rows, chosen, totals, sums, strict=True):
+    totals = here.sum(1)
+    weighted = (depths[rows].clamp_(max=DEEPEST) * here.float()).long().sum(1)
+    at_mean = ops.fixed_point_probabilities((weighted.float() / totals.float())[:, None])[:, 0].tolist()
+    for row, mass, total, middle in zip(rows, chosen, totals.tolist(), at_mean, strict=True):
         candidate = candidates[row]
         assert candidate is not None
-        # -sum(p log p), where log p is -depth - log(sum of exp(-depth)).
-        entropy = math.log(total / ONE) + weighted / total
-        if candidate.rule.accepts(mass / total, entropy):
+        if candidate.rule.accepts(mass, total, middle):
             token_ids[row] = candidate.token_id
 
 

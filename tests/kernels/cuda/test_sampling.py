@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.kernels.cuda import sampling as cuda
 from pagewire.kernels.ops import fixed_point_probabilities
-from pagewire.workers.device.cuda_sampler import CudaTokenSampler
+from pagewire.workers.device.cuda_sampler import CudaPendingTokens, CudaTokenSampler
 from pagewire.workers.sample.logprobs import logprobs_of
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot, sample
+from pagewire.workers.sample.typical import Candidate, TypicalAcceptance
 from tests.kernels.cuda.emulate import ORDERS, EmulatedLauncher
 from tests.kernels.cuda.emulate.memory import guarded
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
@@ -77,6 +78,11 @@ logit = st.sampled_from(
 rows = st.lists(logit, min_size=VOCAB, max_size=VOCAB) | st.lists(
     st.sampled_from([0.0, 1.0, -INF]), min_size=VOCAB, max_size=VOCAB
 )
+rule = st.builds(
+    TypicalAcceptance,
+    st.sampled_from([0.0, 0.02, 0.09, 0.25, 0.5, 1.0]),
+    st.sampled_from([0.0, 0.1, 0.3, 1.0, 1e6]),
+)
 broken = st.sampled_from([math.nan, INF, -math.nan])
 
 
@@ -118,6 +124,8 @@ def case_strategy(draw: st.DrawFn) -> tuple[list[float], SamplingSlot, list[int]
         VOCAB,
     )
     allowed = draw(st.none() | st.lists(st.integers(0, VOCAB - 1), max_size=12))
+    if draw(st.booleans()):
+        slot = slot.ahead([], Candidate(draw(st.integers(-1, VOCAB + 1)), draw(rule)))
     return values, slot, allowed
 
 
@@ -181,6 +189,34 @@ def batch(vocab_size: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor,
 def test_several_slices(vocab_size: int, dtype: torch.dtype) -> None:
     logits, slots = batch(vocab_size, dtype, vocab_size)
     check(logits, slots, launcher=EmulatedLauncher(order=ORDERS[vocab_size % len(ORDERS)]))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_a_draft_takes_the_place_of_the_drawn_token_where_it_is_typical(order: tuple[int, int]) -> None:
+    """Likely and unlikely drafts of every slice, and with truncations that leave them out."""
+    vocab_size = 9000
+    logits, slots = batch(vocab_size, torch.bfloat16, 7)
+    logits[:, 8190:8200] += 12  # around the border of two slices
+    drafts = [3, 8190, 8192, 8999, int(logits[7].argmax())]
+    rules = [TypicalAcceptance(0.09, 0.3), TypicalAcceptance(0.9, 0.5), TypicalAcceptance(0.0, 0.0)]
+    plain = check(logits, slots).token_ids
+    taken = []
+    for i, (draft, rule) in enumerate((draft, rule) for draft in drafts for rule in rules):
+        some = [slot.ahead([], Candidate(draft, rule)) for slot in slots]
+        output = check(logits, some, launcher=EmulatedLauncher(order=order))
+        taken += [
+            (i, row) for row, token_id in enumerate(output.token_ids) if token_id == draft != plain[row]
+        ]
+        assert all(token_id in (draft, plain[row]) for row, token_id in enumerate(output.token_ids))
+    assert 30 < len(taken) < 110
+
+
+def test_whether_a_draft_counts_is_sampled_on_the_device() -> None:
+    """No PyTorch on the host waits for the logits: the next step takes the token from the device."""
+    logits = torch.tensor([[0.0, 0.1, 0.2, 9.0]])
+    slot = make_slot(4).ahead([], Candidate(1, TypicalAcceptance(0.0, 0.0)))
+    pending = CudaTokenSampler(EmulatedCudaDevice(), 1, 4, 20).launch(logits, [slot])
+    assert isinstance(pending, CudaPendingTokens) and pending.token_ids.tolist() == [1]
 
 
 def test_a_large_vocabulary() -> None:

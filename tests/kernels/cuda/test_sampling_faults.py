@@ -17,6 +17,7 @@ from pagewire.kernels.cuda.source import Variant
 from pagewire.workers.device.cuda_sampler import CudaTokenSampler
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import SamplingSlot, sample
+from pagewire.workers.sample.typical import Candidate, TypicalAcceptance
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, EmulationError
 from tests.kernels.cuda.emulate.library import load
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
@@ -92,6 +93,46 @@ def same_bin() -> Batch:
     logits[:5, 2000:] = -math.inf
     logits[5:, 4096:] = -1e-4
     slots = [make_slot(VOCAB, seed=i, top_k=50, top_p=0.9) for i in range(10)]
+    return logits, slots, None
+
+
+def typical() -> Batch:
+    """The second of all tokens, in the first or the last slice, for factors of the entropy on both sides of it."""
+    alphas = [0.5 * 2**i for i in range(11)]
+    logits = noise(4 * len(alphas))
+    logits[:, 4200] = logits[:, 17] = 6.0
+    logits[:, 18] = 9.0
+    logits[2::4] = torch.where(logits[2::4] < 6, 3.0, logits[2::4])  # all of the others are in one list
+    kinds = [{}, {"top_k": 300}, {"top_k": 50}, {"top_p": 0.98}]
+    slots = []
+    for i, alpha in enumerate(alphas):
+        for params in kinds:
+            slot = make_slot(VOCAB, seed=i, temperature=1.5, **params)
+            slots.append(slot.ahead([], Candidate(17 if i % 2 else 4200, TypicalAcceptance(1.0, alpha))))
+    return logits, slots, None
+
+
+def likely() -> Batch:
+    """Drafts at the threshold, and drafts that truncation, min_p, edits or the vocabulary leave out."""
+    logits = noise(8)
+    logits[:, 20:22] = 9.0
+    logits[:3] = torch.where(torch.arange(VOCAB) < 4, 0.0, -math.inf)  # 4 tokens with a quarter each
+    anything, quarter = TypicalAcceptance(0.0, 0.0), TypicalAcceptance(0.25, 1e6)
+    most = TypicalAcceptance(0.26, 1e6)
+    rows: list[tuple[int, TypicalAcceptance, dict[str, Any]]] = [
+        (1, quarter, {}),
+        (2, most, {}),
+        (5, anything, {}),
+        (4400, anything, {"top_k": 2}),
+        (4400, anything, {"min_p": 0.9}),
+        (4400, anything, {"bad_words_token_ids": [[4400]]}),
+        (VOCAB, anything, {}),
+        (4400, anything, {}),
+    ]
+    slots = [
+        make_slot(VOCAB, seed=i, **params).ahead([], Candidate(draft, rule))
+        for i, (draft, rule, params) in enumerate(rows)
+    ]
     return logits, slots, None
 
 
@@ -219,8 +260,8 @@ FAULTS: list[tuple[str, Callable[[], Batch], str, str, str]] = [
         "add_masses",
         random,
         SOURCE,
-        "if (mass < row.least_mass) continue;\n        sum += mass;\n        if (by_count)",
-        "sum += mass;\n        if (by_count)",
+        "if (mass < row.least_mass) continue;\n        sum += mass;\n        if (weighs)",
+        "sum += mass;\n        if (weighs)",
     ),
     ("add_masses", random, SOURCE, "need = target - scratch.before + 1", "need = target + 1"),
     # truncation
@@ -268,6 +309,50 @@ FAULTS: list[tuple[str, Callable[[], Batch], str, str, str]] = [
         "",
     ),
     ("choose_tokens", same_bin, SOURCE, "by_mass ? mass : 1", "1"),
+    # typical acceptance
+    ("add_masses", typical, SOURCE, "u64(multiply_exact(depth, float(mass)))", "mass"),
+    ("add_masses", typical, SOURCE, "\n        if (weighs) depths += weighted(depth, mass);", ""),
+    ("choose_tokens", typical, SOURCE, "            if (weighs) depths += weighted(depth, mass);\n", ""),
+    (
+        "choose_tokens",
+        typical,
+        SOURCE,
+        "if (weighs) depths += weighted(depth_below",
+        "if (0) depths += weighted(depth_below",
+    ),
+    (
+        "add_masses",
+        typical,
+        SOURCE,
+        "column = u32(row.draft) - blockIdx.x * SLICE",
+        "column = u32(row.draft)",
+    ),
+    (
+        "choose_tokens",
+        typical,
+        SOURCE,
+        "multiply_exact(row.posterior_alpha, double(at_mean))",
+        "row.posterior_alpha",
+    ),
+    ("add_masses", typical, SOURCE, "divide_exact(float(depths), float(total))", "float(depths)"),
+    (
+        "add_masses",
+        likely,
+        SOURCE,
+        ">= multiply_exact(row.posterior_threshold",
+        "> multiply_exact(row.posterior_threshold",
+    ),
+    (
+        "add_masses",
+        likely,
+        SOURCE,
+        "multiply_exact(row.posterior_threshold, double(total))",
+        "row.posterior_threshold",
+    ),
+    ("choose_tokens", likely, SOURCE, " || order_of(x, row.draft) > limit", ""),
+    ("add_masses", likely, SOURCE, "mass < row.least_mass || order_of", "order_of"),
+    ("add_masses", likely, SOURCE, "u32(row.draft) < u32(call.vocab_size)", "row.draft >= 0"),
+    ("add_masses", likely, SOURCE, "if (threadIdx.x == 0) call.token_ids[blockIdx.y] = row.draft;", ""),
     # log probabilities
     ("weigh_tokens", logprobs, COMMON, "multiply_exact(n, -2.12194440e-4f)", "multiply_exact(n, -2.2e-4f)"),
     (

@@ -296,8 +296,8 @@ def test_adapters_that_recorded_steps_cannot_have(
     )  # the output layer is outside of recorded steps
     messages = [record.getMessage() for record in caplog.records if "kernel by kernel" in record.getMessage()]
     assert messages == [
-        "steps with adapter 2 are launched kernel by kernel: it has weights in the place of the model's "
-        "(modules_to_save)",
+        "steps with adapter 2 are launched kernel by kernel: it has what kernels lack, such as weights in the "
+        "place of the model's (modules_to_save)",
         "steps with adapter 3 are launched kernel by kernel: it changes the embedding of tokens",
     ]
 

@@ -6,14 +6,15 @@ The oracle is the same model without graphs: a replay must give what it gives, t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pagewire.ipc.speculative import SpeculativeConfig
-from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Row, StepPlan, WorkerConfig
 from pagewire.workers.device.waits import WaitFinder, WaitsError
@@ -39,6 +40,8 @@ from tests.workers.device.test_cuda import (
 )
 from tests.workers.driver import GREEDY, Driver, load_runner, tokens_of
 from tests.workers.parity import make_prompts
+from tests.workers.random_adapters import make_tensors
+from tests.workers.random_adapters import write as write_adapter
 
 Load = Callable[..., Runner]
 NUM_DRAFTS = 3
@@ -98,9 +101,71 @@ def test_models_that_wait_for_the_device_are_not_recorded(
     assert f"launched kernel by kernel: the model waits for the device: {reason}" in caplog.text
 
 
-def test_modules_with_adapters_are_not_recorded(tmp_path: Path, load: Load) -> None:
-    runner = load(write(tmp_path, "granite"), lora=LoRAConfig(max_loras=2, max_lora_rank=8))
-    assert runner.graphs is None and not runner.records
+def of_modules(model: Path, folder: Path, rank: int, modules: Sequence[str]) -> Path:
+    """An adapter of some modules of a model's layers, with the shapes that they have in its checkpoint."""
+    weights = load_file(model / "model.safetensors")
+    names = [name.removesuffix(".weight") for name in weights]
+    shapes = {name: tuple(weights[f"{name}.weight"].shape) for name in names if name.endswith(tuple(modules))}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank / 4, "target_modules": list(shapes)}
+    return write_adapter(folder, config, make_tensors(rank, shapes, rank))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "modules"),
+    [
+        ("granite", {}, ["q_proj", "o_proj", "down_proj"]),
+        (
+            "granite",
+            {"intermediate_size": 100},
+            ["v_proj", "gate_proj"],
+        ),  # down_proj has no kernel of adapters
+        ("bloom", {}, ["query_key_value", "dense_h_to_4h"]),
+        ("qwen3_5_text", {}, ["in_proj_qkv", "q_proj", "up_proj"]),
+    ],
+)
+def test_modules_with_adapters_are_replayed(
+    tmp_path: Path, load: Load, name: str, sizes: dict[str, int], modules: Sequence[str]
+) -> None:
+    """Prompts, too, and in batches that are padded; adapters of other ranks come, and some requests have none."""
+    fields = SERVED[name].fields | HEADS | sizes
+    folder = Architecture(name, fields, model_type=SERVED[name].model_type).write(
+        tmp_path / "model", dtype="bfloat16"
+    )
+    folders = [of_modules(folder, tmp_path / str(rank), rank, modules) for rank in (1, 8)]
+    prompts, found = make_prompts(VOCAB_SIZE, (9, 20, 1)), []
+    for eager in (True, False):
+        adapted = Adapted(partial(load, folder), enforce_eager=eager, max_num_batched_tokens=64)
+        assert not adapted.runner.model.is_stack
+        for index, each in enumerate(folders, 1):
+            adapted.load(index, each)
+        driver = Driver(adapted.runner, 16)
+        orders = ([2, 0, 1], [0, 0, 0], [1, 1, 2])
+        found.append([driver.run(prompts, 4, PLAIN, adapters=order) for order in orders])
+    eager_outputs, outputs = ([[r.output for r in run] for run in runs] for runs in found)
+    assert outputs == eager_outputs and len({str(each) for each in outputs}) == 3
+    assert [[r.logprobs for r in run] for run in found[1]] == [[r.logprobs for r in run] for run in found[0]]
+    assert num_replayed(adapted.runner) >= 12
+
+
+def test_adapters_of_the_heads_of_latents_are_not_replayed(
+    tmp_path: Path, load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others of the same model are."""
+    folder = write_latents("youtu", tmp_path / "model", **WITH_KERNEL)
+    modules = (["o_proj"], ["kv_b_proj", "o_proj"])
+    folders = [of_modules(folder, tmp_path / str(i), 4, names) for i, names in enumerate(modules)]
+    found = []
+    for eager in (True, False):
+        adapted = Adapted(partial(load, folder), enforce_eager=eager, dtype="bfloat16")
+        for index, each in enumerate(folders, 1):
+            adapted.load(index, each)
+        with caplog.at_level("INFO", "pagewire.worker"):
+            found.append([adapted.run(order) for order in ([1, 0, 1], [2, 0, 1])])
+    assert found[0] == found[1] and found[0][0] != found[0][1]
+    assert num_replayed(adapted.runner) == 3
+    assert (
+        "adapter 2 are launched kernel by kernel: it changes the heads of latents (kv_b_proj)" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "bamba", "lfm2"])

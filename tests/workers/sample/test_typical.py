@@ -12,6 +12,7 @@ import torch
 
 from pagewire.ipc.speculative import MAX_ALPHA, SpeculativeConfig
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.kernels.data.drawing import ONE
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import SamplingSlot, sample
 from pagewire.workers.sample.typical import Candidate, TypicalAcceptance
@@ -163,8 +164,15 @@ def test_the_thresholds_are_those_of_the_configuration() -> None:
     rule = TypicalAcceptance.of(typical)
     assert rule == TypicalAcceptance(0.09, 0.3)
     # By hand: a token of probability 0.09 counts at low entropy, at an entropy of 3 nats 0.3 * exp(-3) will do.
-    assert rule.accepts(0.09, 0.5) and not rule.accepts(0.089, 0.5)
-    assert rule.accepts(0.3 * math.exp(-3.0), 3.0) and not rule.accepts(0.0149, 3.0)
+    assert accepts(rule, 0.0901, 0.5) and not accepts(rule, 0.0899, 0.5)
+    assert accepts(rule, 0.3 * math.exp(-2.9999), 3.0) and not accepts(rule, 0.0149, 3.0)
+    assert not accepts(TypicalAcceptance(0.0, 0.0), 0.0, 3.0)
+
+
+def accepts(rule: TypicalAcceptance, probability: float, entropy: float) -> bool:
+    """Of masses whose mean depth is a fifth of the entropy: the other four are the logarithm of their sum."""
+    total = ONE * math.exp(0.8 * entropy)
+    return rule.accepts(int(probability * total), int(total), int(ONE * math.exp(-0.2 * entropy)))
 
 
 def test_the_state_ahead_is_a_copy() -> None:
