@@ -73,6 +73,7 @@ def parts(is_gpu: bool) -> list[Part]:
         Part("memcheck", 60, partial(checks.sanitized, "memcheck")),
         Part("racecheck", 60, partial(checks.sanitized, "racecheck")),
         Part("model 8b", 90, partial(speed.model, is_gpu, "llama-3-8b")),
+        Part("beside generate_batch", 180, partial(speed.peer, is_gpu, "llama-3-8b")),
         Part("model 8b int4", 120, partial(speed.model, is_gpu, "llama-3-8b", quantization="int4")),
         Part("model 8b in any batch", 90, partial(speed.model, is_gpu, "llama-3-8b", batch_invariant=True)),
         Part("model experts", 120, partial(speed.model, is_gpu, "qwen3-moe")),

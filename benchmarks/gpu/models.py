@@ -144,6 +144,12 @@ SMALL = Scale([Work(2, 8, 4)], [Work(1, 8, 4)], (8,), 1, Work(16, 8, 32), num_ad
 """Shows on a CPU that everything runs."""
 
 
+def sizes_of(name: str, is_gpu: bool) -> dict[str, Any]:
+    """The configuration of a model; without a GPU a tiny one of the same kind."""
+    sizes = MODELS[name]
+    return sizes if is_gpu else sizes | TINY | (TINY_EXPERTS if "num_experts" in sizes else {})
+
+
 class Pagewire:
     """Our engine, as a program would use it."""
 

@@ -26,11 +26,17 @@ def model(is_gpu: bool, name: str, *, adapters: bool = False, **options: Any) ->
     from benchmarks.limits import Limits
 
     limits = Limits(*floors("cuda:0" if is_gpu else "cpu"))
-    if is_gpu:
-        return models.run_model(models.MODELS[name], models.QUICK, limits, adapters=adapters, **options)
-    sizes = models.MODELS[name]
-    tiny = models.TINY | (models.TINY_EXPERTS if "num_experts" in sizes else {})
-    return models.run_model(sizes | tiny, models.SMALL, limits, adapters=adapters, **options)
+    scale = models.QUICK if is_gpu else models.SMALL
+    return models.run_model(models.sizes_of(name, is_gpu), scale, limits, adapters=adapters, **options)
+
+
+def peer(is_gpu: bool, name: str) -> dict[str, Any]:
+    """A model beside transformers' continuous batching."""
+    from benchmarks.gpu import models
+    from benchmarks.gpu.peer import compare
+
+    works, device = (models.FEW, "cuda") if is_gpu else (models.SMALL.works, "cpu")
+    return compare(models.sizes_of(name, is_gpu), works[-1], device)
 
 
 def encoder(is_gpu: bool, name: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ struct AttentionParameters {
     int block_shift;           // log2 of block_size
     int table_width;
     int window;                // keys up to its own that a query attends to, including its own
+    int chunk;                 // a query sees no key before the last multiple of this up to its position; 0: all
     int future;                // keys after its own that a query attends to; if TWO_SIDED
     int bias_radius;
     int short_queries;         // requests with more query tokens than this go to prefill, the others to decode
@@ -124,10 +125,32 @@ struct Queries {
     DEVICE int token_of(int row) const { return start + row / group; }
 };
 
-// The last key that the query at `position` attends to.
-template <class S> DEVICE int last_key(const AttentionParameters& a, const Queries& queries, int position) {
+// The first and the last key that the query at `position` attends to. Neither is before that of an earlier query.
+DEVICE int first_key_of(const AttentionParameters& a, int position) {
+    const int first = max(position - a.window + 1, 0);
+    return a.chunk ? max(first, position - int(u32(position) % u32(a.chunk))) : first;
+}
+template <class S> DEVICE int last_key_of(const AttentionParameters& a, const Queries& queries, int position) {
     if constexpr (S::TWO_SIDED) return min(position + a.future, queries.length - 1);
     return position;
+}
+
+// The keys from `begin` to `end` that some row of several attends to, and those that all of them do.
+struct alignas(16) KeyRange {
+    int begin, end, all_begin, all_end;
+
+    // Whether some of `count` keys from `key` on is among those of some row; is not among those of all rows.
+    DEVICE bool meets(int key, int count) const { return key < end && key + count > begin; }
+    DEVICE bool cuts(int key, int count) const { return key < all_begin || key + count > all_end; }
+};
+
+// The keys of `count` rows from `first_row` on; of the last row if all are after it.
+template <class S>
+DEVICE KeyRange key_range(const AttentionParameters& a, const Queries& queries, int first_row, int count) {
+    const int first = queries.position_of(min(first_row, queries.rows - 1));
+    const int last = queries.position_of(min(first_row + count, queries.rows) - 1);
+    return {first_key_of(a, first), last_key_of<S>(a, queries, last) + 1, first_key_of(a, last),
+            last_key_of<S>(a, queries, first) + 1};
 }
 
 // The place of a chunk of a query in shared memory: rows one after another, swizzled.
@@ -331,7 +354,7 @@ DEVICE void bias_logits(float (&logits)[S::M][S::KEYS / 8][4], const AttentionPa
         }
 }
 
-// Masks the keys after the last that the query attends to, and those before its window.
+// Masks the keys after the last that the query attends to, and those before the first.
 template <class S>
 DEVICE void mask_logits(float (&logits)[S::M][S::KEYS / 8][4], const AttentionParameters& a, const Queries& queries,
                         int first_row, int first_key, int lane) {
@@ -341,7 +364,7 @@ DEVICE void mask_logits(float (&logits)[S::M][S::KEYS / 8][4], const AttentionPa
         for (int i = 0; i < 2; i++) {
             const int row = lane_row(queries, first_row, m, i, lane);
             const int position = queries.position_of(row), here = first_key + 2 * (lane & 3);
-            const int last = last_key<S>(a, queries, position) - here, first = position - here - a.window + 1;
+            const int last = last_key_of<S>(a, queries, position) - here, first = first_key_of(a, position) - here;
 #pragma unroll
             for (int n = 0; n < S::KEYS / 8; n++)
 #pragma unroll

@@ -117,7 +117,7 @@ def warpgroup_instance(dtype: torch.dtype, head_dim: int, *, two_sided: bool = F
     keys = STEP_KEYS if head_dim <= 128 else 64
     variant = _variant(WARPGROUPS, dtype, None, f"{head_dim}, {keys}{', true' if two_sided else ''}")
     rows, row_bytes = 8 * TILE_ROWS, head_dim * dtype.itemsize
-    shared = rows * row_bytes + 4 * keys * row_bytes + 128
+    shared = rows * row_bytes + 4 * keys * row_bytes + 256
     return Instance(replace(variant, needs="sm_90a"), 256, -(-shared // 1024) * 1024, rows)
 
 
@@ -250,12 +250,11 @@ def paged_attention(
         return out
     if requests == 0:
         return out.zero_()
-    window = terms.window or NO_WINDOW
     short_queries = 0 if two_sided else max(1, TILE_ROWS // group)  # decode has no two-sided kernel
     fields = common_fields(workspace, q, cache, batch, out, terms)
     fields |= {"scale": scale * cache.scales.k, "short_queries": short_queries}
     if invariant and not two_sided:
-        _launch_spans(launcher, q, cache, batch, window, fields | {"short_queries": 0})
+        _launch_spans(launcher, q, cache, batch, terms, fields | {"short_queries": 0})
         return out
     if two_sided or batch.max_query_len > short_queries:
         kinds = (q.dtype, cache.k.dtype, head_dim)
@@ -267,7 +266,7 @@ def paged_attention(
         launch_instance(launcher, prefill, (row_tiles, kv_heads), fields)
     if short_queries and (batch.max_query_len <= short_queries or requests > 1):  # some may be short, too
         row_tiles = kv_heads * -(-short_queries * group // TILE_ROWS)
-        longest = min(batch.max_seq_len, window + short_queries)
+        longest = min(batch.max_seq_len, most_keys(terms) + short_queries)
         splits = choose_splits(requests * row_tiles, launcher.multiprocessors, longest)
         decode = decode_instance(q.dtype, cache.k.dtype, head_dim)
         launch_instance(launcher, decode, (splits, row_tiles, requests), fields)
@@ -279,17 +278,22 @@ def _launch_spans(
     q: Tensor,
     cache: Cache,
     batch: AttentionBatch,
-    window: int,
+    terms: LogitTerms,
     fields: dict[str, Any],
 ) -> None:
     """Launch the kernel whose bits do not depend on the batch. For few rows, spans have blocks of their own."""
     spans = span_instance(q.dtype, cache.k.dtype, q.shape[2])
     group, kv_heads = q.shape[1] // cache.k.shape[1], cache.k.shape[1]
     row_tiles = len(q) * group // spans.rows + len(batch.seq_lens) + 1  # see prefill.cuh
-    most = -(-min(batch.max_seq_len, window + batch.max_query_len + SPAN) // SPAN)
+    most = -(-min(batch.max_seq_len, most_keys(terms) + batch.max_query_len + SPAN) // SPAN)
     fits = row_tiles * kv_heads * most <= PARTS * launcher.multiprocessors
     divided = batch.max_query_len * group <= TILE_ROWS and fits
     launch_instance(launcher, spans, (row_tiles, kv_heads, most if divided else 1), fields)
+
+
+def most_keys(terms: LogitTerms) -> int:
+    """The most keys up to its own that a query sees."""
+    return min(terms.window or NO_WINDOW, terms.chunk or NO_WINDOW)
 
 
 def common_fields(
@@ -327,6 +331,7 @@ def _term_fields(terms: LogitTerms) -> dict[str, Any]:
     sinks, alibi = terms.sinks, terms.alibi
     return {
         "window": terms.window or NO_WINDOW,
+        "chunk": terms.chunk or 0,
         "future": terms.future,
         "softcap": terms.softcap or 0.0,
         "relative_bias": terms.relative_bias,
@@ -402,11 +407,18 @@ def _check_terms(q: Tensor, scale: float, terms: LogitTerms) -> None:
             )
     if terms.chosen is not None:
         raise ValueError("attention: no kernel for keys that are chosen for each token; CPUs serve them")
-    if scale <= 0 or (terms.window is not None and terms.window < 1):
-        raise ValueError(f"attention: scale {scale} and window {terms.window} must be above 0")
-    if terms.chunk is not None:
+    check_positive(scale, terms)
+
+
+def check_positive(scale: float, terms: LogitTerms) -> None:
+    """Check the scale, and the sizes of a window and of chunks.
+
+    Raises:
+        ValueError: one of them is not above 0.
+    """
+    if any(size is not None and size <= 0 for size in (scale, terms.window, terms.chunk)):
         raise ValueError(
-            "attention: no kernel for chunks of keys; CPUs serve them, and so does float32 without kernels"
+            f"attention: scale {scale}, window {terms.window} and chunk {terms.chunk} must be above 0"
         )
 
 

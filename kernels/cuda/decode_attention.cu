@@ -66,10 +66,8 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1)
     const int num_rows = min(queries.rows - first_row, 16);
     if (num_rows <= 0 || queries.rows > a.short_queries * queries.group) return;
 
-    const int first_position = queries.position_of(first_row);
-    const int end = queries.position_of(first_row + num_rows - 1) + 1;
-    const int begin = max(first_position - a.window + 1, 0);
-    const int first_group = begin / S::GROUP, groups = (end + S::GROUP - 1) / S::GROUP - first_group;
+    const KeyRange range = key_range<S>(a, queries, first_row, 16);
+    const int first_group = range.begin / S::GROUP, groups = (range.end + S::GROUP - 1) / S::GROUP - first_group;
     const int even_share = (groups + splits - 1) / splits, least = WARPS * LEAST_GROUPS;
     const int share = max((even_share + WARPS - 1) / WARPS * WARPS, least);  // of a split
     const int used_splits = (groups + share - 1) / share;
@@ -80,7 +78,7 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1)
     const int start = first_group + split * share + warp;
     const int finish = min(first_group + (split + 1) * share, first_group + groups);
     u8* const own = buffers + warp * STAGES * Ring<S, STAGES>::STAGE;
-    Ring<S, STAGES> ring(a, queries, own, begin, end, start, finish, WARPS, lane);
+    Ring<S, STAGES> ring(a, queries, own, range.begin, range.end, start, finish, WARPS, lane);
     for (int i = 0; i < STAGES - 1; i++) ring.copy_next();
 
     load_queries<S>(shared, query_place<S>, a, queries, first_row, 16, thread, THREADS);
@@ -105,7 +103,7 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1)
         __syncwarp();
         ring.copy_next();
         const int first_key = group * S::GROUP;
-        const bool partly = first_key + S::GROUP > first_position + 1 || first_key <= end - 1 - a.window;
+        const bool partly = range.cuts(first_key, S::GROUP);
         attend<S>(rows, query, keys, keys + ring.HALF, a, queries, first_row, first_key, partly, lane);
         keys = keys + ring.STAGE == ring.buffers + STAGES * ring.STAGE ? ring.buffers : keys + ring.STAGE;
     }

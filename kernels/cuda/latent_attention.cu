@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) latent_attention(const __grid_c
     const int first_row = tile.first_row, part = blockIdx.y;
     const Parts<KEYS> parts(a, queries, first_row, ROWS);
     if (part >= parts.used) return;
-    const int end = min(parts.first + (part + 1) * parts.share, parts.end);
+    const int end = min(parts.first + (part + 1) * parts.share, parts.keys.end);
     int first_key = parts.first + part * parts.share;
 
     u8* const staged = shared_memory();  // queries, and at the end the outputs
@@ -69,10 +69,10 @@ __global__ void __launch_bounds__(WARPS * 32, 1) latent_attention(const __grid_c
 
     const int page = thread / COPIERS * PAGE_ROWS;  // of this thread, in a step
     int block;                                      // that has it in the next copy
-    auto find = [&](int key) { block = find_block(a, queries.request, key + page, parts.begin, end); };
+    auto find = [&](int key) { block = find_block(a, queries.request, key + page, parts.keys.begin, end); };
     auto copy = [&](u8* buffer, int key) {
-        copy_rows<S, COPIERS>(buffer + page * S::ROW_BYTES, chunk_in_order, a.k, a, 0, block, key + page, parts.begin,
-                              end, opaque(thread) % COPIERS);
+        copy_rows<S, COPIERS>(buffer + page * S::ROW_BYTES, chunk_in_order, a.k, a, 0, block, key + page,
+                              parts.keys.begin, end, opaque(thread) % COPIERS);
         commit_copies();
     };
     find(first_key);
@@ -81,7 +81,6 @@ __global__ void __launch_bounds__(WARPS * 32, 1) latent_attention(const __grid_c
     load_queries<S>(staged, query_place<S>, a, queries, first_row, ROWS, thread, THREADS);
 
     const int tile_row = warp % M * 16, group = warp / M;  // whose weights this warp makes
-    const int first_position = queries.position_of(first_row);
     Rows<S> softmax;
     Rows<V> rows;
     for (int buffer = 0; first_key < end; first_key += KEYS, buffer ^= 1) {
@@ -94,7 +93,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) latent_attention(const __grid_c
         const u8* const keys = buffers + buffer * BUFFER;
         float logits[1][S::KEYS / 8][4];
         multiply_latents<S>(logits, staged, tile_row, keys + group * S::KEYS * S::ROW_BYTES, opaque(lane));
-        if (first_key + KEYS > first_position + 1 || first_key <= parts.end - 1 - a.window)
+        if (parts.keys.cuts(first_key, KEYS))
             mask_logits<S>(logits, a, queries, first_row + tile_row, first_key + group * S::KEYS, opaque(lane));
         float top[1][2];
         find_tops<S>(logits, softmax, top);

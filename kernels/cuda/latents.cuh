@@ -4,19 +4,21 @@
 
 constexpr int LEAST_KEYS = 256;  // of a part, so that merging stays cheap
 
+struct Causal {
+    static constexpr bool TWO_SIDED = false;
+};
+
 // The parts of the keys of a tile.
 template <int KEYS>
 struct Parts {
-    int begin, end;  // keys that some row attends to
-    int first;       // of the first step: a multiple of KEYS
-    int share, used; // keys of a part, and parts that have some
+    KeyRange keys;    // of the tile's rows
+    int first;        // of the first step: a multiple of KEYS
+    int share, used;  // keys of a part, and parts that have some
 
-    DEVICE Parts(const AttentionParameters& a, const Queries& queries, int first_row, int rows) {
-        end = queries.position_of(min(first_row + rows, queries.rows) - 1) + 1;
-        begin = max(queries.position_of(first_row) - a.window + 1, 0);
-        first = begin / KEYS * KEYS;
-        const int even_share = (end - first + a.splits - 1) / a.splits;
+    DEVICE Parts(const AttentionParameters& a, const Queries& queries, int first_row, int rows)
+        : keys(key_range<Causal>(a, queries, first_row, rows)), first(keys.begin / KEYS * KEYS) {
+        const int even_share = (keys.end - first + a.splits - 1) / a.splits;
         share = max((even_share + KEYS - 1) / KEYS * KEYS, LEAST_KEYS);
-        used = (end - first + share - 1) / share;
+        used = (keys.end - first + share - 1) / share;
     }
 };

@@ -12,15 +12,16 @@ from torch import Tensor
 from pagewire.kernels.cuda.attention import (
     BLOCK_SIZES,
     DTYPES,
-    NO_WINDOW,
     PARTS,
     TILE_ROWS,
     Instance,
     Workspace,
     check_batch,
+    check_positive,
     choose_splits,
     common_fields,
     launch_instance,
+    most_keys,
 )
 from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.limits import LATENTS, most_shared_bytes
@@ -144,11 +145,11 @@ def write(launcher: KernelLauncher, latents: Tensor, cache: Cache, slot_mapping:
 
 def why_not(q: Tensor, cache: Cache, terms: LogitTerms) -> str | None:
     """Why no kernel attends with these queries [T, Hq, size] and terms; None if one does."""
-    sizes, terms_of_none = cache.k.shape[1:], LogitTerms(window=terms.window)
+    sizes, terms_of_none = cache.k.shape[1:], LogitTerms(window=terms.window, chunk=terms.chunk)
     if terms.chosen is not None:
         return "no kernel for keys that are chosen for each token; CPUs serve them"
     if terms != terms_of_none:
-        return "no kernel for what changes logits, but for windows; CPUs serve it, and so does float32"
+        return "no kernel for what changes logits, but for windows and chunks; CPUs serve it, and so does float32"
     if sizes[0] != 1 or sizes[1] not in BLOCK_SIZES or LATENTS.get(sizes[2]) != cache.v.shape[3]:
         return f"no kernel for K {tuple(cache.k.shape)} with values of {cache.v.shape[3]}"
     if q.shape[2] != sizes[2]:
@@ -174,7 +175,7 @@ def attend(
         q: [T, Hq, size], bfloat16 or float16, aligned to 16 bytes, strides multiples of 8.
         cache: of one KV head, of q's dtype, of a size in `LATENTS`.
         scale: above 0.
-        terms: with a window at most.
+        terms: with a window and a chunk at most.
 
     Raises:
         TypeError: no kernel supports a dtype.
@@ -192,9 +193,7 @@ def attend(
     if out.shape != (tokens, heads, LATENTS[size]):
         raise ValueError("attention to latents: out must be as long as values")
     check_batch(q, cache, batch, out)
-    window = NO_WINDOW if terms.window is None else terms.window
-    if scale <= 0 or window < 1:
-        raise ValueError(f"attention to latents: scale {scale} and window {terms.window} must be above 0")
+    check_positive(scale, terms)
     requests = len(batch.seq_lens)
     if tokens == 0:
         return out
@@ -214,7 +213,7 @@ def attend(
     splits = choose_splits(
         used,
         launcher.multiprocessors,
-        min(batch.max_seq_len, window + batch.max_query_len),
+        min(batch.max_seq_len, most_keys(terms) + batch.max_query_len),
         resident=tiling.resident,
         most=parts // tiles,
     )

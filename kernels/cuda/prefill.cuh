@@ -9,9 +9,8 @@
 template <int WARPS>
 struct Task {
     Queries queries;
-    int begin, end;  // keys that some row attends to
-    // Of each warp: the position of its first row, and the last key that its last row attends to; -1 without rows.
-    int first_positions[WARPS], last_keys[WARPS];
+    int begin, end;        // keys that some row attends to
+    KeyRange keys[WARPS];  // of each warp; it meets none without rows
 };
 
 DEVICE int first_tile(const AttentionParameters& a, int request, int tile_rows) {
@@ -58,14 +57,14 @@ DEVICE void set_task(Task<WARPS>& task, const AttentionParameters& a, const Quer
     constexpr int ROWS = WARPS * WARP_ROWS;
     const int warp = threadIdx.x / 32, warp_row = first_row + warp * WARP_ROWS;
     if (threadIdx.x % 32 == 0) {
-        task.first_positions[warp] = queries.position_of(min(warp_row, queries.rows - 1));
-        const int last_row = min(warp_row + WARP_ROWS, queries.rows) - 1;
-        task.last_keys[warp] = warp_row > last_row ? -1 : last_key<S>(a, queries, queries.position_of(last_row));
+        task.keys[warp] = key_range<S>(a, queries, warp_row, WARP_ROWS);
+        if (warp_row >= queries.rows) task.keys[warp].end = 0;
     }
     if (threadIdx.x == 0) {
+        const KeyRange keys = key_range<S>(a, queries, first_row, ROWS);
         task.queries = queries;
-        task.begin = max(queries.position_of(first_row) - a.window + 1, 0);
-        task.end = last_key<S>(a, queries, queries.position_of(min(first_row + ROWS, queries.rows) - 1)) + 1;
+        task.begin = keys.begin;
+        task.end = keys.end;
     }
 }
 

@@ -65,10 +65,9 @@ __global__ void __launch_bounds__(WARPS * 32) prefill_attention(const __grid_con
         const u8* keys = buffers + buffer * 2 * HALF;
 #pragma unroll 1
         for (int key = first_key; key < first_key + KEYS; key += STEP, keys += STEP * S::ROW_BYTES) {
-            const int first = task.first_positions[warp], last = task.last_keys[warp];
-            const bool attends = key <= last && key + STEP > first - a.window + 1;
-            const bool partly = key + STEP > last_key<S>(a, task.queries, first) + 1 || key <= last - a.window;
-            if (attends) attend<S>(rows, query, keys, keys + HALF, a, task.queries, warp_row, key, partly, lane);
+            const KeyRange range = task.keys[warp];
+            if (range.meets(key, STEP))
+                attend<S>(rows, query, keys, keys + HALF, a, task.queries, warp_row, key, range.cuts(key, STEP), lane);
         }
     }
     if (warp_row < task.queries.rows)

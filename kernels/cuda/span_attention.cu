@@ -140,7 +140,6 @@ __global__ void __launch_bounds__(WARPS * 32) span_attention(const __grid_consta
     Rows<S> rows;
     Totals<S> totals(memory + warp * Totals<S>::BYTES, lane);
     const float scale = exponent_scale<S>(a);
-    const int first = task.first_positions[warp], last = task.last_keys[warp];
     for (int buffer = 0; first_key < end; first_key += KEYS, buffer ^= 1) {
         wait_for_copies<0>();
         __syncthreads();  // these keys have arrived, and no warp still reads the previous ones
@@ -149,9 +148,10 @@ __global__ void __launch_bounds__(WARPS * 32) span_attention(const __grid_consta
             find(first_key + 2 * KEYS);
         }
         const u8* const keys = buffers + buffer * 2 * HALF;
-        const bool attends = first_key <= last && first_key + KEYS > first - a.window + 1;
-        const bool partly = first_key + KEYS > first + 1 || first_key <= last - a.window;
-        if (attends) attend<S>(rows, query, keys, keys + HALF, a, task.queries, warp_row, first_key, partly, lane);
+        const KeyRange& range = task.keys[warp];
+        if (range.meets(first_key, KEYS))
+            attend<S>(rows, query, keys, keys + HALF, a, task.queries, warp_row, first_key, range.cuts(first_key, KEYS),
+                      lane);
         if (!divided && (first_key + KEYS) % SPAN == 0) totals.take(rows, scale);
     }
     if (divided && spans > 1) {

@@ -202,11 +202,12 @@ def attention_trial(
     cache_dtype: torch.dtype,
     head_dim: int,
 ) -> Trial:
-    """Attention of one kind of batch; plain, and with all that changes logits."""
+    """Attention of one kind of batch; plain, with all that changes logits, and to chunks of keys."""
 
     def terms(others: Sequence[Tensor]) -> Sequence[LogitTerms]:
         sinks, slopes = others
-        return CAUSAL, LogitTerms(window=50, softcap=5.0, sinks=sinks, alibi=slopes)
+        changed = LogitTerms(window=50, softcap=5.0, sinks=sinks, alibi=slopes)
+        return CAUSAL, changed, LogitTerms(chunk=70)
 
     others = [torch.linspace(-1, 3, HEADS), torch.logspace(-3, -1, HEADS)]
     name = f"{kind} attention{_how(method)} over {short(cache_dtype)}, heads of {head_dim}"
@@ -248,7 +249,7 @@ def latent_trials(dtype: torch.dtype, size: int) -> Iterator[Trial]:
         return layout(cache.k).flatten(0, 2)
 
     def terms(_: Sequence[Tensor]) -> Sequence[LogitTerms]:
-        return CAUSAL, LogitTerms(window=50)
+        return CAUSAL, LogitTerms(window=50), LogitTerms(chunk=70)
 
     method, tolerance = latents.METHOD, TOLERANCE[dtype]
     inputs = [normal(tokens, 1, size).to(dtype), slots]

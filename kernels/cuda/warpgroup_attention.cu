@@ -99,14 +99,13 @@ __global__ void __launch_bounds__(GROUPS * GROUP_THREADS, 1)
     key_block = find(first_key + 2 * KEYS);
 
     const u8* const own_queries = staged + warp / GROUP_WARPS * GROUP_ROWS * PANEL_ROW_BYTES;
-    const int first = task.first_positions[warp], last = task.last_keys[warp];
+    const KeyRange range = task.keys[warp];
     Rows<S> rows;
     float logits[1][KEYS / 8][4];
     Weights<S> weights;
     Shrink<S> shrink;
     auto weigh_step = [&](int key) {
-        const bool partly = key + KEYS > last_key<S>(a, task.queries, first) + 1 || key <= last - a.window;
-        weigh<S>(logits, rows, a, task.queries, warp_row, key, partly, lane, shrink);
+        weigh<S>(logits, rows, a, task.queries, warp_row, key, range.cuts(key, KEYS), lane, shrink);
     };
     start_logits<S>(logits, own_queries, keys);
     wait_for_products<0>(logits[0]);

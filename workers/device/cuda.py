@@ -123,11 +123,6 @@ class CudaDevice:
                 f"no kernel on {self.name} attends with heads of {max(other)} numbers, only with "
                 f"{', '.join(map(str, HEAD_DIMS))}: use device='cpu', or dtype='float32', which needs none"
             )
-        if needs.chunks and needs.dtype in KERNEL_DTYPES:
-            raise LoadError(
-                f"no kernel on {self.name} attends to chunks of keys, as chunked_attention layers do: use "
-                "device='cpu', or dtype='float32', which needs none"
-            )
         if self.batch_invariant and (needs.dtype not in KERNEL_DTYPES or needs.encodes):
             raise LoadError(
                 f"batch_invariant: {self.name} has kernels for decoders in bfloat16 and float16, and none for "

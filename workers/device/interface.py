@@ -59,15 +59,14 @@ class KernelNeeds(NamedTuple):
 
     dtype, kv_dtype: of its numbers, and of its KV cache. head_dims: the sizes of attention heads in its layers;
     empty if none attends without latents. latents: their elements as keys and as values, to the sizes of the heads
-    that they can be expanded to. encodes: it is an encoder. chunks: some layers attend to chunks of keys.
-    recurrent: some layers keep states. mixture: some have experts. packed: weights may stay packed.
+    that they can be expanded to. encodes: it is an encoder. recurrent: some layers keep states.
+    mixture: some have experts. packed: weights may stay packed.
     """
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
     head_dims: Collection[int]
     encodes: bool = False
-    chunks: bool = False
     recurrent: bool = False
     mixture: bool = False
     packed: bool = True
@@ -124,8 +123,8 @@ class Device(Protocol):
         """Compile the kernels that a model needs, with progress in the log.
 
         Raises:
-            LoadError: they cannot be compiled, or the device has none for heads of such a size, for chunks, or for
-                latents in such a cache.
+            LoadError: they cannot be compiled, or the device has none for heads of such a size, or for latents in
+                such a cache.
         """
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:

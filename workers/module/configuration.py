@@ -21,7 +21,7 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.device.machine import runs_on_cpu
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.registered import registered_class
-from pagewire.workers.module.structure import CHUNKED, DEFAULT_POSITIONS, MAX_POSITIONS, NUM_EXPERTS, WINDOWS
+from pagewire.workers.module.structure import DEFAULT_POSITIONS, MAX_POSITIONS, NUM_EXPERTS, WINDOWS
 from pagewire.workers.versions import check_model_type
 
 logger = logging.getLogger("pagewire.worker")
@@ -191,14 +191,6 @@ def resolve_max_model_len(worker_config: WorkerConfig, config: Any) -> int:
             "PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1 allows it"
         )
     return requested
-
-
-def without_long_chunks(config: Any, max_len: int) -> None:
-    """Let layers whose chunk no request of `max_len` tokens exceeds see all keys, for which GPUs have kernels."""
-    text = config.get_text_config()
-    size = getattr(text, WINDOWS[CHUNKED], None)
-    if size is not None and size >= max_len and getattr(text, "layer_types", None):
-        text.layer_types = ["full_attention" if kind == CHUNKED else kind for kind in text.layer_types]
 
 
 def end_of_sequence(config: Any) -> int | None:

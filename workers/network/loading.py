@@ -42,13 +42,11 @@ from pagewire.workers.module.configuration import (
     resolve_dtype,
     resolve_kv_dtype,
     state_layers,
-    without_long_chunks,
 )
 from pagewire.workers.module.parallel_layers import fit_modules
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.shards import Shards
 from pagewire.workers.module.stage_cut import CutBase, check_cuts
-from pagewire.workers.module.structure import CHUNKED
 from pagewire.workers.module.text_base import base_path, takes_more_than_text, without_picture_layers
 from pagewire.workers.module.transforms import LinearModule, short_length, tabulate_rotary
 from pagewire.workers.module.weights import Weights
@@ -141,7 +139,6 @@ class ModelSettings:
             max_len = filled(source.max_tokens, worker_config.block_size) + source.max_target_tokens
             return cls(config, spec, dtype, kv_dtype, scales, max_len, source, packed)
         max_len = max_length(worker_config, config, spec)
-        without_long_chunks(config, max_len)
         return cls(config, spec, dtype, kv_dtype, scales, max_len, packed=packed)
 
     @property
@@ -152,13 +149,11 @@ class ModelSettings:
     @property
     def kernel_needs(self) -> KernelNeeds:
         """What the model asks of the kernels."""
-        kinds = getattr(self.config.get_text_config(), "layer_types", None) or ()
         return KernelNeeds(
             self.dtype,
             self.kv_dtype,
             head_dims(self.config),
             encodes=self.encodes,
-            chunks=CHUNKED in kinds,
             recurrent=bool(state_layers(self.config)),
             mixture=has_experts(self.config),
             packed=self.packed,

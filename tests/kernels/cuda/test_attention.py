@@ -93,7 +93,7 @@ KINDS += [(HOPPER, *kinds) for kinds in INSTANCES if attention.has_warpgroups(HO
 def test_variants(
     capability: tuple[int, int], dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int
 ) -> None:
-    """Every head size, every pair of types: decode and mixed batches, plain and with all options."""
+    """Every head size, every pair of types: decode and mixed batches, plain, with all options, in chunks."""
     shape = Shape(num_heads=6, num_kv_heads=2, head_dim=head_dim, v_head_dim=head_dim)
     launcher = EmulatedLauncher(order=ORDERS[2], capability=capability)
     for spans in (
@@ -103,6 +103,7 @@ def test_variants(
         paged = batch_of(spans, shape, dtype, padding=2)
         check(launcher, paged, CAUSAL, cache_dtype)
         check(launcher, paged, everything(6, dtype), cache_dtype)
+        check(launcher, paged, LogitTerms(chunk=90), cache_dtype)
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype", "head_dim"), INSTANCES, ids=str)
@@ -116,7 +117,7 @@ def test_variants_whose_bits_do_not_depend_on_the_batch(
         [(0, 60), (0, 0), (599, 600), (430, 540)],
     ):
         paged = batch_of(spans, shape, dtype, padding=2)
-        for terms in (CAUSAL, everything(6, dtype)):
+        for terms in (CAUSAL, everything(6, dtype), LogitTerms(chunk=90)):
             check(EmulatedLauncher(order=ORDERS[2]), paged, terms, cache_dtype, invariant=True)
 
 
@@ -130,6 +131,7 @@ def cuts(draw: st.DrawFn) -> tuple[Shape, list[list[tuple[int, int]]], LogitTerm
         softcap=draw(st.none() | st.floats(1, 50)),
         sinks=draw(st.sampled_from([None, torch.linspace(-3, 5, kv_heads * group)])),
         alibi=draw(st.sampled_from([None, torch.logspace(-3, -1, kv_heads * group)])),
+        chunk=draw(st.none() | st.integers(1, 1200)),
     )
     end, steps = draw(st.integers(520, 1200)), []
     for _ in range(3):
@@ -191,6 +193,7 @@ def batches(draw: st.DrawFn, max_queries: int) -> tuple[Paged, LogitTerms, torch
         softcap=draw(st.none() | st.floats(1, 50)),
         sinks=draw(st.sampled_from([None, torch.linspace(-3, 5, heads)])),
         alibi=draw(st.sampled_from([None, torch.logspace(-3, -1, heads)])),
+        chunk=draw(st.none() | st.integers(1, LONGEST)),
     )
     shape = Shape(heads, kv_heads, 64, 64, draw(st.sampled_from(attention.BLOCK_SIZES)))
     paged = batch_of(spans, shape, dtype, draw(st.integers(0, 3)), draw(st.integers(0, 1000)))
@@ -268,7 +271,7 @@ def test_refusals() -> None:
         (TypeError, "sinks", {"terms": LogitTerms(alibi=torch.zeros(4, dtype=torch.float64))}),
         (ValueError, "above 0", {"terms": LogitTerms(window=0)}),
         (ValueError, "above 0", {"scale": 0.0}),
-        (ValueError, "no kernel for chunks", {"terms": LogitTerms(chunk=8)}),
+        (ValueError, "above 0", {"terms": LogitTerms(chunk=0)}),
         (ValueError, "out", {"out": torch.empty(1, 4, 65, dtype=BF16)}),
         (
             TypeError,

@@ -36,11 +36,13 @@ decode: list[Case] = [
     (DECODED, CAUSAL, BF16),
     (DECODED, everything(HEADS), BF16),
     (DECODED, LogitTerms(window=5, alibi=torch.linspace(0.1, 2, HEADS)), BF16),
+    (DECODED, LogitTerms(chunk=480), BF16),
 ]
 decode_fp8: list[Case] = [(DECODED, CAUSAL, E4M3)]
 prefill: list[Case] = [
     (MIXED, CAUSAL, BF16),
     (MIXED, LogitTerms(window=50, sinks=torch.full((HEADS,), 3.0)), BF16),
+    (MIXED, LogitTerms(chunk=150), BF16),
 ]
 warpgroups: list[Case] = [
     *prefill,
@@ -65,7 +67,13 @@ def expected(number: int, which: str) -> Tensor:
 
 def check_spans(launcher: EmulatedLauncher) -> None:
     """Results are right. No bit of a token depends on its chunk, or on whether spans have blocks of their own."""
-    for terms in (CAUSAL, LogitTerms(window=5), LogitTerms(window=700, sinks=torch.full((HEADS,), 3.0))):
+    sinks = torch.full((HEADS,), 3.0)
+    for terms in (
+        CAUSAL,
+        LogitTerms(window=5),
+        LogitTerms(window=700, sinks=sinks),
+        LogitTerms(chunk=350),
+    ):
         found: dict[int, Tensor] = {}
         for multiprocessors, (chunk, paged) in (
             (1, (CHUNKS[0], CUTS[CHUNKS[0]])),
@@ -118,26 +126,23 @@ FAULTS = [
     ("prefill", Edit(PREFILL, "threadIdx.x / 32 % PAGES * PAGE_ROWS;", "0;")),
     # Which rows see which keys.
     ("decode", Edit(SHARED, "    if (partly) mask_logits", "    if (false) mask_logits")),
-    ("decode", Edit(DECODE, "first_position - a.window + 1, 0)", "first_position - a.window + 2, 0)")),
-    ("decode", Edit(DECODE, "first_key + S::GROUP > first_position + 1 || ", "")),
+    ("decode", Edit(SHARED, "position - a.window + 1, 0)", "position - a.window + 2, 0)")),
+    ("decode", Edit(SHARED, "u32(position) % u32(a.chunk)", "u32(position) % u32(a.chunk - 1)")),
+    ("decode", Edit(SHARED, " || key + count > all_end", "")),
     ("prefill", Edit(SHARED, "8 * n + column > last)", "8 * n + column > last + 1)")),
-    ("prefill", Edit(SHARED, "here - a.window + 1;", "here - a.window;")),
-    ("prefill", Edit(PREFILL, "key + STEP > last_key<S>(a, task.queries, first) + 1 || ", "")),
-    ("prefill", Edit(PREFILL, "key <= last && key", "key < last && key")),
-    (
-        "prefill",
-        Edit(TILES, "first_row + ROWS, queries.rows) - 1)) + 1", "first_row + ROWS, queries.rows) - 1))"),
-    ),
+    ("prefill", Edit(SHARED, "first = first_key_of(a, position) - here;", "first = -here;")),
+    ("prefill", Edit(SHARED, "return a.chunk ? max", "return false ? max")),
+    ("prefill", Edit(SHARED, " || key + count > all_end", "")),
+    ("prefill", Edit(SHARED, "first_key_of(a, last),", "first_key_of(a, first),")),
+    ("prefill", Edit(SHARED, "key < end && key", "key < end - 1 && key")),
+    ("prefill", Edit(SHARED, "min(first_row + count, queries.rows) - 1)", "first_row)")),
     # Later keys.
     ("two_sided", Edit(SHARED, "queries.length - 1);", "queries.length);")),
     ("two_sided", Edit(SHARED, "min(position + a.future, ", "min(position + a.future + 1, ")),
-    ("two_sided", Edit(SHARED, "last_key<S>(a, queries, position) - here", "position - here")),
-    ("two_sided", Edit(PREFILL, "key + STEP > last_key<S>(a, task.queries, first) + 1 || ", "")),
-    (
-        "two_sided",
-        Edit(TILES, "-1 : last_key<S>(a, queries, queries.position_of(last_row));", "-1 : last_row;"),
-    ),
-    ("two_sided", Edit(PREFILL, "|| key <= last - a.window;", ";")),
+    ("two_sided", Edit(SHARED, "last_key_of<S>(a, queries, position) - here", "position - here")),
+    ("two_sided", Edit(SHARED, " || key + count > all_end", "")),
+    ("two_sided", Edit(SHARED, "last_key_of<S>(a, queries, last) + 1, first", "last + 1, first")),
+    ("two_sided", Edit(SHARED, "return key < all_begin || ", "return ")),
     ("two_sided", Edit(SHARED, "(2 * head + 1) * a.bias_radius", "2 * head * a.bias_radius")),
     ("two_sided", Edit(SHARED, "__ldg(biases + 8 * n + column)", "__ldg(biases + 8 * n)")),
     ("two_sided", Edit(SHARED, "|| (S::TWO_SIDED && a.relative_bias)", "")),
@@ -212,8 +217,8 @@ FAULTS = [
             WARPGROUPS, "key_block = find(first_key + 3 * KEYS);", "key_block = find(first_key + 2 * KEYS);"
         ),
     ),
-    ("warpgroups", Edit(WARPGROUPS, "key + KEYS > last_key<S>(a, task.queries, first) + 1 || ", "")),
-    ("warpgroups", Edit(WARPGROUPS, "|| key <= last - a.window;", ";")),
+    ("warpgroups", Edit(WARPGROUPS, "range.cuts(key, KEYS)", "range.cuts(key, 1)")),
+    ("warpgroups", Edit(SHARED, "return key < all_begin || ", "return ")),
     ("warpgroups", Edit(WARPGROUPS, "warp / GROUP_WARPS * GROUP_ROWS", "warp % 2 * GROUP_ROWS")),
     (
         "warpgroups",
@@ -233,9 +238,9 @@ FAULTS = [
     ("spans", Edit(SPANS, "    __syncthreads();\n\n    const bool divided", "\n    const bool divided")),
     ("spans", Edit(SPANS, "warp % PAGES * PAGE_ROWS, begin, end);", "0, begin, end);")),
     ("spans", Edit(SPANS, "of < PAGES ? a.k : a.v", "a.k")),
-    ("spans", Edit(SPANS, "first_key + KEYS > first + 1 || ", "")),
-    ("spans", Edit(SPANS, "|| first_key <= last - a.window;", ";")),
-    ("spans", Edit(SPANS, "first_key <= last && ", "first_key < last && ")),
+    ("spans", Edit(SPANS, "range.cuts(first_key, KEYS)", "range.cuts(first_key, 1)")),
+    ("spans", Edit(SHARED, "return key < all_begin || ", "return ")),
+    ("spans", Edit(SPANS, "range.meets(first_key, KEYS)", "range.meets(first_key, 1)")),
     ("spans", Edit(SPANS, "(first_key + KEYS) % SPAN == 0", "first_key % SPAN == 0")),
     ("spans", Edit(SPANS, "if (!divided && (first_key", "if (false && (first_key")),
     ("spans", Edit(SPANS, "        rows = Rows<S>();\n", "")),

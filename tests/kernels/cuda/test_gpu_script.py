@@ -26,7 +26,15 @@ from tests.kernels.cuda.emulate import EmulatedLauncher
 ROOT = Path(__file__).parents[3]
 case, rows = map(partial(load_from, "kernels"), ("case", "rows"))
 parts = load_from("gpu", "parts")
-ENGINES = ("model 1b", "model 8b", "model experts", "model adapters", "encoder", "encoder speed")
+ENGINES = (
+    "model 1b",
+    "model 8b",
+    "beside generate_batch",
+    "model experts",
+    "model adapters",
+    "encoder",
+    "encoder speed",
+)
 """Parts that start engines, which takes long: CI rehearses these where the script has changed."""
 
 

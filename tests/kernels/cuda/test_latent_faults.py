@@ -68,12 +68,12 @@ FAULTS = [
     ("few", Edit(FILE, "            find(first_key + 2 * KEYS);\n", "")),
     ("few", Edit(FILE, "swizzle(S::CHUNKS, row, 2 * k + (lane >> 3))", "2 * k + (lane >> 3)")),
     # Which rows see which keys.
-    ("few", Edit(FILE, "first_key + KEYS > first_position + 1 || ", "")),
-    ("few", Edit(FILE, " || first_key <= parts.end - 1 - a.window)", ")")),
+    ("few", Edit(FILE, "parts.keys.cuts(first_key, KEYS)", "parts.keys.cuts(first_key, 1)")),
+    ("few", Edit(FILE, "parts.keys.cuts(first_key, KEYS)", "parts.keys.cuts(first_key + KEYS - 1, 1)")),
     ("many", Edit(FILE, "first_row + tile_row, first_key + group", "first_row, first_key + group")),
     ("many", Edit(FILE, "first_key + group * S::KEYS, opaque", "first_key, opaque")),
-    ("few", Edit(PARTS, "(first_row) - a.window + 1, 0);", "(first_row) - a.window + 2, 0);")),
-    ("many", Edit(PARTS, "min(first_row + rows, queries.rows) - 1) + 1;", "first_row) + 1;")),
+    ("few", Edit("attention.cuh", "position - a.window + 1, 0)", "position - a.window + 2, 0)")),
+    ("many", Edit(PARTS, "queries, first_row, rows)), first", "queries, first_row, 1)), first")),
     # Logits and weights.
     (
         "few",
@@ -122,9 +122,9 @@ FAULTS = [
     ("many", Edit(FILE, "a.heads + first_row) * OUT_CHUNKS", "a.heads) * OUT_CHUNKS")),
     ("few", Edit("prefill.cuh", "clear_padding<OUT_CHUNKS>", "clear_padding<S::Q_CHUNKS>")),
     # Parts.
-    ("few", Edit(PARTS, "(end - first + share - 1) / share;", "(end - first + share - 1) / share + 1;")),
+    ("few", Edit(PARTS, "- first + share - 1) / share;", "- first + share - 1) / share + 1;")),
     ("few", Edit(FILE, "parts.first + part * parts.share;", "parts.first;")),
-    ("few", Edit(FILE, "min(parts.first + (part + 1) * parts.share, parts.end)", "parts.end")),
+    ("few", Edit(FILE, "min(parts.first + (part + 1) * parts.share, parts.keys.end)", "parts.keys.end")),
     ("few", Edit(FILE, "    if (part >= parts.used) return;\n", "")),
     ("few", Edit(FILE, "(i64(blockIdx.x) * a.splits + part) * ROWS", "i64(blockIdx.x) * a.splits * ROWS")),
     ("few", Edit(FILE, "parts.used > 1 ? 1.0f : 1.0f / sum", "1.0f / sum")),

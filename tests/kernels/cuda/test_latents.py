@@ -72,6 +72,7 @@ def test_variants(dtype: torch.dtype, size: int, heads: int, spans: str, capabil
     paged = batch_of(SPANS[spans], shape_of(heads, size), dtype, padding=2)
     check(launcher, paged)
     check(launcher, paged, LogitTerms(window=50))
+    check(launcher, paged, LogitTerms(chunk=90))
 
 
 @st.composite
@@ -83,7 +84,8 @@ def batches(draw: st.DrawFn) -> tuple[Paged, LogitTerms]:
         start = draw(st.integers(0, LONGEST - queries) | st.just(0))
         spans.append((start, start + queries))
     shape = shape_of(draw(st.sampled_from([1, 7, 16])), 288, draw(st.sampled_from(attention.BLOCK_SIZES)))
-    terms = LogitTerms(window=draw(st.none() | st.integers(1, LONGEST)))
+    sizes = st.none() | st.integers(1, LONGEST)
+    terms = LogitTerms(window=draw(sizes), chunk=draw(sizes))
     return batch_of(spans, shape, FP16, draw(st.integers(0, 3)), draw(st.integers(0, 1000))), terms
 
 

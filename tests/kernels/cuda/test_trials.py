@@ -62,6 +62,7 @@ FAULTS = {
     "gelu_tanh_and_mul": (Edit("gates.cu", "0.044715f", "0.4f"), False),
     "store_kv": (Edit("layout.cuh", "row / (8 / p)", "row"), False),
     "rotate_and_store": (Edit("kv.cu", "chunk < half ? -1.0f : 1.0f", "1.0f"), False),
+    "decode attention": (Edit("attention.cuh", "u32(position) % u32(a.chunk)", "u32(position)"), False),
     "prefill attention": (Edit("attention.cuh", "(lane >> 3 & 1)", "(lane >> 4 & 1)"), False),
     "delta rule of ": (Edit("states.cu", "* p.beta[at]", ""), False),
     "convolution": (Edit("states.cu", "window[tap + 1]", "window[tap]"), False),

@@ -61,6 +61,7 @@ def batches(draw: st.DrawFn) -> tuple[Paged, LogitTerms, torch.dtype]:
     terms = LogitTerms(
         future=draw(st.just(WHOLE) | st.integers(1, 100)),
         window=draw(st.none() | st.integers(1, 100)),
+        chunk=draw(st.none() | st.integers(1, 100)),
         relative_bias=draw(st.sampled_from([None, biases(kv_heads * group)])),
     )
     shape = Shape(kv_heads * group, kv_heads, 64, 64, draw(st.sampled_from(attention.BLOCK_SIZES)))

@@ -34,7 +34,6 @@ from pagewire.kernels.cuda import linear, quantised_linear, states
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.cuda.trials import channel_trials, matrix_trials, trials
 from pagewire.kernels.cuda.variants import Launches, variants_of
-from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.device import cuda
 from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.device.cuda import CudaDevice
@@ -53,7 +52,6 @@ from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
 from tests.workers.architectures import (
     DELTA_RULE,
     GEMMA4,
-    LLAMA4,
     RECURRENT,
     SERVED,
     VOCAB_SIZE,
@@ -693,21 +691,6 @@ def test_heads_without_a_kernel_are_refused_by_name() -> None:
     ):
         device.prepare(KernelNeeds(torch.bfloat16, torch.bfloat16, {256, 5120}))
     device.prepare(KernelNeeds(torch.float32, torch.float32, {256, 5120}))  # by PyTorch
-
-
-def test_chunks_of_keys_are_refused_before_weights_are_read(
-    tmp_path: Path, load: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float32 PyTorch attends, token for token as transformers does."""
-    folder = Architecture("llama4_text", LLAMA4 | HEADS).write(tmp_path)
-    prompts = make_prompts(VOCAB_SIZE)
-    load(folder, dtype="bfloat16", max_model_len=7)  # in which there is one chunk
-    assert Driver(load(folder)).generate(prompts, 6) == transformers_tokens(folder, prompts, 6)
-    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("a weight was read"))
-    with pytest.raises(
-        LoadError, match=r"attends to chunks of keys, .*: use device='cpu', or dtype='float32'"
-    ):
-        load(folder, dtype="bfloat16")
 
 
 def test_more_requests_than_were_recorded(load: Callable[..., Runner]) -> None:
