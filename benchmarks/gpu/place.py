@@ -78,7 +78,9 @@ class Gpu:
                 for kv_dtype in KV_DTYPES:
                     for encodes in (False, True):
                         kinds = (encodes, not encodes, not encodes)
-                        launches = Launches(dtype, kv_dtype, head_dim, *kinds, capability=capability)
+                        launches = Launches(
+                            dtype, kv_dtype, head_dim, *kinds, capability=capability, indexed=not encodes
+                        )
                         others = launches._replace(packed=False, invariant=True)
                         for trial in (*trials(launches), *([] if encodes else trials(others))):
                             if (dtype, trial.name) not in seen:
@@ -128,7 +130,7 @@ class Rehearsal:
             many = ("pack", "experts", linear.FEWEST, linear.UNPACKED, "states")
             if trial.name.endswith(REHEARSED) or not trial.method.endswith(("norm", *many)):
                 yield "bfloat16", trial
-        for trial in trials(Launches(torch.bfloat16, torch.bfloat16, min(LATENTS))):
+        for trial in trials(Launches(torch.bfloat16, torch.bfloat16, min(LATENTS), indexed=True)):
             if trial.method == latents.METHOD:
                 yield "bfloat16", trial
 
