@@ -29,24 +29,20 @@ LATENTS = {
     "moe_intermediate_size": 32,
     "intermediate_size": 64,
 }
+INDEXED = LATENTS | {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "index_head_dim": 32}
+"""Latents that have a kernel, since keys are chosen among those alone."""
 OWN: dict[str, dict[str, Any]] = {
     "codegen": {"hidden_size": 128},
     "diffllama": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
-    "dots3_note_text": LATENTS | {"head_dim": 32, "swa_head_dim": 32},
+    "dots3_note_text": INDEXED | {"head_dim": 48, "swa_head_dim": 32},
     "falcon": {"num_attention_heads": 2},
     "falcon with ALiBi": {"num_attention_heads": 2},
     "falcon with groups": {"num_attention_heads": 2},
     "mamba2": {},
     "mpt": {"hidden_size": 64, "num_attention_heads": 2},
-}
+} | dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), INDEXED)
 """Fields that give heads with a kernel, where neither `HEADS` do nor those of latents."""
-CHOSEN = "no kernel for keys that are chosen for each token"
 REFUSED = {
-    "axk2": CHOSEN,
-    "deepseek_v32": CHOSEN,
-    "dots3_note_text": CHOSEN,
-    "glm_moe_dsa": CHOSEN,
-    "hy_v4": CHOSEN,
     "doge": "no kernel for heads of 33",
     "llama4_text": "attends to chunks of keys",
 }
