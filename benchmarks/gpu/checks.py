@@ -30,6 +30,7 @@ SANITIZED_TRIALS = (
     "drafts attention to latents of 576",
     "decode attention of 8 heads to chosen latents of 576",
     "decode attention of 24 heads to chosen latents of 576",
+    "index scores of 128",
     "products with 4 bits, groups of 64, scales in float16",
     "unpacked 4 bits, groups of 64, scales in float16",
     "products with 8 bits, groups of 16, scales in float16",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.case import Extent
-from pagewire.kernels.cuda import attention, latents, linear, norms
+from pagewire.kernels.cuda import attention, indexing, latents, linear, norms
 from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.launch import HOPPER
@@ -131,7 +131,7 @@ class Rehearsal:
             if trial.name.endswith(REHEARSED) or not trial.method.endswith(("norm", *many)):
                 yield "bfloat16", trial
         for trial in trials(Launches(torch.bfloat16, torch.bfloat16, min(LATENTS), indexed=True)):
-            if trial.method == latents.METHOD:
+            if trial.method in (latents.METHOD, indexing.METHOD):
                 yield "bfloat16", trial
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cuda import attention, gates, kv, latents, norms, states
+from pagewire.kernels.cuda import attention, gates, indexing, kv, latents, norms, states
 from pagewire.kernels.cuda.product_trials import dense_trial, expert_trials, linear_trials, quantised_trials
 from pagewire.kernels.cuda.trial import TOLERANCE, Layout, Trial, batch_invariant, normal, preferring, short
 from pagewire.kernels.cuda.variants import Launches
@@ -21,6 +21,7 @@ from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, pan
 from pagewire.kernels.data.layer import Activation, Norm
 from pagewire.kernels.data.paging import CAUSAL, UNSCALED, AttentionBatch, Cache, KVScales, LogitTerms
 from pagewire.kernels.data.states import StateBatch
+from pagewire.kernels.reference.indexing import index_scores
 from pagewire.kernels.reference.kernels import Kernels, reference
 from pagewire.kernels.reference.states import StateKernels
 
@@ -52,7 +53,9 @@ def trials(launches: Launches) -> list[Trial]:
         result += [*matrix_trials(dtype), *channel_trials(dtype)]
     if head_dim in latents.LATENTS:
         result += latent_trials(dtype, head_dim)
-        return [*result, *chosen_trials(dtype, head_dim)] if launches.indexed else result
+        return (
+            [*result, *chosen_trials(dtype, head_dim), *index_trials(dtype)] if launches.indexed else result
+        )
     for cache_dtype in dict.fromkeys((dtype, launches.kv_dtype)) if head_dim else ():
         result += write_trials(dtype, cache_dtype, head_dim)
         if head_dim in attention.HEAD_DIMS:
@@ -289,6 +292,22 @@ def chosen_keys(spans: Sequence[tuple[int, int]], count: int) -> Tensor:
     keys = torch.arange(max(count, int(positions.max()) + 1))
     order = normal(len(positions), len(keys), seed=4).masked_fill_(keys > positions[:, None], -torch.inf)
     return order.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values.int()
+
+
+def index_trials(dtype: torch.dtype) -> Iterator[Trial]:
+    """The scores of an indexer's keys, for chunks of prompts and single tokens; of keys after a token 0."""
+
+    def compute(kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+        q, keys, starts, lengths, table, weights = inputs
+        slots = torch.full((len(q),), -1, dtype=torch.int64, device=q.device)
+        batch = AttentionBatch(starts, lengths, table, slots, 100, 400)
+        score = kernels.index_scores.get(q.shape[2], index_scores)
+        return score(q, weights, 0.1, keys, batch, range(1, len(q))).nan_to_num(neginf=0.0)
+
+    for size in indexing.SIZES:
+        q, keys, _, *tensors = paged_inputs(PREFILL, dtype, dtype, size, 3 * HEADS)
+        inputs = [q, keys[:, 0].contiguous(), *tensors, normal(*q.shape[:2], seed=4)]
+        yield Trial(f"index scores of {size}", indexing.METHOD, compute, inputs, TOLERANCE[torch.float32])
 
 
 def two_sided_trial(method: str, dtype: torch.dtype, head_dim: int) -> Trial:

@@ -8,6 +8,7 @@ from pagewire.kernels.cuda import (
     attention,
     experts,
     gates,
+    indexing,
     kv,
     latents,
     linear,
@@ -25,6 +26,7 @@ MODULES = (
     attention,
     experts,
     gates,
+    indexing,
     kv,
     latents,
     linear,
@@ -88,6 +90,8 @@ def variants_of(launches: Launches) -> list[Variant]:
     result += lora.variants(dtype)
     if launches.recurrent:
         result += states.variants(dtype)
+    if launches.indexed:
+        result += [indexing.variant(dtype, size) for size in indexing.SIZES]
     if head_dim in latents.LATENTS:
         return result + latents.variants_of(launches.capability, dtype, head_dim, indexed=launches.indexed)
     for cache_dtype in dict.fromkeys((dtype, launches.kv_dtype)) if head_dim else ():

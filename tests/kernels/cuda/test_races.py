@@ -35,6 +35,7 @@ LATENTS = (
     "decode attention to latents of 288",
     "drafts attention to latents of 288",
     "decode attention of 24 heads to chosen latents of 288",
+    "index scores of 64",
 )  # the others take long
 TRIALS |= {
     trial.name: trial for trial in trials(Launches(BF16, BF16, 288, indexed=True)) if trial.name in LATENTS

@@ -29,7 +29,7 @@ LATENTS = {
     "moe_intermediate_size": 32,
     "intermediate_size": 64,
 }
-INDEXED = LATENTS | {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "index_head_dim": 32}
+INDEXED = LATENTS | {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "index_head_dim": 64}
 """Latents that have a kernel, since keys are chosen among those alone."""
 OWN: dict[str, dict[str, Any]] = {
     "codegen": {"hidden_size": 128},
