@@ -47,9 +47,9 @@ REFUSED = {
     "llama4_text": "attends to chunks of keys",
 }
 LOOSE = {"falcon_mamba": 0.3, "olmoe": 0.15} | dict.fromkeys(
-    ("bailing_hybrid", "kimi_linear", "mamba", "minicpm3", "phimoe"), 0.1
+    ("axk2", "bailing_hybrid", "kimi_linear", "mamba", "minicpm3", "phimoe"), 0.1
 )
-"""Differences that are permitted where rounding makes a router choose others, or layers magnify it."""
+"""Differences that are permitted where rounding makes a router or indexer choose others, or layers magnify it."""
 PARAMS = SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0)
 
 
