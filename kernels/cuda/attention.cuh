@@ -22,7 +22,6 @@ struct AttentionParameters {
     const float* relative_bias;  // [heads, 2 bias_radius], of distances from -bias_radius on, or null; if TWO_SIDED
     float* partial_out;        // decode: [requests, row tiles, splits, 16, D]; latents: [tiles, splits, ROWS, RANK]
     float2* partial_sums;      // decode: [requests, row tiles, splits, 16], maximum and sum; latents: likewise
-    const int* chosen;         // latents: [tokens, num_chosen], ascending: the only keys that a token sees, or null
     u32* arrivals;             // decode: [requests, row tiles], all 0 before and after
     i64 q_token_stride;
     i64 q_head_stride;
@@ -36,13 +35,14 @@ struct AttentionParameters {
     int future;                // keys after its own that a query attends to; if TWO_SIDED
     int bias_radius;
     int short_queries;         // requests with more query tokens than this go to prefill, the others to decode
-    int num_chosen;
     int splits;                // latents: the most parts of the keys of a tile
     int sinks_are_float;       // otherwise they have q's type
     int alibi_is_float;
     float scale;               // of logits, with that of the keys
     float v_scale;             // of the values
     float softcap;             // 0: none
+    int num_chosen;
+    const int* chosen;         // latents: [tokens, num_chosen], ascending: the only keys that a token sees, or null
 };
 
 #define MINUS_INFINITY __uint_as_float(0xff800000u)
