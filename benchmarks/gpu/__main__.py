@@ -31,7 +31,7 @@ TRIED = {
     "gates": ("activate_and_mul",),
     "cache writes": ("store_kv", "rotate_and_store"),
     "attention": ("paged_attention", "warpgroup_attention"),
-    "latents": ("latents",),
+    "latents": ("latents", "index_scores"),
     "states": ("states",),
     "products": ("pack", "fewest_rows", "unpacked_weights", "linear"),
     "rows in 8 bits": ("integer_rows", "float_rows"),

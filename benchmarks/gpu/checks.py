@@ -28,6 +28,9 @@ SANITIZED_TRIALS = (
     "prefill attention of warpgroups over bfloat16, heads of 128",
     "decode attention to latents of 576",
     "drafts attention to latents of 576",
+    "decode attention of 8 heads to chosen latents of 576",
+    "decode attention of 24 heads to chosen latents of 576",
+    "index scores of 128",
     "products with 4 bits, groups of 64, scales in float16",
     "unpacked 4 bits, groups of 64, scales in float16",
     "products with 8 bits, groups of 16, scales in float16",
@@ -347,7 +350,9 @@ def run_sanitized() -> None:
 
     place = Gpu()
     kernels = place.kernels()
-    launches = Launches(torch.bfloat16, torch.bfloat16, 128, mixture=True, capability=capability(True))
+    launches = Launches(
+        torch.bfloat16, torch.bfloat16, 128, mixture=True, capability=capability(True), indexed=True
+    )
     known = {trial.name: trial for size in (128, 576) for trial in trials(launches._replace(head_dim=size))}
     for name in filter(known.__contains__, SANITIZED_TRIALS):
         known[name].runs(kernels, exchange_chunks, place.device)()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.case import Extent
-from pagewire.kernels.cuda import attention, latents, linear, norms
+from pagewire.kernels.cuda import attention, indexing, latents, linear, norms
 from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.launch import HOPPER
@@ -78,7 +78,9 @@ class Gpu:
                 for kv_dtype in KV_DTYPES:
                     for encodes in (False, True):
                         kinds = (encodes, not encodes, not encodes)
-                        launches = Launches(dtype, kv_dtype, head_dim, *kinds, capability=capability)
+                        launches = Launches(
+                            dtype, kv_dtype, head_dim, *kinds, capability=capability, indexed=not encodes
+                        )
                         others = launches._replace(packed=False, invariant=True)
                         for trial in (*trials(launches), *([] if encodes else trials(others))):
                             if (dtype, trial.name) not in seen:
@@ -128,8 +130,8 @@ class Rehearsal:
             many = ("pack", "experts", linear.FEWEST, linear.UNPACKED, "states")
             if trial.name.endswith(REHEARSED) or not trial.method.endswith(("norm", *many)):
                 yield "bfloat16", trial
-        for trial in trials(Launches(torch.bfloat16, torch.bfloat16, min(LATENTS))):
-            if trial.method == latents.METHOD:
+        for trial in trials(Launches(torch.bfloat16, torch.bfloat16, min(LATENTS), indexed=True)):
+            if trial.method in (latents.METHOD, indexing.METHOD):
                 yield "bfloat16", trial
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:

@@ -42,6 +42,8 @@ struct AttentionParameters {
     float scale;               // of logits, with that of the keys
     float v_scale;             // of the values
     float softcap;             // 0: none
+    int num_chosen;
+    const int* chosen;         // latents: [tokens, num_chosen], ascending: the only keys that a token sees, or null
 };
 
 #define MINUS_INFINITY __uint_as_float(0xff800000u)

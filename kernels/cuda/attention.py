@@ -242,7 +242,11 @@ def paged_attention(
     if two_sided := terms.future != 0 or terms.relative_bias is not None:
         _check_two_sided(q, cache, batch, terms)
     _check(q, cache, batch, out)
-    _check_terms(q, scale, terms)
+    check_terms(q, scale, terms)
+    if terms.chosen is not None:
+        raise ValueError(
+            "attention: no kernel for keys that are chosen for each token, but for some latents; CPUs serve them"
+        )
     tokens, heads, head_dim = q.shape
     kv_heads = cache.k.shape[1]
     requests, group = len(batch.seq_lens), heads // kv_heads
@@ -310,6 +314,7 @@ def common_fields(
         "block_table": batch.block_table,
         "partial_out": workspace.outputs,
         "partial_sums": workspace.sums,
+        "chosen": terms.chosen,
         "arrivals": workspace.arrivals,
         "q_token_stride": q.stride(0),
         "q_head_stride": q.stride(1),
@@ -321,6 +326,7 @@ def common_fields(
         "table_width": batch.block_table.stride(0),
         "v_scale": cache.scales.v,
         "short_queries": 0,
+        "num_chosen": 0 if terms.chosen is None else terms.chosen.shape[1],
         "splits": 1,
         **_term_fields(terms),
     }
@@ -396,7 +402,13 @@ def check_batch(q: Tensor, cache: Cache, batch: AttentionBatch, out: Tensor) -> 
             raise ValueError("attention: index tensors must be contiguous along their last axis")
 
 
-def _check_terms(q: Tensor, scale: float, terms: LogitTerms) -> None:
+def check_terms(q: Tensor, scale: float, terms: LogitTerms) -> None:
+    """Check what the kernels of all caches ask of the scale and the terms of logits.
+
+    Raises:
+        TypeError: sinks or slopes are of another dtype.
+        ValueError: they are of other shapes, or no kernel supports them.
+    """
     heads = q.shape[1]
     for numbers in (terms.sinks, terms.alibi):
         if numbers is not None and (numbers.shape != (heads,) or not numbers.is_contiguous()):
@@ -405,17 +417,6 @@ def _check_terms(q: Tensor, scale: float, terms: LogitTerms) -> None:
             raise TypeError(
                 f"attention: sinks and slopes must be float32 or of q's dtype, not {numbers.dtype}"
             )
-    if terms.chosen is not None:
-        raise ValueError("attention: no kernel for keys that are chosen for each token; CPUs serve them")
-    check_positive(scale, terms)
-
-
-def check_positive(scale: float, terms: LogitTerms) -> None:
-    """Check the scale, and the sizes of a window and of chunks.
-
-    Raises:
-        ValueError: one of them is not above 0.
-    """
     if any(size is not None and size <= 0 for size in (scale, terms.window, terms.chunk)):
         raise ValueError(
             f"attention: scale {scale}, window {terms.window} and chunk {terms.chunk} must be above 0"

@@ -7,7 +7,18 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cuda import attention, gates, kv, latents, linear, lora, norms, quantised_linear, states
+from pagewire.kernels.cuda import (
+    attention,
+    gates,
+    indexing,
+    kv,
+    latents,
+    linear,
+    lora,
+    norms,
+    quantised_linear,
+    states,
+)
 from pagewire.kernels.cuda import experts as cuda_experts
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.layout import REPLACEMENTS
@@ -71,6 +82,7 @@ class CudaKernels(Kernels):
         self.batch_invariant = False
         self.latents: frozenset[tuple[int, int]] = frozenset(latents.LATENTS.items())
         self.states = states.CudaStateKernels(launcher)
+        self.index_scores = dict.fromkeys(indexing.SIZES, functools.partial(indexing.index_scores, launcher))
         self._workspace = attention.Workspace.allocate(launcher.multiprocessors, on)
 
     def replace(self, method: str) -> None:

@@ -5,6 +5,9 @@
 // other buffer. A row's weighted sum is too long for the registers of one warp. So a warp has two roles: it makes weights
 // of 16 rows and some of the keys, which go to all warps through shared memory, and adds up a part of the values'
 // elements, of all rows. Where keys are split, another kernel merges the parts.
+//
+// CHOSEN: a token sees the keys of a list alone. Then a block has rows of one token, for which the list's keys lie one
+// behind the other; a copy finds each of them in the blocks of the request.
 #include "latents.cuh"
 
 // The shape of a part of the values, D elements of rows of S, of 16 keys at a time.
@@ -37,7 +40,7 @@ DEVICE void multiply_latents(float (&logits)[1][S::KEYS / 8][4], const u8* queri
     }
 }
 
-template <class T, int RANK, int ROTATED, int ROWS, int KEYS, int WARPS>
+template <class T, int RANK, int ROTATED, int ROWS, int KEYS, int WARPS, bool CHOSEN = false>
 __global__ void __launch_bounds__(WARPS * 32, 1) latent_attention(const __grid_constant__ AttentionParameters a) {
     constexpr int M = ROWS / 16, GROUPS = WARPS / M;  // groups of keys, each with a warp for every 16 rows
     using S = Shape<T, T, RANK + ROTATED, 1, KEYS / GROUPS>;  // of a warp that makes weights; its `out` is not used
@@ -48,11 +51,12 @@ __global__ void __launch_bounds__(WARPS * 32, 1) latent_attention(const __grid_c
     static_assert(V::D % 64 == 0 || V::D / 8 % (S::CHUNKS & -S::CHUNKS) == 0, "the swizzle stays within a part");
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
 
-    const Tile<S, ROWS, OUT_CHUNKS> tile(a);
+    const Tile<S, ROWS, OUT_CHUNKS, CHOSEN> tile(a);
     if (tile.request == a.requests) return;
-    const Queries queries(a, tile.request, 0);
-    if (tile.is_empty(a, queries)) return;
-    const int first_row = tile.first_row, part = blockIdx.y;
+    int first_row = tile.first_row;
+    const Queries queries = queries_of_tile<ROWS, CHOSEN>(a, tile.request, first_row);
+    if (first_row >= queries.rows) return;
+    const int part = blockIdx.y;
     const Parts<KEYS> parts(a, queries, first_row, ROWS);
     if (part >= parts.used) return;
     const int end = min(parts.first + (part + 1) * parts.share, parts.keys.end);
@@ -67,12 +71,21 @@ __global__ void __launch_bounds__(WARPS * 32, 1) latent_attention(const __grid_c
         return weights + (row * WEIGHT_CHUNKS + swizzle(WEIGHT_CHUNKS, row, chunk)) * CHUNK_BYTES;
     };
 
-    const int page = thread / COPIERS * PAGE_ROWS;  // of this thread, in a step
-    int block;                                      // that has it in the next copy
-    auto find = [&](int key) { block = find_block(a, queries.request, key + page, parts.keys.begin, end); };
+    constexpr int COPIED = CHOSEN ? KEYS / WARPS : PAGE_ROWS;
+    const int page = (CHOSEN ? warp : thread / COPIERS) * COPIED;  // the first row that this thread copies, in a step
+    int source;  // of the next copy: a block, or a place for each lane
+    auto find = [&](int key) {
+        if constexpr (CHOSEN)
+            source = find_chosen(a, queries, key + page + lane % COPIED, end);
+        else
+            source = find_block(a, queries.request, key + page, parts.keys.begin, end);
+    };
     auto copy = [&](u8* buffer, int key) {
-        copy_rows<S, COPIERS>(buffer + page * S::ROW_BYTES, chunk_in_order, a.k, a, 0, block, key + page,
-                              parts.keys.begin, end, opaque(thread) % COPIERS);
+        if constexpr (CHOSEN)
+            copy_chosen<S, COPIED>(buffer, page, a.k, source, opaque(lane));
+        else
+            copy_rows<S, COPIERS>(buffer + page * S::ROW_BYTES, chunk_in_order, a.k, a, 0, source, key + page,
+                                  parts.keys.begin, end, opaque(thread) % COPIERS);
         commit_copies();
     };
     find(first_key);
@@ -158,7 +171,12 @@ __global__ void __launch_bounds__(WARPS * 32, 1) latent_attention(const __grid_c
 #pragma unroll
             for (int other = 0; other < GROUPS; other++) sum += tops[other * ROWS + row];
             if (parts.used > 1 && warp == 0 && lane % 4 == 0) a.partial_sums[place + row] = make_float2(factors[row], sum);
-            const float factor = parts.used > 1 ? 1.0f : 1.0f / sum;
+            float factor = 1.0f;
+            if (parts.used == 1) {
+                const float sink = sink_exponent<T>(a, queries.head_of(min(first_row + row, queries.rows - 1)));
+                const float larger = fmaxf(factors[row], sink), weight = exp2_approx(factors[row] - larger);
+                factor = weight / (sum * weight + exp2_approx(sink - larger));
+            }
 #pragma unroll
             for (int j = 0; j < V::D / 8; j++) {
                 const float first = rows.out[m][j][2 * i] * factor, second = rows.out[m][j][2 * i + 1] * factor;

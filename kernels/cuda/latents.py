@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from pagewire.kernels.cuda.attention import (
     Instance,
     Workspace,
     check_batch,
-    check_positive,
+    check_terms,
     choose_splits,
     common_fields,
     launch_instance,
@@ -52,23 +53,29 @@ MANY = (Tiling(64, 64, 8, 1), Tiling(64, 32, 8, 1), FEW)
 
 
 @functools.cache
-def instance(dtype: torch.dtype, size: int, tiling: Tiling) -> Instance:
-    """The kernel for latents of `size` elements with the rotated ones."""
+def instance(dtype: torch.dtype, size: int, tiling: Tiling, *, chosen: bool = False) -> Instance:
+    """The kernel for latents of `size` elements with the rotated ones.
+
+    chosen: a token sees the keys of a list alone, so a block has rows of one token.
+    """
     rank = LATENTS[size]
     rows, keys, warps, _ = tiling
     numbers = f"{rank}, {size - rank}, {rows}, {keys}, {warps}"
     row_bytes, groups = size * dtype.itemsize, warps * TILE_ROWS // rows
     shared = (rows + 2 * keys) * row_bytes + rows * keys * dtype.itemsize + (groups + 1) * rows * 4
     variant = Variant(
-        "latent_attention.cu", f"latent_attention<{DTYPES[dtype]}, {numbers}>", "AttentionParameters"
+        "latent_attention.cu",
+        f"latent_attention<{DTYPES[dtype]}, {numbers}{', true' if chosen else ''}>",
+        "AttentionParameters",
     )
     return Instance(variant, 32 * warps, shared, rows)
 
 
 @functools.cache
-def merging(dtype: torch.dtype, size: int, tiling: Tiling) -> Instance:
+def merging(dtype: torch.dtype, size: int, tiling: Tiling, *, chosen: bool = False) -> Instance:
     """The kernel that merges the parts of split keys."""
-    name = f"merge_latents<{DTYPES[dtype]}, {LATENTS[size]}, {tiling.rows}, {tiling.keys}>"
+    numbers = f"{LATENTS[size]}, {tiling.rows}, {tiling.keys}{', true' if chosen else ''}"
+    name = f"merge_latents<{DTYPES[dtype]}, {numbers}>"
     return Instance(Variant("merge_latents.cu", name, "AttentionParameters"), THREADS, 0, tiling.rows)
 
 
@@ -90,8 +97,9 @@ def variants() -> list[Variant]:
     return [
         *(writing(dtype) for dtype in DTYPES),
         *(
-            kernel(dtype, size, tiling).variant
+            kernel(dtype, size, tiling, chosen=chosen).variant
             for kernel in (instance, merging)
+            for chosen in (False, True)
             for dtype in DTYPES
             for size in sorted(LATENTS)
             for tiling in reversed(MANY)
@@ -99,10 +107,20 @@ def variants() -> list[Variant]:
     ]
 
 
-def variants_of(capability: tuple[int, int], dtype: torch.dtype, size: int) -> list[Variant]:
-    """The kernels that a model with latents of this size may launch on a device."""
+def variants_of(
+    capability: tuple[int, int], dtype: torch.dtype, size: int, *, indexed: bool = False
+) -> list[Variant]:
+    """The kernels that a model with latents of this size may launch on a device.
+
+    indexed: it has layers with an indexer, which also see all keys where a request has no more than it chooses.
+    """
     tilings: Iterable[Tiling] = dict.fromkeys((FEW, many(capability, dtype, size)))
-    attending = [kernel(dtype, size, tiling).variant for tiling in tilings for kernel in (instance, merging)]
+    attending = [
+        kernel(dtype, size, tiling, chosen=chosen).variant
+        for chosen in ((False, True) if indexed else (False,))
+        for tiling in tilings
+        for kernel in (instance, merging)
+    ]
     return [writing(dtype), *attending]
 
 
@@ -145,11 +163,14 @@ def write(launcher: KernelLauncher, latents: Tensor, cache: Cache, slot_mapping:
 
 def why_not(q: Tensor, cache: Cache, terms: LogitTerms) -> str | None:
     """Why no kernel attends with these queries [T, Hq, size] and terms; None if one does."""
-    sizes, terms_of_none = cache.k.shape[1:], LogitTerms(window=terms.window, chunk=terms.chunk)
-    if terms.chosen is not None:
-        return "no kernel for keys that are chosen for each token; CPUs serve them"
-    if terms != terms_of_none:
-        return "no kernel for what changes logits, but for windows and chunks; CPUs serve it, and so does float32"
+    sizes = cache.k.shape[1:]
+    if terms.chosen is not None and (terms.window is not None or terms.chunk is not None):
+        return "no kernel for windows or chunks of keys that are chosen for each token; CPUs serve them"
+    if replace(terms, chosen=None, sinks=None) != LogitTerms(window=terms.window, chunk=terms.chunk):
+        return (
+            "no kernel for what changes logits, but for windows, chunks and sinks; CPUs serve it, and so does "
+            "float32"
+        )
     if sizes[0] != 1 or sizes[1] not in BLOCK_SIZES or LATENTS.get(sizes[2]) != cache.v.shape[3]:
         return f"no kernel for K {tuple(cache.k.shape)} with values of {cache.v.shape[3]}"
     if q.shape[2] != sizes[2]:
@@ -175,7 +196,8 @@ def attend(
         q: [T, Hq, size], bfloat16 or float16, aligned to 16 bytes, strides multiples of 8.
         cache: of one KV head, of q's dtype, of a size in `LATENTS`.
         scale: above 0.
-        terms: with a window and a chunk at most.
+        terms: sinks, and a window and a chunk, or chosen keys. sinks: float32 or of q's dtype. chosen: contiguous;
+            no key is twice in a list.
 
     Raises:
         TypeError: no kernel supports a dtype.
@@ -193,32 +215,47 @@ def attend(
     if out.shape != (tokens, heads, LATENTS[size]):
         raise ValueError("attention to latents: out must be as long as values")
     check_batch(q, cache, batch, out)
-    check_positive(scale, terms)
-    requests = len(batch.seq_lens)
+    check_terms(q, scale, terms)
+    if (chosen := terms.chosen) is not None and not (
+        chosen.dtype == torch.int32 and chosen.shape[:-1] == (tokens,) and chosen.is_contiguous()
+    ):
+        raise ValueError(
+            f"attention to latents: chosen keys of {tokens} tokens are {chosen.dtype} {tuple(chosen.shape)}"
+        )
     if tokens == 0:
         return out
-    if requests == 0:
+    if len(batch.seq_lens) == 0:
         return out.zero_()
-    longest_query = batch.max_query_len * heads  # rows
+    longest_query = heads * (batch.max_query_len if chosen is None else 1)  # rows
     tiling = FEW if longest_query <= FEW.rows else many(launcher.capability, q.dtype, size)
-    tiles = tokens * heads // tiling.rows + requests + 1  # see prefill.cuh
-    used = min(tiles, requests * -(-longest_query // tiling.rows))
-    parts = (
-        PARTS
-        * launcher.multiprocessors
-        * TILE_ROWS
-        * workspace.outputs.shape[2]
-        // (tiling.rows * LATENTS[size])
-    )
-    splits = choose_splits(
-        used,
-        launcher.multiprocessors,
-        min(batch.max_seq_len, most_keys(terms) + batch.max_query_len),
-        resident=tiling.resident,
-        most=parts // tiles,
-    )
+    tiles, splits = _grid(launcher, workspace, q, batch, terms, tiling)
     fields = common_fields(workspace, q, cache, batch, out, terms) | {"scale": scale, "splits": splits}
-    launch_instance(launcher, instance(q.dtype, size, tiling), (tiles, splits), fields)
+    kernel = (q.dtype, size, tiling)
+    launch_instance(launcher, instance(*kernel, chosen=chosen is not None), (tiles, splits), fields)
     if splits > 1:
-        launch_instance(launcher, merging(q.dtype, size, tiling), (tiles, tiling.rows), fields)
+        launch_instance(launcher, merging(*kernel, chosen=chosen is not None), (tiles, tiling.rows), fields)
     return out
+
+
+def _grid(
+    launcher: KernelLauncher,
+    workspace: Workspace,
+    q: Tensor,
+    batch: AttentionBatch,
+    terms: LogitTerms,
+    tiling: Tiling,
+) -> tuple[int, int]:
+    """The number of tiles of a padded batch, and that of the parts into which the keys of each are split."""
+    tokens, heads, size = q.shape
+    requests = len(batch.seq_lens)
+    if terms.chosen is None:
+        longest = min(batch.max_seq_len, most_keys(terms) + batch.max_query_len)
+        tiles = tokens * heads // tiling.rows + requests + 1  # see prefill.cuh
+        used = min(tiles, requests * -(-batch.max_query_len * heads // tiling.rows))
+    else:
+        longest = min(batch.max_seq_len, terms.chosen.shape[1])
+        tiles = used = tokens * -(-heads // tiling.rows)
+    held = PARTS * launcher.multiprocessors * TILE_ROWS * workspace.outputs.shape[2]
+    most = held // (tiling.rows * LATENTS[size]) // tiles
+    splits = choose_splits(used, launcher.multiprocessors, longest, resident=tiling.resident, most=most)
+    return tiles, splits

@@ -13,16 +13,20 @@ struct Task {
     KeyRange keys[WARPS];  // of each warp; it meets none without rows
 };
 
+// BY_TOKEN: each token begins a tile, so that a request has just the tiles that it needs.
+template <bool BY_TOKEN = false>
 DEVICE int first_tile(const AttentionParameters& a, int request, int tile_rows) {
-    return __ldg(a.query_starts + request) * (a.heads / a.kv_heads) / tile_rows + request;
+    const int start = __ldg(a.query_starts + request), group = a.heads / a.kv_heads;
+    return BY_TOKEN ? start * ((group + tile_rows - 1) / tile_rows) : start * group / tile_rows + request;
 }
 
 // The last request that begins at or before `tile`.
+template <bool BY_TOKEN = false>
 DEVICE int request_of(const AttentionParameters& a, int tile, int tile_rows) {
     int low = 0, high = a.requests;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if (first_tile(a, middle, tile_rows) <= tile)
+        if (first_tile<BY_TOKEN>(a, middle, tile_rows) <= tile)
             low = middle;
         else
             high = middle - 1;
@@ -32,14 +36,14 @@ DEVICE int request_of(const AttentionParameters& a, int tile, int tile_rows) {
 
 // The tile of a block, of ROWS rows; the last tiles attend to the most keys, and start first. A block without rows of a
 // request clears padding or has nothing to do. OUT_CHUNKS: of a row of outputs.
-template <class S, int ROWS, int OUT_CHUNKS = S::Q_CHUNKS>
+template <class S, int ROWS, int OUT_CHUNKS = S::Q_CHUNKS, bool BY_TOKEN = false>
 struct Tile {
     int request, first_row;
 
     DEVICE Tile(const AttentionParameters& a) {
         const int tile = gridDim.x - 1 - blockIdx.x;
-        request = request_of(a, tile, ROWS);
-        const int number = tile - first_tile(a, request, ROWS);
+        request = request_of<BY_TOKEN>(a, tile, ROWS);
+        const int number = tile - first_tile<BY_TOKEN>(a, request, ROWS);
         first_row = number * ROWS;
         if (request == a.requests) {
             const int parts = (gridDim.x - tile + number) * gridDim.y;

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cuda import attention, gates, kv, latents, norms, states
+from pagewire.kernels.cuda import attention, gates, indexing, kv, latents, norms, states
 from pagewire.kernels.cuda.product_trials import dense_trial, expert_trials, linear_trials, quantised_trials
 from pagewire.kernels.cuda.trial import TOLERANCE, Layout, Trial, batch_invariant, normal, preferring, short
 from pagewire.kernels.cuda.variants import Launches
@@ -21,6 +21,7 @@ from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, pan
 from pagewire.kernels.data.layer import Activation, Norm
 from pagewire.kernels.data.paging import CAUSAL, UNSCALED, AttentionBatch, Cache, KVScales, LogitTerms
 from pagewire.kernels.data.states import StateBatch
+from pagewire.kernels.reference.indexing import index_scores
 from pagewire.kernels.reference.kernels import Kernels, reference
 from pagewire.kernels.reference.states import StateKernels
 
@@ -51,7 +52,10 @@ def trials(launches: Launches) -> list[Trial]:
     if launches.recurrent:
         result += [*matrix_trials(dtype), *channel_trials(dtype)]
     if head_dim in latents.LATENTS:
-        return [*result, *latent_trials(dtype, head_dim)]
+        result += latent_trials(dtype, head_dim)
+        return (
+            [*result, *chosen_trials(dtype, head_dim), *index_trials(dtype)] if launches.indexed else result
+        )
     for cache_dtype in dict.fromkeys((dtype, launches.kv_dtype)) if head_dim else ():
         result += write_trials(dtype, cache_dtype, head_dim)
         if head_dim in attention.HEAD_DIMS:
@@ -151,7 +155,11 @@ DRAFTS = ((597, 600),)
 
 
 def paged_inputs(
-    spans: Sequence[tuple[int, int]], dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int
+    spans: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    head_dim: int,
+    heads: int = HEADS,
 ) -> list[Tensor]:
     """Queries, a cache in rows, and the tensors of an `AttentionBatch`, but for the KV slots.
 
@@ -162,7 +170,7 @@ def paged_inputs(
     width = -(-int(lengths.max()) // BLOCK_SIZE)
     table = torch.randperm(len(spans) * width, generator=torch.Generator().manual_seed(0)).int()
     pages = (len(table), 1 if head_dim in latents.LATENTS else KV_HEADS, BLOCK_SIZE, head_dim)
-    q = normal(int(starts[-1]), HEADS, head_dim, seed=1).to(dtype)
+    q = normal(int(starts[-1]), heads, head_dim, seed=1).to(dtype)
     k, v = (normal(*pages, seed=seed).to(dtype).to(cache_dtype) for seed in (2, 3))
     return [q, k, v, starts, lengths, table.view(len(spans), width)]
 
@@ -248,16 +256,59 @@ def latent_trials(dtype: torch.dtype, size: int) -> Iterator[Trial]:
         kernels.store_kv(rows, rows[..., : latents.LATENTS[size]], cache, slots)
         return layout(cache.k).flatten(0, 2)
 
-    def terms(_: Sequence[Tensor]) -> Sequence[LogitTerms]:
-        return CAUSAL, LogitTerms(window=50), LogitTerms(chunk=70)
+    def terms(others: Sequence[Tensor]) -> Sequence[LogitTerms]:
+        return CAUSAL, LogitTerms(window=50, sinks=others[0]), LogitTerms(chunk=70)
 
     method, tolerance = latents.METHOD, TOLERANCE[dtype]
     inputs = [normal(tokens, 1, size).to(dtype), slots]
     yield Trial(f"a write of latents of {size}", method, write, inputs, tolerance)
     for kind, spans in (("decode", DECODE), ("drafts", DRAFTS), ("prefill", PREFILL)):
         compute = partial(attend, method, spans, terms)
-        inputs = paged_inputs(spans, dtype, dtype, size)
+        inputs = [*paged_inputs(spans, dtype, dtype, size), torch.linspace(-1, 3, HEADS)]
         yield Trial(f"{kind} attention to latents of {size}", method, compute, inputs, tolerance)
+
+
+def chosen_trials(dtype: torch.dtype, size: int) -> Iterator[Trial]:
+    """Attention to chosen latents by few rows and by many, keys split or not; some lists exceed their request."""
+
+    def terms(others: Sequence[Tensor]) -> Sequence[LogitTerms]:
+        many, few, sinks = others
+        return LogitTerms(chosen=many), LogitTerms(chosen=few), LogitTerms(chosen=many, sinks=sinks)
+
+    for kind, spans, heads in (
+        ("decode", DECODE, HEADS),
+        ("decode", DECODE[-1:], 3 * HEADS),
+        ("prefill", PREFILL, HEADS),
+    ):
+        others = [*(chosen_keys(spans, count) for count in (300, 40)), torch.linspace(-1, 3, heads)]
+        inputs = [*paged_inputs(spans, dtype, dtype, size, heads), *others]
+        compute = partial(attend, latents.METHOD, spans, terms)
+        name = f"{kind} attention of {heads} heads to chosen latents of {size}"
+        yield Trial(name, latents.METHOD, compute, inputs, TOLERANCE[dtype])
+
+
+def chosen_keys(spans: Sequence[tuple[int, int]], count: int) -> Tensor:
+    """Keys int32 [T, count] for the tokens of spans, as an indexer chooses them: first those that a token sees."""
+    positions = torch.cat([torch.arange(first, end) for first, end in spans])
+    keys = torch.arange(max(count, int(positions.max()) + 1))
+    order = normal(len(positions), len(keys), seed=4).masked_fill_(keys > positions[:, None], -torch.inf)
+    return order.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values.int()
+
+
+def index_trials(dtype: torch.dtype) -> Iterator[Trial]:
+    """The scores of an indexer's keys, for chunks of prompts and single tokens; of keys after a token 0."""
+
+    def compute(kernels: Kernels, layout: Layout, inputs: Sequence[Tensor]) -> Tensor:
+        q, keys, starts, lengths, table, weights = inputs
+        slots = torch.full((len(q),), -1, dtype=torch.int64, device=q.device)
+        batch = AttentionBatch(starts, lengths, table, slots, 100, 400)
+        score = kernels.index_scores.get(q.shape[2], index_scores)
+        return score(q, weights, 0.1, keys, batch, range(1, len(q))).nan_to_num(neginf=0.0)
+
+    for size in indexing.SIZES:
+        q, keys, _, *tensors = paged_inputs(PREFILL, dtype, dtype, size, 3 * HEADS)
+        inputs = [q, keys[:, 0].contiguous(), *tensors, normal(*q.shape[:2], seed=4)]
+        yield Trial(f"index scores of {size}", indexing.METHOD, compute, inputs, TOLERANCE[torch.float32])
 
 
 def two_sided_trial(method: str, dtype: torch.dtype, head_dim: int) -> Trial:

@@ -8,6 +8,7 @@ from pagewire.kernels.cuda import (
     attention,
     experts,
     gates,
+    indexing,
     kv,
     latents,
     linear,
@@ -25,6 +26,7 @@ MODULES = (
     attention,
     experts,
     gates,
+    indexing,
     kv,
     latents,
     linear,
@@ -44,6 +46,7 @@ class Launches(NamedTuple):
     encodes: it is an encoder, which keeps keys and values for a layer only.
     recurrent: it has layers with states. mixture: it has experts. packed: weights may stay packed.
     capability: the compute capability of the device. invariant: bits must not depend on the batch.
+    indexed: in some layers an indexer chooses the keys that a token sees.
     """
 
     dtype: torch.dtype
@@ -55,6 +58,7 @@ class Launches(NamedTuple):
     packed: bool = True
     capability: tuple[int, int] = OLDEST
     invariant: bool = False
+    indexed: bool = False
 
 
 def all_variants() -> list[Variant]:
@@ -86,8 +90,10 @@ def variants_of(launches: Launches) -> list[Variant]:
     result += lora.variants(dtype)
     if launches.recurrent:
         result += states.variants(dtype)
+    if launches.indexed:
+        result += [indexing.variant(dtype, size) for size in indexing.SIZES]
     if head_dim in latents.LATENTS:
-        return result + latents.variants_of(launches.capability, dtype, head_dim)
+        return result + latents.variants_of(launches.capability, dtype, head_dim, indexed=launches.indexed)
     for cache_dtype in dict.fromkeys((dtype, launches.kv_dtype)) if head_dim else ():
         result.append(kv.variant(dtype, cache_dtype))
         if head_dim in attention.HEAD_DIMS:

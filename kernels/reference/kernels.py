@@ -6,7 +6,8 @@ tensors).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -50,16 +51,25 @@ GroupedProduct = Callable[[Tensor, Sequence[int]], Tensor]
 """Rows [R, K] in order of their matrix, and how many each matrix has, to [R, N]. The host knows these numbers."""
 
 
+IndexScores = Callable[[Tensor, Tensor, float, Tensor, AttentionBatch, range], Tensor]
+"""Scores of keys, see `pagewire.workers.module.indexed`: float32 [rows, max_seq_len], of keys after a token -inf.
+
+It takes queries [T, heads, size], weights float32 [T, heads], the scale of products, the keys
+[blocks, block_size, size], the batch, and the rows that are scored. They depend on their token and key alone.
+"""
+
+
 class Kernels:
     """The kernels of a device. A row's bits depend on the row alone, unless a method says otherwise.
 
     Norms, activations and rotations follow the rounding of the Hugging Face modules that they replace.
-    states: the kernels of recurrent layers.
-    multiplies_floats: see `pagewire.kernels.linear.multiplies_floats`.
+    states: the kernels of recurrent layers. multiplies_floats: see `pagewire.kernels.linear.multiplies_floats`.
     latents: elements of keys, and of values that are a part of them; other values are as long as keys. None: any.
+    index_scores: by the size of an indexer's keys, what scores them without waiting for the device.
     """
 
     states: StateKernels = StateKernels()
+    index_scores: Mapping[int, IndexScores] = MappingProxyType({})
     multiplies_floats: bool = False
     latents: Collection[tuple[int, int]] | None = None
 
@@ -145,8 +155,7 @@ class Kernels:
         Args:
             q: [T, Hq, D], any strides as long as D is contiguous.
             k: [T, Hkv, D], likewise.
-            cos: [T, rot_dim], both halves given, as Hugging Face's rotary modules return them; rot_dim <= D.
-            sin: likewise.
+            cos, sin: [T, rot_dim], both halves given, as Hugging Face's rotary modules return them; rot_dim <= D.
         """
         for x in (q, k):
             rotated = x[..., : cos.shape[-1]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,21 +118,7 @@ class CudaDevice:
         compressed = self.kernels.latents & needs.latents.keys() if needs.dtype in KERNEL_DTYPES else set()
         expanded = {size for sizes, size in needs.latents.items() if sizes not in compressed}
         other = {*needs.head_dims, *expanded} - set(HEAD_DIMS)
-        if other and needs.dtype in KERNEL_DTYPES and not needs.encodes:
-            raise LoadError(
-                f"no kernel on {self.name} attends with heads of {max(other)} numbers, only with "
-                f"{', '.join(map(str, HEAD_DIMS))}: use device='cpu', or dtype='float32', which needs none"
-            )
-        if self.batch_invariant and (needs.dtype not in KERNEL_DTYPES or needs.encodes):
-            raise LoadError(
-                f"batch_invariant: {self.name} has kernels for decoders in bfloat16 and float16, and none for "
-                "encoders or float32: leave it out, or use device='cpu', where no bit depends on the batch"
-            )
-        if compressed and needs.kv_dtype != needs.dtype:
-            raise LoadError(
-                f"no kernel on {self.name} attends to latents in {needs.kv_dtype}: use kv_cache_dtype='auto', "
-                f"which takes {max(keys for keys, _ in compressed)} numbers of {needs.dtype} for a token and layer"
-            )
+        refuse_unserved(self, needs, other, compressed)
         sizes = {*needs.head_dims, *expanded, *(keys for keys, _ in compressed)}
         launched = [
             Launches(
@@ -145,6 +131,7 @@ class CudaDevice:
                 needs.packed,
                 self.launcher.capability,
                 self.batch_invariant,
+                head_dim in {keys for keys, _ in needs.indexed & compressed},
             )
             for head_dim in sorted(sizes) or [0]
         ]
@@ -339,3 +326,38 @@ def _viewed(part: Tensor, like: Tensor) -> Tensor:
     """The begin of a part of memory, with the dtype and shape of `like`."""
     numbers = part[: like.nbytes].view(like.dtype)
     return numbers if like.dim() == 1 else numbers.view(like.shape)
+
+
+def refuse_unserved(
+    device: CudaDevice, needs: KernelNeeds, other_heads: Set[int], compressed: Set[tuple[int, int]]
+) -> None:
+    """Refuse a model that needs more than the kernels have.
+
+    other_heads: sizes of heads without a kernel. compressed: of the model's latents, those with one.
+
+    Raises:
+        LoadError: the text says what there is no kernel for.
+    """
+    name, has_kernels = device.name, needs.dtype in KERNEL_DTYPES
+    if other_heads and has_kernels and not needs.encodes:
+        raise LoadError(
+            f"no kernel on {name} attends with heads of {max(other_heads)} numbers, only with "
+            f"{', '.join(map(str, HEAD_DIMS))}: use device='cpu', or dtype='float32', which needs none"
+        )
+    if has_kernels and (unserved := needs.indexed - compressed):
+        served = ", ".join(str(keys) for keys, _ in sorted(device.kernels.latents)) or "none"
+        raise LoadError(
+            f"no kernel on {name} attends to keys that an indexer chooses among latents of {max(unserved)[0]} "
+            f"numbers, only of {served}: use device='cpu', dtype='float32', or a max_model_len up to the number of "
+            "keys that it chooses"
+        )
+    if device.batch_invariant and (not has_kernels or needs.encodes):
+        raise LoadError(
+            f"batch_invariant: {name} has kernels for decoders in bfloat16 and float16, and none for "
+            "encoders or float32: leave it out, or use device='cpu', where no bit depends on the batch"
+        )
+    if compressed and needs.kv_dtype != needs.dtype:
+        raise LoadError(
+            f"no kernel on {name} attends to latents in {needs.kv_dtype}: use kv_cache_dtype='auto', "
+            f"which takes {max(keys for keys, _ in compressed)} numbers of {needs.dtype} for a token and layer"
+        )

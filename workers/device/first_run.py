@@ -40,7 +40,7 @@ LIMIT_SECONDS = 120.0  # for all trials: they take seconds, and more if the cach
 MOST_PROCESSES = 6
 """Processes that may end by a trial. Then the kernels that remain are replaced without one."""
 PROGRAM = "pagewire.workers.device.trial_process"
-KINDS = ("encodes", "recurrent", "mixture", "packed", "invariant")
+KINDS = ("encodes", "recurrent", "mixture", "packed", "invariant", "indexed")
 """The fields of `Launches` that are options of the program."""
 NO_TRIAL = 2
 """The exit status of a process that cannot run trials."""

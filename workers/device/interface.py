@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -61,6 +61,7 @@ class KernelNeeds(NamedTuple):
     empty if none attends without latents. latents: their elements as keys and as values, to the sizes of the heads
     that they can be expanded to. encodes: it is an encoder. recurrent: some layers keep states.
     mixture: some have experts. packed: weights may stay packed.
+    indexed: of `latents`, those among which an indexer chooses the keys that a token sees.
     """
 
     dtype: torch.dtype
@@ -71,6 +72,7 @@ class KernelNeeds(NamedTuple):
     mixture: bool = False
     packed: bool = True
     latents: Mapping[tuple[int, int], int] = MappingProxyType({})
+    indexed: Set[tuple[int, int]] = frozenset()
 
 
 class LoadedSizes(NamedTuple):

@@ -22,7 +22,7 @@ from pagewire.workers.device.machine import runs_on_cpu
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.registered import registered_class
 from pagewire.workers.module.structure import DEFAULT_POSITIONS, MAX_POSITIONS, NUM_EXPERTS, WINDOWS
-from pagewire.workers.versions import check_model_type
+from pagewire.workers.versions import INDEXED_KINDS, check_model_type
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -252,6 +252,21 @@ def latent_sizes(config: Any) -> dict[tuple[int, int], int]:
             nope, rope = (getattr(own, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope"))
             sizes[rank + rope, rank] = nope + rope
     return sizes
+
+
+def indexed_latents(config: Any, max_len: int) -> set[tuple[int, int]]:
+    """The sizes of latents, as in `latent_sizes`, among which an indexer chooses the keys that a token sees.
+
+    max_len: tokens of a request; none of these has to choose if they are no more than it may see.
+    """
+    text = config.get_text_config()
+    num_chosen = getattr(text, "index_topk", None)
+    if num_chosen is None or max_len <= num_chosen:
+        return set()
+    layers = layer_configs(config)
+    kinds = getattr(text, "layer_types", None) or sorted(INDEXED_KINDS)[:1] * len(layers)
+    indexed = [own for own, kind in zip(layers, kinds, strict=True) if kind in INDEXED_KINDS]
+    return {(own.kv_lora_rank + own.qk_rope_head_dim, own.kv_lora_rank) for own in indexed}
 
 
 def has_experts(config: Any) -> bool:

@@ -16,10 +16,14 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.data.paging import AttentionBatch, Cache
+from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.ops import linear
+from pagewire.kernels.reference.kernels import IndexScores
 
 SCORES = 1 << 22
 """The most scores of single heads in memory at once, float32. With fewer, calls take more time than products."""
+PADDED_SCORES = 1 << 24
+"""The most scores of a kernel in memory at once, float32, and as many int64 twice."""
 
 
 @dataclass
@@ -44,13 +48,33 @@ class IndexedTokens:
         """
         if layer == self.layer:
             assert cache.index is not None
-            is_stored = batch.slot_mapping >= 0
-            cache.index.flatten(0, 1)[batch.slot_mapping[is_stored]] = self.keys[is_stored]
+            self._store(cache.index.flatten(0, 1), batch.slot_mapping)
             if batch.max_seq_len > self.num_chosen:
-                self._chosen = self._of_batch(cache.index, batch)
+                score = implementation_for(self.queries, self.keys).index_scores.get(self.keys.shape[1])
+                if score is None:
+                    self._chosen = self._by_request(cache.index, batch)
+                else:
+                    self._chosen = self._at_once(score, cache.index, batch)
         return self._chosen
 
-    def _of_batch(self, index: Tensor, batch: AttentionBatch) -> Tensor:
+    def _store(self, index: Tensor, slots: Tensor) -> None:
+        """Store the keys in those slots of the cache [num_slots, size] that are not -1, without waiting."""
+        stored = slots >= 0
+        first = stored.int().argmax()[None]  # tokens without a slot write once more what this one writes
+        target = slots[first].clamp_min(0)
+        keys = torch.where(stored[first, None], self.keys[first], index[target])
+        index[torch.where(stored, slots, target)] = torch.where(stored[:, None], self.keys, keys)
+
+    def _at_once(self, score: IndexScores, index: Tensor, batch: AttentionBatch) -> Tensor:
+        """What all tokens see, by a kernel's scores of as many keys for each, without waiting for the device."""
+        num_tokens = len(self.keys)
+        step = max(1, PADDED_SCORES // batch.max_seq_len)
+        rows = (range(first, min(first + step, num_tokens)) for first in range(0, num_tokens, step))
+        scored = (score(self.queries, self.weights, self.scale, index, batch, part) for part in rows)
+        return torch.cat([largest(_ordered(scores), self.num_chosen) for scores in scored])
+
+    def _by_request(self, index: Tensor, batch: AttentionBatch) -> Tensor:
+        """What all tokens see, request by request."""
         chosen = torch.zeros(len(self.keys), self.num_chosen, dtype=torch.int32, device=index.device)
         starts = batch.query_start_loc.tolist()
         for request, ((start, stop), length) in enumerate(
@@ -78,7 +102,12 @@ class IndexedTokens:
         for head, weights in zip(by_head, self.weights[rows].unbind(1), strict=True):
             scores += weights[:, None] * head
         later = torch.arange(len(keys), device=keys.device) > positions[:, None]
-        return scores.nan_to_num_(-torch.inf, torch.inf, -torch.inf).masked_fill_(later, -torch.inf)
+        return _ordered(scores).masked_fill_(later, -torch.inf)
+
+
+def _ordered(scores: Tensor) -> Tensor:
+    """The scores, in their memory, with those that are no numbers below all others."""
+    return scores.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
@@ -87,7 +116,10 @@ def largest(scores: Tensor, count: int) -> Tensor:
     above, equal = scores > least, scores == least
     missing = count - above.sum(1, keepdim=True)
     chosen = above | (equal & (equal.cumsum(1) <= missing))
-    return chosen.nonzero()[:, 1].view(-1, count).int()
+    # `nonzero` would wait. A place goes where as many chosen ones are before it, others behind the last.
+    columns = torch.where(chosen, chosen.cumsum(1) - 1, count)
+    places = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device).expand_as(columns)
+    return places.new_empty(len(scores), count + 1).scatter_(1, columns, places)[:, :count].contiguous()
 
 
 def index_tokens(

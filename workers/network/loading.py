@@ -35,6 +35,7 @@ from pagewire.workers.module.configuration import (
     end_of_sequence,
     has_experts,
     head_dims,
+    indexed_latents,
     latent_sizes,
     load_config,
     log_dtype,
@@ -158,6 +159,7 @@ class ModelSettings:
             mixture=has_experts(self.config),
             packed=self.packed,
             latents=latent_sizes(self.config),
+            indexed=indexed_latents(self.config, self.max_len),
         )
 
 

@@ -76,7 +76,9 @@ def test_every_launch_is_within_the_limits(nvrtc: object, arch: str) -> None:
     kinds = Launches(
         torch.bfloat16, kv_dtype, max(HEAD_DIMS), recurrent=True, mixture=True, capability=capability
     )
-    of_latents = Launches(torch.bfloat16, torch.bfloat16, max(limits.LATENTS), capability=capability)
+    of_latents = Launches(
+        torch.bfloat16, torch.bfloat16, max(limits.LATENTS), capability=capability, indexed=True
+    )
     every = [kinds, kinds._replace(invariant=True), of_latents]
     launches = [launch for each in every for launch in Recorder.of_trials(each)]
     cubins = compile.build([launch.variant for launch in launches], arch)

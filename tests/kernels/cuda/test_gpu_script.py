@@ -62,7 +62,7 @@ def test_every_trial_is_in_a_part() -> None:
     kinds = (
         launches._replace(capability=HOPPER),
         launches._replace(capability=(8, 9)),
-        launches._replace(head_dim=min(LATENTS)),
+        launches._replace(head_dim=min(LATENTS), indexed=True),
         launches._replace(packed=False, invariant=True),
     )
     assert set(tried) == {trial.method for kind in kinds for trial in trials(kind)}

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,20 +12,30 @@ from torch import Tensor
 from pagewire.kernels.cuda import latents
 from pagewire.kernels.cuda.launch import HOPPER
 from pagewire.kernels.cuda.layout import exchange_chunks
-from pagewire.kernels.cuda.source import read_source
+from pagewire.kernels.cuda.source import Variant, read_source
 from pagewire.kernels.data.paging import CAUSAL, Cache, LogitTerms
 from tests.kernels.batches import TOLERANCE, Paged
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, guarded
 from tests.kernels.cuda.emulate.library import load_all
 from tests.kernels.cuda.test_attention import BF16, batch_of
-from tests.kernels.cuda.test_latents import expect, run, shape_of
+from tests.kernels.cuda.test_latents import chosen_keys, expect, run, shape_of
 
 DECODED = batch_of([(0, 1), (40, 41), (0, 0), (1100, 1101)], shape_of(5), padding=2)
 DRAFTED = batch_of([(0, 5), (40, 45), (797, 800)], shape_of(16), padding=2)
 PROMPTS = batch_of([(0, 14), (0, 0), (120, 122), (60, 75)], shape_of(7, block_size=32), padding=2)
 Case = tuple[Paged, LogitTerms]
+SINKS = LogitTerms(sinks=torch.linspace(-2, 5, 70))
+MANY_HEADS = batch_of([(0, 1), (290, 292), (599, 600)], shape_of(70), padding=1)
+HALF_CHOSEN = batch_of([(90, 100), (0, 0), (0, 3)], shape_of(16), padding=2, seed=13)  # block 0 is free
+LISTS = torch.tensor([0, 3, 17, 40, 89, 95, 98, 99, 150, 160]).int().repeat(15, 1)
 few: list[Case] = [(DECODED, CAUSAL), (DECODED, LogitTerms(window=70))]
 many: list[Case] = [(DRAFTED, CAUSAL), (PROMPTS, CAUSAL), (PROMPTS, LogitTerms(window=40))]
+chosen: list[Case] = [
+    (DECODED, LogitTerms(chosen=guarded(chosen_keys(DECODED, 600)))),
+    (MANY_HEADS, LogitTerms(chosen=guarded(chosen_keys(MANY_HEADS, 300)))),
+    (HALF_CHOSEN, LogitTerms(chosen=guarded(LISTS))),
+]
+sinks: list[Case] = [(MANY_HEADS, SINKS), (MANY_HEADS, replace(SINKS, chosen=chosen_keys(MANY_HEADS, 40)))]
 
 
 @functools.cache
@@ -62,7 +73,7 @@ FAULTS = [
     ("many", Edit(FILE, "    __syncthreads();\n    uint4* const out", "    uint4* const out")),
     ("many", Edit(FILE, "copy(buffers + (buffer ^ 1) * BUFFER, ", "copy(buffers + buffer * BUFFER, ")),
     # Pages.
-    ("few", Edit(FILE, "thread / COPIERS * PAGE_ROWS;", "0;")),
+    ("few", Edit(FILE, "warp : thread / COPIERS)", "warp : 0)")),
     ("few", Edit(FILE, "opaque(thread) % COPIERS", "opaque(thread) % 32")),
     ("few", Edit(FILE, "find(first_key + KEYS);\n    load", "load")),
     ("few", Edit(FILE, "            find(first_key + 2 * KEYS);\n", "")),
@@ -127,7 +138,7 @@ FAULTS = [
     ("few", Edit(FILE, "min(parts.first + (part + 1) * parts.share, parts.keys.end)", "parts.keys.end")),
     ("few", Edit(FILE, "    if (part >= parts.used) return;\n", "")),
     ("few", Edit(FILE, "(i64(blockIdx.x) * a.splits + part) * ROWS", "i64(blockIdx.x) * a.splits * ROWS")),
-    ("few", Edit(FILE, "parts.used > 1 ? 1.0f : 1.0f / sum", "1.0f / sum")),
+    ("few", Edit(FILE, "            if (parts.used == 1) {\n", "            {\n")),
     (
         "few",
         Edit(MERGE, "i64(blockIdx.x) * a.splits * ROWS + blockIdx.y", "i64(blockIdx.x) * a.splits * ROWS"),
@@ -135,6 +146,30 @@ FAULTS = [
     ("few", Edit(MERGE, "ROWS * RANK, parts.used);", "ROWS * RANK, parts.used - 1);")),
     ("few", Edit(MERGE, "    if (row >= queries.rows) return;\n", "")),
     ("few", Edit(MERGE, "    if (parts.used == 1) return;\n", "")),
+    # Chosen keys.
+    ("chosen", Edit(FILE, "CHOSEN ? warp :", "CHOSEN ? 0 :")),
+    ("chosen", Edit(PARTS, "min(position + 1, a.num_chosen);", "min(position, a.num_chosen);")),
+    ("chosen", Edit(PARTS, "if (high <= 0 || __ldg(chosen + high - 1) <= position) return", "return")),
+    ("chosen", Edit(PARTS, "(__ldg(chosen + middle) <= position)", "(__ldg(chosen + middle) < position)")),
+    ("chosen", Edit(PARTS, "position_of(number / tiles * queries.group)", "position_of(0)")),
+    ("chosen", Edit(PARTS, "        queries.start = token;\n", "")),
+    ("chosen", Edit(PARTS, "        queries.rows = queries.group;\n", "")),
+    ("chosen", Edit(PARTS, "first_row = number % tiles * ROWS;", "first_row = 0;")),
+    ("chosen", Edit(PARTS, "    if (number >= end) return -1;\n", "")),
+    ("chosen", Edit(PARTS, "i64(queries.start) * a.num_chosen + number", "number")),
+    ("chosen", Edit(PARTS, "i64(queries.request) * a.table_width", "i64(queries.start) * a.table_width")),
+    ("chosen", Edit(PARTS, "+ (position >> a.block_shift)", "+ (number >> a.block_shift)")),
+    ("chosen", Edit(PARTS, "(position & ((1", "(number & ((1")),
+    ("chosen", Edit(PARTS, "swizzle(S::CHUNKS, to, chunk)", "swizzle(S::CHUNKS, from, chunk)")),
+    ("chosen", Edit(PARTS, "swizzle(S::CHUNKS, from, chunk)", "swizzle(S::CHUNKS, to, chunk)")),
+    ("chosen", Edit(PARTS, "from >= 0);", "true);")),
+    ("chosen", Edit("prefill.cuh", "(group + tile_rows - 1) / tile_rows)", "group / tile_rows + 1)")),
+    ("chosen", Edit(MERGE, "request_of<CHOSEN>", "request_of")),
+    ("chosen", Edit(MERGE, "first_tile<CHOSEN>", "first_tile")),
+    # Sinks.
+    ("sinks", Edit(FILE, "head_of(min(first_row + row,", "head_of(min(row,")),
+    ("sinks", Edit(FILE, "sum * weight + exp2_approx(sink - larger)", "sum * weight")),
+    ("sinks", Edit(MERGE, "merged.result(sink)", "merged.result(MINUS_INFINITY)")),
     # The write.
     ("write", Edit("kv.cu", "if (token >= p.num_tokens || ", "if (")),
     ("write", Edit("kv.cu", " || p.slots[token] < 0) return;", ") return;")),
@@ -150,7 +185,7 @@ def check_of(which: str) -> Callable[[EmulatedLauncher], None]:
 @pytest.fixture(scope="module")
 def right() -> None:
     """Without a fault every check passes, in every order of threads."""
-    for which in ("few", "many", "write"):
+    for which in ("few", "many", "chosen", "sinks", "write"):
         for order in ORDERS:
             check_of(which)(EmulatedLauncher(order))
 
@@ -158,13 +193,28 @@ def right() -> None:
 @pytest.fixture(scope="module")
 def compiled() -> None:
     """All kernels with their faults, compiled several at a time: the compiler is a process of its own."""
-    faulty = []
-    for which, edit in FAULTS:
-        tiling = latents.FEW if which == "few" else latents.many(HOPPER, BF16, 288)
-        kernels = [kernel(BF16, 288, tiling).variant for kernel in (latents.instance, latents.merging)]
-        kernels = [latents.writing(BF16)] if which == "write" else kernels
-        faulty += [(variant, edit) for variant in kernels if edit.file in dict(read_source(variant.source))]
-    load_all(faulty)
+    load_all(
+        [
+            (variant, edit)
+            for which, edit in FAULTS
+            for variant in kernels_of(which)
+            if edit.file in dict(read_source(variant.source))
+        ]
+    )
+
+
+def kernels_of(which: str) -> list[Variant]:
+    """The kernels that a check launches."""
+    if which == "write":
+        return [latents.writing(BF16)]
+    few, many = latents.FEW, latents.many(HOPPER, BF16, 288)
+    tilings = {"few": [few], "chosen": [few, many]}.get(which, [many])
+    return [
+        kernel(BF16, 288, tiling, chosen=chosen).variant
+        for kernel in (latents.instance, latents.merging)
+        for tiling in tilings
+        for chosen in {"chosen": [True], "sinks": [False, True]}.get(which, [False])
+    ]
 
 
 def title(value: object) -> str:

@@ -71,8 +71,55 @@ def test_variants(dtype: torch.dtype, size: int, heads: int, spans: str, capabil
     launcher = EmulatedLauncher(order=ORDERS[2], capability=capability, multiprocessors=20)
     paged = batch_of(SPANS[spans], shape_of(heads, size), dtype, padding=2)
     check(launcher, paged)
-    check(launcher, paged, LogitTerms(window=50))
     check(launcher, paged, LogitTerms(chunk=90))
+    check(launcher, paged, LogitTerms(window=50, sinks=torch.linspace(-2, 5, heads)))
+
+
+def chosen_keys(paged: Paged, count: int) -> Tensor:
+    """Ascending keys int32 [T, count] of each token; those after its own, also of none, come last."""
+    generator, rows = torch.Generator().manual_seed(count), []
+    for length, queries in zip(paged.batch.seq_lens, paged.batch.query_start_loc.diff(), strict=True):
+        for position in range(length - queries, length):
+            seen = torch.randperm(position + 1, generator=generator)[:count].sort().values
+            rows.append(torch.cat([seen, position + 1 + torch.arange(count - len(seen))]))
+    padding = torch.full((len(paged.q) - len(rows), count), 2**30)
+    return torch.cat([torch.stack(rows), padding]).int()
+
+
+@pytest.mark.parametrize("capability", DEVICES, ids=str)
+@pytest.mark.parametrize("spans", SPANS)
+@pytest.mark.parametrize(
+    ("dtype", "size", "heads"), [(BF16, 576, 16), (FP16, 576, 20), (BF16, 288, 5), (FP16, 288, 70)], ids=str
+)
+def test_chosen_keys(
+    dtype: torch.dtype, size: int, heads: int, spans: str, capability: tuple[int, int]
+) -> None:
+    """Every tiling; lists that are split, that end within a step of keys, and that hold all that a token sees."""
+    launcher = EmulatedLauncher(order=ORDERS[2], capability=capability, multiprocessors=20)
+    paged = batch_of(SPANS[spans], shape_of(heads, size), dtype, padding=2)
+    check(launcher, paged, LogitTerms(chosen=chosen_keys(paged, 21)))
+    check(
+        launcher,
+        paged,
+        LogitTerms(chosen=chosen_keys(paged, 300), sinks=torch.linspace(-2, 5, heads).to(dtype)),
+    )
+
+
+def test_lists_of_fewer_keys_than_a_token_could_see() -> None:
+    """A list may hold keys after its token's own although it does not hold all those before."""
+    paged = batch_of([(90, 100), (0, 3)], shape_of(5), FP16)
+    keys = torch.tensor([0, 3, 17, 40, 89, 95, 98, 99, 150, 2000])
+    lists = keys.repeat(13, 1).int()
+    for count in range(1, len(keys) + 1):
+        check(EmulatedLauncher(multiprocessors=2), paged, LogitTerms(chosen=lists[:, :count].contiguous()))
+
+
+def test_what_is_chosen_in_any_order_of_blocks_is_read_from_the_own_request() -> None:
+    """All keys chosen are all keys seen, to the bit where both are divided into the same parts."""
+    paged = batch_of([(0, 1), (40, 41), (199, 200)], shape_of(16, block_size=32), BF16)
+    launcher = EmulatedLauncher(multiprocessors=1)
+    everything = torch.arange(200).int().repeat(3, 1)
+    assert torch.equal(run(launcher, paged, LogitTerms(chosen=everything)), run(launcher, paged))
 
 
 @st.composite
@@ -84,9 +131,11 @@ def batches(draw: st.DrawFn) -> tuple[Paged, LogitTerms]:
         start = draw(st.integers(0, LONGEST - queries) | st.just(0))
         spans.append((start, start + queries))
     shape = shape_of(draw(st.sampled_from([1, 7, 16])), 288, draw(st.sampled_from(attention.BLOCK_SIZES)))
+    paged = batch_of(spans, shape, FP16, draw(st.integers(0, 3)), draw(st.integers(0, 1000)))
+    if len(paged.q) and draw(st.booleans()):
+        return paged, LogitTerms(chosen=chosen_keys(paged, draw(st.integers(1, LONGEST))))
     sizes = st.none() | st.integers(1, LONGEST)
-    terms = LogitTerms(window=draw(sizes), chunk=draw(sizes))
-    return batch_of(spans, shape, FP16, draw(st.integers(0, 3)), draw(st.integers(0, 1000))), terms
+    return paged, LogitTerms(window=draw(sizes), chunk=draw(sizes))
 
 
 launchers = st.builds(
@@ -173,17 +222,26 @@ def test_refusals() -> None:
     launcher = EmulatedLauncher()
     workspace = attention.Workspace.allocate(launcher.multiprocessors, "cpu")
     good = {"q": paged.q, "cache": cache, "batch": paged.batch, "scale": 1.0}
-    chosen = torch.zeros(1, 4, dtype=torch.int32)
+    chosen = torch.zeros(2, 4, dtype=torch.int32)
     bad: list[tuple[type[Exception], str, dict[str, object]]] = [
         (TypeError, "queries of torch.float32", {"q": paged.q.float()}),
         (TypeError, "latents of torch.float8", {"cache": Cache.of_keys(k.to(torch.float8_e4m3fn), 256)}),
         (ValueError, "values of 128", {"cache": Cache.of_keys(k, 128)}),
         (ValueError, r"no kernel for K \(\d+, 2, ", {"cache": Cache.of_keys(k.repeat(1, 2, 1, 1), 256)}),
         (ValueError, "no kernel for q", {"q": paged.q[..., :256]}),
-        (ValueError, "chosen for each token; CPUs", {"terms": LogitTerms(chosen=chosen)}),
+        (ValueError, "windows of keys that are chosen", {"terms": LogitTerms(window=3, chosen=chosen)}),
+        (
+            ValueError,
+            r"chosen keys of 1 tokens are torch.int32 \(2, 4\)",
+            {"terms": LogitTerms(chosen=chosen)},
+        ),
+        (ValueError, "chosen keys of 1 tokens", {"terms": LogitTerms(chosen=chosen[:1].long())}),
+        (ValueError, "chosen keys of 1 tokens", {"terms": LogitTerms(chosen=chosen[:1, ::2])}),
         (ValueError, "what changes logits", {"terms": LogitTerms(softcap=5.0)}),
         (ValueError, "what changes logits", {"terms": LogitTerms(future=WHOLE)}),
-        (ValueError, "what changes logits", {"terms": LogitTerms(sinks=torch.zeros(4))}),
+        (ValueError, "what changes logits", {"terms": LogitTerms(alibi=torch.zeros(4))}),
+        (ValueError, "what changes logits", {"terms": LogitTerms(chunk=8)}),
+        (ValueError, r"sinks and slopes must be \[4\]", {"terms": LogitTerms(sinks=torch.zeros(5))}),
         (ValueError, "above 0", {"terms": LogitTerms(window=0)}),
         (ValueError, "above 0", {"scale": 0.0}),
         (ValueError, "as long as values", {"out": torch.empty(1, 4, 288, dtype=BF16)}),

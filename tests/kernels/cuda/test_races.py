@@ -31,9 +31,15 @@ TRIALS = {
     if trial.method not in ("pack", "experts", linear.FEWEST, linear.UNPACKED)
     or trial.name.endswith(("groups of 64, scales in bfloat16", "dense weights"))
 }
-LATENTS = ("decode attention to latents of 288", "drafts attention to latents of 288")  # the others take long
-TRIALS |= {trial.name: trial for trial in trials(Launches(BF16, BF16, 288)) if trial.name in LATENTS}
-
+LATENTS = (
+    "decode attention to latents of 288",
+    "drafts attention to latents of 288",
+    "decode attention of 24 heads to chosen latents of 288",
+    "index scores of 64",
+)  # the others take long
+TRIALS |= {
+    trial.name: trial for trial in trials(Launches(BF16, BF16, 288, indexed=True)) if trial.name in LATENTS
+}
 
 TRIALS |= {
     trial.name: trial

@@ -35,8 +35,9 @@ def test_every_kernel_has_a_trial(kind: dict[str, bool], capability: tuple[int, 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=str)
 @pytest.mark.parametrize("size", sorted(LATENTS))
-def test_every_kernel_of_latents_has_a_trial(size: int, capability: tuple[int, int]) -> None:
-    launches = Launches(BF16, BF16, size, capability=capability)
+@pytest.mark.parametrize("indexed", [False, True], ids=["all keys", "chosen keys"])
+def test_every_kernel_of_latents_has_a_trial(indexed: bool, size: int, capability: tuple[int, int]) -> None:
+    launches = Launches(BF16, BF16, size, capability=capability, indexed=indexed)
     launched = {launch.variant for launch in Recorder.of_trials(launches)}
     assert launched == set(variants_of(launches)) - {
         sampling.variant(kernel, BF16) for kernel in sampling.SHARED_BYTES
@@ -165,8 +166,8 @@ def test_replacements_read_and_write_latents() -> None:
     kernels = CudaKernels(EmulatedLauncher(), "cpu")
     for method in ("store_kv", "paged_attention"):
         kernels.replace(method)
-    chosen = [t for t in trials.trials(Launches(BF16, BF16, 288)) if t.method == latents.METHOD]
-    assert len(chosen) == 4 and not any(verdicts(kernels, chosen))
+    chosen = [t for t in trials.trials(Launches(BF16, BF16, 288, indexed=True)) if t.method == latents.METHOD]
+    assert len(chosen) == 7 and not any(verdicts(kernels, chosen))
 
 
 @pytest.mark.parametrize(

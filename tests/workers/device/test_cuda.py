@@ -30,7 +30,7 @@ from pagewire.ipc.wire.worker_messages import (
     StepResult,
     WorkerConfig,
 )
-from pagewire.kernels.cuda import linear, quantised_linear, states
+from pagewire.kernels.cuda import latents, linear, quantised_linear, states
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.cuda.trials import channel_trials, matrix_trials, trials
 from pagewire.kernels.cuda.variants import Launches, variants_of
@@ -40,6 +40,7 @@ from pagewire.workers.device.cuda import CudaDevice
 from pagewire.workers.device.interface import KernelNeeds
 from pagewire.workers.device.open import open_device, own_gpu
 from pagewire.workers.errors import LoadError
+from pagewire.workers.module.configuration import indexed_latents
 from pagewire.workers.network.loading import ModelSettings
 from pagewire.workers.network.model import Model
 from pagewire.workers.process.calls import call
@@ -682,6 +683,26 @@ def test_latents_in_8_bits_are_refused_by_name(tmp_path: Path, load: Callable[..
         load(folder, dtype="bfloat16", kv_cache_dtype="fp8")
     needs = KernelNeeds(torch.bfloat16, torch.float8_e4m3fn, set(), latents={(272, 256): 32})
     EmulatedCudaDevice().prepare(needs)
+
+
+def test_chosen_keys_are_refused_by_name_where_latents_are_expanded() -> None:
+    """Unless no request has more keys than are chosen. Layers with a window may be expanded beside them."""
+    sizes = {(576, 512): 192, (1088, 1024): 256}
+    device = EmulatedCudaDevice()
+    device.prepare(KernelNeeds(torch.bfloat16, torch.bfloat16, set(), latents=sizes, indexed={(576, 512)}))
+    with pytest.raises(
+        LoadError, match="indexer chooses among latents of 1088 numbers, only of 288, 576: use"
+    ):
+        device.prepare(KernelNeeds(torch.bfloat16, torch.bfloat16, set(), latents=sizes, indexed=set(sizes)))
+    device.prepare(KernelNeeds(torch.float32, torch.float32, set(), latents=sizes, indexed=set(sizes)))
+    device.kernels.replace(latents.METHOD)
+    with pytest.raises(LoadError, match="among latents of 576 numbers"):
+        device.prepare(
+            KernelNeeds(torch.bfloat16, torch.bfloat16, set(), latents=sizes, indexed={(576, 512)})
+        )
+    config = SERVED["dots3_note_text"].config()
+    assert indexed_latents(config, 7) == {(24, 16)} and indexed_latents(config, 6) == set()
+    assert indexed_latents(SERVED["deepseek_v3"].config(), 7) == set()
 
 
 def test_heads_without_a_kernel_are_refused_by_name() -> None:

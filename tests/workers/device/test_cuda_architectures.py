@@ -29,30 +29,26 @@ LATENTS = {
     "moe_intermediate_size": 32,
     "intermediate_size": 64,
 }
+INDEXED = LATENTS | {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "index_head_dim": 64}
+"""Latents that have a kernel, since keys are chosen among those alone."""
 OWN: dict[str, dict[str, Any]] = {
     "codegen": {"hidden_size": 128},
     "diffllama": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
-    "dots3_note_text": LATENTS | {"head_dim": 32, "swa_head_dim": 32},
+    "dots3_note_text": INDEXED | {"head_dim": 48, "swa_head_dim": 32},
     "falcon": {"num_attention_heads": 2},
     "falcon with ALiBi": {"num_attention_heads": 2},
     "falcon with groups": {"num_attention_heads": 2},
     "mamba2": {},
     "mpt": {"hidden_size": 64, "num_attention_heads": 2},
-}
+} | dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), INDEXED)
 """Fields that give heads with a kernel, where neither `HEADS` do nor those of latents."""
-CHOSEN = "no kernel for keys that are chosen for each token"
 REFUSED = {
-    "axk2": CHOSEN,
-    "deepseek_v32": CHOSEN,
-    "dots3_note_text": CHOSEN,
-    "glm_moe_dsa": CHOSEN,
-    "hy_v4": CHOSEN,
     "doge": "no kernel for heads of 33",
 }
 LOOSE = {"falcon_mamba": 0.3, "olmoe": 0.15} | dict.fromkeys(
-    ("bailing_hybrid", "kimi_linear", "mamba", "minicpm3", "phimoe"), 0.1
+    ("axk2", "bailing_hybrid", "kimi_linear", "mamba", "minicpm3", "phimoe"), 0.1
 )
-"""Differences that are permitted where rounding makes a router choose others, or layers magnify it."""
+"""Differences that are permitted where rounding makes a router or indexer choose others, or layers magnify it."""
 PARAMS = SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0)
 
 

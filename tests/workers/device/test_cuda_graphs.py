@@ -241,6 +241,17 @@ def test_steps_with_latents_are_replayed(tmp_path: Path, load: Load) -> None:
     assert num_replayed(recorded) == 3
 
 
+def test_steps_with_chosen_keys_are_replayed(tmp_path: Path, load: Load) -> None:
+    """Of requests that have fewer keys than are chosen, as many, and more, in a batch that is padded."""
+    sizes = {**WITH_KERNEL, "index_head_dim": 64, "first_k_dense_replace": 2}
+    folder = write_latents("deepseek_v32", tmp_path, **sizes)
+    recorded, plain = (load(folder, dtype="bfloat16", enforce_eager=eager) for eager in (False, True))
+    plans = make_plans(make_prompts(VOCAB_SIZE, (1, 4, 20)), 6, [PLAIN] * 3)
+    expected = [outcome(plain.step(plan)) for plan in plans]
+    assert [outcome(result) for result in Core(recorded).run(plans)] == expected
+    assert num_replayed(recorded) == 5
+
+
 def test_drafts_that_are_right_count_in_replayed_steps(llama: Path, load: Load) -> None:
     [prompt] = make_prompts(VOCAB_SIZE, (9,))
     runner = load(llama, speculative=DRAFTS)
