@@ -182,12 +182,13 @@ class EngineCore:
             self._worker_lost()
         if self.clients.socket in ready or self.intake.has_work:
             self.intake.receive()
-        self.clients.flush()
-        self._check_worker(time.monotonic())
+        self._check_timers()
         if self.started:
             self._advance()
             self.metrics.iteration_seconds.observe(time.monotonic() - awake_at)
-        self._check_timers()
+        if (now := time.monotonic()) >= self._next_tidying:  # steps are launched first: it takes milliseconds
+            self._next_tidying = now + TIDY_SECONDS
+            release_spare_memory()
 
     def _advance(self) -> None:
         for client in self.clients.lost():
@@ -200,17 +201,15 @@ class EngineCore:
         self.block_events.flush(time.monotonic())
 
     def _check_timers(self) -> None:
-        """Do what is due from time to time. Steps are launched before it, since it may take milliseconds."""
         now = time.monotonic()
+        self.clients.flush()
+        self._check_worker(now)
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + TICK_SECONDS
             self.clients.heartbeat(now)
         if self.started and now >= self._next_stats:
             self._next_stats = now + self.config.args.log_stats_interval
             self._log_stats(now)
-        if now >= self._next_tidying:
-            self._next_tidying = now + TIDY_SECONDS
-            release_spare_memory()
 
     def _check_worker(self, now: float) -> None:
         """Kill workers that hang, and start new ones when their time has come; end what has waited for too long."""
