@@ -28,7 +28,7 @@ REHEARSED = (
     "delta rule of 14",
     "convolution by 4 in bfloat16",
 )
-"""The ends of the names of trials that are rehearsed, where there are many of a kind."""
+"""Ends of names. Where a method has many trials, a rehearsal runs only those whose name ends so."""
 KV_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 

@@ -46,14 +46,14 @@ template <class T>
 struct VectorProduct {
   static constexpr int64_t kPanel = PAGEWIRE_PANEL, kDepth = Link<T>::depth;
   static constexpr int64_t kRowChunk = 384;
-  static constexpr int64_t kStreamed = 64;  // rows up to which reading the matrix from memory is the limit
+  static constexpr int64_t kFetched = 64;  // rows, more than a block, up to which the next panel is fetched
 
   static int64_t panel_elements(int64_t k) { return (k + kDepth - 1) / kDepth * kDepth * kPanel; }
   static int64_t chunk_rows(const Rows<T>&) { return kRowChunk; }
 
-  // Rows [begin, end) times panel p; `next` is fetched meanwhile.
+  // Rows [begin, end) times panel p. next: the panel after it, which may be fetched meanwhile.
   static void multiply(const Rows<T>& rows, int64_t begin, int64_t end, int64_t p, const T* panel, const T* next) {
-    if (rows.count > kRows && rows.count <= kStreamed)
+    if (rows.count > kRows && rows.count <= kFetched)
       chunk<true>(rows, begin, end, p, panel, next);
     else
       chunk<false>(rows, begin, end, p, panel, next);

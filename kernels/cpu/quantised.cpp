@@ -24,7 +24,7 @@ constexpr int64_t kParallelWork = 1 << 19;      // multiply-adds below which one
 constexpr int64_t kItemWork = 1 << 17;          // multiply-adds of an item, at least
 constexpr int64_t kParallelElements = 1 << 15;  // of rows, below which one thread quantises them
 constexpr int64_t kRowChunk = 384;
-constexpr int64_t kUnfetched = 4;  // rows
+constexpr int64_t kUnfetched = 4;  // rows up to which no panel is fetched
 
 struct Output {
   const void* bias;  // [n] or null

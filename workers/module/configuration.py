@@ -264,9 +264,9 @@ def indexed_latents(config: Any, max_len: int) -> set[tuple[int, int]]:
     if num_chosen is None or max_len <= num_chosen:
         return set()
     layers = layer_configs(config)
-    kinds = getattr(text, "layer_types", None) or sorted(INDEXED_KINDS)[:1] * len(layers)
-    indexed = [own for own, kind in zip(layers, kinds, strict=True) if kind in INDEXED_KINDS]
-    return {(own.kv_lora_rank + own.qk_rope_head_dim, own.kv_lora_rank) for own in indexed}
+    if kinds := getattr(text, "layer_types", None):  # else every layer chooses
+        layers = [own for own, kind in zip(layers, kinds, strict=True) if kind in INDEXED_KINDS]
+    return {(own.kv_lora_rank + own.qk_rope_head_dim, own.kv_lora_rank) for own in layers}
 
 
 def has_experts(config: Any) -> bool:

@@ -297,9 +297,8 @@ class Runner:
             if shape is None or graphs is None:
                 return batch, model.hidden_states(*self._inputs(batch, adapters))
             states = graphs.replay(shape, batch, adapters)
-            if (
-                not model.is_last
-            ):  # what is on its way must not change, and the next replay overwrites the states
+            if not model.is_last:
+                # What is on its way must not change, and the next replay overwrites the states.
                 model.send(states[: sum(row.num_tokens for row in plan.rows)].clone())
             return batch, states
 
