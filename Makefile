@@ -9,7 +9,7 @@ DEMO := $(VENV)/.demo
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast siege test-cpu test-sets test-cuda12 test-cuda13 test-cuda-faults test-cuda-models test-ranks test-oldest test-ray test-clients lint types docs test-documents packages test-packages sbom wheels clean
+.PHONY: demo test test-fast siege test-cpu test-sets test-cuda test-cuda12 test-cuda13 test-cuda-faults test-cuda-models test-ranks test-oldest test-ray test-clients lint types docs test-documents packages test-packages sbom wheels clean
 
 # What the demo needs and no more: no tools of development, no bytecode of all packages ahead (an import makes its own),
 # and the plain PyTorch kernels, since compiling ours takes a minute of two processors, once. Any other start has them.
@@ -19,7 +19,7 @@ demo: $(DEMO)
 	@echo
 	@echo 'These were the PyTorch kernels. The first start of `$(BIN)/pagewire serve demo` compiles the fast ones.'
 
-# The CUDA kernels are compiled for the tests, too, though they need no GPU. CuPy can be installed for one CUDA only, so
+# The CUDA kernels are compiled for their tests, though these need no GPU. CuPy can be installed for one CUDA only, so
 # each lies in a folder of its own.
 CUPY := --quiet --upgrade --no-deps -c constraints.txt cuda-pathfinder
 build/cuda12: $(PIP)
@@ -40,15 +40,16 @@ build/smollm2: $(PIP)
 # ones are, so that all processes end together.
 # A file of one long test would be last if files with the most tests went first.
 LIGHT := tests/engine_core tests/frontend tests/ipc tests/benchmarks tests/test_house.py tests/test_imports.py tests/test_sbom.py tests/test_documents.py tests/deploy
-HEAVY := tests/kernels tests/end_to_end tests/cli tests/workers
+CUDA := tests/kernels/cuda $(wildcard tests/workers/device/test_cuda*.py)
+HEAVY := tests/kernels tests/end_to_end tests/cli tests/workers $(CUDA:%=--ignore=%)
 
 MOST := not every_set and not every_variant and not planted_faults and not every_architecture and not documents and not packages
 
 CUDA12 := PYTHONPATH=$(CURDIR)/build/cuda12 LD_LIBRARY_PATH=$(CURDIR)/build/cuda12/nvidia/cuda_nvrtc/lib \
 	PAGEWIRE_TEST_NVRTC=12.9
 
-test: build/cuda12 build/smollm2 test-fast
-	$(CUDA12) $(BIN)/pytest -n 3 --dist worksteal --durations=30 -m "$(MOST)" $(HEAVY)
+test: build/smollm2 test-fast
+	$(BIN)/pytest -n 3 --dist worksteal --durations=30 -m "$(MOST)" $(HEAVY)
 
 test-fast: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder $(LIGHT)
@@ -67,6 +68,10 @@ test-cpu: $(STAMP)
 # The instruction sets that `make test` leaves out: for changes of the CPU kernels.
 test-sets: $(STAMP)
 	$(BIN)/pytest -n auto --dist worksteal -m every_set tests/kernels
+
+# The CUDA kernels, emulated, and the workers that run them: for changes of kernels, workers and what these are sent.
+test-cuda: build/cuda12 build/smollm2 $(STAMP)
+	$(CUDA12) $(BIN)/pytest -n 3 --dist worksteal -m "$(MOST)" $(CUDA) tests/cli/commands/test_doctor.py
 
 # Every variant of every CUDA kernel, by both generations of the compiler: for changes of the kernels.
 test-cuda12: build/cuda12 $(STAMP)
