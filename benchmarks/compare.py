@@ -41,7 +41,7 @@ RESULTS = Path(__file__).parent / "results"
 QUIET_CPU_S = 0.1
 """Processor time of an engine within a second that does not disturb another one."""
 SHORT_S, SHORT_RUNS = 0.2, 5
-"""A work that takes less than so many seconds is done so many times, with the median for one run."""
+"""A work that takes less than `SHORT_S` seconds runs `SHORT_RUNS` times, and the median is used."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def measure(engine: Engine, work: Work, seed: int) -> tuple[float, float | None]
 
 
 def timed(engine: Engine, work: Work, output: int, seed: int) -> dict[str, float]:
-    """The figures of a work with `output` tokens for each request; of the median run where it is short."""
+    """Run a work with `output` tokens for each request. Short works run several times; returns the median run."""
     asked = {"count": work.count, "input": work.input, "shared": work.shared, "output": output}
     runs = [engine.run(**asked, seed=seed)]
     while runs[0]["seconds"] < SHORT_S and len(runs) < SHORT_RUNS:
@@ -287,8 +287,9 @@ def main() -> None:
     for peer in options.peer:
         name, _, rest = peer.partition("=")
         python, _, model = rest.partition(",")
-        before = name.startswith("pagewire") and not model
-        engines.append(Engine(name, python, model or str(options.model), options.options if before else None))
+        is_older_version = name.startswith("pagewire") and not model
+        own_options = options.options if is_older_version else None
+        engines.append(Engine(name, python, model or str(options.model), own_options))
 
     def floor_now(work: Work) -> float:
         """Measured anew each time: neighbours on a shared machine take of its memory's bandwidth what they need."""
