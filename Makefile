@@ -9,7 +9,7 @@ DEMO := $(VENV)/.demo
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast siege test-cpu test-sets test-cuda test-cuda12 test-cuda13 test-cuda-faults test-cuda-models test-ranks test-oldest test-ray test-clients lint types docs test-documents packages test-packages sbom wheels clean
+.PHONY: demo test test-fast test-heavy test-peers siege test-cpu test-sets test-cuda test-cuda12 test-cuda13 test-cuda-faults test-cuda-models test-ranks test-oldest test-ray test-clients lint types docs test-documents packages test-packages sbom wheels clean
 
 # What the demo needs and no more: no tools of development, no bytecode of all packages ahead (an import makes its own),
 # and the plain PyTorch kernels, since compiling ours takes a minute of two processors, once. Any other start has them.
@@ -43,16 +43,27 @@ LIGHT := tests/engine_core tests/frontend tests/ipc tests/benchmarks tests/test_
 CUDA := tests/kernels/cuda $(wildcard tests/workers/device/test_cuda*.py)
 HEAVY := tests/kernels tests/end_to_end tests/cli tests/workers $(CUDA:%=--ignore=%)
 
-MOST := not every_set and not every_variant and not planted_faults and not every_architecture and not documents and not packages
+MOST := not every_set and not every_variant and not planted_faults and not every_architecture and not documents and not packages and not peers
 
 CUDA12 := PYTHONPATH=$(CURDIR)/build/cuda12 LD_LIBRARY_PATH=$(CURDIR)/build/cuda12/nvidia/cuda_nvrtc/lib \
 	PAGEWIRE_TEST_NVRTC=12.9
 
-test: build/smollm2 test-fast
-	$(BIN)/pytest -n 3 --dist worksteal --durations=30 -m "$(MOST)" $(HEAVY)
+# Both halves run, whatever the first one says; the last line says how each of them ended.
+test: build/smollm2 $(STAMP)
+	@for half in test-fast test-heavy; do \
+		if $(MAKE) --no-print-directory $$half; then said="$$said $$half passed,"; else said="$$said $$half FAILED,"; failed=1; fi; \
+	done; echo "make test:$${said%,}"; [ -z "$$failed" ]
 
 test-fast: $(STAMP)
-	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder $(LIGHT)
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not peers" $(LIGHT)
+
+test-heavy: build/smollm2 $(STAMP)
+	$(BIN)/pytest -n 3 --dist worksteal --durations=30 -m "$(MOST)" $(HEAVY)
+
+# What benchmarks do with engines of other projects: for changes of these benchmarks. CI leaves them out, since what such an
+# engine needs of a machine is not ours to say.
+test-peers: $(STAMP)
+	$(BIN)/pytest -m peers tests/benchmarks
 
 # A minute of attacks on a server beside a well-behaved client, the same ones every time. The attackers share two processors
 # with the server here, so the client may wait longer than it may on a larger machine: what is looked for is what hangs,

@@ -35,6 +35,7 @@ def write(folder: Path, **changed: Any) -> Path:
     return folder
 
 
+@pytest.mark.peers
 def test_the_peer_runs_the_same_prompts(peer: Any, work: Any, tmp_path: Path) -> None:
     figures = peer.in_process(write(tmp_path), work, "cpu")
     assert "error" not in figures, figures
@@ -42,6 +43,7 @@ def test_the_peer_runs_the_same_prompts(peer: Any, work: Any, tmp_path: Path) ->
     assert figures["attention"] and figures["transformers"]
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize(
     ("changed", "limit", "error"),
     [
