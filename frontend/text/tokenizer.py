@@ -8,6 +8,7 @@ transformers 5 does. Other folders, and `tokenizer_mode="slow"`, use the tokeniz
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 
 from pagewire.ipc.files.hub import check_files, model_folder, read_file, read_json
 from pagewire.ipc.gguf.file import is_gguf, read_metadata
+
+logger = logging.getLogger("pagewire.frontend")
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONG_TEXT = 4096  # characters, from which a text is tokenized without holding up other threads
@@ -212,9 +215,9 @@ def load_tokenizer(
     """Load the tokenizer of a folder, a GGUF file, a hub repository, or an embedded model.
 
     mode: "auto" or "slow". "slow" uses the tokenizer of transformers; so does "auto" if there is no
-        `tokenizer.json`, or if the folder has code of its own and `trust_remote_code` is set.
-    trust_remote_code: run the Python code in the folder. Otherwise the folder, which a core may have named, is only
-        read: no code, no pickles, no file over `hub.MAX_FILE_BYTES`.
+        `tokenizer.json`.
+    trust_remote_code: run the Python code in the folder if transformers has no tokenizer for it. Otherwise the
+        folder, which a core may have named, is only read: no code, no pickles, no file over `hub.MAX_FILE_BYTES`.
 
     Raises:
         ModelNotFoundError: there is no such folder or repository. ValueError: it has no valid tokenizer.
@@ -230,9 +233,10 @@ def load_tokenizer(
     if is_gguf(folder):
         return load_gguf(folder, mode)
     config = read_json(folder / "tokenizer_config.json")
-    own_code = trust_remote_code and "auto_map" in config
-    if mode == "slow" or own_code or not (folder / "tokenizer.json").is_file():
-        return load_wrapped(folder, trust_remote_code)
+    if mode == "slow" or not (folder / "tokenizer.json").is_file():
+        return load_wrapped(folder, config, trust_remote_code)
+    if "auto_map" in config:
+        logger.info("the tokenizer is that of tokenizer.json: the code of its repository does not run")
     return load_fast(folder, config)
 
 
@@ -326,18 +330,30 @@ def use_llama_spaces(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> N
     backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
 
 
-def load_wrapped(folder: Path, trust_remote_code: bool) -> WrappedTokenizer:
-    """Load a folder's tokenizer with transformers.
+def load_wrapped(folder: Path, config: dict[str, Any], trust_remote_code: bool) -> WrappedTokenizer:
+    """Load a folder's tokenizer with transformers: by its own class if `config` names one of these, else by code.
+
+    config: the content of tokenizer_config.json.
 
     Raises:
         ValueError: transformers cannot load it, or a file is too large.
     """
     from transformers import AutoTokenizer  # the import takes seconds
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
     check_files(folder)
     try:
+        name = config.get("tokenizer_class")
+        own_code = trust_remote_code and not (isinstance(name, str) and tokenizer_class_from_name(name))
+        if "auto_map" in config:
+            logger.info(
+                "the tokenizer is %s",
+                "made by the code of its repository (trust_remote_code): transformers has none for it"
+                if own_code
+                else "transformers' own: the code of its repository does not run",
+            )
         return WrappedTokenizer(
-            AutoTokenizer.from_pretrained(folder, use_fast=False, trust_remote_code=trust_remote_code)
+            AutoTokenizer.from_pretrained(folder, use_fast=False, trust_remote_code=own_code)
         )
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
         raise ValueError(f"no tokenizer could be loaded from {folder}: {error}") from error

@@ -220,7 +220,7 @@ def read_by_transformers(worker_config: WorkerConfig, config: Any) -> str | None
     """Why the weights are not read one by one; None if they are."""
     if worker_config.load_format == "pt":
         return "load_format is 'pt'"
-    if worker_config.trust_remote_code and getattr(config, "auto_map", None):
+    if getattr(config, "auto_map", None):
         return "the model runs the code of its repository"
     return None
 
