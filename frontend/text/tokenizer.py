@@ -57,6 +57,7 @@ class Tokenizer(ABC):
         cleans_up: `decode` removes spaces before punctuation, as `clean_up` does.
         original: the wrapped object of tokenizers or transformers.
         pieces: cache of `detokenize.Pieces`.
+        name_or_path: from which it was loaded; empty if it was not.
     """
 
     vocab_size: int
@@ -69,6 +70,7 @@ class Tokenizer(ABC):
     cleans_up: bool = False
     original: Any
     pieces: Any = None
+    name_or_path: str = ""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`, with the model's special tokens around it if `add_special_tokens`."""
@@ -99,7 +101,7 @@ class FastTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library.
 
     original: the library's tokenizer; truncation and padding are turned off, so it must not be shared.
-    special_tokens, chat_template, clean_up: properties that `tokenizer.json` does not contain.
+    special_tokens, chat_template, clean_up, extra_special_tokens: what `tokenizer.json` does not contain.
     """
 
     def __init__(
@@ -108,11 +110,13 @@ class FastTokenizer(Tokenizer):
         special_tokens: dict[str, str] | None = None,
         chat_template: str | dict[str, str] | None = None,
         clean_up: bool = False,
+        extra_special_tokens: Sequence[str] = (),
     ) -> None:
         original.no_truncation()
         original.no_padding()
         self.original = original
         self.special_tokens = special_tokens or {}
+        self.extra_special_tokens = extra_special_tokens
         self.chat_template = chat_template
         self.cleans_up = clean_up
         self.decoder = read_decoder(original.decoder)
@@ -231,7 +235,15 @@ def load_tokenizer(
         trust_remote_code=trust_remote_code,
     )
     if is_gguf(folder):
-        return load_gguf(folder, mode)
+        tokenizer: Tokenizer = load_gguf(folder, mode)
+    else:
+        tokenizer = load_folder(folder, mode, trust_remote_code)
+    tokenizer.name_or_path = str(name)
+    return tokenizer
+
+
+def load_folder(folder: Path, mode: str, trust_remote_code: bool) -> Tokenizer:
+    """Load the tokenizer of a folder; see `load_tokenizer`."""
     config = read_json(folder / "tokenizer_config.json")
     if mode == "slow" or not (folder / "tokenizer.json").is_file():
         return load_wrapped(folder, config, trust_remote_code)
@@ -278,6 +290,7 @@ def load_fast(folder: Path, config: dict[str, Any]) -> FastTokenizer:
         {name: str(token) for name, token in named.items()},
         read_chat_template(folder, config),
         wants_clean_up(config, backend),
+        [str(token) for token in extra],
     )
 
 
