@@ -103,7 +103,8 @@ class ModelOptions:
         "Model",
         "how weights are quantised; default: as the checkpoint is, with which a name must agree: "
         f"{', '.join(FAMILIES)}; of plain numbers while loading: {', '.join(ONLINE)} (int4 has an output layer of "
-        "6 bits, int4_int8 of 8)",
+        "6 bits, int4_int8 of 8); of a quantised checkpoint: dequantize, which makes plain numbers, so that CPUs "
+        "do not round activations to 8 bits",
         short="-q",
     )
     weight_cache: bool = option(
