@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pagewire.ipc.wire.params import SamplingParams
+from pagewire.workers.checkpoint.formats.quantised import QuantisedCheckpoint
+from pagewire.workers.checkpoint.formats.registry import format_of
 from pagewire.workers.checkpoint.headers import read_headers
+from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.figures import footprint
 from tests.workers.architectures import VOCAB_SIZE, Architecture
+from tests.workers.checkpoint.formats.checkpoints import RECIPES, write_quantised
+from tests.workers.checkpoint.formats.test_checkpoints import SMALL
 from tests.workers.checkpoint.test_gguf import MODELS, mixed, roundtrip
 from tests.workers.driver import Driver, load_runner
 from tests.workers.gguf_files import write_gguf
@@ -93,3 +99,14 @@ def test_plain_numbers_need_no_such_option(tmp_path: Path) -> None:
     folder = MODELS["llama"][1].write(tmp_path)
     with pytest.raises(LoadError, match="'dequantize', but the checkpoint is not quantised; leave it out"):
         load_runner(folder, quantization="dequantize")
+
+
+@pytest.mark.parametrize("recipe", ["awq", "gptq-act-order", "nvfp4", "w8a8"])
+def test_other_formats_compute_as_the_dense_model_of_their_numbers(recipe: str, tmp_path: Path) -> None:
+    folder = Architecture("llama", SMALL).write(tmp_path / "dense")
+    written = write_quantised(folder, tmp_path / "quantised", RECIPES[recipe](64)).folder
+    form = format_of(json.loads((written / "config.json").read_text())["quantization_config"])
+    checkpoint = QuantisedCheckpoint(Checkpoint(written), form)
+    numbers = {name: checkpoint.read(name).contiguous() for name in checkpoint.names}
+    save_file(numbers, folder / "model.safetensors", metadata={"format": "pt"})
+    assert outputs(written, dtype="float32", quantization="dequantize") == outputs(folder, dtype="float32")
