@@ -34,7 +34,7 @@ def from_programs(tokenizer: Any) -> Tokenizer:
     return tokenizer.tokenizer if isinstance(tokenizer, EngineTokenizer) else as_tokenizer(tokenizer)
 
 
-class Encoded(dict[str, Any]):
+class TokenizedText(dict[str, Any]):
     """What a tokenizer makes of a text or of several: `input_ids` and `attention_mask`, also as attributes."""
 
     def __getattr__(self, name: str) -> Any:
@@ -122,7 +122,9 @@ class EngineTokenizer:
         added = self.tokenizer.original.get_added_tokens_decoder()
         return {added[token_id].content: token_id for token_id in sorted(added)}
 
-    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True, **options: Any) -> Encoded:
+    def __call__(
+        self, text: str | Sequence[str], add_special_tokens: bool = True, **options: Any
+    ) -> TokenizedText:
         """Return the token ids of a text or of several, as `input_ids`, beside an `attention_mask` of ones.
 
         Raises:
@@ -132,9 +134,9 @@ class EngineTokenizer:
             raise TypeError(f"an engine's tokenizer takes no {', '.join(options)}{self._remedy()} them")
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens)
-            return Encoded(input_ids=ids, attention_mask=[1] * len(ids))
+            return TokenizedText(input_ids=ids, attention_mask=[1] * len(ids))
         batch = self.encode_batch(text, add_special_tokens)
-        return Encoded(input_ids=batch, attention_mask=[[1] * len(ids) for ids in batch])
+        return TokenizedText(input_ids=batch, attention_mask=[[1] * len(ids) for ids in batch])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
