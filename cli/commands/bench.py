@@ -131,7 +131,8 @@ async def requests(
         raise UsageError("--dataset-path needs a tokenizer: leave out --skip-tokenizer-init")
 
     async def encode(text: str) -> list[int]:
-        return tokenizer.encode(text)
+        ids: list[int] = tokenizer.encode(text)
+        return ids
 
     seed, limit = rng.randrange(1 << 32), engine.info.max_model_len
     chosen = await conversations(options.dataset_path, count, seed, encode, limit)

@@ -29,6 +29,7 @@ from pagewire.frontend.text.stop import StopStrings, shared_stops
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.beams import MAX_CANDIDATES
 from pagewire.ipc.bounds import check_string, meta_of, unknown_name
+from pagewire.ipc.compatibility import NAMES
 from pagewire.ipc.models.own_code import check_processors
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_TOKENS
@@ -50,8 +51,7 @@ NAME = meta_of(Name)
 GENERATED = "generated_token_ids"  # tokens of the output so far, which a step of beam search goes on with
 KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", GENERATED)
 NOT_SUPPORTED = {
-    "data": "data prompts are not supported yet",
-    "data_format": "data prompts are not supported yet",
+    **dict.fromkeys(("data", "data_format"), NAMES["LLM.encode(DataPrompt)"].refusal("a DataPrompt")),
     "encoder_prompt": "this model is no encoder-decoder: give the prompt alone",
     "decoder_prompt": "this model is no encoder-decoder: give the prompt alone",
     "token_type_ids": "models that generate have no token types; models that pool take them with token ids",

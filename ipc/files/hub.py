@@ -265,7 +265,7 @@ def read_configs(path: Path, trust_remote_code: bool = False) -> tuple[dict[str,
     """A model's configuration and generation settings: of a folder's JSON files, or of a GGUF file's metadata.
 
     The configuration is that of the module which runs: for a family whose repositories bring code (`families/`),
-    that of transformers' module, unless `trust_remote_code` lets their code run.
+    that of transformers' module. With `trust_remote_code` a family that is not served keeps its own, for its code.
 
     Raises:
         ValueError: a file is broken, or the family is not served. ModelNotFoundError: it is a GGUF file of an

@@ -57,7 +57,11 @@ class ModelOptions:
         "auto", "Model", "'slow': use the Python tokenizer of transformers", choices=("auto", "slow")
     )
     skip_tokenizer_init: bool = option(False, "Model", "load no tokenizer: token ids in, token ids out")
-    trust_remote_code: bool = option(False, "Model", "allow the Python code in the model's repository to run")
+    trust_remote_code: bool = option(
+        False,
+        "Model",
+        "let the Python code in the model's repository run where nothing else serves the model",
+    )
     revision: str | None = option(None, "Model", "branch, tag or commit of the model on the hub")
     tokenizer_revision: str | None = option(
         None, "Model", "branch, tag or commit of the tokenizer on the hub; default: the model's"
@@ -99,7 +103,8 @@ class ModelOptions:
         "Model",
         "how weights are quantised; default: as the checkpoint is, with which a name must agree: "
         f"{', '.join(FAMILIES)}; of plain numbers while loading: {', '.join(ONLINE)} (int4 has an output layer of "
-        "6 bits, int4_int8 of 8)",
+        "6 bits, int4_int8 of 8); of a quantised checkpoint: dequantize, which makes plain numbers, so that CPUs "
+        "do not round activations to 8 bits",
         short="-q",
     )
     weight_cache: bool = option(

@@ -116,7 +116,7 @@ def test_integers_of_other_libraries(prepare: Callable[..., Prepared]) -> None:
         ({"prompt": 5}, TypeError, "must be a string, got int"),
         ({}, ValueError, "needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'"),
         (EmbedsPrompt(prompt_embeds=[[0.0]]), ValueError, "takes no embeddings as a prompt: start it with"),
-        ({"data": 1, "data_format": "x"}, ValueError, "data prompts"),
+        ({"data": 1, "data_format": "x"}, ValueError, "a DataPrompt is not supported: .*give a text"),
         ({"encoder_prompt": "a", "decoder_prompt": None}, ValueError, "encoder-decoder"),
         (
             {"prompt": "a", "multi_modal_data": {"image": 1}},
@@ -129,7 +129,7 @@ def test_integers_of_other_libraries(prepare: Callable[..., Prepared]) -> None:
             "multi_modal_uuids: the model takes no",
         ),
         ({"prompt": "a", "mm_processor_kwargs": {"size": 1}}, ValueError, "mm_processor_kwargs: the model"),
-        ({"prompt": "a", "data_format": "x"}, ValueError, "data_format: data prompts are not supported yet"),
+        ({"prompt": "a", "data_format": "x"}, ValueError, "data_format: a DataPrompt is not supported: "),
         (
             {"prompt_token_ids": [1], "token_type_ids": [0]},
             ValueError,
