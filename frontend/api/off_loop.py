@@ -23,7 +23,11 @@ MAX_WAITING_MEDIA = 256
 # A tokenizer takes hundreds of bytes for a character. Smaller texts do not wait behind these.
 _large_texts = SlowWork("large texts", 1, MAX_WAITING_TEXTS)
 media_work = SlowWork(
-    "prompts with pictures or sounds", MEDIA_THREADS, MAX_WAITING_MEDIA, MEDIA_THREADS_OF_TENANT
+    "prompts with pictures or sounds",
+    MEDIA_THREADS,
+    MAX_WAITING_MEDIA,
+    MEDIA_THREADS_OF_TENANT,
+    num_reserved=1,
 )
 """Does what blocks while the media of a prompt are fetched and decoded."""
 

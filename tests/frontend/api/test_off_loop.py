@@ -12,10 +12,11 @@ import pytest
 
 from pagewire.frontend.api import off_loop
 from pagewire.frontend.api.off_loop import num_chars, tokenizing
-from pagewire.frontend.api.slow_work import SlowWork, current_tenant
+from pagewire.frontend.api.slow_work import SlowWork
 from pagewire.frontend.requests.pooling.inputs import TextPair
 from pagewire.frontend.text.tokenizer import LARGE_TEXT
 from pagewire.ipc.errors import EngineBusyError
+from pagewire.ipc.wire.tenants import current_tenant
 
 PATIENCE = 20.0
 
@@ -49,6 +50,17 @@ def test_large_texts_take_turns_and_others_pass() -> None:
         assert await asyncio.to_thread(second.begun.wait, PATIENCE)
         second.release.set()
         assert await b == "b"
+
+    asyncio.run(run())
+
+
+def test_work_in_threads_is_that_of_its_tenant() -> None:
+    async def run() -> None:
+        current_tenant.set("alice")
+        slow = SlowWork("texts", 1, 1)
+        assert await slow.run(current_tenant.get) == "alice"
+        current_tenant.set("bob")
+        assert await slow.run(current_tenant.get) == "bob"
 
     asyncio.run(run())
 
