@@ -25,7 +25,7 @@ async def attack(target: Target, rng: random.Random) -> str:
 
 async def sizes(target: Target, rng: random.Random) -> str:
     """A picture of many pixels and of a size never seen, for which the model's processor is asked anew."""
-    width, height = (rng.randint(3000, 5700) for _ in range(2))
+    width, height = (rng.randint(2000, 4000) for _ in range(2))
     data = await asyncio.to_thread(plain_png, width, height)
     return await ask_about(target, rng, [part("image", data)])
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from hashlib import sha256
 from urllib.parse import unquote, urlsplit
 
@@ -61,7 +62,7 @@ class MediaLoader:
             return self._decode_all(items, [None] * len(items), tenant, budget)
         with ThreadPoolExecutor(NUM_DOWNLOADS, "download") as pool:
             futures = [
-                pool.submit(self._fetch_named, item, tenant, budget) if remote else None
+                pool.submit(copy_context().run, self._fetch_named, item, tenant, budget) if remote else None
                 for item, remote in zip(items, is_remote, strict=True)
             ]
             try:
