@@ -55,7 +55,7 @@ class SlowWork:
         self,
         kind: str,
         num_threads: int,
-        max_waiting: int,
+        max_waiting: float,
         num_per_tenant: float = math.inf,
         num_reserved: int = 0,
     ) -> None:

@@ -9,6 +9,7 @@ import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTimeError
 from typing import Any
 
 from pagewire.frontend.media.access import MediaAccess
@@ -20,6 +21,7 @@ from pagewire.frontend.media.layout import LaidOut, lay_out
 from pagewire.frontend.media.loader import MediaLoader
 from pagewire.frontend.media.objects import item_of
 from pagewire.frontend.media.parts import too_many
+from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.calls import CALLS
 from pagewire.ipc.wire.embeddings import PLACEHOLDER
@@ -122,9 +124,11 @@ def media_intake(
     layout = CALLS["media_layout"]
 
     def ask(kind: str, shape: Sequence[int], options: str) -> MediaLayout:
-        answer: MediaLayout = layout.answer(
-            call(layout.name, kind, list(shape), options, current_tenant.get()).result(layout.seconds)
-        )
+        waiting = call(layout.name, kind, list(shape), options, current_tenant.get())
+        try:
+            answer: MediaLayout = layout.answer(waiting.result(layout.seconds))
+        except NotInTimeError:
+            raise EngineBusyError(f"{kind}: others before it took {layout.seconds:g} s") from None
         return answer
 
     return MediaIntake(info, MediaLoader(access, info.sampling_rate), ask, max_model_len)
