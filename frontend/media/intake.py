@@ -9,7 +9,7 @@ import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotInTimeError
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from pagewire.frontend.media.access import MediaAccess
@@ -127,7 +127,7 @@ def media_intake(
         waiting = call(layout.name, kind, list(shape), options, current_tenant.get())
         try:
             answer: MediaLayout = layout.answer(waiting.result(layout.seconds))
-        except NotInTimeError:
+        except FutureTimeoutError:
             raise EngineBusyError(f"{kind}: others before it took {layout.seconds:g} s") from None
         return answer
 
