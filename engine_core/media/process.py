@@ -21,6 +21,7 @@ from pagewire.engine_core.media.jobs import Array, Describe, Described, Job, Lay
 from pagewire.ipc.families.media import MediaFamily, media_family
 from pagewire.ipc.host.job_server import Handler, serve
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire.budget import MAX_TOKENS
 from pagewire.ipc.wire.codec import ITEM_SIZES
 
 JOBS_PER_PROCESS = 64  # media that one process takes, one after the other
@@ -126,7 +127,10 @@ class Processor:
         return given
 
     def _token_ids(self, kind: str, outputs: Mapping[str, Any]) -> list[int]:
-        token_ids: list[int] = outputs["input_ids"][0].tolist()
+        row = outputs["input_ids"][0]
+        if len(row) > MAX_TOKENS:
+            raise ValueError(f"{kind}: it takes {len(row)} tokens, and a prompt has at most {MAX_TOKENS}")
+        token_ids: list[int] = row.tolist()
         if not self._family.only_places:
             return token_ids
         return [token_id for token_id in token_ids if token_id == self._tokens[kind][2]]

@@ -403,7 +403,7 @@ def media_of(info: EngineInfo, access: MediaAccess, call: Callable[..., Future[A
         return None
     from pagewire.frontend.media.intake import media_intake  # most engines take no media
 
-    return media_intake(info.media, access, call)
+    return media_intake(info.media, access, call, info.max_model_len)
 
 
 def tokenizer_of(info: EngineInfo, name: str | None, source: dict[str, Any]) -> Tokenizer | None:

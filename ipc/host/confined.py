@@ -24,7 +24,9 @@ from contextlib import suppress
 import msgspec
 
 from pagewire.ipc.errors import EngineBusyError, received_error
+from pagewire.ipc.fair_queue import FairQueue
 from pagewire.ipc.host.lifeline import Child, exit_cause
+from pagewire.ipc.shares import Name
 
 START_SECONDS = 60.0  # time that a job server gets to import and load what jobs need, by default
 GRACE_SECONDS = 2.0  # time over a job's own limit after which the job server counts as hung
@@ -86,7 +88,8 @@ class Confined:
     """Runs jobs in a job server that is started with the first of them.
 
     module: is run as a program (`python -m`) and calls `serve`. arguments: of the program.
-    num_parallel: jobs that run at the same time; others wait for as long as their time limit.
+    num_parallel: jobs that run at the same time; others wait for as long as their time limit, tenants in turn
+    (`FairQueue`). num_reserved: of these places, those that only tenants without a running job get.
     start_seconds: that the job server gets to import and load what jobs need.
     """
 
@@ -96,6 +99,7 @@ class Confined:
         arguments: Sequence[str] = (),
         *,
         num_parallel: int = 2,
+        num_reserved: int = 0,
         start_seconds: float = START_SECONDS,
     ) -> None:
         self._start_seconds = start_seconds
@@ -103,7 +107,7 @@ class Confined:
         self._server: JobServer | None = None
         self._starting = threading.Lock()
         self._closed = False
-        self._places = threading.BoundedSemaphore(num_parallel)
+        self._places: FairQueue[object] = FairQueue(num_places=num_parallel, num_reserved=num_reserved)
         self._killed: OrderedDict[bytes, tuple[float, JobKilledError]] = OrderedDict()
 
     @property
@@ -111,8 +115,8 @@ class Confined:
         """Process id of the job server; None before the first job."""
         return None if self._server is None else self._server.pid
 
-    def run(self, data: bytes, limits: Limits) -> memoryview:
-        """Run a job and return its result. Blocks; may be called in any thread.
+    def run(self, data: bytes, limits: Limits, tenant: Name = "") -> memoryview:
+        """Run a job of a tenant and return its result. Blocks; may be called in any thread.
 
         Raises:
             JobKilledError: the job exceeded a limit or crashed, now or a short time ago.
@@ -122,18 +126,15 @@ class Confined:
         job = msgspec.msgpack.encode(Job(limits, data))
         key = hashlib.sha256(job).digest()
         self._refuse_killed(key)
-        if not self._places.acquire(timeout=limits.seconds):
-            raise EngineBusyError(f"waited {limits.seconds:g} s for other jobs to end")
-        try:
-            return self._result(job, limits)
-        except JobKilledError as error:
-            # An error of its own: that one holds the job, by its frames.
-            self._killed[key] = (time.monotonic() + REMEMBER_SECONDS, type(error)(*error.args))
-            if len(self._killed) > MAX_REMEMBERED:
-                self._killed.popitem(last=False)
-            raise
-        finally:
-            self._places.release()
+        with self._places.place(tenant, limits.seconds):
+            try:
+                return self._result(job, limits)
+            except JobKilledError as error:
+                # An error of its own: that one holds the job, by its frames.
+                self._killed[key] = (time.monotonic() + REMEMBER_SECONDS, type(error)(*error.args))
+                if len(self._killed) > MAX_REMEMBERED:
+                    self._killed.popitem(last=False)
+                raise
 
     def close(self) -> None:
         """End the job server and all jobs."""

@@ -26,6 +26,7 @@ from msgspec import Meta
 from pagewire.ipc.bounds import converted
 from pagewire.ipc.compatibility import KnowsAttributes
 from pagewire.ipc.errors import ProtocolError
+from pagewire.ipc.wire.budget import MAX_NAME_CHARS
 from pagewire.ipc.wire.lora import AdapterId, AdapterName, AdapterPath, AdapterVersion
 from pagewire.ipc.wire.media import MAX_OPTIONS_CHARS, MediaLayout
 
@@ -470,13 +471,14 @@ class FlowCalls(Caller):
         options=Meta(
             max_length=MAX_OPTIONS_CHARS, description="the processor's arguments, as canonical JSON"
         ),
+        tenant=Meta(max_length=MAX_NAME_CHARS, description="for whom, as of requests; none: this frontend"),
     )
-    def media_layout(self, kind: str, shape: list[int], options: str = "") -> MediaLayout:
+    def media_layout(self, kind: str, shape: list[int], options: str = "", tenant: str = "") -> MediaLayout:
         """The tokens that stand in a prompt in place of one placeholder, for a medium of this kind and shape.
 
         Raises:
             ValueError: the engine takes no media of this kind, or its processor none of this shape or with these
-                options.
+                options; or no prompt has room for them.
         """
 
 

@@ -21,7 +21,7 @@ from pagewire.frontend.server.serving.adapters import ServedAdapters, modules_of
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.text.chat_template import template_source
 from pagewire.frontend.text.conversation import compile_template
-from pagewire.frontend.text.render_process import NUM_PARALLEL
+from pagewire.frontend.text.render_process import NUM_PARALLEL, NUM_RESERVED
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.quoting import quoted
 
@@ -77,7 +77,9 @@ class Service:
         self.open: dict[str, Exchange] = {}
         self.adapters = ServedAdapters(engine, [*self.names, *self.prompt_adapters], options.lora_root)
         self.adapters.start(modules_of(options.lora_modules))
-        self.request_templates = SlowWork("chat templates", NUM_PARALLEL, MAX_WAITING_TEMPLATES)
+        self.request_templates = SlowWork(
+            "chat templates", NUM_PARALLEL, MAX_WAITING_TEMPLATES, num_reserved=NUM_RESERVED
+        )
         self.others = [Service(other, dataclasses.replace(options, **OF_THE_FIRST)) for other in others]
         names = [name for service in self.all for name in (*service.names, *service.prompt_adapters)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
