@@ -2,14 +2,15 @@
 
 export const $ = (id) => document.getElementById(id);
 
-/** An element: make("a", { href }, "text", child). Functions become listeners: { onclick: f }. */
+/** An element: make("a", { href }, "text", child). Functions become listeners: { onclick: f }. A child may be an array: many
+ * children are given so, since a call has room for some ten thousand arguments. */
 export function make(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (name in node) node[name] = value;
     else node.setAttribute(name, value);
   }
-  node.append(...children);
+  for (const child of children.flat()) node.append(child);
   return node;
 }
 

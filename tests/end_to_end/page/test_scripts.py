@@ -103,7 +103,9 @@ def test_markdown_makes_few_elements_and_no_others(page: Page) -> None:
         "[good](https://example.org/a) [bad](javascript:alert(3)) [data](data:text/html,x)",
     )
     assert result["same"] is True
-    assert " ".join(result["tags"]) == "a blockquote button code div em h3 li ol p pre span strong svg ul use"
+    assert (
+        " ".join(result["tags"]) == "a blockquote br button code div em h3 li ol p pre span strong svg ul use"
+    )
     assert result["links"] == ["https://example.org/a"]
     assert result["code"] == "if a < b:\n    <b>x</b>"
     assert result["items"] == ["one", "two"]

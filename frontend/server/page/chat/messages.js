@@ -1,8 +1,9 @@
 // How a message looks: its text, thoughts, calls, pictures, what went wrong, and what can be done with it.
 
 import { button, copyButton, icon, make, textButton } from "../dom.js";
-import { codeBlock, show } from "../text/markdown.js";
 import { keyButton } from "../settings/settings.js";
+import { codeBlock } from "../text/blocks.js";
+import { show } from "../text/markdown.js";
 import { empty, path, siblings } from "./conversation.js";
 import { tokenView } from "./tokens.js";
 
