@@ -3,9 +3,9 @@
     python .ci/sbom.py [build/sbom.json]
 
 The dependencies, optional ones included, come from the metadata of the installed packages; versions come from
-constraints.txt, or from what is installed. The files of other projects that the page ships (vendored.json) are listed,
-too, each with what is bundled in it. Nothing is fetched. Exit status 1: an installed package has another version than
-constraints.txt.
+constraints.txt, or from what is installed. Files of other projects that the page ships (vendored.json) are listed,
+too, each with what is bundled in it. Nothing is fetched. Exit status 1: an installed package has another version
+than constraints.txt.
 """
 
 from __future__ import annotations

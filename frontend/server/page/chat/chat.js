@@ -1,7 +1,7 @@
 // The chat: the conversation in view, and what can be done with it. Answers of other conversations go on meanwhile.
 
 import { countTokens } from "../net/api.js";
-import { $, notify, say } from "../dom.js";
+import { $, named, notify, paced, say } from "../dom.js";
 import { embedding, generating, offer, selected } from "../settings/models.js";
 import * as settings from "../settings/settings.js";
 import { answer } from "./answer.js";
@@ -116,9 +116,10 @@ async function generate(more = {}, opening = null) {
   render();
   say("Generating the answer");
   history.keep(conversation);
-  let [frame, saved] = [0, performance.now()];
+  let saved = performance.now();
+  const show = paced(() => grow(message));
   const changed = () => {
-    if (current === conversation) frame ||= requestAnimationFrame(() => ((frame = 0), grow(message)));
+    if (current === conversation) show();
     if (performance.now() - saved < SAVED) return;
     saved = performance.now();
     history.keep(conversation);
@@ -128,13 +129,13 @@ async function generate(more = {}, opening = null) {
   } catch (error) {
     Object.assign(message, { error: error.message, status: 400, running: false }); // JSON in the settings
   }
-  cancelAnimationFrame(frame);
+  show.cancel();
   running.delete(conversation.id);
   history.keep(conversation);
   if (current === conversation) {
     render();
     showRoom();
-  } else notify(`An answer is ready in “${title(conversation)}”.`, "Show", () => view(conversation));
+  } else notify(`An answer is ready in “${named(title(conversation))}”.`, "Show", () => view(conversation));
   say(message.error ?? message.note);
 }
 

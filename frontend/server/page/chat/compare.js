@@ -1,6 +1,6 @@
 // One question to two models, or to one model with different settings, side by side.
 
-import { $, copyButton, make, say, textButton } from "../dom.js";
+import { $, copyButton, make, paced, say, textButton } from "../dom.js";
 import { generating, info, offer } from "../settings/models.js";
 import { PARAMETERS, field, showDefaults, values } from "../settings/parameters.js";
 import { keyButton, probabilityFields, read, system } from "../settings/settings.js";
@@ -63,15 +63,14 @@ async function ask({ form, model, answers }, text, signal) {
   const thoughts = make("details", { className: "thoughts", hidden: true }, make("summary", {}, "Thoughts"), make("div"));
   const item = make("div", { className: "assistant", ariaBusy: "true" }, thoughts, make("div", { className: "text" }));
   answers.replaceChildren(item);
-  let frame = 0;
-  const grow = () => (frame ||= requestAnimationFrame(() => ((frame = 0), fill(item, message))));
+  const grow = paced(() => fill(item, message));
   try {
     const body = { ...read(), ...values(form), model: model.value, ...probabilityFields(model.value) };
     await answer(message, { ...body, messages: [...system(), { role: "user", content: text }] }, signal, grow);
   } catch (error) {
     message.error = error.message; // JSON in the settings
   }
-  cancelAnimationFrame(frame);
+  grow.cancel();
   fill(item, message);
   item.removeAttribute("aria-busy");
   if (message.error) item.append(make("div", { className: "error", role: "alert" }, make("p", {}, message.error), ...(message.status === 401 ? [keyButton()] : [])));

@@ -1,8 +1,10 @@
 // All conversations: kept in the browser, listed beside the chat, searched, renamed, deleted, saved to files and read from them.
 
-import { $, button, make, notify, save } from "../dom.js";
-import { imported, markdown, matches, title } from "./conversation.js";
+import { $, button, make, named, notify, save } from "../dom.js";
+import { create, markdown, matches, title } from "./conversation.js";
+import { LARGEST_FILE, conversation as checked, imported } from "./record.js";
 import * as store from "./store.js";
+import { keep as keepSetting, kept } from "../storage.js";
 
 const WIDE = matchMedia("(min-width: 64rem)"); // as in page.css
 const OPEN = "pagewire.history"; // whether the list is shown beside the chat
@@ -29,18 +31,34 @@ export async function open({ chosen, changed }) {
   panel.addEventListener("click", (event) => event.target === panel && panel.close()); // the backdrop
   panel.addEventListener("close", () => mark(false));
   WIDE.addEventListener("change", () => panel.close());
-  if (WIDE.matches && localStorage.getItem(OPEN) !== "false") {
+  if (WIDE.matches && kept(OPEN) !== "false") {
     const focused = document.activeElement;
     reveal();
     focused.focus(); // a dialog takes the focus
   }
   try {
-    for (const conversation of await store.all()) conversations.set(conversation.id, conversation);
+    take(await store.all());
   } catch {
     keeps = false;
   }
   store.listen(elsewhere);
   paint();
+}
+
+/** List the stored records. Those that are no conversations stay where they are, and can be saved. */
+function take(records) {
+  const broken = [];
+  for (const record of records) {
+    try {
+      const conversation = checked(record);
+      conversations.set(conversation.id, conversation);
+    } catch (error) {
+      broken.push({ record, error });
+    }
+  }
+  if (!broken.length) return;
+  const text = `${broken.length} stored ${broken.length === 1 ? "record is no conversation" : "records are no conversations"} of this page (${broken[0].error.message}).`;
+  notify(text, "Save to a file", () => save("pagewire records.json", JSON.stringify(broken.map(({ record }) => record), null, 1), "application/json"));
 }
 
 /** The conversations, newest first. */
@@ -65,10 +83,16 @@ export function select(conversation) {
 }
 
 function elsewhere(id, record) {
-  if (record) conversations.set(id, record);
+  let conversation = null;
+  try {
+    conversation = record && checked(record);
+  } catch {
+    return; // of another version of this page
+  }
+  if (conversation) conversations.set(id, conversation);
   else conversations.delete(id);
   paint();
-  if (id === shown && record) refresh(record);
+  if (id === shown && conversation) refresh(conversation);
 }
 
 function reveal() {
@@ -79,7 +103,7 @@ function reveal() {
 
 function mark(open) {
   $("open-history").setAttribute("aria-expanded", open);
-  if (WIDE.matches) localStorage.setItem(OPEN, open);
+  if (WIDE.matches) keepSetting(OPEN, String(open));
 }
 
 // ---------------------------------------------------------------- the list
@@ -105,9 +129,9 @@ function entry(conversation) {
   const actions = make(
     "div",
     { className: "tools" },
-    button("edit", `Rename ${title(conversation)}`, () => rename(item, conversation)),
-    button("save", `Export ${title(conversation)}`, () => save(`${title(conversation)}.md`, markdown(conversation), "text/markdown")),
-    button("delete", `Delete ${title(conversation)}`, () => remove(conversation)),
+    button("edit", `Rename ${named(title(conversation))}`, () => rename(item, conversation)),
+    button("save", `Export ${named(title(conversation))}`, () => save(`${title(conversation)}.md`, markdown(conversation), "text/markdown")),
+    button("delete", `Delete ${named(title(conversation))}`, () => remove(conversation)),
   );
   item.append(actions);
   return item;
@@ -149,19 +173,27 @@ async function remove(conversation) {
   if (keeps) await store.remove(conversation.id);
   paint();
   if (conversation.id === shown) choose(null);
-  notify(`Deleted “${title(conversation)}”.`, "Undo", () => (keep(conversation), choose(conversation)));
+  notify(`Deleted “${named(title(conversation))}”.`, "Undo", () => (keep(conversation), choose(conversation)));
 }
 
 async function readFile() {
   const [file] = $("import-file").files;
-  $("import-file").value = "";
-  let records = [];
+  if (!file) return;
+  const name = named(file.name);
+  const refuse = (why) => notify(`${name} was not imported: ${why}.`);
+  let text;
   try {
-    records = [JSON.parse(await file.text())].flat().map(imported);
-  } catch {
-    records = [null];
+    if (file.size > LARGEST_FILE) return refuse(`it is larger than ${LARGEST_FILE / 1e6} MB`);
+    text = await file.text();
+  } catch (error) {
+    return refuse(`it cannot be read (${error.name})`);
+  } finally {
+    $("import-file").value = "";
   }
-  for (const conversation of records.filter(Boolean)) await keep(conversation);
-  const bad = records.filter((record) => !record).length;
-  notify(bad ? `${file.name} has ${bad} records that are no conversations of this page.` : `${records.length} conversations were added.`);
+  const { conversations: found, problems } = imported(text, create);
+  for (const conversation of found) await keep(conversation);
+  if (!found.length) return refuse(problems[0] ?? "it has no conversations");
+  const added = found.length === 1 ? "1 conversation was added" : `${found.length} conversations were added`;
+  const left = problems.length === 1 ? "1 was not" : `${problems.length} were not`;
+  notify(problems.length ? `${name}: ${added}, ${left} (${problems[0]}).` : `${added}.`);
 }

@@ -10,7 +10,17 @@ import { tokenView } from "./tokens.js";
 const NAMES = { user: "You", assistant: "Answer", tool: "Result of a call" };
 
 /** The row of a message. act: what its buttons do (see `ACTIONS` of chat.js). last: it ends the conversation. */
-export function row(message, conversation, act, { last, skipped, structured, running }) {
+export function row(message, conversation, act, given) {
+  try {
+    return built(message, conversation, act, given);
+  } catch (error) {
+    console.warn("A message is shown without what can be done with it:", error);
+    const text = make("div", { className: "text" }, make("p", { className: "plain-text" }, message.content));
+    return make("li", { className: message.role }, make("h2", { className: "unseen" }, NAMES[message.role]), text);
+  }
+}
+
+function built(message, conversation, act, { last, skipped, structured, running }) {
   const { role, content, note, error } = message;
   const item = make("li", { className: role }, make("h2", { className: "unseen" }, NAMES[role]));
   if (skipped) item.classList.add("skipped");
