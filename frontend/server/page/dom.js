@@ -1,5 +1,7 @@
 // Creation of elements. Text is inserted as text, never as HTML.
 
+export const TOUCH = matchMedia("(pointer: coarse)");
+
 export const $ = (id) => document.getElementById(id);
 
 /** An element: make("a", { href }, "text", child). Functions become listeners: { onclick: f }. A child may be an array: many

@@ -27,7 +27,7 @@ async function showModels() {
   try {
     await settings.offerModels();
   } catch (problem) {
-    say(problem.message);
+    if ($("chat").hidden) say(problem.message); // the chat shows it
     error = problem;
   }
   chat.showModel(error);

@@ -263,6 +263,7 @@ def test_tokens_have_probabilities_and_alternatives(page: Page) -> None:
 def test_two_settings_side_by_side(page: Page) -> None:
     page.open_settings()
     page.show("compare")
+    page.click("#second-column")
     for letter, number in (("A", "3"), ("B", "9")):
         page.click(f"[aria-label='Answer {letter}'] summary")
         page.find(f"[aria-label='Answer {letter}'] [name=max_tokens]").send_keys(number)

@@ -1,7 +1,7 @@
 // The chat: the conversation in view, and what can be done with it. Answers of other conversations go on meanwhile.
 
 import { countTokens } from "../net/api.js";
-import { $, named, notify, paced, say } from "../dom.js";
+import { $, TOUCH, named, notify, paced, say } from "../dom.js";
 import { embedding, generating, offer, selected } from "../settings/models.js";
 import * as settings from "../settings/settings.js";
 import { answer } from "./answer.js";
@@ -11,7 +11,6 @@ import * as history from "./history.js";
 import { editor, fill, row } from "./messages.js";
 import * as pictures from "./pictures.js";
 
-const TOUCH = matchMedia("(pointer: coarse)");
 const SAVED = 1000; // milliseconds between two times that a growing answer is stored
 const [list, scroller, question] = [$("messages"), $("scroll"), $("question")];
 
@@ -135,8 +134,8 @@ async function generate(more = {}, opening = null) {
   if (current === conversation) {
     render();
     showRoom();
-  } else notify(`An answer is ready in “${named(title(conversation))}”.`, "Show", () => view(conversation));
-  say(message.error ?? message.note);
+  } else notify(`An answer ${message.error ? "failed" : "is ready"} in “${named(title(conversation))}”.`, "Show", () => view(conversation));
+  if (!message.error) say(message.note); // an error is an alert, which is read out by itself
 }
 
 /** Show what the answer in progress has more. */

@@ -31,11 +31,7 @@ export async function open({ chosen, changed }) {
   panel.addEventListener("click", (event) => event.target === panel && panel.close()); // the backdrop
   panel.addEventListener("close", () => mark(false));
   WIDE.addEventListener("change", () => panel.close());
-  if (WIDE.matches && kept(OPEN) !== "false") {
-    const focused = document.activeElement;
-    reveal();
-    focused.focus(); // a dialog takes the focus
-  }
+  if (WIDE.matches && kept(OPEN) !== "false") reveal();
   try {
     take(await store.all());
   } catch {
@@ -96,7 +92,7 @@ function elsewhere(id, record) {
 }
 
 function reveal() {
-  if (WIDE.matches) panel.show();
+  if (WIDE.matches) panel.open = true; // not show(), which takes the focus
   else panel.showModal();
   mark(true);
 }

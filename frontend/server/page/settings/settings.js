@@ -97,8 +97,10 @@ export function askKey() {
 }
 
 function reveal() {
-  if (WIDE.matches) panel.show(); // beside the conversation
-  else panel.showModal(); // over it
+  if (WIDE.matches) {
+    panel.open = true; // beside the conversation
+    form.elements.model.focus();
+  } else panel.showModal(); // over it
   mark(true);
 }
 
