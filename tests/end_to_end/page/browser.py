@@ -164,8 +164,8 @@ class Page:
         )
 
     def console(self) -> list[str]:
-        """What the browser wrote to the console since the last call. For the icon of `first_visit`, which is no document,
-        it looks for an icon at some time; the page names its own.
+        """What the browser wrote to the console since the last call. Some time after `first_visit`, it looks for an
+        icon of the icon that was visited; the page names its own.
         """
         entries = [entry["message"] for entry in self.chromium.get_log("browser")]
         return [entry for entry in entries if "/favicon.ico " not in entry]
