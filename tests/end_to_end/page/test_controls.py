@@ -41,6 +41,19 @@ def test_the_list_beside_the_chat_leaves_the_focus_where_it_is(page: Page) -> No
         page.chromium.switch_to.active_element.send_keys(Keys.ESCAPE)
 
 
+def test_the_field_of_a_question_is_as_high_as_its_text(page: Page) -> None:
+    """At each width, also of a window that changes its size while another view is shown."""
+    height = "document.querySelector('#question').clientHeight"
+    before = page.run(f"return {height}")
+    with phone(page, touch=False):
+        page.until(f"{height} > 0 && {height} < 60")
+        page.show("engine")
+    page.show("chat")
+    page.until(f"{height} === {before}")
+    page.find("#question").send_keys("one", Keys.SHIFT + Keys.ENTER + Keys.NULL, "two")
+    page.until(f"{height} > {before}")
+
+
 def test_enter_sends_an_edit(page: Page) -> None:
     page.open_settings()
     page.set("max_tokens", "4")

@@ -212,6 +212,44 @@ def test_broken_settings_are_as_none(page: Page, kept: str) -> None:
     assert page.answered(2)
 
 
+def test_many_conversations_are_listed_in_part(page: Page, tmp_path: Path) -> None:
+    file = tmp_path / "many.json"
+    file.write_text(json.dumps([{**TALK, "title": f"talk-{n}."} for n in range(520)]))
+    page.find("#import-file").send_keys(str(file))
+    assert notice(page, "were added") == "520 conversations were added."
+    assert len(page.all("#conversations li")) == 500
+    assert page.find("#none-found").text == "20 older ones are not listed: search."
+    page.find("#search").send_keys("talk-7.")
+    page.until("document.querySelectorAll('#conversations li').length === 1")
+
+
+def test_much_of_an_answer_is_shown_in_part(page: Page) -> None:
+    """Tokens beyond what a browser shows quickly, and JSON that would be indented by millions of spaces."""
+    calls = [{"id": "c", "name": "f", "arguments": "[" * 3000 + "]" * 3000}]
+    tokens = [["a", -0.5, [], False]] * 12_000
+    put(page, {**altered(1, calls=calls, tokens=tokens)})
+    page.reload()
+    assert page.find("#messages .call pre").get_property("textContent") == calls[0]["arguments"]
+    page.click("#messages [aria-label='Show tokens']")
+    assert "the first 10,000 of 12,000 tokens" in page.find("#messages .legend").text
+    assert page.run("return document.querySelectorAll('#messages .text-tokens .token').length") == 10_000
+
+
+def test_halves_of_characters_are_not_sent(page: Page) -> None:
+    body = page.run(
+        """
+        const { post } = await import("/page/net/api.js");
+        const fetched = window.fetch;
+        let body = null;
+        window.fetch = (address, options) => ((body = options.body), Promise.resolve(new Response("{}")));
+        await post("none", { content: `a${String.fromCharCode(0xd800)}b`, same: "\U0001f469", list: [1, null] });
+        window.fetch = fetched;
+        return body;
+        """
+    )
+    assert json.loads(body) == {"content": "a\ufffdb", "same": "\U0001f469", "list": [1, None]}
+
+
 def test_a_browser_that_stores_nothing_still_shows_the_page(page: Page) -> None:
     result = page.run(
         """

@@ -22,7 +22,12 @@ let following = true; // keep the end of the conversation in view
 export async function open() {
   $("composer").addEventListener("submit", (event) => (event.preventDefault(), send()));
   question.addEventListener("input", fit);
-  addEventListener("resize", fit);
+  let width = 0;
+  new ResizeObserver(() => {
+    if (question.clientWidth === width) return;
+    width = question.clientWidth;
+    if (width) fit(); // else another view is shown
+  }).observe(question);
   question.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing || TOUCH.matches) return;
     event.preventDefault();

@@ -55,8 +55,8 @@ export function branch(conversation, message) {
 /** True for an answer without anything in it: it failed, or was stopped before its first token. */
 export const empty = ({ content, reasoning, calls }) => !content && !reasoning && !calls?.length;
 
-/** The messages to send for an answer at the end of the branch, in the shape of the API; halves of characters, which no
- * server takes, are replaced. A question without an answer is left out, and so is everything before `since`. */
+/** The messages to send for an answer at the end of the branch, in the shape of the API.
+ * A question without an answer is left out, and so is everything before `since`. */
 export function sent(conversation) {
   const messages = path(conversation);
   const kept = [];
@@ -67,11 +67,10 @@ export function sent(conversation) {
   return kept.map(shaped);
 }
 
-function shaped({ role, content: written, pictures, calls, call }) {
-  const content = written.toWellFormed();
+function shaped({ role, content, pictures, calls, call }) {
   if (role === "tool") return { role, tool_call_id: call, content };
   if (calls?.length) {
-    const tool_calls = calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text.toWellFormed() } }));
+    const tool_calls = calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
     return { role, content: content || null, tool_calls };
   }
   if (!pictures?.length) return { role, content };

@@ -8,6 +8,7 @@ import { keep as keepSetting, kept } from "../storage.js";
 
 const WIDE = matchMedia("(min-width: 64rem)"); // as in page.css
 const OPEN = "pagewire.history"; // whether the list is shown beside the chat
+const MOST = 500; // conversations that are listed; the others are found by a search
 const panel = $("history");
 const conversations = new Map(); // by id
 let shown = null; // id of the one in view
@@ -60,12 +61,12 @@ function take(records) {
 /** The conversations, newest first. */
 export const listed = () => [...conversations.values()].sort((a, b) => b.changed - a.changed);
 
-/** Store a conversation, and list it. */
-export async function keep(conversation) {
-  conversations.set(conversation.id, conversation);
+/** Store conversations, and list them. */
+export async function keep(...given) {
+  for (const conversation of given) conversations.set(conversation.id, conversation);
   paint();
   try {
-    if (keeps) await store.put(conversation);
+    for (const conversation of given) if (keeps) await store.put(conversation);
   } catch (error) {
     keeps = false;
     notify(`Conversations can no longer be stored in this browser (${error.name}). Export those that matter.`);
@@ -109,13 +110,15 @@ let painted = ""; // what the list shows
 /** Show the list, unless it is the same, or a title is being changed. */
 function paint() {
   const query = $("search").value.trim();
-  const found = listed().filter((conversation) => !query || matches(conversation, query));
-  const content = JSON.stringify([shown, query, found.map((conversation) => [conversation.id, title(conversation), when(conversation.changed)])]);
+  const all = listed().filter((conversation) => !query || matches(conversation, query));
+  const found = all.slice(0, MOST);
+  const content = JSON.stringify([shown, query, all.length, found.map((conversation) => [conversation.id, title(conversation), when(conversation.changed)])]);
   if (content === painted || $("conversations").querySelector("form")) return;
   painted = content;
   $("conversations").replaceChildren(...found.map(entry));
-  $("none-found").hidden = found.length > 0;
-  $("none-found").textContent = query ? "Nothing found." : "Conversations appear here.";
+  $("none-found").hidden = found.length > 0 && found.length === all.length;
+  const none = query ? "Nothing found." : "Conversations appear here.";
+  $("none-found").textContent = found.length ? `${(all.length - found.length).toLocaleString("en")} older ones are not listed: search.` : none;
 }
 
 function entry(conversation) {
@@ -187,7 +190,7 @@ async function readFile() {
     $("import-file").value = "";
   }
   const { conversations: found, problems } = imported(text, create);
-  for (const conversation of found) await keep(conversation);
+  await keep(...found);
   if (!found.length) return refuse(problems[0] ?? "it has no conversations");
   const added = found.length === 1 ? "1 conversation was added" : `${found.length} conversations were added`;
   const left = problems.length === 1 ? "1 was not" : `${problems.length} were not`;

@@ -65,14 +65,19 @@ function call({ name, arguments: text }) {
 
 const isJson = (text) => pretty(text, null) !== null;
 
+const [LONGEST, DEEPEST] = [100_000, 50]; // characters and levels of JSON: indented, more would become millions of spaces
+
 function pretty(text, otherwise = text) {
   try {
+    if (text.length > LONGEST) return otherwise;
     const value = JSON.parse(text);
-    return typeof value === "object" ? JSON.stringify(value, null, 2) : otherwise;
+    return typeof value === "object" && shallow(value) ? JSON.stringify(value, null, 2) : otherwise;
   } catch {
     return otherwise;
   }
 }
+
+const shallow = (value, left = DEEPEST) => typeof value !== "object" || value === null || (left > 0 && Object.values(value).every((inner) => shallow(inner, left - 1)));
 
 function pictures(urls) {
   return make("div", { className: "pictures" }, ...urls.map((src, i) => make("img", { src, alt: `Picture ${i + 1}` })));

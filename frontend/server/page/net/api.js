@@ -43,9 +43,11 @@ function reason(text) {
   }
 }
 
-/** POST an object as JSON. */
+/** POST an object as JSON. Halves of characters, which servers refuse, are replaced. */
 export const post = (path, body, signal) =>
-  call(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
+  call(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body, wellFormed), signal });
+
+const wellFormed = (_, value) => (typeof value === "string" ? value.toWellFormed() : value);
 
 /** What the server says of each model it serves (ServedModel in frontend/server/operate/served.py). */
 export const servedModels = async () => (await call("page/models")).json();
