@@ -78,6 +78,37 @@ vllm:time_to_first_token_seconds_bucket{le="+Inf"} ${fast + slow}
     assert result["nothing"] is True
 
 
+def test_what_is_slow_to_show_is_shown_less_often(page: Page) -> None:
+    """Work that took 100 ms waits for 300 ms; what took no time, for a frame. Asked often, it is done once."""
+    result = page.run(
+        """
+        const { paced } = await import("/page/dom.js");
+        const { now } = performance;
+        const { requestAnimationFrame: frame, setTimeout: wait } = window;
+        let [clock, took, pauses, done] = [1000, 100, [], 0];
+        performance.now = () => clock;
+        window.requestAnimationFrame = (run) => (pauses.push("frame"), wait(run, 0));
+        window.setTimeout = (run, pause) => (pauses.push(pause), wait(run, 0));
+        const ask = paced(() => ((done += 1), (clock += took)));
+        const passed = () => new Promise((resolve) => wait(resolve, 50));
+        for (const [next, pause] of [[0, 0], [0, 100], [100, 200], [0, 16]]) {
+            clock += pause;
+            ask();
+            ask();
+            await passed();
+            took = next;
+        }
+        ask();
+        ask.cancel();
+        window.requestAnimationFrame = frame;
+        window.setTimeout = wait;
+        performance.now = now;
+        return { pauses, done };
+        """
+    )
+    assert result == {"pauses": ["frame", 200, "frame", "frame", 300], "done": 4}
+
+
 def test_markdown_makes_few_elements_and_no_others(page: Page) -> None:
     result = page.run(
         """
