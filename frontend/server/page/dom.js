@@ -98,6 +98,12 @@ export function paced(work) {
   return ask;
 }
 
+/** Show a dialog over the page, with the focus on its heading: no button is marked, and no keyboard comes up. */
+export function overlay(dialog) {
+  dialog.showModal();
+  dialog.querySelector("h1").focus();
+}
+
 /** Announce a text to screen readers. */
 export function say(text) {
   $("status").textContent = text;

@@ -1,6 +1,6 @@
 // All conversations: kept in the browser, listed beside the chat, searched, renamed, deleted, saved to files and read from them.
 
-import { $, button, make, named, notify, save } from "../dom.js";
+import { $, button, make, named, notify, overlay, save } from "../dom.js";
 import { create, markdown, matches, title } from "./conversation.js";
 import { LARGEST_FILE, conversation as checked, imported } from "./record.js";
 import * as store from "./store.js";
@@ -94,7 +94,7 @@ function elsewhere(id, record) {
 
 function reveal() {
   if (WIDE.matches) panel.open = true; // not show(), which takes the focus
-  else panel.showModal();
+  else overlay(panel);
   mark(true);
 }
 

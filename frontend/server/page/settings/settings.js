@@ -1,7 +1,7 @@
 // The settings panel: request fields and the API key. Stored in this browser; the API key only in this tab.
 
 import { KEY } from "../net/api.js";
-import { $, make, notify } from "../dom.js";
+import { $, make, notify, overlay } from "../dom.js";
 import { keep as store, keepInTab, kept as stored, keptInTab } from "../storage.js";
 import { generating, info, load, offer } from "./models.js";
 import { PARAMETERS, field, showDefaults, values } from "./parameters.js";
@@ -100,7 +100,7 @@ function reveal() {
   if (WIDE.matches) {
     panel.open = true; // beside the conversation
     form.elements.model.focus();
-  } else panel.showModal(); // over it
+  } else overlay(panel); // over it
   mark(true);
 }
 
