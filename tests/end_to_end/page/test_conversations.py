@@ -129,7 +129,9 @@ def test_export_and_import(page: Page, tmp_path: Path) -> None:
     file.write_text(json.dumps([*json.loads(text)[:1], {"messages": "none"}]))
     page.find("#import-file").send_keys(str(file))
     page.until("document.querySelectorAll('#conversations li').length === 3")
-    page.until("document.querySelector('#notice').textContent.includes('1 was not (conversation 2: messages')")
+    page.until(
+        "document.querySelector('#notice').textContent.includes('1 was not (conversation 2: messages')"
+    )
 
 
 def test_other_tabs_see_it(page: Page) -> None:
