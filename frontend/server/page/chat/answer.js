@@ -48,6 +48,7 @@ function take(message, { choices, usage }, progress) {
 }
 
 function addCall(calls, { index, id, function: { name = "", arguments: text = "" } }) {
+  if (!(index >= 0 && index <= calls.length)) throw new RangeError("The server sent a call that does not follow the one before it.");
   const call = (calls[index] ??= { id, name: "", arguments: "" });
   call.name += name;
   call.arguments += text;
