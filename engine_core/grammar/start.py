@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pagewire.engine_core.config.config import EngineConfig
 from pagewire.engine_core.grammar.compile import load_tokenizer
+from pagewire.engine_core.grammar.convert import converted, needs_conversion
 from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.grammar.prover import ConfinedProver
 from pagewire.ipc.environment import env_float
@@ -21,30 +24,40 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def begin_tokenizer(config: EngineConfig) -> Callable[[], LLTokenizer]:
+class LoadedTokenizer(NamedTuple):
+    """The tokenizer of an engine's grammars, and the folder or file from which another process loads it."""
+
+    tokenizer: LLTokenizer
+    path: Path
+
+
+def begin_tokenizer(config: EngineConfig) -> Callable[[], LoadedTokenizer]:
     """Begin to load the tokenizer of an engine's grammars, if it will have any, and return what waits for it.
 
     The interpreter is held up meanwhile, so this should be while the worker loads the model. The function returned
-    raises as `load_tokenizer`.
+    raises as `load_tokenizer` and `converted`.
     """
 
-    def load() -> LLTokenizer:
-        return load_tokenizer(config.tokenizer_folder(), config.eos_token_ids)
+    @cache
+    def load() -> LoadedTokenizer:
+        folder = config.tokenizer_folder()
+        path = converted(folder) if needs_conversion(folder) else folder
+        return LoadedTokenizer(load_tokenizer(path, config.eos_token_ids), path)
 
     return begun(load) if config.prepares_grammars else load
 
 
 def open_grammars(
-    config: EngineConfig, load: Callable[[], LLTokenizer], ready: Ready, wake: Callable[[], None]
+    config: EngineConfig, load: Callable[[], LoadedTokenizer], ready: Ready, wake: Callable[[], None]
 ) -> Grammars:
     """The pool that compiles an engine's grammars; its process starts, too.
 
     load: of `begin_tokenizer`. ready: what the worker says of the model. wake: called once a grammar is compiled.
     """
     grammars = Grammars(
-        load,
+        lambda: load().tokenizer,
         ready.vocab_size,
-        open_prover=lambda: ConfinedProver(config.tokenizer_folder(), config.eos_token_ids, ready.vocab_size),
+        open_prover=lambda: ConfinedProver(load().path, config.eos_token_ids, ready.vocab_size),
         seconds=env_float("PAGEWIRE_GRAMMAR_TIMEOUT_S", 10.0),
         wake=wake,
         defaults=StructuredOutputsConfig.read(config.args.structured_outputs_config),
