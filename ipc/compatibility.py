@@ -531,6 +531,10 @@ NAMES: Mapping[str, Absent] = {
             "put a processor into the model's folder, and its arguments into mm_processor_kwargs",
         ),
     ),
+    "StructuredOutputsParams(json=shape)": Absent(
+        'a dict such as {"name": "string"} is no JSON schema, and what it means would be a guess',
+        "give the schema, which the error writes out",
+    ),
     "pagewire.bc_linter_include": Absent("it marks functions for a linter of vLLM", "leave it out"),
     "pagewire.bc_linter_skip": Absent("it marks functions for a linter of vLLM", "leave it out"),
 }
@@ -620,6 +624,10 @@ VARIABLES: Mapping[str, Absent] = {
 """Environment variables. Those that begin with VLLM_ are warned of; others belong to other programs as well."""
 
 FOUNDATIONS: Mapping[str, Absent] = {
+    "block copy kernel": Absent(
+        "blocks of the KV cache are shared by name and never copied: sequences share full blocks only",
+        "n, best_of and beam search share their prompt's blocks by themselves",
+    ),
     "CUDA 11": Absent("NVRTC and CuPy are those of CUDA 12 and 13", "install pagewire[cuda12] or [cuda13]"),
     "FlashAttention, FlashInfer, xFormers": Absent(
         _ONE_SET_OF_KERNELS, "they are compared with FlashInfer's in benchmarks.kernels"

@@ -33,8 +33,17 @@ class EngineTokenizer(Tokenizer):
         batch = self.encode_batch(text, add_special_tokens)
         return {"input_ids": batch, "attention_mask": [[1] * len(ids) for ids in batch]}
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens)
+    def encode(
+        self, text: str | None = None, add_special_tokens: bool = True, *, prompt: str | None = None
+    ) -> list[int]:
+        """Return the token ids of a text. prompt: another name of `text`, as tokenizer groups of vLLM have it.
+
+        Raises:
+            TypeError: both are given, or none.
+        """
+        if (text is None) == (prompt is None):
+            raise TypeError("encode takes one text, as `text` or as `prompt`")
+        return self._tokenizer.encode(text if prompt is None else prompt, add_special_tokens)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return self._tokenizer.encode_batch(texts, add_special_tokens)

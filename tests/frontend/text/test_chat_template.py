@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pagewire.frontend.text.chat_template import chat_prompt, conversations_of, render_chat
+from pagewire.frontend.text.engine_tokenizer import EngineTokenizer
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from tests.frontend import trained
 
@@ -414,6 +415,15 @@ def test_published_templates_take_calls_without_content(tokenizer: Tokenizer, pa
     options: dict[str, Any] = {"tools": [TOOL], "on_warning": warnings.append}
     text = render_chat(tokenizer, messages, chat_template=path.read_text(), **options)
     assert "é" in text and "42" in text and "None" not in text and not warnings
+
+
+def test_a_programs_tokenizer_knows_prompt_as_the_name_of_a_text(tokenizer: Tokenizer) -> None:
+    theirs = EngineTokenizer(tokenizer)
+    assert theirs.encode(prompt="The fox") == theirs.encode("The fox") == tokenizer.encode("The fox")
+    assert theirs.encode(prompt="x", add_special_tokens=False) == tokenizer.encode("x", False)
+    for given in ({}, {"text": "a", "prompt": "b"}):
+        with pytest.raises(TypeError, match="one text"):
+            theirs.encode(**given)
 
 
 def test_template_names_from_requests_are_not_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
