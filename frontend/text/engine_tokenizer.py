@@ -41,9 +41,10 @@ class EngineTokenizer(Tokenizer):
         Raises:
             TypeError: both are given, or none.
         """
-        if (text is None) == (prompt is None):
+        given = text if prompt is None else prompt
+        if given is None or (text is not None and prompt is not None):
             raise TypeError("encode takes one text, as `text` or as `prompt`")
-        return self._tokenizer.encode(text if prompt is None else prompt, add_special_tokens)
+        return self._tokenizer.encode(given, add_special_tokens)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return self._tokenizer.encode_batch(texts, add_special_tokens)

@@ -33,7 +33,8 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     shared = list(shared_references(schema, alone=True))
     if any(not reference.startswith(tuple(f"#/{name}/" for name in DEFINITIONS)) for reference in shared):
         return schema
-    return close(schema, alone=True, open_definitions=bool(shared))
+    result: dict[str, Any] = close(schema, alone=True, open_definitions=bool(shared))
+    return result
 
 
 def close(schema: Any, *, alone: bool, open_definitions: bool) -> Any:
