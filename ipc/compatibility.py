@@ -536,6 +536,10 @@ NAMES: Mapping[str, Absent] = {
             "put a processor into the model's folder, and its arguments into mm_processor_kwargs",
         ),
     ),
+    "StructuredOutputsParams(json=shape)": Absent(
+        'a dict such as {"name": "string"} is no JSON schema, and what it means would be a guess',
+        "give the schema, which the error writes out",
+    ),
     "pagewire.bc_linter_include": Absent("it marks functions for a linter of vLLM", "leave it out"),
     "pagewire.bc_linter_skip": Absent("it marks functions for a linter of vLLM", "leave it out"),
     "pagewire.distributed": Absent(

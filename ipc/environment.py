@@ -53,7 +53,9 @@ READ: Mapping[str, Variable] = {
         "time limit of one step, or of a call without progress, after which the worker is replaced", "300"
     ),
     "PAGEWIRE_GRAMMAR_TIMEOUT_S": Variable(
-        "time that a grammar may wait for a thread of each lane, and again that it may take to compile", "10"
+        "time that a grammar may wait for a thread of each lane, and again that it may take to compile, half of it "
+        "as processor time",
+        "10",
     ),
     "PAGEWIRE_HEALTH_TIMEOUT_S": Variable(
         "time for a step (or four times the longest one yet) or a ping, after which `/health` is 503", "5"

@@ -13,6 +13,13 @@ class EngineBusyError(RuntimeError):
     """
 
 
+class EngineStalledError(EngineBusyError):
+    """A limit of time has passed in which a process got too little of a processor to do its work.
+
+    It says nothing about the request: the same one may be sent again.
+    """
+
+
 class RequestError(RuntimeError):
     """The engine core ended this request with an error; other requests are not affected."""
 
@@ -60,6 +67,7 @@ ERROR_TYPES: dict[str, type[Exception]] = {
         TimeoutError,
         ModelNotFoundError,
         EngineBusyError,
+        EngineStalledError,
         EngineDeadError,
         RequestError,
         RequestCrashedEngineError,

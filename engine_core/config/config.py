@@ -18,6 +18,7 @@ from pagewire.ipc.counts import check_counts
 from pagewire.ipc.families.media import MediaFamily, has_processor, media_family
 from pagewire.ipc.files.adapter_files import adapter_folder, adapter_version
 from pagewire.ipc.files.hub import model_folder, read_configs
+from pagewire.ipc.models.architectures import pools
 from pagewire.ipc.models.plugins import load_allowed_plugins
 from pagewire.ipc.models.registrations import registered
 from pagewire.ipc.options.engine_args import EngineArgs
@@ -44,7 +45,8 @@ class EngineConfig:
     merged_adapter: folder of the adapter that is added to the weights; None for none.
     first_adapter: the adapter that is loaded at the start; None for none.
     overrides: what is merged into config.json: `hf_overrides`, and those of the rotary embedding.
-    plugins: names of those that are loaded. media: how the model takes pictures and sound; None: it takes none.
+    plugins: names of those that are loaded. pools: the options or the architecture say so; a worker may find more
+    in the model's files. media: how the model takes pictures and sound; None: it takes none.
     """
 
     args: EngineArgs
@@ -57,6 +59,7 @@ class EngineConfig:
     first_adapter: AdapterSource | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     plugins: tuple[str, ...] = ()
+    pools: bool = False
     media: MediaFamily | None = None
 
     @classmethod
@@ -101,6 +104,7 @@ class EngineConfig:
             first_adapter=first_adapter(args),
             overrides=overrides,
             plugins=plugins,
+            pools=pools_by_name(args, model),
             media=taken_media(args, path, model),
         )
 
@@ -108,9 +112,14 @@ class EngineConfig:
     def eos_token_ids(self) -> list[int]:
         """All end-of-sequence tokens in the model's configuration files, the main one first."""
         ids = [] if self.eos_token_id is None else [self.eos_token_id]
-        more = self.generation_config.get("eos_token_id") or []
-        ids += more if isinstance(more, list) else [more]
+        more = self.generation_config.get("eos_token_id")
+        ids += more if isinstance(more, list) else [] if more is None else [more]
         return list(dict.fromkeys(ids))
+
+    @property
+    def prepares_grammars(self) -> bool:
+        """True if the tokenizer of grammars is loaded at the start, so that the first one need not wait for it."""
+        return not self.pools and not self.args.skip_tokenizer_init
 
     def tokenizer_folder(self) -> Path:
         """The folder or GGUF file of the tokenizer, downloaded if necessary; the model's own unless `tokenizer` or
@@ -296,6 +305,14 @@ class EngineConfig:
             max_adapters=args.max_prompt_adapters,
             max_adapter_tokens=args.max_prompt_adapter_token,
         )
+
+
+def pools_by_name(args: EngineArgs, model: dict[str, Any]) -> bool:
+    """True if the options or the architecture's name say that the model pools. model: content of config.json."""
+    if args.runner == "auto" and args.convert in ("auto", "none"):
+        names = model.get("architectures")
+        return isinstance(names, list) and any(isinstance(name, str) and pools(name) for name in names)
+    return args.runner != "generate"
 
 
 def taken_media(args: EngineArgs, path: Path, model: dict[str, Any]) -> MediaFamily | None:

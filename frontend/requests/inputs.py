@@ -28,7 +28,7 @@ from pagewire.frontend.text.prompts import PromptType
 from pagewire.frontend.text.stop import StopStrings, shared_stops
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.beams import MAX_CANDIDATES
-from pagewire.ipc.bounds import check_string, meta_of, unknown_name
+from pagewire.ipc.bounds import check_num_logprobs, check_string, meta_of, unknown_name
 from pagewire.ipc.compatibility import NAMES
 from pagewire.ipc.models.own_code import check_processors
 from pagewire.ipc.quoting import quoted
@@ -361,9 +361,10 @@ class Intake:
         return CheckedParams(params, shared_stops(params))
 
     def _check_logprobs(self, name: str, number: int | None, processed: bool) -> None:
-        limit = max(self.info.max_logprobs, MAX_CANDIDATES) if processed else self.info.max_logprobs
-        if number is not None and limit != -1 and (number == -1 or number > limit):
-            raise ValueError(f"{name}={number} is over this engine's max_logprobs={limit}")
+        most = self.info.max_logprobs
+        if processed and most != -1:
+            most = max(most, MAX_CANDIDATES)
+        check_num_logprobs(name, number, most, self.info.vocab_size)
 
     def _fit(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
         """Return the parameters with a `max_tokens` that has room; raise ValueError if there is too little."""

@@ -138,9 +138,18 @@ class EngineTokenizer:
         batch = self.encode_batch(text, add_special_tokens)
         return TokenizedText(input_ids=batch, attention_mask=[[1] * len(ids) for ids in batch])
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
-        return self.tokenizer.encode(text, add_special_tokens)
+    def encode(
+        self, text: str | None = None, add_special_tokens: bool = True, *, prompt: str | None = None
+    ) -> list[int]:
+        """Return the token ids of a text. prompt: another name of `text`, as tokenizer groups of vLLM have it.
+
+        Raises:
+            TypeError: both are given, or none.
+        """
+        given = text if prompt is None else prompt
+        if given is None or (text is not None and prompt is not None):
+            raise TypeError("encode takes one text, as `text` or as `prompt`")
+        return self.tokenizer.encode(given, add_special_tokens)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of each text."""

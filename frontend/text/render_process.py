@@ -42,13 +42,13 @@ def render_confined(source: str, special_tokens: Mapping[str, Any], conversation
     Raises:
         ValueError: as `render_source`; or the template exceeds a limit.
         TypeError: messages, tools or variables are not plain data.
-        EngineBusyError: other templates take too long.
+        EngineBusyError: other templates take too long. EngineStalledError: it got too little of a processor.
     """
     try:
         job = msgspec.msgpack.encode(Rendering(source, dict(special_tokens), conversation))
     except OverflowError:
         raise ValueError("messages, tools and variables must not have integers of over 64 bits") from None
-    limits = Limits(SECONDS, CPU_SECONDS, MEMORY_BYTES, STACK_BYTES)
+    limits = Limits(SECONDS, CPU_SECONDS, MEMORY_BYTES, STACK_BYTES, computes=True)
     try:
         return msgspec.msgpack.decode(processes().run(job, limits, current_tenant.get()), type=Rendered)
     except JobKilledError as error:

@@ -249,11 +249,18 @@ class EngineCalls(Caller):
     def is_paused(self) -> bool:
         """True between `pause_generation` and `resume_generation`."""
 
-    @remote(RunsIn.CORE, reset_running_requests=Meta(description="recompute running requests that use them"))
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    @remote(
+        RunsIn.CORE,
+        local=("device",),
+        reset_running_requests=Meta(description="recompute running requests that use them"),
+    )
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, device: str | int | None = None
+    ) -> bool:
         """Forget cached prefixes. False if running requests still use them.
 
         reset_running_requests: preempt those requests, and compute them anew; then no prefix is in use.
+        device: without effect: there is one cache, over all devices of the engine.
         """
 
     @remote(RunsIn.CORE)

@@ -31,7 +31,7 @@ from pagewire.frontend.server.parsing.reasoning import (
 )
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.chat_template import chat_prompt, unread_text
+from pagewire.frontend.text.chat_template import chat_prompt
 from pagewire.frontend.text.conversation import as_text
 from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.ipc.wire.params import SamplingParams
@@ -229,7 +229,7 @@ async def prompt_of(
     size = check_conversation(service, request.messages)
     tokenizer = service.tokenizer_of(request.model)
 
-    unread: list[str] = []
+    warnings: list[str] = []
 
     def make() -> TokensPrompt:
         return chat_prompt(
@@ -242,7 +242,7 @@ async def prompt_of(
             continue_final_message=continues,
             tools=tools.prompted,
             chat_template_kwargs=variables | (request.chat_template_kwargs or {}),
-            on_unread=unread.extend,
+            on_warning=warnings.append,
             add_special_tokens=bool(request.add_special_tokens),
             max_model_len=service.info.max_model_len,
             media=service.info.media,
@@ -254,8 +254,8 @@ async def prompt_of(
         prompt = await service.request_templates.run(make)
     else:
         prompt = await tokenizing(size, make)
-    if unread:
-        warn(unread_text(unread))
+    for text in warnings:
+        warn(text)
     return prompt
 
 

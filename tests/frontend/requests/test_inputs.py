@@ -156,7 +156,7 @@ def test_bad_prompts(
     [
         ({"n": 9}, "n=9 is over this engine's limit of 8"),
         ({"logprobs": 6}, "logprobs=6 is over this engine's max_logprobs=5"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs=-1 is over"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs=-1, all 403 of the vocabulary, is over .* max_logprobs=5"),
         ({"stop_token_ids": [403]}, "stop_token_ids has token id 403"),
         ({"allowed_token_ids": [1, 500]}, "allowed_token_ids has token id 500"),
         ({"logit_bias": {403: 1.0}}, "logit_bias has token id 403"),
