@@ -15,6 +15,10 @@ from pagewire.ipc.host.descriptors import descriptor_limit
 MAX_TARGET_BYTES = 8 << 10  # path and query of a request
 MAX_HEADERS = 128
 MAX_HEAD_BYTES = 64 << 10  # all headers of a request; also trailers and the framing between parts of a body
+MAX_SMALL_PARTS = 4096  # parts of bodies, in excess of one for each `PART_BYTES`, that a connection may send
+PART_BYTES = 64
+REQUEST_PARTS = 16  # parts that each request may have, whatever their size
+MAX_UNREAD_BYTES = 1 << 20  # of a body that come after the answer: more of them close the connection
 MAX_PIPELINED = 16  # requests on one connection that wait for the answers of earlier ones
 KEEP_ALIVE_SECONDS = 5.0  # a connection without a request is closed after this time
 BODY_GRACE_SECONDS = 1.0  # after `body_seconds`: endpoints that read a body answer 408 themselves before that
