@@ -49,7 +49,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead = (
             0  # bytes received since the last byte of a body, or since the end of the last request
         )
-        # Each part costs the same work, however small it is: a connection has a share of them, which its bytes earn.
+        # Each part costs the same work, however small: bytes of bodies earn a connection its share of them.
         self._small_parts = 0.0
         self._unread = 0  # bytes of a body that came after the answer
         self._receiving = False  # a request has begun to arrive and is not complete
