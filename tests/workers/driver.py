@@ -54,6 +54,7 @@ class Request:
     logprobs: list[object] = field(default_factory=list)
     prompt_logprobs: list[LogprobRows] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    error_types: list[str | None] = field(default_factory=list)
     content: Prompt = field(default_factory=lambda: Prompt([]))
 
     @property
@@ -76,6 +77,7 @@ class Request:
             self.prompt_logprobs.append(result.prompt_logprobs)
         if result.error is not None:
             self.errors.append(result.error)
+            self.error_types.append(result.error_type)
             self.output.append(0)  # so that the request ends
 
 
