@@ -77,6 +77,7 @@ class EngineConfig:
             token=args.hf_token,
             cache_dir=args.download_dir,
             load_format=args.load_format,
+            allowed_save_path=args.allowed_save_path,
             trust_remote_code=args.trust_remote_code,
             ignore_patterns=args.ignore_patterns,
         )

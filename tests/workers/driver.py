@@ -35,6 +35,7 @@ def load_runner(
     if collective is not None:
         fields.setdefault("parallel", Parallel(collective.rank, collective.size))
     sizes: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "num_blocks": 64, "block_size": 4}
+    sizes["allowed_save_path"] = "/"
     config = WorkerConfig(str(folder), **(sizes | {"num_threads": 1} | fields))
     return Runner.start(config, lambda *_: None, collective=collective, wake=wake)
 
