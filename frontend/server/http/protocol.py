@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 from uvicorn.config import Config
@@ -10,7 +11,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from pagewire.frontend.server.http.api_shapes import OPENAI
-from pagewire.frontend.server.http.connections import Connections, HttpConnection
+from pagewire.frontend.server.http.connections import Connections, HttpConnection, refuse
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.limits import (
     BODY_GRACE_SECONDS,
@@ -206,7 +207,14 @@ class HttpProtocol(HttpToolsProtocol):
     # ------------------------------------------------------------ the peer of a connection
 
     def evict(self) -> None:
-        """Close at once, to make place for another connection."""
+        """Close at once, to make place for another; one whose first request may be on its way gets 503."""
+        waits = self.cycle is None or self._receiving
+        if self._table.refusal and self.scheme == "http" and waits and self._may_answer():
+            own = socket.socket(fileno=self.transport.get_extra_info("socket").fileno())
+            try:
+                refuse(own, self._table.refusal)
+            finally:
+                own.detach()  # it is the transport's
         self.transport.abort()
 
     def expire(self, now: float) -> None:

@@ -277,6 +277,27 @@ def test_silent_connections_keep_nobody_out(listening: Callable[..., Any], core:
             client.close()
 
 
+def test_requests_on_their_way_get_an_answer_when_their_place_is_taken(listening: Callable[..., Any]) -> None:
+    """Not a reset. A connection that has been answered, and waits for the next request, is only closed."""
+    with listening(max_connections=2, max_connections_per_address=2) as port:
+        halves = [connect(port) for _ in range(2)]
+        for client in halves:
+            client.sendall(HEAD)
+            assert exchange(port, HEAD + b"connection: close\r\n\r\n")[0] == 200
+        for client in halves[:1]:
+            status, body = read_answer(client)
+            assert status == 503 and b"--max-connections" in body
+        for client in halves:
+            client.close()
+        with connect(port) as kept:
+            kept.sendall(HEAD + b"\r\n")
+            assert read_answer(kept)[0] == 200
+            others = [connect(port) for _ in range(2)]
+            assert read_all(kept) == b""
+            for client in others:
+                client.close()
+
+
 def test_over_the_limit_new_connections_are_refused(listening: Callable[..., Any], core: FakeCore) -> None:
     """Where all connections have requests: those go on."""
     body = b'{"prompt": "w5"}'
