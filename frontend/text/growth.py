@@ -50,29 +50,29 @@ OF_TEXT |= {"wordwrap", "xmlattr"}
 LISTED = (list, tuple, KeysView, ValuesView, ItemsView)
 
 
-class Rendering(threading.local):
-    """What the rendering of this thread may still do. end: of its time, as `time.thread_time`; None: no limit."""
+class Spent(threading.local):
+    """What the rendering of this thread has spent. end: of its time, as `time.thread_time`; None: no limit."""
 
     end: float | None = None
     num_bytes = 0  # that it has made
 
 
-rendering = Rendering()
+spent = Spent()
 
 
 def begin() -> None:
     """Begin a rendering in this thread."""
-    rendering.end, rendering.num_bytes = time.thread_time() + MAX_SECONDS, 0
+    spent.end, spent.num_bytes = time.thread_time() + MAX_SECONDS, 0
 
 
 def end() -> None:
     """End the rendering of this thread."""
-    rendering.end = None
+    spent.end = None
 
 
 def check_time() -> None:
     """Raise ValueError if this thread's rendering has exceeded its time."""
-    if rendering.end is not None and time.thread_time() > rendering.end:
+    if spent.end is not None and time.thread_time() > spent.end:
         raise ValueError(f"it takes more than {MAX_SECONDS:g} s")
 
 
@@ -90,10 +90,10 @@ def check_items(number: int) -> None:
 
 def spend(num_bytes: int) -> None:
     """Count what a rendering has made; raise ValueError if it is too much in all."""
-    if rendering.end is None:
+    if spent.end is None:
         return
-    rendering.num_bytes += num_bytes
-    if rendering.num_bytes > MAX_BYTES:
+    spent.num_bytes += num_bytes
+    if spent.num_bytes > MAX_BYTES:
         raise ValueError(f"it creates texts and lists of more than {MAX_BYTES} bytes in all")
 
 
