@@ -24,6 +24,10 @@ class RequestError(RuntimeError):
     """The engine core ended this request with an error; other requests are not affected."""
 
 
+class NotFiniteError(RequestError):
+    """The model computed numbers for this request that are NaN or infinite."""
+
+
 class RequestCrashedEngineError(RequestError):
     """Two engine cores died with this request in flight, at the last one alone: it is not sent to a third."""
 
@@ -70,6 +74,7 @@ ERROR_TYPES: dict[str, type[Exception]] = {
         EngineStalledError,
         EngineDeadError,
         RequestError,
+        NotFiniteError,
         RequestCrashedEngineError,
         AdapterCrashedWorkerError,
         ProtocolError,

@@ -31,6 +31,7 @@ ATTACKERS = {
         Attacker("idle", raw_http.idle, 1, loops=3),
         Attacker("churn", raw_http.churn, 1),
         Attacker("slow-senders", slow.sender, 4, loops=6),
+        Attacker("crumbs", slow.crumbs, 1, loops=4),
         Attacker("slow-readers", slow.reader, 2, loops=6),
         Attacker("greedy", greedy.attack, 2, loops=3),
         Attacker("leaving", greedy.leaving, 3, loops=3),

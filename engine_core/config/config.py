@@ -147,6 +147,7 @@ class EngineConfig:
             dtype=args.resolved_dtype(),
             device=args.device,
             load_format=args.load_format,
+            allowed_save_path=args.allowed_save_path,
             trust_remote_code=args.trust_remote_code,
             hf_overrides=dict(self.overrides),
             max_model_len=args.max_model_len,

@@ -20,6 +20,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
+from pagewire.frontend.text.proportion import check_proportion
 from pagewire.ipc.files.hub import check_files, model_folder, read_file, read_json
 from pagewire.ipc.gguf.file import is_gguf, read_metadata
 
@@ -112,6 +113,7 @@ class FastTokenizer(Tokenizer):
         clean_up: bool = False,
         extra_special_tokens: Sequence[str] = (),
     ) -> None:
+        check_proportion(original)
         original.no_truncation()
         original.no_padding()
         self.original = original
@@ -170,6 +172,8 @@ class WrappedTokenizer(Tokenizer):
         added = getattr(original, "added_tokens_decoder", {})
         special = {token_id for token_id, token in added.items() if token.special}
         backend = getattr(original, "backend_tokenizer", None)
+        if isinstance(backend, tokenizers.Tokenizer):
+            check_proportion(backend)
         if isinstance(backend, tokenizers.Tokenizer) and is_plain(original):
             self.decoder = read_decoder(backend.decoder)
             self.cleans_up = wants_clean_up(vars(original), backend)

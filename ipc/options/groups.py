@@ -98,6 +98,12 @@ class ModelOptions:
             choices=("auto", "safetensors", "gguf", "bitsandbytes", "pt", "dummy", "sharded_state"),
         )
     )
+    allowed_save_path: str = option(
+        "",
+        "Model",
+        "folder, on the workers' machines, below which save_sharded_state may write, for any frontend with the "
+        "right of control; default: nowhere, but a program's LLM with a core of its own may write anywhere",
+    )
     quantization: str | None = option(
         None,
         "Model",

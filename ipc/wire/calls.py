@@ -345,12 +345,13 @@ class EngineCalls(Caller):
 
         They load it in as many stages, too.
 
-        path: a folder, on every worker's machine. pattern: the names of files, with {rank} and {part}.
-        max_size: bytes of a file.
+        path: a folder, on every worker's machine, below `allowed_save_path`.
+        pattern: the names of files, with {rank} and {part}. max_size: bytes of a file.
 
         Raises:
             ValueError: the pattern names no file for each rank and part, or the model is no folder of safetensors
                 files, or the folder holds such a model already.
+            PermissionError: the engine's option `allowed_save_path` does not let the path be written.
         """
 
     @remote(RunsIn.CORE)

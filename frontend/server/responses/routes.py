@@ -222,7 +222,7 @@ async def num_input_tokens(
     items += read_input(request.input, stored_items.item)
     service.model(request.model)
     chat = chat_request(request, items)
-    prompt = await fitting_prompt(request, service, chat, tools_of(service, chat), counts=True)
+    prompt = await fitting_prompt(request, service, chat, await tools_of(service, chat), counts=True)
     return len(await counted(service, prompt))
 
 

@@ -144,6 +144,8 @@ def test_files_that_are_damaged_or_of_other_formats_are_refused_in_our_own_words
             decode("audio", data, RATE)
     with pytest.raises(MediaError, match="no finite numbers"):
         decode("samples", np.array([np.nan], "<f4").tobytes(), RATE, RATE)
+    with pytest.raises(MediaError, match="samples over"):
+        decode("samples", np.array([0.1, -3e38], "<f4").tobytes(), RATE, RATE)
     for rate, channels, message in ((100, 1, "samples a second"), (8000, 40, "16 channels")):
         with pytest.raises(MediaError, match=message):
             decode("audio", files.wav(10, rate, channels), RATE)
