@@ -59,22 +59,29 @@ def chat_request(service: Service, request: GenerationFields) -> ChatRequest:
     """
     options = request.options or OllamaOptions()
     check_options(service, options)
-    num_predict = options.num_predict
+    num_predict = service.local.max_tokens if options.num_predict is None else options.num_predict
     return ChatRequest(
         model=request.model,
         messages=messages_of(request),
         tools=request.tools or None if isinstance(request, OllamaChatRequest) else None,
         stream=request.stream is not False,
         max_completion_tokens=None if num_predict is None or num_predict < 0 else num_predict,
-        repetition_penalty=options.repeat_penalty,
         response_format=format_of(request),
         logprobs=request.logprobs,
         top_logprobs=request.top_logprobs,
         priority=request.priority,
         cache_salt=request.cache_salt,
         **thinking_fields(service, request),
-        **{name: getattr(options, name) for name in SAME_NAME},
+        **sampling_fields(service, options),
     )
+
+
+def sampling_fields(service: Service, options: OllamaOptions) -> JSON:
+    """Return how a chat completion samples: as the options say, or else as local models do."""
+    given = {name: getattr(options, name) for name in SAME_NAME} | {
+        "repetition_penalty": options.repeat_penalty
+    }
+    return {name: getattr(service.local, name) if value is None else value for name, value in given.items()}
 
 
 def check_options(service: Service, options: OllamaOptions) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from pagewire.frontend.api.async_llm import AsyncLLM
+from pagewire.frontend.requests.defaults import USUAL_LENGTH
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.timestamps import timestamp
 from pagewire.frontend.server.ollama.conversation import with_call_ids
@@ -105,6 +106,21 @@ def test_options_reach_the_engine(client: Client, core: FakeCore) -> None:
     assert unlimited.max_tokens > 100 and unlimited.structured_outputs is not None
 
 
+def test_what_is_not_given_is_as_local_models_have_it(client: Client, core: FakeCore) -> None:
+    client.post("/api/chat", {"messages": HELLO, "stream": False})
+    params = core.submitted[max(core.submitted)].params
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
+    room = client.engine.info.max_model_len
+    assert params.max_tokens == min(USUAL_LENGTH, room - 2)
+    client.post(
+        "/api/chat", {"messages": HELLO, "stream": False, "options": {"temperature": 0.5, "min_p": 0}}
+    )
+    params = core.submitted[max(core.submitted)].params
+    assert (params.temperature, params.top_k, params.min_p) == (0.5, 40, 0)
+    client.post("/v1/chat/completions", {"model": "fake", "messages": HELLO, "max_tokens": 3})
+    assert core.submitted[max(core.submitted)].params.temperature == 1  # OpenAI's
+
+
 def test_prompts_are_messages_or_raw(serve_replay: Callable[..., Client], replay: Replay) -> None:
     replay.text = "Yes."
     client = serve_replay()
@@ -178,7 +194,7 @@ def test_a_call_is_whole_when_the_next_begins() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/api/chat", {"messages": HELLO, "model": "x"}, 404, "there is no model 'x'"),
+        ("/api/chat", {"messages": HELLO, "model": "x"}, 404, "there is no model 'x'; served: fake"),
         ("/api/chat", {"messages": [1]}, 400, "Expected `object`"),
         ("/api/chat", {"messages": HELLO, "priority": 5}, 400, "priority=5 has no effect"),
         ("/api/chat", {"messages": [{"role": "user", "images": ["x"]}]}, 400, "messages[0].images"),
@@ -195,7 +211,7 @@ def test_a_call_is_whole_when_the_next_begins() -> None:
         ("/api/generate", {"prompt": "w5", "raw": True, "system": "s"}, 400, "raw and suffix: "),
         ("/api/embed", {"input": "w5"}, 400, "generates"),
         ("/api/pull", {"model": "x"}, 400, "'/api/pull' is not served"),
-        ("/api/show", {"model": "x"}, 404, "there is no model 'x'"),
+        ("/api/show", {"model": "x"}, 404, "there is no model 'x'; served: fake"),
         ("/api/show", {}, 400, "model is required"),
         ("/api/nothing", {}, 404, "unknown path"),
     ],
