@@ -132,8 +132,10 @@ def check_chat(request: ChatRequest) -> None:
     check_stream_options(request)
 
 
-def tools_of(service: Service, request: ChatRequest) -> ToolUse:
+def tools_of(service: Service, request: ChatRequest, counts: bool = False) -> ToolUse:
     """Return how the request uses tools, and how its outputs are parsed.
+
+    counts: the prompt's tokens are only counted, and the request has no outputs.
 
     Raises:
         ValueError: the tools or the choice are malformed or contradictory.
@@ -146,6 +148,7 @@ def tools_of(service: Service, request: ChatRequest) -> ToolUse:
         parser=service.formats.tools,
         auto=service.formats.auto,
         prompt_unused=options.prompt_unused_tools,
+        counts=counts,
         constrained=options.constrain_auto_tools and not request.use_beam_search,
     )
     if service.formats.reasoning is None:

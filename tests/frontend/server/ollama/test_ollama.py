@@ -106,6 +106,40 @@ def test_options_reach_the_engine(client: Client, core: FakeCore) -> None:
     assert unlimited.max_tokens > 100 and unlimited.structured_outputs is not None
 
 
+def test_options_of_ollamas_clients_are_taken(
+    client: Client, core: FakeCore, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"num_ctx": 1 << 20, "repeat_last_n": 64, "mirostat": 0, "repeat_penalty": 1.1, "num_keep": 4}
+    answer = client.post("/api/chat", {"messages": HELLO, "stream": False, "options": options})
+    assert answer.status == 200
+    for text in (
+        "num_ctx=1048576 has no effect: the context length is 4096",
+        "repeat_last_n=64 has no effect",
+    ):
+        assert text in caplog.text
+    assert "mirostat" not in caplog.text
+    assert core.submitted[max(core.submitted)].params.repetition_penalty == 1.1
+    off = {"repeat_last_n": 0, "repeat_penalty": 1.1}
+    assert client.post("/api/chat", {"messages": HELLO, "options": off}).status == 200
+    assert core.submitted[max(core.submitted)].params.repetition_penalty == 1.0
+
+
+def test_the_oldest_turns_of_a_long_conversation_are_left_out(client: Client, core: FakeCore) -> None:
+    turns: list[Any] = [{"role": "system", "content": "w7"}]
+    for number in range(5):
+        turns.append({"role": "user", "content": f"w{20 + number}" + " w5" * 999})
+        turns.append({"role": "assistant", "content": "w6"})
+    turns.append({"role": "user", "content": "w30"})
+    answer = client.post("/api/chat", {"messages": turns, "stream": False})
+    assert answer.status == 200 and "the first 4 messages" in answer.headers["warning"]
+    ids = core.submitted[max(core.submitted)].prompt.token_ids
+    assert (ids[0], ids[1], ids[-1]) == (7, 22, 30) and len(ids) == 3005 == answer.json["prompt_eval_count"]
+    refused = client.post("/api/chat", {"messages": turns, "truncate": False})
+    assert refused.status == 400 and "too long" in refused.json["error"]
+    longest = client.post("/api/chat", {"messages": [{"role": "user", "content": "w5 " * 5000}]})
+    assert longest.status == 400 and "too long" in longest.json["error"]
+
+
 def test_what_is_not_given_is_as_local_models_have_it(client: Client, core: FakeCore) -> None:
     client.post("/api/chat", {"messages": HELLO, "stream": False})
     params = core.submitted[max(core.submitted)].params
@@ -200,7 +234,6 @@ def test_a_call_is_whole_when_the_next_begins() -> None:
         ("/api/chat", {"messages": [{"role": "user", "images": ["x"]}]}, 400, "messages[0].images"),
         ("/api/chat", {"messages": HELLO, "think": True}, 400, "unknown (--reasoning-parser)"),
         ("/api/chat", {"messages": HELLO, "tools": [CLOCK]}, 400, "tools need a server that knows"),
-        ("/api/chat", {"messages": HELLO, "options": {"num_ctx": 1 << 20}}, 400, "options.num_ctx=1048576"),
         ("/api/chat", {"messages": HELLO, "options": {"mirostat": 1}}, 400, "there is no Mirostat"),
         ("/api/chat", {"messages": HELLO, "options": {"speed": 1}}, 400, "unknown field `speed`"),
         ("/api/chat", {"messages": HELLO, "options": {"num_predict": 0}}, 400, "options.num_predict"),
@@ -215,7 +248,7 @@ def test_a_call_is_whole_when_the_next_begins() -> None:
         ("/api/show", {}, 400, "model is required"),
         ("/api/nothing", {}, 404, "unknown path"),
     ],
-    ids=range(20),
+    ids=range(19),
 )
 def test_what_is_refused_by_name(client: Client, path: str, body: Any, status: int, message: str) -> None:
     found, text = error_of(client.post(path, body))
