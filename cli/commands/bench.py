@@ -62,8 +62,14 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
             ("--output-len", 128, "tokens to generate"),
             ("--num-runs", 3, "measured runs, after a warm-up"),
         ):
+            more = ("--num-iters",) if flag == "--num-runs" else ()  # vLLM's name
             kind.add_argument(
-                flag, type=positive, default=default, metavar="INT", help=f"{meaning} (default: {default})"
+                flag,
+                *more,
+                type=positive,
+                default=default,
+                metavar="INT",
+                help=f"{meaning} (default: {default})",
             )
         kind.add_argument(
             "--dataset-path",

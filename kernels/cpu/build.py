@@ -185,23 +185,32 @@ def build(isa: InstructionSet) -> bytes:
     Raises:
         BuildError: no compiler, the compiler failed, or there is no place for its files.
     """
-    here = Path(__file__).parent
-    compiler = compiler_command()
+    command = [*compiler_command(), *FLAGS, *isa.compiler_flags, *isa.panels.macros]
+    name = library_name(isa)
+    if (library := cache.read(name)) is not None:
+        return library
+    with cache.locked():
+        if (library := cache.read(name)) is None:
+            with CompileProgress(f"the CPU kernels for {isa.name}", len(SOURCES)) as progress:
+                library = _compiled(command, progress)
+            cache.write(name, library)
+    return library
+
+
+def library_name(isa: InstructionSet) -> str:
+    """The name in the cache of the library for an instruction set.
+
+    Raises:
+        BuildError: no compiler, or it does not tell its version.
+    """
+    here, compiler = Path(__file__).parent, compiler_command()
     flags = [*FLAGS, *isa.compiler_flags, *isa.panels.macros]
     key = hashlib.sha256()
     for part in (cache.FORMAT, _run([*compiler, "--version"]), platform.machine(), *flags):
         key.update(part.encode() + b"\0")
     for source in (*HEADERS, *SOURCES):
         key.update((here / source).read_bytes() + b"\0")
-    name = f"cpu-{isa.name}-{key.hexdigest()[:32]}.so"
-    if (library := cache.read(name)) is not None:
-        return library
-    with cache.locked():
-        if (library := cache.read(name)) is None:
-            with CompileProgress(f"the CPU kernels for {isa.name}", len(SOURCES)) as progress:
-                library = _compiled([*compiler, *flags], progress)
-            cache.write(name, library)
-    return library
+    return f"cpu-{isa.name}-{key.hexdigest()[:32]}.so"
 
 
 def _compiled(command: list[str], progress: CompileProgress) -> bytes:
