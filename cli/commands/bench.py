@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     say(options, row("median", off), "", "with speculation:")
     on = medians(options)
     gain = round(off["tpot_ms"] / on["tpot_ms"], 3) if on["tpot_ms"] else None
-    say(options, row("median", on), "", f"a later token takes 1/{gain or 1:g} of the time")
+    say(options, row("median", on), "", f"speculation: {gain or 1:g} times the speed")
     if options.json:
         print(json.dumps({"median": on, "median_without_speculation": off, "speculation_gain": gain}))
     return 0
