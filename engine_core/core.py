@@ -238,7 +238,6 @@ class EngineCore:
         if not self.started:
             # A worker may fail before the frontend that spawned this core has greeted.
             self.clients.refuse_all(cause, wait_ms=0 if told else GREETING_MS)
-            self.clients.told |= told
         else:
             self.grammars.close()
         if self._media_start is not None:
@@ -260,8 +259,9 @@ class EngineCore:
                 self._adapter_loaded(message)
             elif isinstance(message, Ready):
                 self._worker_ready(message)
-            elif isinstance(message, WorkerFailed) and (self.started or message.traceback):
-                # Another one is why the core fails to start, and said as that.
+            elif isinstance(message, WorkerFailed) and (
+                self.started or message.traceback
+            ):  # else said at the end
                 logger.error("the worker failed: %s", message.error, extra={"traceback": message.traceback})
 
     def _worker_ready(self, ready: Ready) -> None:
