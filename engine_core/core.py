@@ -257,7 +257,7 @@ class EngineCore:
                 self._adapter_loaded(message)
             elif isinstance(message, Ready):
                 self._worker_ready(message)
-            elif isinstance(message, WorkerFailed):
+            elif isinstance(message, WorkerFailed) and (self.started or message.traceback):  # else said later
                 logger.error("the worker failed: %s", message.error, extra={"traceback": message.traceback})
 
     def _worker_ready(self, ready: Ready) -> None:

@@ -405,13 +405,10 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
     "OllamaOptions.mirostat_eta": Absent("there is no Mirostat", "give top_p or min_p", warned=int | float),
     "OllamaOptions.mirostat_tau": Absent("there is no Mirostat", "give top_p or min_p", warned=int | float),
     "OllamaOptions.num_keep": Absent(
-        "prompts are never shortened", "leave it out: a prompt that is too long is refused", warned=int
+        "of a conversation that is too long, whole turns are left out", "leave it out", warned=int
     ),
     "OllamaOptions.penalize_newline": Absent(
         "penalties are those of all tokens", "set repeat_penalty to 1", silent=(True,)
-    ),
-    "OllamaOptions.repeat_last_n": Absent(
-        "repeat_penalty is over all tokens of the prompt and the answer", "give -1", silent=(-1,)
     ),
     "OllamaOptions.tfs_z": Absent("there is no tail-free sampling", "give min_p", silent=(1.0,)),
     "OllamaOptions.typical_p": Absent("there is no typical sampling", "give top_p or min_p", silent=(1.0,)),

@@ -97,7 +97,8 @@ READ: Mapping[str, Variable] = {
         "5000",
     ),
     "PAGEWIRE_TORCH_PROFILER_DIR": Variable(
-        "folder of the traces that `start_profile` and `stop_profile` make", "a new temporary one"
+        "folder of the traces that `start_profile` and `stop_profile` make",
+        "Python: a new temporary one; `POST /start_profile` is refused without it",
     ),
     "PAGEWIRE_USE_MODELSCOPE": Variable(
         "`1`: models come from ModelScope, not from the Hugging Face hub (`pip install 'pagewire[modelscope]'`; "

@@ -22,6 +22,7 @@ from pagewire.ipc.models.architectures import pools
 from pagewire.ipc.models.plugins import load_allowed_plugins
 from pagewire.ipc.models.registrations import registered
 from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.positions import longest_sequence, too_long
 from pagewire.ipc.quantization import resolve_quantization, settings_of
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.embeddings import EmbeddingsInfo
@@ -67,8 +68,9 @@ class EngineConfig:
         """The configuration for `args`; downloads the model if necessary.
 
         Raises:
-            ValueError, TypeError: a bad option, such as the revision of a local folder, a quantisation that is not
-                the checkpoint's, or a bad file of scaling factors; or a plugin that must be loaded fails.
+            ValueError, TypeError: a bad option, such as the revision of a local folder, a length over the model's,
+                a quantisation that is not the checkpoint's, or a bad file of scaling factors; or a plugin that must
+                be loaded fails.
             ModelNotFoundError: no such model.
         """
         args.check()
@@ -88,6 +90,8 @@ class EngineConfig:
         overrides = args.hf_overrides | rotary
         model |= overrides
         check_counts(model)
+        if (why := too_long(args.max_model_len, longest_sequence(model))) is not None:
+            raise ValueError(why)
         resolve_quantization(args.quantization, args.load_format, settings_of(path, model))
         factors = args.quantization_param_path
         kv_scales = () if factors is None else tuple(read_scaling_factors(Path(factors), model))

@@ -13,7 +13,8 @@ from pagewire.frontend.api.offline_pooling import OfflinePooling
 from pagewire.frontend.api.progress import progress_bar
 from pagewire.frontend.core.session import Session
 from pagewire.frontend.requests.beam_search import BeamSearchOutput
-from pagewire.frontend.requests.inputs import default_sampling_params, params_for, prompts_of
+from pagewire.frontend.requests.defaults import default_sampling_params
+from pagewire.frontend.requests.inputs import params_for, prompts_of
 from pagewire.frontend.requests.lora import LoRARequest, for_each
 from pagewire.frontend.requests.outputs import RequestOutput
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest

@@ -18,6 +18,7 @@ import msgspec
 
 from pagewire.frontend.media.keys import KEYS as MEDIA_KEYS
 from pagewire.frontend.media.keys import NOT_TAKEN, has_media
+from pagewire.frontend.requests.defaults import default_sampling_params
 from pagewire.frontend.requests.embeds import KEY as EMBEDS_KEY
 from pagewire.frontend.requests.embeds import NO_TOKENS, check_embeds_params, embeddings_of
 from pagewire.frontend.requests.lora import UsedAdapter
@@ -433,25 +434,6 @@ def params_for(params: SamplingParams | Sequence[SamplingParams], num_prompts: i
     if len(params) != num_prompts:
         raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling parameters")
     return list(params)
-
-
-def default_sampling_params(info: EngineInfo) -> SamplingParams:
-    """Return the sampling parameters of the model's generation config, with pagewire's defaults for the rest."""
-    config = info.generation_config
-    return SamplingParams(
-        **{
-            name: value
-            for name, key in (
-                ("temperature", "temperature"),
-                ("top_k", "top_k"),
-                ("top_p", "top_p"),
-                ("min_p", "min_p"),
-                ("repetition_penalty", "repetition_penalty"),
-                ("max_tokens", "max_new_tokens"),
-            )
-            if (value := config.get(key)) is not None
-        }
-    )
 
 
 def truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:

@@ -9,6 +9,7 @@ import msgspec
 
 from pagewire.ipc.bounds import check_int
 from pagewire.ipc.files.hub import IGNORED_FILES
+from pagewire.ipc.files.names import short_name
 from pagewire.ipc.models.own_code import ProcessorSource, processor_sources
 from pagewire.ipc.options.option import option
 from pagewire.ipc.quantization import FAMILIES, ONLINE
@@ -132,13 +133,16 @@ class ModelOptions:
         "serve up to the model's smallest attention window, within which every token sees all before it",
     )
     served_model_name: str | list[str] | None = option(
-        None, "Model", "name(s) of the model in metrics and in the API"
+        None,
+        "Model",
+        "name(s) of the model in metrics and in the API; default: the name of its folder or GGUF file, without the "
+        "path and the ending, or owner/repository of the hub",
     )
     seed: int = option(0, "Model", "default seed for requests without one")
 
     def served_names(self) -> list[str]:
         """The names of the model in the API; metrics use the first."""
-        names = self.served_model_name or self.model
+        names = self.served_model_name or short_name(self.model)
         return [names] if isinstance(names, str) else list(names)
 
     def resolved_dtype(self) -> str:

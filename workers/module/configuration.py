@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from pagewire.ipc.counts import check_counts
-from pagewire.ipc.environment import env_flag
 from pagewire.ipc.files.hub import read_configs, read_foreign, read_json
 from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.models import architectures
 from pagewire.ipc.models.registrations import model_path
+from pagewire.ipc.positions import MAX_POSITIONS, too_long
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.library import expected_isa
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
@@ -23,7 +23,7 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.device.machine import runs_on_cpu
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.registered import registered_class
-from pagewire.workers.module.structure import DEFAULT_POSITIONS, MAX_POSITIONS, NUM_EXPERTS, WINDOWS
+from pagewire.workers.module.structure import DEFAULT_POSITIONS, NUM_EXPERTS, WINDOWS
 from pagewire.workers.versions import INDEXED_KINDS, check_model_type, needs_later_version
 
 logger = logging.getLogger("pagewire.worker")
@@ -225,15 +225,8 @@ def resolve_max_model_len(worker_config: WorkerConfig, config: Any) -> int:
             )
     if requested is None:
         return model_limit or DEFAULT_POSITIONS
-    if (
-        model_limit is not None
-        and requested > model_limit
-        and not env_flag("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN")
-    ):
-        raise LoadError(
-            f"max_model_len {requested} exceeds the model's limit of {model_limit} positions; "
-            "PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1 allows it"
-        )
+    if (why := too_long(requested, model_limit)) is not None:
+        raise LoadError(why)
     return requested
 
 

@@ -141,8 +141,10 @@ def check_chat(request: ChatRequest) -> None:
     check_stream_options(request)
 
 
-async def tools_of(service: Service, request: ChatRequest) -> ToolUse:
+async def tools_of(service: Service, request: ChatRequest, counts: bool = False) -> ToolUse:
     """Return how the request uses tools, and how its outputs are parsed.
+
+    counts: the prompt's tokens are only counted, and the request has no outputs.
 
     Raises:
         APIError: the tools are too large. ValueError: they or the choice are malformed or contradictory.
@@ -158,6 +160,7 @@ async def tools_of(service: Service, request: ChatRequest) -> ToolUse:
             parser=service.formats.tools,
             auto=service.formats.auto,
             prompt_unused=options.prompt_unused_tools,
+            counts=counts,
             constrained=options.constrain_auto_tools and not request.use_beam_search,
         ),
     )

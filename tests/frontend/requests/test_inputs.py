@@ -12,7 +12,6 @@ import pytest
 from pagewire.frontend.requests.inputs import (
     Intake,
     Prepared,
-    default_sampling_params,
     is_embeds_prompt,
     is_tokens_prompt,
     params_for,
@@ -342,25 +341,6 @@ def test_parameters_for_each_prompt() -> None:
     for bad in (None, {"n": 1}, [one, None], "x"):
         with pytest.raises(TypeError, match="sampling_params must be"):
             params_for(bad, 2)  # type: ignore[arg-type]
-
-
-def test_defaults_of_the_model(info: EngineInfo) -> None:
-    assert default_sampling_params(info) == SamplingParams()
-    config = {
-        "temperature": 0.6,
-        "top_p": 0.9,
-        "top_k": 20,
-        "min_p": 0.1,
-        "repetition_penalty": 1.1,
-        "max_new_tokens": 99,
-        "do_sample": True,
-        "eos_token_id": [1],
-        "bos_token_id": None,
-    }
-    params = default_sampling_params(msgspec.structs.replace(info, generation_config=config))
-    assert params == SamplingParams(
-        temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1, max_tokens=99
-    )
 
 
 def test_kinds_of_prompts() -> None:

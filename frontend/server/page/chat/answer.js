@@ -13,7 +13,7 @@ export async function answer(message, body, signal, changed) {
   const trace = record(body.model);
   Object.assign(message, { model: body.model, running: true });
   try {
-    const request = { stream_options: { include_usage: true }, ...body };
+    const request = { stream_options: { include_usage: true }, ...info(body.model)?.defaults, ...body };
     for await (const chunk of chat(request, signal, (headers) => trace.stages(headers.get("Server-Timing")))) {
       take(message, chunk, progress);
       changed();
