@@ -166,7 +166,7 @@ class EngineCore:
         wait = BEHIND_SECONDS if self.clients.behind else TICK_SECONDS
         if self.started and (self.lobby.has_work or self.intake.has_work):
             wait = 0.0
-        elif (due := self.supervisor.next_start) is not None:
+        elif (due := self.supervisor.next_start(awaited=self._awaits_worker)) is not None:
             wait = min(wait, max(0.0, due - time.monotonic()))
         if self.started:
             wait = min(wait, self.block_events.wait(time.monotonic()))
@@ -218,7 +218,8 @@ class EngineCore:
             self.control.check_timers(now)
             if self.adapters is not None:
                 self.requests.refuse([ended(*refused) for refused in self.adapters.expire(now)])
-        if (due := self.supervisor.next_start) is not None and now >= due:
+        due = self.supervisor.next_start(awaited=self._awaits_worker)
+        if due is not None and now >= due:
             self._start_worker()
 
     def _log_stats(self, now: float) -> None:
@@ -340,6 +341,13 @@ class EngineCore:
         why = self.supervisor.start(time.monotonic())
         if why is not None and self.started:
             self.control.worker_lost(why, was_ready=False)
+
+    @property
+    def _awaits_worker(self) -> bool:
+        """True if requests or calls wait for workers."""
+        if not self.started:
+            return False
+        return bool(self.scheduler.num_unfinished or len(self.lobby) or self.control.awaits_worker)
 
     @property
     def _holds_steps(self) -> bool:

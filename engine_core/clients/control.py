@@ -98,6 +98,11 @@ class Control:
         """
         return self._sleep.holds_steps or any(not deferred.drain for deferred in self._deferred)
 
+    @property
+    def awaits_worker(self) -> bool:
+        """True if calls wait for workers to be ready."""
+        return self._worker_calls.num_unsent > 0
+
     def call(self, identity: bytes, call: Call) -> None:
         """Check a call and run its method, which answers it then or later. An error is answered at once."""
         caller = FrontendCall(identity, call.call_id, self._send)

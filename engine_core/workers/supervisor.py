@@ -29,10 +29,9 @@ class WorkerSupervisor:
         self.start_limit = env_float("PAGEWIRE_WORKER_START_TIMEOUT_S", 300.0)
         self._worker, self._restarts = worker, Restarts()
 
-    @property
-    def next_start(self) -> float | None:
-        """Time of the next start; None if the workers run."""
-        return self._restarts.due
+    def next_start(self, *, awaited: bool) -> float | None:
+        """Time of the next start; None if the workers run. awaited: requests or calls wait for them."""
+        return self._restarts.due(awaited=awaited)
 
     def start(self, now: float) -> str | None:
         """Start the workers. Returns why that failed: what the machine lacks now, it may have a moment later.
@@ -40,7 +39,7 @@ class WorkerSupervisor:
         Raises:
             CoreError: too many starts in a row have failed.
         """
-        self._restarts.due = None
+        self._restarts.started(now)
         try:
             self._worker.start()
         except (OSError, MemoryError) as error:
@@ -55,10 +54,12 @@ class WorkerSupervisor:
         Raises:
             CoreError: too many starts in a row have failed.
         """
-        pause = self._restarts.lost(now)
+        self._restarts.lost(now)
         if self._restarts.hopeless:
             raise CoreError(f"the worker did not start: {why}")
-        logger.error("%s; starting another%s", text, f" in {pause:g} s" if pause else "")
+        awaited, idle = ((self._restarts.due(awaited=given) or now) - now for given in (True, False))
+        when = f", in {awaited:.1f} s if requests wait, else in {idle:g} s" if idle else ""
+        logger.error("%s; starting another%s", text, when)
 
     def ready(self, now: float) -> None:
         """Record that the workers are ready."""
