@@ -188,6 +188,8 @@ class EngineCore:
             self.metrics.iteration_seconds.observe(time.monotonic() - awake_at)
         if (now := time.monotonic()) >= self._next_tidying:  # steps are launched first: it takes milliseconds
             self._next_tidying = now + TIDY_SECONDS
+            if self.started:
+                self.grammars.limit_memory()
             release_spare_memory()
 
     def _advance(self) -> None:
