@@ -30,6 +30,9 @@ MASK_ALLOWANCE = 0.0005  # processor time of a mask, in seconds, that is not cou
 SHARE = 0.4  # of all time, which the masks of a grammar may take beyond that for as long as they like
 MAX_EXCESS_SECONDS = 0.5  # that they may take beyond both: others wait as long
 MEASURED = 8  # of so many masks one is measured for all: to look takes some of the microseconds of a mask
+# Less growth by a mask is not counted: a few pages come again each time that spare memory was given back, which
+# would add up under a grammar that is used for days. Most of what grammars grow by comes in larger pieces.
+NOTED_BYTES = 16 << 10
 PAGE_BYTES = resource.getpagesize()
 MAX_ERROR_CHARS = 1000  # of llguidance's messages, which repeat the grammar
 
@@ -105,8 +108,8 @@ class Matcher:
         begin = clock()
         bitmask = self._state.compute_bitmask()
         grammar.masks_time.add(clock() - begin)
-        if measured:
-            grammar.num_bytes += MEASURED * max(0, touched_bytes() - touched - len(bitmask))
+        if measured and (grown := touched_bytes() - touched - len(bitmask)) >= NOTED_BYTES:
+            grammar.num_bytes += MEASURED * grown
         if self._state.is_error():
             raise GrammarError(f"the grammar allows no next token: {failure_reason(self._state)}")
         mask = bytearray(bitmask[: self._mask_bytes].ljust(self._mask_bytes, b"\0"))
