@@ -87,7 +87,10 @@ class Siege:
         }
         if self._kills:
             rng = random.Random(self._options.seed)
-            parts["killer of workers"] = watcher.kill_workers(rng, self._client.worker_killed)
+            client = self._client
+            parts["killer of workers"] = watcher.kill_workers(
+                rng, client.worker_killed, lambda: client.served
+            )
         tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
         watch, reading, stuck = tasks[:3]
         try:

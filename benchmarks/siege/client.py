@@ -90,6 +90,11 @@ class Client:
         self._num_killed += 1
         self._killed.set()
 
+    @property
+    def served(self) -> bool:
+        """True while the present worker serves, as far as is known."""
+        return self._served_since is not None
+
     async def follow_restarts(self) -> None:
         """See by `/metrics`, after each kill, when the next worker serves; until cancelled.
 
