@@ -91,7 +91,7 @@ class EngineCore:
     ) -> None:
         self.config = config
         self.worker = worker
-        self.supervisor = WorkerSupervisor(worker)
+        self.supervisor = WorkerSupervisor(worker, lambda: self.started and self.control.awaits_workers)
         self.clients = clients
         self.control = Control(self)
         self.intake = MessageIntake(self)
@@ -166,7 +166,7 @@ class EngineCore:
         wait = BEHIND_SECONDS if self.clients.behind else TICK_SECONDS
         if self.started and (self.lobby.has_work or self.intake.has_work):
             wait = 0.0
-        elif (due := self.supervisor.next_start(awaited=self._awaits_worker)) is not None:
+        elif (due := self.supervisor.next_start) is not None:
             wait = min(wait, max(0.0, due - time.monotonic()))
         if self.started:
             wait = min(wait, self.block_events.wait(time.monotonic()))
@@ -220,8 +220,7 @@ class EngineCore:
             self.control.check_timers(now)
             if self.adapters is not None:
                 self.requests.refuse([ended(*refused) for refused in self.adapters.expire(now)])
-        due = self.supervisor.next_start(awaited=self._awaits_worker)
-        if due is not None and now >= due:
+        if (due := self.supervisor.next_start) is not None and now >= due:
             self._start_worker()
 
     def _log_stats(self, now: float) -> None:
@@ -316,7 +315,6 @@ class EngineCore:
         if failure is not None and failure.fatal and not (failure.lacks_memory and self.started):
             raise received_error(failure.error, failure.error_type)
         self.supervisor.plan_restart(f"the worker was lost ({why})", why, time.monotonic())
-        self.supervisor.stopwatch.restart(False)
         if self.started:
             self.requests.outbox.add(self.scheduler.fail(time.monotonic()))
             self._adapters_lost(time.monotonic())
@@ -340,16 +338,8 @@ class EngineCore:
             self.adapters.queue.take_back(self.scheduler.waiting.withdraw(has_adapter), now)
 
     def _start_worker(self) -> None:
-        why = self.supervisor.start(time.monotonic())
-        if why is not None and self.started:
+        if (why := self.supervisor.start(time.monotonic())) is not None and self.started:
             self.control.worker_lost(why, was_ready=False)
-
-    @property
-    def _awaits_worker(self) -> bool:
-        """True if requests or calls wait for workers."""
-        if not self.started:
-            return False
-        return bool(self.scheduler.num_unfinished or len(self.lobby) or self.control.awaits_worker)
 
     @property
     def _holds_steps(self) -> bool:

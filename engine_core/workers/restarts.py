@@ -31,6 +31,11 @@ class Restarts:
         self._num_failed, self._failing_since = 0, 0.0
         self._max_failed, self._patience = MAX_FAILED_STARTS, 0.0
 
+    @property
+    def running(self) -> bool:
+        """True from a start to the next loss."""
+        return self._lost_at is None
+
     def due(self, *, awaited: bool) -> float | None:
         """Time of the next start; None if the workers run. awaited: somebody waits for them."""
         if self._lost_at is None:
