@@ -93,9 +93,9 @@ class EngineCore:
         self.worker = worker
         self.supervisor = WorkerSupervisor(worker, lambda: self.started and self.control.awaits_workers)
         self.clients = clients
-        self.control = Control(self)
+        self.control: Control = Control(self)
         self.intake = MessageIntake(self)
-        self.started = False
+        self.started: bool = False
         self.started_at = time.monotonic()
         self.on_ready: Callable[[], None] = lambda: None
         self._lifeline_fd, self._publisher = lifeline_fd, publisher
