@@ -45,8 +45,8 @@ OWN: dict[str, dict[str, Any]] = {
 REFUSED = {
     "doge": "no kernel for heads of 33",
 }
-LOOSE = {"falcon_mamba": 0.3, "olmoe": 0.15} | dict.fromkeys(
-    ("axk2", "bailing_hybrid", "kimi_linear", "mamba", "minicpm3", "phimoe"), 0.1
+LOOSE = {"falcon_mamba": 0.3, "mamba": 0.2, "olmoe": 0.15} | dict.fromkeys(
+    ("axk2", "bailing_hybrid", "kimi_linear", "minicpm3", "phimoe", "qwen2_moe", "qwen3_next"), 0.1
 )
 """Differences that are permitted where rounding makes a router or indexer choose others, or layers magnify it."""
 PARAMS = SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0)

@@ -20,8 +20,8 @@ from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
 from tests.workers.device.test_cuda import never_waiting
 from tests.workers.parity import make_prompts
-from tests.workers.pooled import cosine, pool, write
-from tests.workers.test_pooling import EMBED, MEAN, states
+from tests.workers.pooled import cosine, hidden_states, pool, write
+from tests.workers.test_pooling import EMBED, MEAN
 
 SIZES = {"num_attention_heads": 2, "intermediate_size": 96}  # heads of 32, which have a kernel
 POOLER = PoolerConfig(pooling_type="MEAN")
@@ -61,7 +61,7 @@ def test_encoders_embed(
     if isinstance(runner.device, EmulatedCudaDevice):
         assert launched.count("prefill_attention") == (0 if is_own else 2)  # layers
         assert "decode_attention" not in launched
-    for prompt, vector, hidden in zip(prompts, crowd, states(folder, prompts), strict=True):
+    for prompt, vector, hidden in zip(prompts, crowd, hidden_states(folder, prompts), strict=True):
         assert cosine(vector, hidden.mean(0)) > 0.9999
         if isinstance(base, Network):
             assert torch.equal(pool(runner, [prompt], MEAN)[0], vector)
@@ -71,7 +71,7 @@ def test_float32_without_kernels(load: Load, launched: list[str], tmp_path: Path
     folder = write(tmp_path, "modernbert")
     prompts = make_prompts(128, LENGTHS)
     found = pool(load(folder, pooler_config=POOLER), prompts, MEAN)
-    for vector, hidden in zip(found, states(folder, prompts), strict=True):
+    for vector, hidden in zip(found, hidden_states(folder, prompts), strict=True):
         assert cosine(vector, hidden.mean(0)) > 0.999999
     assert launched == []
 
