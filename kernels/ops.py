@@ -11,6 +11,7 @@ from pagewire.kernels.reference.states import StateKernels
 paged_attention = dispatched(Kernels.paged_attention)
 store_kv = dispatched(Kernels.store_kv)
 rotate_and_store = dispatched(Kernels.rotate_and_store)
+rotary = dispatched(Kernels.rotary)
 
 rms_norm = dispatched(Kernels.rms_norm)
 add_rms_norm = dispatched(Kernels.add_rms_norm)
