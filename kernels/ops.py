@@ -19,6 +19,7 @@ layer_norm = dispatched(Kernels.layer_norm)
 activate_each = dispatched(Kernels.activate_each)
 activate_and_mul = dispatched(Kernels.activate_and_mul)
 fixed_sums = dispatched(Kernels.fixed_sums)
+cap = dispatched(Kernels.cap)
 
 linear = dispatched(Kernels.linear)
 route = dispatched(Kernels.route)

@@ -77,6 +77,7 @@ EXPORT void pagewire_activate(const void* x, void* out, int64_t rows, int64_t si
 
 EXPORT void pagewire_by_halves(void* x, int64_t tokens, int64_t heads, int64_t half, int64_t token_stride,
                                int64_t head_stride, int32_t dtype, int32_t num_threads);
+EXPORT void pagewire_cap(void* x, int64_t size, float scale, float softcap, int32_t dtype, int32_t num_threads);
 EXPORT void pagewire_add_scaled(const void* x, void* sum, int64_t size, float scale, int32_t dtype, int32_t num_threads);
 EXPORT void pagewire_rotary(void* x, const void* cos, const void* sin, int64_t tokens, int64_t heads, int64_t half,
                             int64_t token_stride, int64_t head_stride, int64_t cos_stride, int64_t sin_stride,
@@ -443,11 +444,14 @@ struct EmbeddingRows {
   const Integers* form;  // null: numbers
   int64_t row_bytes, scale_bytes;  // from row to row
   int64_t count;           // of rows
+  float factor;            // of each number
+  int32_t unused;
 };
 
 struct DecodeCall {
   const StackCall* stack;        // but for what differs between steps
   Matrix head;
+  float logit_scale, softcap;    // see pagewire_cap
   EmbeddingRows embeddings;
   const Angles* tables;          // of all positions, of each kind
   int64_t num_tables;

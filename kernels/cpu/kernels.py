@@ -167,6 +167,12 @@ class CpuKernels(Kernels):
         )
         return out
 
+    def cap(self, x: Tensor, scale: float, softcap: float | None) -> Tensor:
+        x = x.contiguous()
+        threads = torch.get_num_threads()
+        self._library.pagewire_cap(x.data_ptr(), x.numel(), scale, softcap or 0.0, DTYPES[x.dtype], threads)
+        return x
+
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         cos, sin = last_contiguous(cos), last_contiguous(sin)
         num_tokens, size = cos.shape

@@ -234,6 +234,14 @@ class Kernels:
         gate, up = x.chunk(2, dim=-1)
         return self.activate_each(gate, activation) * up
 
+    def cap(self, x: Tensor, scale: float, softcap: float | None) -> Tensor:
+        """Logits x [..., V] times `scale`, then `softcap * tanh(x / softcap)`, every step rounded.
+
+        x: may be overwritten. softcap: None: they are not capped.
+        """
+        x = x if scale == 1.0 else x * scale
+        return x if softcap is None else elementwise(torch.tanh, x / softcap) * softcap
+
     def fixed_sums(self, x: Tensor, ends: Tensor, one: float) -> Tensor | None:
         """See `pagewire.kernels.reference.sums.fixed_sums`."""
         return fixed_sums(x, ends, one)
