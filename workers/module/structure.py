@@ -20,8 +20,8 @@ class DecoderNames:
     gated: the feed-forward half begins with gates, too. parallel: its input is the layer's. interleaved: rotation
     turns neighbours. head_norm_form: see `kernels.data.layer.HeadNormForm`.
     unturned: an attribute of attention that is false where a layer has no rotation, if others have windows.
-    residual_scale: an attribute of a layer with a factor. embedding_scale: one of the base, or "hidden_size" for the
-    root of that; of a base whose embedding does not scale by itself.
+    residual_scale: an attribute of a layer with a factor. embedding_scale: one of the base, or "hidden_size" for
+    the root of that; of a base whose embedding does not scale by itself.
     """
 
     attention: str = "self_attn"

@@ -156,7 +156,8 @@ class ModuleHead:
     def shortened(self, device: torch.device, dtype: torch.dtype) -> tuple[ModuleHead | Linear, str]:
         """The output layer alone where its product is all that the causal module does, to the bit; and its name.
 
-        Or where scaling or capping of logits that the configuration names is all that it does besides. That is tried on states of all sizes, since a cap leaves small logits nearly alone, and a limit all of them.
+        Or with the factor and the cap of logits that the configuration names, if that is all it does besides. Both
+        are tried on states of all sizes, since a cap leaves small logits nearly alone, and a limit all of them.
 
         dtype: of hidden states. An output layer of another one gets them from the module.
         """

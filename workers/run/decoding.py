@@ -187,7 +187,7 @@ def open_decoder(runner: ModelToDecode) -> CompiledDecoder | None:
 
 
 def embedding_rows(network: Network) -> tuple[Weight, float] | None:
-    """The table [V, H] whose rows tokens begin with, and what these are multiplied by; None if there is more to it."""
+    """The table [V, H] whose rows tokens begin with, and their factor; None if there is more to it."""
     embedding = network.embedding
     if embedding is None or embedding != type(embedding)(embedding.words, scale=embedding.scale):
         return None
