@@ -6,8 +6,8 @@ x -> QKV in one product -> (norm of each head) -> (rotary) -> attention -> outpu
 With norms first, as in Llama, a norm is what the next product takes, and the sum itself goes on. With norms last,
 as in BERT, the normed sum goes on. What a half gives may be normed and scaled before it is added (Gemma 2,
 Granite), and both halves may take the same input (Cohere). In place of the feed-forward half, or beside it as a
-shared expert, a layer may have experts and a router. Either half may be one that computes itself (`Half`), as layers
-with states have.
+shared expert, a layer may have experts and a router. Either half may be one that computes itself (`Half`), as in
+layers with states.
 
 The loop over the layers is here, for every device, and for decoders and encoders. `cpu/stack.cpp` is the same loop
 compiled; it is used if all linear layers are packed weights, dense or quantised, and runs from each half that

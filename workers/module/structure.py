@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-SPARSE = {"gate", "experts"}
+EXPERTS = "experts"
 SHARED = {"shared_expert", "shared_expert_gate"}
 
 
@@ -18,7 +18,8 @@ class DecoderNames:
     norms: of the inputs of attention and of the feed-forward half; None: it takes the sum itself, or in parallel
     layers what attention takes. own_norms: of what each half gives. head_norms: a layer may be without.
     gated: the feed-forward half begins with gates, too. parallel: its input is the layer's. interleaved: rotation
-    turns neighbours. head_norm_form: see `kernels.data.layer.HeadNormForm`.
+    turns neighbours. single_angles: its tables have an angle once, not for both elements that it turns.
+    head_norm_form: see `kernels.data.layer.HeadNormForm`.
     unturned: an attribute of attention that is false where a layer has no rotation, if others have windows.
     residual_scale: an attribute of a layer with a factor. embedding_scale: one of the base, or "hidden_size" for
     the root of that; of a base whose embedding does not scale by itself.
@@ -32,12 +33,14 @@ class DecoderNames:
     mlp: str = "mlp"
     up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
+    router: str = "gate"
     gated: bool = True
     norms: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm")
     own_norms: tuple[str, str] | None = None
     final_norm: str = "norm"
     parallel: bool = False
     interleaved: bool = False
+    single_angles: bool = False
     unturned: str = ""
     residual_scale: str = ""
     embedding_scale: str = ""
@@ -71,6 +74,7 @@ DECODERS: dict[str, DecoderNames] = {
     "gemma2": GEMMA_2,
     "gemma3_text": GEMMA_2,
     "glm": GLM,
+    "gpt_oss": DecoderNames(router="router", single_angles=True),
     "glm4": replace(GLM, own_norms=("post_self_attn_layernorm", "post_mlp_layernorm")),
     "granite": DecoderNames(residual_scale="residual_multiplier", embedding_scale="embedding_multiplier"),
     "helium": DecoderNames(interleaved=True),
@@ -78,6 +82,7 @@ DECODERS: dict[str, DecoderNames] = {
         head_norms=("query_layernorm", "key_layernorm"), head_norm_form="rotated"
     ),
     "olmo2": OLMO_2,
+    "olmoe": DecoderNames(head_norm_form="together"),
     "olmo3": OLMO_2,
     "phi": DecoderNames(
         out="dense",
@@ -99,7 +104,10 @@ DECODERS: dict[str, DecoderNames] = {
 OTHER_ARITHMETIC = {"alibi_llama", "ministral3"}
 """Model types with the structure of a stack that compute something else. The proof would refuse their stacks, too,
 but only after packing all of them."""
-SPARSE_MODELS = {"mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"}
+SPARSE_MODELS = {
+    *("gpt_oss", "mixtral", "olmoe"),
+    *("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
+}
 """Model types whose experts are chosen by the softmax of a router's logits. Others have the same structure, and
 other arithmetic."""
 STACKED_HYBRIDS = {
@@ -146,10 +154,10 @@ def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[s
         ".".join(path).replace("block_sparse_moe", "mlp").removesuffix(".weight").removesuffix(".bias")
         for path in inner
         if path
-    }
+    } - {f"{own.attention}.sinks"}
     if own is LLAMA and any(name.endswith("norm.bias") for name in names):  # of a norm that is no RMSNorm
         return False
-    dense, experts = _within(own.mlp, (*own.up, own.down)), _within(own.mlp, SPARSE)
+    dense, experts = _within(own.mlp, (*own.up, own.down)), _within(own.mlp, (own.router, EXPERTS))
     if model_type in SPARSE_MODELS and found >= experts:  # some layers may have experts, and others none
         found = found - experts - _within(own.mlp, SHARED) | dense
     parts = _within(own.attention, (*own.qkv, own.out)) | dense | own.all_norms

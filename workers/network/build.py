@@ -105,8 +105,7 @@ class _NetworkBuilder:
             KVPlace(part.index, kv_shape(layer), part.window) if part.mixer is None else None
             for part, layer in zip(parts, layers, strict=True)
         ]
-        interleaved = any(part.interleaved for part in parts)
-        angles = self._tables(rotary, kinds, layers[0].dtype, interleaved=interleaved)
+        angles = self._tables(rotary, kinds, layers[0].dtype, parts[0])
         return Network(embedding, angles, stack, places, self._modules(parts, layers), is_last)
 
     def _heads(self, part: LayerParts) -> list[int]:
@@ -158,27 +157,28 @@ class _NetworkBuilder:
     def _logit_terms(self, parts: Sequence[LayerParts]) -> list[LogitTerms]:
         """The terms of each layer's attention."""
         if self.structure.causal:
-            return [LogitTerms(part.window, softcap=part.softcap) for part in parts]
+            return [LogitTerms(part.window, softcap=part.softcap, sinks=self._sinks(part)) for part in parts]
         relative_bias = self.structure.relative_bias
         bias = None if relative_bias is None else relative_bias(self.base, self.weights).to(self.device)
         return [LogitTerms.two_sided(part.window, bias) for part in parts]
 
-    def _tables(
-        self, rotary: Any, kinds: Sequence[str | None], dtype: torch.dtype, *, interleaved: bool
-    ) -> list[Angles]:
-        """Cosines and sines [P, rot_dim] of all positions, of each kind of angles.
+    def _sinks(self, part: LayerParts) -> Tensor | None:
+        sinks = None if part.sinks is None else self.weights.part(part.sinks, "sinks")
+        return None if sinks is None else sinks.to(self.device)
 
-        interleaved: what turns neighbours may stand side by side (Cohere) and not by halves.
-        """
+    def _tables(
+        self, rotary: Any, kinds: Sequence[str | None], dtype: torch.dtype, form: LayerParts
+    ) -> list[Angles]:
+        """Cosines and sines [P, rot_dim] of all positions, of each kind of angles. form: a layer that uses them."""
         if rotary is None:
             return []
         rotary.to(self.device)
         like = torch.empty(1, 1, 1, dtype=dtype, device=self.device)
         tables = (rotary.table(like, *([] if kind is None else [kind])) for kind in kinds)
         found = [(cos[0], sin[0]) for cos, sin in tables]
-        if not interleaved:
-            return found
-        return [(halved(cos), halved(sin)) for cos, sin in found]
+        if form.single_angles:
+            return [(torch.cat([cos, cos], 1), torch.cat([sin, sin], 1)) for cos, sin in found]
+        return [(halved(cos), halved(sin)) for cos, sin in found] if form.interleaved else found
 
     def _layer(
         self,
@@ -191,7 +191,7 @@ class _NetworkBuilder:
     ) -> Layer:
         """A layer of the stack, with joined and packed linear layers. norms: of the sums in it."""
         ranks = None if self.weights.shards is None else self.weights.shards.collective
-        mixture = None if part.mixture is None else self._mixture(part.mixture, ranks)
+        mixture = None if part.mixture is None else self._mixture(part.mixture, part.router, ranks)
         mixer, feed_forward = (
             None if module is None else ModuleHalf.of(module, rotary, self.weights, self.device)
             for module in (part.mixer, part.feed_forward)
@@ -237,12 +237,12 @@ class _NetworkBuilder:
         require([len(query.weight), len(key.weight)] == sizes, "norms of heads have another size")
         return query, key
 
-    def _mixture(self, module: Any, ranks: Sum | None) -> Mixture:
+    def _mixture(self, module: Any, gate: Any, ranks: Sum | None) -> Mixture:
         """The feed-forward half of experts that a module holds, packed."""
         require((self.weights.cut(module.experts, "down_proj") is None) == (ranks is None))
-        router = router_of(module.gate, self.weights, self.device)
+        router = router_of(gate, self.weights, self.device)
         if router is None:
-            raise OtherStructureError
+            raise OtherStructureError("its router's choice is no softmax of logits")
         grouped = grouped_experts(module.experts, self.weights, self.device)
         require(grouped.experts.activation is not None and grouped.after is None)
         # On a GPU the host would wait within the stack for experts that have no kernel.

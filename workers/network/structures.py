@@ -19,10 +19,10 @@ from pagewire.kernels.ops import layer_norm
 from pagewire.workers.module.structure import (
     DECODERS,
     DEFAULT_ACTIVATION,
+    EXPERTS,
     LLAMA,
     OTHER_ARITHMETIC,
     SHARED,
-    SPARSE,
     SPARSE_MODELS,
     DecoderNames,
 )
@@ -72,8 +72,10 @@ class LayerParts:
     heads: the numbers of query and of key heads where one module makes all; None: as many of all three.
     own_norms: of what each half gives. turned: its queries and keys are rotated.
     softcap: of logits of attention. residual_scale, parallel, interleaved, head_norm_form: see `Layer`.
-    mixture: a module with `gate`, `experts` and maybe a shared expert, of a layer that has experts. Then `up` and
-    `down` are the shared expert's, or there are none.
+    single_angles: see `DecoderNames`.
+    mixture: a module with `experts` and maybe a shared expert, of a layer that has experts, and router: the module
+    that chooses them. Then `up` and `down` are the shared expert's, or there are none.
+    sinks: a module with a parameter of this name, one more logit of each head.
     mixer, feed_forward: modules that run as they are, in place of attention and of the feed-forward half.
     """
 
@@ -90,6 +92,8 @@ class LayerParts:
     scale: float | None = None
     head_norms: tuple[Any, Any] | None = None
     mixture: Any = None
+    router: Any = None
+    sinks: Any = None
     mixer: Any = None
     feed_forward: Any = None
     heads: tuple[int, int] | None = None
@@ -99,6 +103,7 @@ class LayerParts:
     residual_scale: float = 1.0
     parallel: bool = False
     interleaved: bool = False
+    single_angles: bool = False
     head_norm_form: HeadNormForm = HeadNormForm.EACH
 
     def linears(self) -> dict[str, Sequence[Any]]:
@@ -110,7 +115,7 @@ class LayerParts:
             "down": [self.down],
         }
         if self.mixture is not None:
-            found |= {"router": [self.mixture.gate]}
+            found |= {"router": [self.router]}
             if hasattr(self.mixture, "shared_expert_gate"):
                 found |= {"shared_gate": [self.mixture.shared_expert_gate]}
         return found
@@ -264,10 +269,12 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         heads=heads,
         own_norms=(None, None) if names.own_norms is None else _named(layer, names.own_norms),
         turned=is_turned(attention, names),
+        sinks=attention if isinstance(getattr(attention, "sinks", None), Tensor) else None,
         softcap=getattr(attention, "attn_logit_softcapping", None),
         residual_scale=float(getattr(layer, names.residual_scale)) if names.residual_scale else 1.0,
         parallel=names.parallel,
         interleaved=names.interleaved,
+        single_angles=names.single_angles,
     )
     return with_feed_forward(parts, mlp, names, config)
 
@@ -278,19 +285,19 @@ def with_feed_forward(parts: LayerParts, mlp: Any, names: DecoderNames, config: 
     Raises:
         OtherStructureError: it has other ones.
     """
-    mixture = None
-    if config.model_type in SPARSE_MODELS and children(mlp) >= SPARSE:
-        require(children(mlp) in (SPARSE, SPARSE | SHARED))
-        mlp, mixture = getattr(mlp, "shared_expert", None), mlp
+    sparse = {names.router, EXPERTS}
+    if config.model_type in SPARSE_MODELS and children(mlp) >= sparse:
+        require(children(mlp) in (sparse, sparse | SHARED))
+        parts = replace(parts, mixture=mlp, router=getattr(mlp, names.router))
+        mlp = getattr(mlp, "shared_expert", None)
     if mlp is None:
-        return replace(parts, mixture=mixture)
+        return parts
     found = {name for name, child in mlp.named_children() if any(True for _ in child.parameters())}
     require(found == {*names.up, names.down}, f"its feed-forward half has {', '.join(sorted(found))}")
     return replace(
         parts,
         up=[getattr(mlp, name) for name in names.up],
         down=getattr(mlp, names.down),
-        mixture=mixture,
     )
 
 
