@@ -21,6 +21,6 @@ setup(
             *("*.html", "*.js", "*.css", "*.svg"),
             *("*.cpp", "*.h", "*.cu", "*.cuh"),
         ],
-        "pagewire.frontend.server.page": ["*/*.js", "*/*.css"],
+        "pagewire.frontend.server.page": ["*/*.js", "*/*.css", "vendor/*"],
     },
 )

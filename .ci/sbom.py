@@ -3,8 +3,9 @@
     python .ci/sbom.py [build/sbom.json]
 
 The dependencies, optional ones included, come from the metadata of the installed packages; versions come from
-constraints.txt, or from what is installed. Nothing is fetched. Exit status 1: an installed package has another
-version than constraints.txt.
+constraints.txt, or from what is installed. Files of other projects that the page ships (vendored.json) are listed,
+too, each with what is bundled in it. Nothing is fetched. Exit status 1: an installed package has another version
+than constraints.txt.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = "pagewire"
+VENDORED = ROOT / "frontend" / "server" / "page" / "vendor" / "vendored.json"
 DEVELOPMENT = {"dev", "docs"}  # extras that users do not install
 LICENSE_WORDS = 8  # longer fields of this name hold the license's text, not its name
 
@@ -94,16 +96,42 @@ def component(name: str, version: str | None, kind: str = "library") -> dict[str
     return entry
 
 
+def vendored() -> list[dict[str, Any]]:
+    """The packages of npm that the page ships a file of. What is bundled in one is known by name only."""
+    entries = json.loads(VENDORED.read_text(encoding="utf-8"))
+    return [
+        {
+            "type": "library",
+            "bom-ref": (url := f"pkg:npm/{entry['name']}@{entry['version']}"),
+            "name": entry["name"],
+            "purl": url,
+            "version": entry["version"],
+            "licenses": [{"license": {"id": entry["license"]}}],
+            "hashes": [{"alg": "SHA-256", "content": entry["sha256"]}],
+            "components": [
+                {"type": "library", "name": name, "licenses": [{"license": {"id": declared}}]}
+                for name, declared in entry["bundles"].items()
+            ],
+        }
+        for entry in entries
+    ]
+
+
 def bill(graph: dict[str, set[str]], versions: dict[str, str]) -> dict[str, Any]:
     """The whole document. Equal inputs give equal documents."""
     installed = {name: package.version for name in graph if (package := found(name)) is not None}
     known = {name: versions.get(name, installed.get(name)) for name in graph}
     references = {name: reference(name, version) for name, version in known.items()}
-    dependencies = [
+    dependencies: list[dict[str, Any]] = [
         {"ref": references[name], "dependsOn": sorted(references[other] for other in needs)}
         for name, needs in sorted(graph.items())
     ]
-    components = [component(name, known[name]) for name in sorted(graph.keys() - {PROJECT})]
+    shipped = vendored()
+    for entry in dependencies:
+        if entry["ref"] == references[PROJECT]:
+            entry["dependsOn"] = sorted([*entry["dependsOn"], *(each["bom-ref"] for each in shipped)])
+    dependencies += [{"ref": each["bom-ref"], "dependsOn": []} for each in shipped]
+    components = [component(name, known[name]) for name in sorted(graph.keys() - {PROJECT})] + shipped
     content = json.dumps([components, dependencies], sort_keys=True)
     return {
         "bomFormat": "CycloneDX",

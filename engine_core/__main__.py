@@ -39,6 +39,8 @@ def main() -> int:
         parser.exit(1, f"engine core failed: {error}\n")
     given = json.load(sys.stdin)
     args = EngineArgs(**given["options"])
+    # Its only frontends are of the user who started it, and could write there themselves.
+    args.allowed_save_path = args.allowed_save_path or "/"
     adopt(msgspec.convert(given["registrations"], Registrations))
     return serve(args, Listen(options.listen, drain_seconds=0.0), options.lifeline, early)
 

@@ -26,9 +26,8 @@ from pagewire.engine_core.clients.kv_events import KVPublisher
 from pagewire.engine_core.clients.metrics import Metrics, summary
 from pagewire.engine_core.clients.requests import EngineRequests
 from pagewire.engine_core.config.config import EngineConfig
-from pagewire.engine_core.grammar.compile import load_tokenizer
 from pagewire.engine_core.grammar.pool import Grammars
-from pagewire.engine_core.grammar.prover import ConfinedProver
+from pagewire.engine_core.grammar.start import begin_tokenizer, open_grammars
 from pagewire.engine_core.media.start import open_media, start_media
 from pagewire.engine_core.media.store import MediaStore
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
@@ -37,10 +36,8 @@ from pagewire.engine_core.schedule.speculation import open_speculation
 from pagewire.engine_core.steps import StepDriver
 from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
 from pagewire.engine_core.workers.supervisor import CoreError, WorkerSupervisor
-from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import EngineStoppedError, error_text, received_error
 from pagewire.ipc.host.heap import freeze_heap, release_spare_memory
-from pagewire.ipc.options.structured_outputs import StructuredOutputsConfig
 from pagewire.ipc.wire import messages
 from pagewire.ipc.wire.lora import AdapterLoaded
 from pagewire.ipc.wire.messages import EngineInfo
@@ -123,6 +120,7 @@ class EngineCore:
         cause: BaseException = EngineStoppedError("the engine core has shut down")
         try:
             self._start_worker()
+            self._tokenizer = begin_tokenizer(self.config)
             while not self._is_over():
                 self._iterate()
         except BaseException as error:
@@ -259,7 +257,7 @@ class EngineCore:
                 self._adapter_loaded(message)
             elif isinstance(message, Ready):
                 self._worker_ready(message)
-            elif isinstance(message, WorkerFailed):
+            elif isinstance(message, WorkerFailed) and (self.started or message.traceback):  # else said later
                 logger.error("the worker failed: %s", message.error, extra={"traceback": message.traceback})
 
     def _worker_ready(self, ready: Ready) -> None:
@@ -273,7 +271,7 @@ class EngineCore:
             self.media = open_media(self._media_start, ready, self.scheduler.config, self._wake)
             self.info = self.config.engine_info(ready, None if self.media is None else self.media.info)
             self.clients.accept(self.info)
-            self.grammars = open_grammars(self.config, self.info.vocab_size, self._wake)
+            self.grammars = open_grammars(self.config, self._tokenizer, ready, self._wake)
             self.metrics = Metrics(self.info.max_model_len)
             limits = self.config.adapter_limits(ready)
             self.adapters = None if limits is None else AdapterTable(limits)
@@ -288,14 +286,11 @@ class EngineCore:
             self.block_events = BlockEvents(self.clients, self.scheduler.kv.pool, self._publisher)
             self._load_first_adapter()
             self.started = True
+            info = self.info
+            names = info.model, info.architecture, info.dtype
+            numbers = info.num_blocks, info.block_size, info.max_model_len
             logger.info(
-                "engine ready: %s (%s, %s), %d KV blocks of %d tokens, max_model_len %d",
-                self.info.model,
-                self.info.architecture,
-                self.info.dtype,
-                self.info.num_blocks,
-                self.info.block_size,
-                self.info.max_model_len,
+                "engine ready: %s (%s, %s), %d KV blocks of %d tokens, max_model_len %d", *names, *numbers
             )
             if self.info.num_states:
                 logger.info("%d state slots of %d bytes", self.info.num_states, ready.bytes_per_state)
@@ -368,18 +363,6 @@ def raise_error(error: Exception | None) -> None:
 def has_adapter(sequence: Sequence) -> bool:
     """True if a sequence runs with an adapter."""
     return sequence.adapter is not None
-
-
-def open_grammars(config: EngineConfig, vocab_size: int, wake: Callable[[], None]) -> Grammars:
-    """The pool that compiles an engine's grammars. wake: called once one is compiled."""
-    return Grammars(
-        lambda: load_tokenizer(config.tokenizer_folder(), config.eos_token_ids),
-        vocab_size,
-        open_prover=lambda: ConfinedProver(config.tokenizer_folder(), config.eos_token_ids, vocab_size),
-        seconds=env_float("PAGEWIRE_GRAMMAR_TIMEOUT_S", 10.0),
-        wake=wake,
-        defaults=StructuredOutputsConfig.read(config.args.structured_outputs_config),
-    )
 
 
 def check_size(ready: Ready, config: SchedulerConfig) -> None:

@@ -67,8 +67,14 @@ class Listen:
             )
 
 
+class OwnerTold(Exception):
+    """The core has failed, and the frontend that spawned it knows why."""
+
+
 def serve(args: EngineArgs, listen: Listen, lifeline_fd: int = -1, early: EarlyWorker | None = None) -> int:
-    """Run a core until it is stopped. Returns the exit status: 0, or 1 after logging the cause of a failure.
+    """Run a core until it is stopped. Returns the exit status: 0, or 1 after saying the cause of a failure.
+
+    The cause is logged, unless the frontend that spawned this core was told, which says it itself.
 
     early: a worker that was started already.
     """
@@ -78,7 +84,8 @@ def serve(args: EngineArgs, listen: Listen, lifeline_fd: int = -1, early: EarlyW
         return 0
     except Exception as error:
         logger.debug("traceback", exc_info=True)
-        logger.error("engine core failed: %s", error)
+        if not isinstance(error, OwnerTold):
+            logger.error("engine core failed: %s", error)
         return 1
 
 
@@ -117,15 +124,20 @@ def run(
     stack.callback(socket.close, FLUSH_MS)
     logger.info("listening on %s", listen.address)
     clients = Clients(socket, env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0), access)
-    config, workers, publisher = prepare(args, clients, context, early)
-    if publisher is not None:
-        stack.callback(publisher.close)
-    core = EngineCore(config, workers, clients, lifeline_fd, publisher)
-    if listen.announce:
-        core.on_ready = lambda: print(f"ready {listen.address}", flush=True)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: core.stop(listen.drain_seconds))
-    core.run()
+    try:
+        config, workers, publisher = prepare(args, clients, context, early)
+        if publisher is not None:
+            stack.callback(publisher.close)
+        core = EngineCore(config, workers, clients, lifeline_fd, publisher)
+        if listen.announce:
+            core.on_ready = lambda: print(f"ready {listen.address}", flush=True)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: core.stop(listen.drain_seconds))
+        core.run()
+    except Exception as error:
+        if clients.told and lifeline_fd >= 0:
+            raise OwnerTold from error
+        raise
     logger.info("stopped")
 
 

@@ -308,3 +308,21 @@ def converted(name: str, value: Any, kind: Any) -> Any:
         raise ValueError(f"{name} must be {interval(meta_of(kind))}, got {quoted(value)}")
     hint = "; code never crosses a socket: give a name" if callable(value) else ""
     raise TypeError(f"{name}: {problem[0].lower()}{problem[1:]}{hint}")
+
+
+def check_num_logprobs(name: str, number: int | None, most: int, vocab_size: int) -> None:
+    """Check a number of log probabilities per token: -1 and numbers over the vocabulary ask for all of it.
+
+    most: what the engine allows (`max_logprobs`); -1: any number.
+
+    Raises:
+        ValueError: the engine allows fewer.
+    """
+    if number is None or most == -1:
+        return
+    asked = vocab_size if number == -1 else min(number, vocab_size)
+    if asked > most:
+        every = f", all {vocab_size} of the vocabulary," if asked == vocab_size else ""
+        raise ValueError(
+            f"{name}={number}{every} is over this engine's max_logprobs={most} (start it with more, or with -1)"
+        )

@@ -98,16 +98,15 @@ class KnowsArguments(msgspec.StructMeta):
         return super().__call__(*args, **kwargs)
 
 
-def absent_name(module: str, name: str, by_import: bool) -> Exception:
+def absent_name(module: str, name: str) -> AttributeError:
     """The error for a name that a module does not have, with the reason, if vLLM has it.
 
-    by_import: by `from module import name`, which shows the text of an ImportError, but not of an AttributeError.
+    Imports of the name do not show it: what they say is raised by the finder of modules in `pagewire`.
     """
     full = f"{module}.{name}"
     if (absent := NAMES.get(full)) is None:
         return AttributeError(f"module {module!r} has no attribute {name!r}")
-    kind = ImportError if by_import else AttributeError
-    return kind(absent.refusal(full))
+    return AttributeError(absent.refusal(full))
 
 
 class _KnowsClassAttributes(type):
@@ -351,7 +350,6 @@ VALUES: Mapping[str, Absent] = {
     "tokenizer_mode=mistral": Absent(
         "the library mistral_common is not used",
         "'auto' reads tokenizer.json, 'slow' the model's tokenizer by transformers",
-        pending=True,
     ),
 }
 """Values of options that exist, as "option=value". They are refused."""
@@ -407,13 +405,10 @@ REQUEST_FIELDS: Mapping[str, Absent] = {
     "OllamaOptions.mirostat_eta": Absent("there is no Mirostat", "give top_p or min_p", warned=int | float),
     "OllamaOptions.mirostat_tau": Absent("there is no Mirostat", "give top_p or min_p", warned=int | float),
     "OllamaOptions.num_keep": Absent(
-        "prompts are never shortened", "leave it out: a prompt that is too long is refused", warned=int
+        "of a conversation that is too long, whole turns are left out", "leave it out", warned=int
     ),
     "OllamaOptions.penalize_newline": Absent(
         "penalties are those of all tokens", "set repeat_penalty to 1", silent=(True,)
-    ),
-    "OllamaOptions.repeat_last_n": Absent(
-        "repeat_penalty is over all tokens of the prompt and the answer", "give -1", silent=(-1,)
     ),
     "OllamaOptions.tfs_z": Absent("there is no tail-free sampling", "give min_p", silent=(1.0,)),
     "OllamaOptions.typical_p": Absent("there is no typical sampling", "give top_p or min_p", silent=(1.0,)),
@@ -469,6 +464,10 @@ NAMES: Mapping[str, Absent] = {
     "LLM.apply_model(func)": _CODE,
     "LLM.collective_rpc(callable)": _CODE,
     "LLM.encode(tokenization_kwargs)": _TOKENIZATION,
+    "LLM.encode(DataPrompt)": Absent(
+        "the models of vLLM that take one bring a processor of it as a plugin, which pagewire does not load",
+        "give a text, token ids, an EmbedsPrompt or multi_modal_data",
+    ),
     "LLM.input_processor": _INPUTS,
     "LLM.io_processor": _INPUTS,
     "LLM.request_counter": Absent("it counts requests of this object only", "get_metrics has all"),
@@ -522,17 +521,33 @@ NAMES: Mapping[str, Absent] = {
     ),
     **dict.fromkeys(
         (
-            *("pagewire.inputs.INPUT_REGISTRY", "pagewire.inputs.LLMInputs"),
+            *("pagewire.inputs.DummyDataFactory", "pagewire.inputs.INPUT_REGISTRY"),
+            *("pagewire.inputs.InputContext", "pagewire.inputs.InputProcessor"),
+            *("pagewire.inputs.InputRegistry", "pagewire.inputs.LLMInputs", "pagewire.inputs.registry"),
             *("pagewire.multimodal.MULTIMODAL_REGISTRY", "pagewire.multimodal.MultiModalInputs"),
             *("pagewire.multimodal.MultiModalPlugin", "pagewire.multimodal.MultiModalRegistry"),
+            *("pagewire.multimodal.base", "pagewire.multimodal.image", "pagewire.multimodal.registry"),
         ),
         Absent(
             "media become a model's inputs by the Hugging Face processor of its folder, in processes of its own",
             "put a processor into the model's folder, and its arguments into mm_processor_kwargs",
         ),
     ),
+    "StructuredOutputsParams(json=shape)": Absent(
+        'a dict such as {"name": "string"} is no JSON schema, and what it means would be a guess',
+        "give the schema, which the error writes out",
+    ),
     "pagewire.bc_linter_include": Absent("it marks functions for a linter of vLLM", "leave it out"),
     "pagewire.bc_linter_skip": Absent("it marks functions for a linter of vLLM", "leave it out"),
+    "pagewire.distributed": Absent(
+        "the ranks of a model are workers, whose groups no program joins",
+        "set tensor_parallel_size or pipeline_parallel_size; `pagewire doctor --distributed` tries the links",
+    ),
+    "pagewire.model_executor": Absent(
+        "models are modules of transformers, which workers load, and safetensors files are mapped into memory",
+        "register a class of your own with ModelRegistry (docs/own_models.md); for Tensorizer's files take "
+        "save_sharded_state and load_format='sharded_state'",
+    ),
 }
 """Attributes, as "owner.name", and arguments, as "function(name)". They are refused, but for silent values."""
 
@@ -620,6 +635,10 @@ VARIABLES: Mapping[str, Absent] = {
 """Environment variables. Those that begin with VLLM_ are warned of; others belong to other programs as well."""
 
 FOUNDATIONS: Mapping[str, Absent] = {
+    "Block copy kernels (copy_blocks, swap_blocks)": Absent(
+        "sequences share only full blocks of the KV cache, which nothing writes again, so none is copied",
+        "nothing is to be set",
+    ),
     "CUDA 11": Absent("NVRTC and CuPy are those of CUDA 12 and 13", "install pagewire[cuda12] or [cuda13]"),
     "FlashAttention, FlashInfer, xFormers": Absent(
         _ONE_SET_OF_KERNELS, "they are compared with FlashInfer's in benchmarks.kernels"

@@ -53,7 +53,9 @@ READ: Mapping[str, Variable] = {
         "time limit of one step, or of a call without progress, after which the worker is replaced", "300"
     ),
     "PAGEWIRE_GRAMMAR_TIMEOUT_S": Variable(
-        "time that a grammar may wait for a thread of each lane, and again that it may take to compile", "10"
+        "time that a grammar may wait for a thread of each lane, and again that it may take to compile, half of it "
+        "as processor time",
+        "10",
     ),
     "PAGEWIRE_HEALTH_TIMEOUT_S": Variable(
         "time for a step (or four times the longest one yet) or a ping, after which `/health` is 503", "5"
@@ -95,7 +97,8 @@ READ: Mapping[str, Variable] = {
         "5000",
     ),
     "PAGEWIRE_TORCH_PROFILER_DIR": Variable(
-        "folder of the traces that `start_profile` and `stop_profile` make", "a new temporary one"
+        "folder of the traces that `start_profile` and `stop_profile` make",
+        "Python: a new temporary one; `POST /start_profile` is refused without it",
     ),
     "PAGEWIRE_USE_MODELSCOPE": Variable(
         "`1`: models come from ModelScope, not from the Hugging Face hub (`pip install 'pagewire[modelscope]'`; "

@@ -13,8 +13,19 @@ class EngineBusyError(RuntimeError):
     """
 
 
+class EngineStalledError(EngineBusyError):
+    """A limit of time has passed in which a process got too little of a processor to do its work.
+
+    It says nothing about the request: the same one may be sent again.
+    """
+
+
 class RequestError(RuntimeError):
     """The engine core ended this request with an error; other requests are not affected."""
+
+
+class NotFiniteError(RequestError):
+    """The model computed numbers for this request that are NaN or infinite."""
 
 
 class RequestCrashedEngineError(RequestError):
@@ -60,8 +71,10 @@ ERROR_TYPES: dict[str, type[Exception]] = {
         TimeoutError,
         ModelNotFoundError,
         EngineBusyError,
+        EngineStalledError,
         EngineDeadError,
         RequestError,
+        NotFiniteError,
         RequestCrashedEngineError,
         AdapterCrashedWorkerError,
         ProtocolError,

@@ -38,7 +38,9 @@ FAMILIES = {
 """Names of quantised checkpoints to the format that they are of. Marlin is a layout of kernels for some of them."""
 ONLINE = ("fp8", "int8", "int6", "int4", "int4_int8", "bitsandbytes", "experts_int8")
 """Names of quantisations that are applied to a checkpoint of plain numbers while it is loaded."""
-NAMES = (*FAMILIES, *(name for name in ONLINE if name not in FAMILIES))
+DEQUANTIZE = "dequantize"
+"""Name for a quantised checkpoint whose weights are plain numbers once they are loaded."""
+NAMES = (*FAMILIES, *(name for name in ONLINE if name not in FAMILIES), DEQUANTIZE)
 GGUF: Mapping[str, Any] = {"quant_method": "gguf"}
 QUANTISED_LOAD_FORMATS = ("bitsandbytes", "gguf")
 """Load formats that say at once how the checkpoint is quantised."""
@@ -88,7 +90,7 @@ def method_of(settings: Mapping[str, Any] | None) -> str | None:
 def resolve_quantization(
     quantization: str | None, load_format: str, settings: Mapping[str, Any] | None
 ) -> str | None:
-    """The quantisation that a model is loaded with; None for plain numbers.
+    """The quantisation that a model is loaded with, or `DEQUANTIZE`; None for plain numbers.
 
     quantization: what the options name, or None. settings: of the checkpoint, as `settings_of` gives them.
 
@@ -101,6 +103,8 @@ def resolve_quantization(
     if quantization is None:
         return method
     name = quantization_name(quantization)
+    if name == DEQUANTIZE and method is not None:
+        return name
     if load_format in QUANTISED_LOAD_FORMATS and FAMILIES.get(name) != load_format:
         raise ValueError(f"load_format={load_format!r} does not agree with quantization={quantization!r}")
     if method is None:

@@ -171,20 +171,31 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
-        raise _absent(__name__, name, 2)
+        from pagewire.ipc.compatibility import absent_name
+
+        raise absent_name(__name__, name)
     value = getattr(import_module(_HOME_OF[name]), name)
     globals()[name] = value  # asked for once
     return value
 
 
-def _absent(module: str, name: str, depth: int) -> Exception:
-    """The error for a name that a module of this package does not have. depth: of the caller that asks for it."""
-    from opcode import opmap
+class _AbsentNames:
+    """The last finder of modules, which finds none: it refuses names of vLLM, with the reason and the alternative.
 
-    from pagewire.ipc.compatibility import absent_name
+    Python asks it for `import x.y` where there is no module x.y, and for `from x import y` where the package x has
+    no attribute y. `x.y` and `hasattr(x, "y")` ask `x.__getattr__` alone, which raises AttributeError.
+    """
 
-    frame = sys._getframe(depth)
-    return absent_name(module, name, frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"])
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name.startswith(f"{__name__}."):
+            from pagewire.ipc.compatibility import NAMES
+
+            if (absent := NAMES.get(name)) is not None:
+                raise ModuleNotFoundError(absent.refusal(name))  # with `name=`, `from x import y` ignores it
+
+
+sys.meta_path.append(_AbsentNames)
 
 
 def __dir__() -> list[str]:

@@ -150,15 +150,14 @@ def test_options_in_text_are_known() -> None:
 def defined(module: str) -> set[str] | None:
     """The names at the top of one of our modules or packages; None: there is none of this name."""
     path = ROOT.joinpath(*module.split(".")[1:])
-    if ROOT.joinpath("pagewire", *module.split(".")[1:]).with_suffix(".py").exists():  # it only re-exports
+    face = ROOT.joinpath("pagewire", *module.split(".")[1:])
+    if face.with_suffix(".py").exists() or (face / "__init__.py").exists():  # it only re-exports
         return set(importlib.import_module(module).__all__)
-    for source in (path.with_suffix(".py"), path / "__init__.py", ROOT / "pagewire" / "__init__.py"):
-        if source.exists() and (source != ROOT / "pagewire" / "__init__.py" or module == "pagewire"):
+    for source in (path.with_suffix(".py"), path / "__init__.py"):
+        if source.exists():
             break
     else:
         return set() if path.is_dir() else None
-    if module == "pagewire":
-        return set(pagewire.__all__)
     names = {part.name for part in path.glob("*") if part.is_dir()} | {
         part.stem for part in path.glob("*.py")
     }

@@ -28,6 +28,13 @@ def test_the_bill_has_every_dependency_with_its_version(tmp_path: Path) -> None:
     }
     assert needed <= components.keys() and not {"pytest", "mypy"} & components.keys()
     assert components["msgspec"]["purl"] == f"pkg:pypi/msgspec@{components['msgspec']['version']}"
+    page = components["markdown-it"]
+    assert page["purl"] == f"pkg:npm/markdown-it@{page['version']}"
+    assert page["licenses"] == [{"license": {"id": "MIT"}}]
+    assert {each["name"] for each in page["components"]} >= {"entities", "mdurl"}
+    project = document["metadata"]["component"]["bom-ref"]
+    needs = {entry["ref"]: entry["dependsOn"] for entry in document["dependencies"]}
+    assert page["bom-ref"] in needs[project]
     references = {entry["bom-ref"] for entry in [*components.values(), document["metadata"]["component"]]}
     assert {entry["ref"] for entry in document["dependencies"]} == references
     assert {other for entry in document["dependencies"] for other in entry["dependsOn"]} <= references

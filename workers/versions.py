@@ -49,10 +49,16 @@ def check_model_type(values: Mapping[str, Any]) -> None:
     Raises:
         LoadError: it is not, but it is with a later one.
     """
+    if needs_later_version(values):
+        kind = values["model_type"]
+        raise LoadError(f"{kind} is not supported with this version of transformers: {needs(SINCE[kind])}")
+
+
+def needs_later_version(values: Mapping[str, Any]) -> bool:
+    """True if the model type in a configuration's values is served with a later version than the installed one."""
     kind = values.get("model_type")
     since = SINCE.get(kind) if isinstance(kind, str) else None
-    if since is not None and transformers_version() < since:
-        raise LoadError(f"{kind} is not supported with this version of transformers: {needs(since)}")
+    return since is not None and transformers_version() < since
 
 
 def wrong_arithmetic(text: Any) -> str | None:

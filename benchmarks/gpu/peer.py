@@ -24,7 +24,7 @@ from benchmarks.gpu.models import Pagewire, Work
 LIMIT = 90.0
 """Seconds that the peer has, from the start of its process on."""
 REHEARSED_BLOCKS = 64
-"""Of 256 tokens, in the KV cache of a rehearsal on a CPU: by default its size is what memory the host has at that moment."""
+"""Of 256 tokens, in the KV cache of a rehearsal on a CPU; by default the memory that is free decides."""
 
 
 def compare(sizes: dict[str, Any], work: Work, device: str) -> dict[str, Any]:

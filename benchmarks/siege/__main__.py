@@ -46,7 +46,8 @@ class Siege:
     def __init__(self, fortress: Fortress, options: argparse.Namespace) -> None:
         self._fortress, self._options = fortress, options
         self._seconds = 60.0 * options.minutes
-        self._client, self._log, self._lag = Client(fortress.url, options.max_wait), AttackLog(), Lag()
+        self._client = Client(fortress.url, options.max_wait, bool(options.pictures))
+        self._log, self._lag = AttackLog(), Lag()
 
     async def run(self) -> Report:
         """Learn, attack, settle; the report."""
@@ -214,9 +215,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         help="the longest that the client may wait for an answer to begin, or to go on (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument(
-        "--pictures", default="", metavar="FOLDER",
-        help="a model that takes pictures, to be served and attacked as well (default: requests with pictures "
-        "go to the demo model, which refuses them)",
+        "--pictures", default="", metavar="MODEL",
+        help="a model that takes pictures, such as demo-vision, to be served, asked and attacked as well (default: "
+        "requests with pictures go to the demo model, which refuses them)",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file as well")
     parser.add_argument(

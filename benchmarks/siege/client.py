@@ -11,10 +11,14 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from .fortress import GOOD_KEY, MODEL
+from .fortress import GOOD_KEY, MODEL, PICTURES
+from .media_files import plain_png
+from .pictures import part
 
 WAIT_SECONDS = 2.0  # longest wait for an answer to begin, or to go on
-GRAMMAR_SECONDS = 10.0  # likewise with a schema never seen, which must be compiled behind those of others
+# Likewise with a schema never seen, which must be compiled behind those of others; and a picture, which is decoded
+# and processed behind theirs.
+SLOW_SECONDS = {"schema": 10.0, "picture": 10.0}
 RESTART_SECONDS = 60.0  # likewise where the wait began before a killed worker was replaced
 HANG_SECONDS = 120.0  # an answer that takes longer does not come
 STUCK_SECONDS = 30.0  # over the limit of a wait: the siege is called off, for it has failed
@@ -57,15 +61,19 @@ class Wait:
         """The longest that it may be."""
         if self.restart:
             return RESTART_SECONDS
-        return max(GRAMMAR_SECONDS, self.allowed) if self.kind == "schema" else self.allowed
+        return max(SLOW_SECONDS.get(self.kind, 0.0), self.allowed)
 
 
 @dataclass
 class Client:
-    """One client with a connection of its own. waits: all so far. wrong: answers that were not the right ones."""
+    """One client with a connection of its own. waits: all so far. wrong: answers that were not the right ones.
+
+    pictures: there is a model that takes some.
+    """
 
     url: str
     max_wait: float = WAIT_SECONDS
+    pictures: bool = False
     waits: list[Wait] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     num_answers: int = 0
@@ -147,6 +155,8 @@ class Client:
         self._same("chat", await self._stream(http, "/v1/chat/completions", CHAT))
         await self._health()
         await self._schema(http)
+        if self.pictures:
+            await self._picture(http)
 
     async def _health(self) -> None:
         """The state of the server, over a new connection."""
@@ -189,7 +199,16 @@ class Client:
             self._waited(kind, begin, response.headers.get("Server-Timing", ""))
             if response.status != 200:
                 raise ValueError(f"status {response.status}: {answer}")
-        return str(answer["choices"][0]["text"])
+        choice = answer["choices"][0]
+        return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+    async def _picture(self, http: aiohttp.ClientSession) -> None:
+        """A question about a picture never seen, of a size that hardly was."""
+        data = plain_png(20 + self._number % 50, 20 + self._number // 50 % 50, (self._number % 256, 0, 0))
+        messages = [{"role": "user", "content": [part("image", data), {"type": "text", "text": "What?"}]}]
+        fields = {"model": PICTURES, "messages": messages, "max_tokens": 4, "temperature": 0}
+        await self._answer(http, "picture", "/v1/chat/completions", fields)
+        self.num_answers += 1
 
     async def _schema(self, http: aiohttp.ClientSession) -> None:
         """A request under a schema never seen, which allows one value only."""

@@ -37,14 +37,15 @@ ALL = "read, generate, events, control"
 RIGHTS = {"server": ALL, "attacker": ALL, "reader": "read"}
 PR_SET_PDEATHSIG = 1
 
-# What a process of the engine is, by a part of its command.
+JOB = "job"  # a process that server and core may end and start again at any time
+# What a process of the engine is, by the first of these parts that its command has.
 ROLES = {
     "pagewire.cli.main serve": "server",
     "pagewire.cli.main core": "core",
+    "pagewire.engine_core.": JOB,  # a program beside the core: the prover of grammars, the processor of media
     "pagewire.engine_core": "core",
     "pagewire.workers.process.main": "worker",
 }
-JOB = "job"  # a process that server and core may end and start again at any time
 
 
 class Fortress:

@@ -13,15 +13,42 @@ from .media_files import BOMBS, plain_png, wav
 
 PRIVATE = ("127.0.0.1", "2130706433", "0x7f.1", "[::1]", "[::ffff:127.0.0.1]", "169.254.169.254", "10.0.0.1")
 WEB_HOST = "127.0.0.1"  # of the server that `web_port` starts; the siege lets its server fetch from there
+CHAT = "/v1/chat/completions"
+SLOW = ("jpeg of many scans", "jpeg of many scans", "flac without end")
 HEAD = b"HTTP/1.1 200 OK\r\n"
 
 
 async def attack(target: Target, rng: random.Random) -> str:
     """One chat with pictures or sounds."""
     parts = await rng.choice((bomb, damaged, numerous, remote, remote, plain))(target, rng)
-    fields: dict[str, Any] = {"messages": [{"role": "user", "content": parts}], "max_tokens": 2}
+    return await ask_about(target, rng, parts, rng.choice((CHAT, "/tokenize")))
+
+
+async def sizes(target: Target, rng: random.Random) -> str:
+    """A picture of many pixels and of a size never seen, for which the model's processor is asked anew."""
+    width, height = (rng.randint(2000, 4000) for _ in range(2))
+    data = await asyncio.to_thread(plain_png, width, height)
+    return await ask_about(target, rng, [part("image", data)], CHAT)
+
+
+async def padding(target: Target, rng: random.Random) -> str:
+    """A small picture, whose processor is to fill its layout up to millions of tokens, in ever new words."""
+    more = {"padding": "max_length", "max_length": log_uniform(rng, 1000, 4_000_000)}
+    parts = [part("image", plain_png(rng.randint(1, 99), rng.randint(1, 99)))]
+    return await ask_about(target, rng, parts, CHAT, mm_processor_kwargs=more)
+
+
+async def slow(target: Target, rng: random.Random) -> str:
+    """A file that takes a decoder as long as it may, and never the same."""
+    kind, data = await asyncio.to_thread(made, rng.choice(SLOW))
+    return await ask_about(target, rng, [part(kind, data + rng.randbytes(8))], CHAT)
+
+
+async def ask_about(target: Target, rng: random.Random, parts: list[Any], path: str, **more: Any) -> str:
+    """Send a chat of one message; as `post`."""
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": parts}], "max_tokens": 2, **more}
     fields["model"] = target.pictures or target.model
-    return await post(target, rng, rng.choice(("/v1/chat/completions", "/tokenize")), fields)
+    return await post(target, rng, path, fields)
 
 
 def part(kind: str, data: bytes | str) -> dict[str, Any]:

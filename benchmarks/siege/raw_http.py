@@ -169,6 +169,15 @@ def long_bodies(target: Target, rng: random.Random) -> bytes:
     return head(target, "POST", "/v1/completions", length, *lines) + BODY * log_uniform(rng, 1, 10_000)
 
 
+def content_types(target: Target, rng: random.Random) -> bytes:
+    """Long and odd content types, also of forms."""
+    kind = rng.choice(("multipart/form-data", "application/json", "text/plain"))
+    piece = rng.choice((";", "; a=b", '; a="', "; a*0=b", " ", "; boundary=b"))
+    line = f"Content-Type: {kind}{piece * (log_uniform(rng, 1, 60_000) // len(piece))}"
+    path = rng.choice(("/v1/audio/transcriptions", "/v1/completions"))
+    return head(target, "POST", path, None, line, f"Content-Length: {len(BODY)}") + BODY
+
+
 def queries(target: Target, rng: random.Random) -> bytes:
     """Odd paths and queries of endpoints that take them."""
     number = rng.choice(("-1000000000000000", "9" * 30, "-1", "0", "1e3", "x", "", "9" * 5000, "%2d1"))
@@ -187,7 +196,7 @@ def queries(target: Target, rng: random.Random) -> bytes:
 
 
 ENDLESS = (endless_headers, endless_line, half, chunked, long_bodies)
-ODD = (*ENDLESS, long_line, many_headers, pipelined, hosts, versions, queries)
+ODD = (*ENDLESS, long_line, many_headers, pipelined, hosts, versions, queries, content_types)
 
 
 async def idle(target: Target, rng: random.Random) -> str:

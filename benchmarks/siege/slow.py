@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
 import socket
@@ -12,6 +13,7 @@ from .attack import SOURCES, Target, connected, head, send
 
 PATIENCE_SECONDS = 6.0  # how long a slow client stays
 MANY_TOKENS = 800
+CHUNKED = "Transfer-Encoding: chunked"
 SMALL_BUFFER = 4096  # bytes that the kernel takes for a client that does not read
 
 
@@ -27,6 +29,22 @@ async def sender(target: Target, rng: random.Random) -> str:
                 return "closed"
             await send(writer, data[place : place + 1])
             await asyncio.sleep(pause)
+    return "left"
+
+
+async def crumbs(target: Target, rng: random.Random) -> str:
+    """Send a body in chunks of one byte, without an end, with or without a key."""
+    stranger = dataclasses.replace(target, key=target.key if rng.random() < 0.3 else "stranger")
+    piece = b"1\r\n \r\n" * rng.choice((1, 100, 10_000))
+    start = head(stranger, "POST", rng.choice(("/v1/completions", "/health")), None, CHUNKED, close=False)
+    end = asyncio.get_running_loop().time() + PATIENCE_SECONDS
+    async with connected(target, rng) as (_, writer):
+        await send(writer, start)
+        while asyncio.get_running_loop().time() < end:
+            if writer.transport.is_closing():
+                return "closed"
+            await send(writer, piece)
+            await asyncio.sleep(0)
     return "left"
 
 

@@ -9,6 +9,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -134,6 +135,8 @@ async def run_lines(
     finally:
         for task in tasks:
             task.cancel()
+        # What else they raise is taken as well, or asyncio would log it with a traceback.
+        await asyncio.gather(*tasks, return_exceptions=True)
     return counts
 
 
@@ -188,12 +191,39 @@ def custom_id_of(line: bytes) -> str | None:
         return None
 
 
-def write_to(file: IO[bytes]) -> Callable[[Result], None]:
-    """Return a function that writes a result as a line and flushes, so that an interrupted run can be resumed."""
+def write_to(file: IO[bytes], name: str) -> Callable[[Result], None]:
+    """Return a function that writes a result as a line at once, so that an interrupted run can be resumed.
+
+    file: without a buffer of its own, if it is a file on a disk. name: of it, for errors.
+
+    That function raises OSError if the file cannot take the whole line, of which then nothing stays in it. After
+    that it writes nothing more.
+    """
+    num_written, failure = 0, ""
 
     def write(result: Result) -> None:
-        file.write(msgspec.json.encode(result) + b"\n")
-        file.flush()
+        nonlocal num_written, failure
+        if failure:
+            raise OSError(failure)
+        rest = memoryview(msgspec.json.encode(result) + b"\n")
+        start = file.tell() if file.seekable() else None
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+            file.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            how = ""
+            if start is not None:
+                with suppress(OSError):  # of a device
+                    file.truncate(start)
+                how = "; make room, and go on with --resume"
+            failure = (
+                f"cannot write to {name}: {error.strerror}: {num_written} results of this run are in it{how}"
+            )
+            raise OSError(failure) from error
+        num_written += 1
 
     return write
 
@@ -202,19 +232,26 @@ def keep_answered(path: Path) -> frozenset[str]:
     """Return the custom_ids that an interrupted run has answered successfully.
 
     Failed and incomplete lines are dropped from its output file, which is replaced atomically.
+
+    Raises:
+        OSError: there is no room for a copy of the answers; the file is as it was.
     """
     if not path.exists():
         return frozenset()
     answered = set()
     kept = path.with_name(path.name + ".resumed")
-    with path.open("rb") as old, kept.open("wb") as new:
-        for line in old:
-            try:
-                result = msgspec.json.decode(line, type=Result)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue  # the interrupted run wrote only a part of this line
-            if result.good and result.custom_id is not None and result.custom_id not in answered:
-                new.write(line.rstrip(b"\n") + b"\n")
-                answered.add(result.custom_id)
+    try:
+        with path.open("rb") as old, kept.open("wb") as new:
+            for line in old:
+                try:
+                    result = msgspec.json.decode(line, type=Result)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue  # the interrupted run wrote only a part of this line
+                if result.good and result.custom_id is not None and result.custom_id not in answered:
+                    new.write(line.rstrip(b"\n") + b"\n")
+                    answered.add(result.custom_id)
+    except OSError as error:
+        kept.unlink(missing_ok=True)
+        raise OSError(f"cannot copy the answers in {path} to {kept.name}: {error.strerror}") from error
     os.replace(kept, path)  # noqa: PTH105
     return frozenset(answered)

@@ -25,11 +25,23 @@ SUMMARIES = {
     "worker": "run a worker that joins a core on this or another machine",
     "keys": "make an API key or a CURVE certificate",
     "kernels": "compile CUDA kernels ahead of time",
-    "doctor": "check whether CUDA kernels can run here",
+    "doctor": "check what models run on here: the GPUs, or the CPU",
     "completion": "complete commands and options in a shell",
     "collect-env": "print versions and hardware, for a bug report",
 }
 """Names of the commands, and what each does in a line of `pagewire --help`."""
+
+
+ELSEWHERE = {
+    "benchmark": "bench",
+    "batch": "run-batch",
+    "complete": "generate",
+    "ps": "top",
+    "run": "chat",
+    "show": "inspect",
+    "start": "serve",
+}
+"""Commands of other engines, and what they are called here."""
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -38,6 +50,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     only: the name of that command, "" for options of none. None: of all commands.
     """
     parser = CommandParser(prog="pagewire", description="LLM inference and serving in separate processes.")
+    parser.elsewhere = ELSEWHERE
     parser.add_argument("--version", action="version", version=f"pagewire {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in SUMMARIES.items():

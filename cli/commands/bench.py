@@ -1,7 +1,7 @@
 """`pagewire bench`: throughput of many requests, latency of one request, load on a server (`bench_serve.py`).
 
-`throughput` and `latency` print one JSON object per run. With options of speculation they measure twice, first
-without them.
+`throughput` and `latency` print a line of a table per run; with --json, an object. With options of speculation they
+measure twice, first without them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pagewire.cli.commands import SUMMARIES, bench_serve
 from pagewire.cli.console.options import (
@@ -30,6 +31,14 @@ DESCRIPTION = (
     "Prompts are random tokens unless --dataset-path is given; sampling is greedy and does not stop at the end of "
     "sequence."
 )
+COLUMNS = {
+    "seconds": "seconds",
+    "output_tokens_per_s": "tokens/s",
+    "ttft_ms": "first token, ms",
+    "tpot_ms": "later token, ms",
+}
+"""The figures of a run, and the heads of their columns."""
+WIDTH = 17  # of a column
 WARM_UP_TOKENS = 8  # output length of the warm-up requests, which only have to compile and allocate
 LOWEST_ID = 10  # lower ids are special tokens in most vocabularies
 
@@ -53,8 +62,14 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
             ("--output-len", 128, "tokens to generate"),
             ("--num-runs", 3, "measured runs, after a warm-up"),
         ):
+            more = ("--num-iters",) if flag == "--num-runs" else ()  # vLLM's name
             kind.add_argument(
-                flag, type=positive, default=default, metavar="INT", help=f"{meaning} (default: {default})"
+                flag,
+                *more,
+                type=positive,
+                default=default,
+                metavar="INT",
+                help=f"{meaning} (default: {default})",
             )
         kind.add_argument(
             "--dataset-path",
@@ -63,6 +78,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
             metavar="FILE",
             help="take prompts and output lengths from conversations in ShareGPT's format",
         )
+        kind.add_argument("--json", action="store_true", help="print each run as a JSON object, on a line")
         add_attach_options(kind)
         add_engine_options(kind)
         kind.set_defaults(run=run)
@@ -72,12 +88,32 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def run(options: argparse.Namespace) -> int:
     """Measure, and print the figures of each run and their medians."""
     if options.attach or engine_args(options).resolved_speculation() is None:
-        print(json.dumps({"median": medians(options)}))
+        median = medians(options)
+        print(json.dumps({"median": median}) if options.json else row("median", median))
         return 0
-    off, on = medians(without_speculation(options)), medians(options)
+    say(options, "without speculation:")
+    off = medians(without_speculation(options))
+    say(options, row("median", off), "", "with speculation:")
+    on = medians(options)
     gain = round(off["tpot_ms"] / on["tpot_ms"], 3) if on["tpot_ms"] else None
-    print(json.dumps({"median": on, "median_without_speculation": off, "speculation_gain": gain}))
+    say(options, row("median", on), "", f"speculation: {gain or 1:g} times the speed")
+    if options.json:
+        print(json.dumps({"median": on, "median_without_speculation": off, "speculation_gain": gain}))
     return 0
+
+
+def say(options: argparse.Namespace, *lines: str) -> None:
+    """Print lines for people, unless the output is JSON."""
+    if not options.json:
+        print("\n".join(lines), flush=True)
+
+
+def row(name: str, figures: Mapping[str, Any]) -> str:
+    """A line of the table: of a run, by its name, with its figures."""
+    cells = (figures.get(column, "") for column in COLUMNS)
+    return f"{name:<8}" + "".join(
+        f"{cell if isinstance(cell, str) else f'{cell:,.2f}':>{WIDTH}}" for cell in cells
+    )
 
 
 def without_speculation(options: argparse.Namespace) -> argparse.Namespace:
@@ -96,7 +132,8 @@ def medians(options: argparse.Namespace) -> dict[str, float]:
     with opened(options) as engine:
         if not options.dataset_path and options.input_len + options.output_len > engine.info.max_model_len:
             raise UsageError(f"--input-len and --output-len exceed max_model_len={engine.info.max_model_len}")
-        print(json.dumps({"start_s": round(time.perf_counter() - begin, 3)}), flush=True)
+        seconds = round(time.perf_counter() - begin, 3)
+        print(json.dumps({"start_s": seconds}) if options.json else f"started in {seconds:.1f} s", flush=True)
         runs = async_llm.run(measure(engine, options))
     return {name: statistics.median(figures[name] for figures in runs) for name in runs[0]}
 
@@ -106,10 +143,11 @@ async def measure(engine: AsyncLLM, options: argparse.Namespace) -> list[dict[st
     rng = random.Random(0)
     warm = await requests(engine, rng, options, 2)
     await batch(engine, [(prompt, min(WARM_UP_TOKENS, num_out)) for prompt, num_out in warm])
-    runs = []
-    for _ in range(options.num_runs):
+    runs: list[dict[str, float]] = []
+    say(options, row("run", COLUMNS))
+    for number in range(1, options.num_runs + 1):
         runs.append(await batch(engine, await requests(engine, rng, options, options.num_prompts)))
-        print(json.dumps(runs[-1]), flush=True)
+        print(json.dumps(runs[-1]) if options.json else row(str(number), runs[-1]), flush=True)
     return runs
 
 
@@ -131,7 +169,8 @@ async def requests(
         raise UsageError("--dataset-path needs a tokenizer: leave out --skip-tokenizer-init")
 
     async def encode(text: str) -> list[int]:
-        return tokenizer.encode(text)
+        ids: list[int] = tokenizer.encode(text)
+        return ids
 
     seed, limit = rng.randrange(1 << 32), engine.info.max_model_len
     chosen = await conversations(options.dataset_path, count, seed, encode, limit)

@@ -8,6 +8,11 @@ from pagewire.cli.commands import SUMMARIES
 from pagewire.cli.console.terminal import show
 
 SHELLS = ("bash", "zsh", "fish")
+FOLDERS = ("DIR", "FOLDER")
+FILES = ("FILE", "PATH", "MODEL", "OUT")
+"""The names that files have in the help; a model may be one, or a folder."""
+MODELS = ("model", "tokenizer", "chat_template")
+"""Options with a file or a folder whose value has no name of its own there."""
 
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,5 +34,21 @@ def run(options: argparse.Namespace) -> int:
 
     from pagewire.cli.commands import build_parser
 
-    show(shtab.complete(build_parser(), shell=options.shell))
+    parser = build_parser()
+    complete_files(parser)
+    show(shtab.complete(parser, shell=options.shell))
     return 0
+
+
+def complete_files(parser: argparse.ArgumentParser) -> None:
+    """Mark all options and arguments that are files or folders, also those of commands, to be completed as such."""
+    import shtab
+
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                complete_files(command)
+        elif action.metavar in FOLDERS or action.dest.endswith(("_dir", "_root")):
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif action.metavar in FILES or action.dest in MODELS or action.dest.endswith(("_path", "file")):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]

@@ -1,4 +1,7 @@
-"""`pagewire doctor`: check whether CUDA kernels can run on this machine, and print what to fix if not."""
+"""`pagewire doctor`: check what models run on here, a GPU or the CPU, and print what to fix if they do not.
+
+Where there is no NVIDIA GPU, nothing of CUDA is missing: then the CPU's kernels are checked.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,15 @@ from pagewire.cli.console.parser import UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
+NVIDIA, DISPLAY = "0x10de", "0x03"  # a vendor, and the beginning of a class, of PCI
+VERDICTS = {
+    True: (
+        "CUDA kernels can run here.",
+        "CUDA kernels cannot run here: see FAIL above. Models still run on the CPU.",
+    ),
+    False: ("Models run on this CPU.", "Models run on this CPU, but slowly: see FAIL above."),
+}
+"""What is said at the end, if all is well and if not: of a machine with a GPU, and of one without."""
 MARKS = {True: "ok", False: "FAIL", None: "-"}
 
 
@@ -36,10 +48,12 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = commands.add_parser(
         "doctor",
         help=SUMMARIES["doctor"],
-        description="Check the driver, CuPy, NVRTC and CUDA's headers, compile a kernel and launch it on every GPU."
-        " Exit status 0 if CUDA kernels can run here, else 1. With --distributed: check how workers exchange "
-        "tensors, and measure latency and bandwidth.",
+        description="Where there is an NVIDIA GPU, check the driver, CuPy, NVRTC and CUDA's headers, compile a "
+        "kernel and launch it on every GPU; else check the compiled kernels of the CPU. Exit status 0 if models "
+        "can run so, else 1. With --distributed: check how workers exchange tensors, and measure latency and "
+        "bandwidth.",
     )
+    parser.add_argument("--cuda", action="store_true", help="check CUDA even if no NVIDIA GPU is found")
     group = parser.add_argument_group("Several workers")
     group.add_argument(
         "--distributed",
@@ -66,8 +80,9 @@ def run(options: argparse.Namespace) -> int:
         return doctor_distributed.run(options)
     if options.at is not None or options.rank is not None:
         raise UsageError("--at and --rank need --distributed")
+    on_gpu = options.cuda or has_gpu()
     results = []
-    for name, check in CHECKS.items():
+    for name, check in (CHECKS if on_gpu else CPU_CHECKS).items():
         try:
             findings = list(check())
         except CheckError as error:
@@ -79,11 +94,63 @@ def run(options: argparse.Namespace) -> int:
                 print(f"{'':16}{line}")
         results += findings
     healthy = all(finding.good is not False for finding in results)
-    if healthy:
-        print("CUDA kernels can run here.")
-    else:
-        print("CUDA kernels cannot run here: see FAIL above. Models still run on the CPU.")
+    good, bad = VERDICTS[on_gpu]
+    print(good if healthy else bad)
     return 0 if healthy else 1
+
+
+def has_gpu() -> bool:
+    """True if the system shows an NVIDIA GPU, with or without a driver."""
+    if Path("/proc/driver/nvidia").exists() or any(Path("/dev").glob("nvidia[0-9]*")):
+        return True
+    devices = Path("/sys/bus/pci/devices")
+    return any(is_nvidia(device) for device in (devices.iterdir() if devices.is_dir() else ()))
+
+
+def is_nvidia(device: Path) -> bool:
+    """True for the folder in /sys of a PCI device that is a GPU of NVIDIA's."""
+    try:
+        vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+    except OSError:
+        return False
+    return vendor == NVIDIA and kind.startswith(DISPLAY)
+
+
+def check_cpu() -> Iterator[Finding]:
+    """Say what the CPU has."""
+    from pagewire.kernels.cpu.build import supported_instruction_sets
+    from pagewire.workers.device.machine import machine_memory
+
+    total, available = machine_memory(1)
+    best, count = supported_instruction_sets()[0].name, len(os.sched_getaffinity(0))
+    memory = f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB are available"
+    yield Finding(True, f"{best} is the best of its instruction sets; {count} processors; {memory}")
+
+
+def check_cpu_kernels() -> Iterator[Finding]:
+    """Check that the kernels for the CPU are compiled, or can be."""
+    from pagewire.kernels.cpu.build import (
+        BuildError,
+        compiler_command,
+        library_name,
+        supported_instruction_sets,
+    )
+    from pagewire.kernels.cpu.library import SLOWER_WITHOUT
+    from pagewire.kernels.native import cache
+
+    try:
+        compiler, name = compiler_command()[0], library_name(supported_instruction_sets()[0])
+    except BuildError as error:
+        raise CheckError(f"{error}\nwithout it, models run up to {SLOWER_WITHOUT} times slower") from None
+    if cache.read(name) is not None:
+        yield Finding(True, f"compiled, in {cache.cache_folder()}")
+    else:
+        yield Finding(True, f"{compiler} will compile them at the first start, which takes minutes, once")
+
+
+def check_no_gpu() -> Iterator[Finding]:
+    """Say that there is no GPU to check."""
+    yield Finding(None, "no NVIDIA GPU here, so CUDA is not checked (--cuda checks it all the same)")
 
 
 def check_driver() -> Iterator[Finding]:
@@ -328,4 +395,9 @@ CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     "compile": check_compile,
     "launch": check_launch,
     "probes": check_probes,
+}
+CPU_CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
+    "cpu": check_cpu,
+    "kernels": check_cpu_kernels,
+    "cuda": check_no_gpu,
 }

@@ -74,19 +74,19 @@ def read_prompt(options: argparse.Namespace) -> str:
 
 
 def sampling_params(engine: AsyncLLM, fields: dict[str, Any]) -> SamplingParams:
-    """Return the model's default parameters with `fields` replaced, for output in deltas.
+    """Return the parameters of a model in a terminal with `fields` replaced, for output in deltas.
 
     Raises:
         UsageError: a value is out of range.
     """
     import msgspec
 
-    from pagewire.frontend.requests.inputs import default_sampling_params
+    from pagewire.frontend.requests.defaults import local_sampling_params
     from pagewire.ipc.wire.params import RequestOutputKind
 
     try:
         return msgspec.structs.replace(
-            default_sampling_params(engine.info), output_kind=RequestOutputKind.DELTA, **fields
+            local_sampling_params(engine.info), output_kind=RequestOutputKind.DELTA, **fields
         )
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error

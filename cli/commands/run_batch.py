@@ -102,7 +102,7 @@ async def answer_all(engine: AsyncLLM, options: argparse.Namespace, server_optio
                 return await run_lines(
                     lines,
                     poster(engine, server_options),
-                    write_to(output),
+                    write_to(output, options.output_file),
                     options.concurrency,
                     answered,
                     bar.update,
@@ -185,12 +185,12 @@ async def opened_output(options: argparse.Namespace) -> AsyncIterator[IO[bytes]]
     if name == "-":
         yield sys.stdout.buffer
     elif is_path(name):
-        with Path(name).open("ab" if options.resume else "wb") as file:
+        with Path(name).open("ab" if options.resume else "wb", buffering=0) as file:
             yield file
     else:
         descriptor, path = tempfile.mkstemp(".jsonl", "pagewire-batch-", options.output_tmp_dir)
         try:
-            with open(descriptor, "wb") as file:  # noqa: PTH123
+            with open(descriptor, "wb", buffering=0) as file:  # noqa: PTH123
                 yield file
             await upload(name, Path(path))
         except BaseException:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagewire.cli.commands import SUMMARIES
-from pagewire.cli.commands.core import DEFAULT_NAME
 from pagewire.cli.commands.top_snapshot import lines, take_snapshot
 from pagewire.cli.console.options import add_peer_options
 from pagewire.cli.console.parser import UsageError
+from pagewire.cli.console.running import running_cores, table
 from pagewire.cli.console.terminal import show
+from pagewire.ipc.errors import EngineDeadError
 
 if TYPE_CHECKING:
     from pagewire.frontend.core.client import CoreClient
@@ -31,7 +32,8 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     group.add_argument(
         "--attach",
         metavar="ADDRESS",
-        help="ipc://... or tcp://... (default: the default address of `pagewire core`)",
+        help="ipc://... or tcp://..., or the name of a socket as the list has it (default: the core that this user "
+        "runs here; of several, the list is printed)",
     )
     add_peer_options(group)
     parser.add_argument(
@@ -56,6 +58,17 @@ def interval(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     """Show the live view until the user quits, or print one snapshot."""
     once = options.once or options.json
+    if options.attach is None:
+        cores = running_cores()
+        if len(cores) > 1:
+            show("\n".join(table(cores)))
+            show("several cores run here: --attach SOCKET watches one", stream=sys.stderr)
+            return 0
+        if not cores:
+            raise EngineDeadError(
+                "no core of this user runs here: `pagewire serve MODEL` starts one; --attach ADDRESS finds others"
+            )
+        options.attach = cores[0].address
     if not once:
         check_terminal()
     client = attach(options)
@@ -97,14 +110,14 @@ def attach(options: argparse.Namespace) -> CoreClient:
         UsageError: only one of the two CURVE files is given.
     """
     from pagewire.frontend.core.client import CoreClient
-    from pagewire.ipc.wire.sockets import CurveKeys, private_address
+    from pagewire.ipc.wire.sockets import CurveKeys, runtime_dir
 
     if bool(options.curve_secret) != bool(options.curve_server):
         raise UsageError("CURVE needs both --curve-secret and --curve-server")
     keys = None
     if options.curve_secret:
         keys = CurveKeys.load(Path(options.curve_secret), Path(options.curve_server))
-    address = options.attach or private_address(DEFAULT_NAME)
+    address = options.attach if "://" in options.attach else f"ipc://{runtime_dir() / options.attach}"
 
     def ignore(_: object) -> None:
         """Do nothing: this frontend has no requests, and after a lost core the next call raises."""

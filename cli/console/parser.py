@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from pagewire.ipc.options.argument_parser import FlexibleArgumentParser
@@ -15,7 +15,24 @@ class UsageError(ValueError):
 
 
 class CommandParser(FlexibleArgumentParser):
-    """An argument parser that reports a mistake in one line, without usage text, and suggests a similar option."""
+    """An argument parser that reports a mistake in one line, without usage text, and suggests a similar option.
+
+    Attributes:
+        elsewhere: names that other programs give commands, and the names that they have here.
+    """
+
+    elsewhere: Mapping[str, str] = {}
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is no choice; of a command, say which is meant."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            from pagewire.ipc.bounds import unknown_name  # which imports msgspec: `--help` goes without it
+
+            text = unknown_name("command", value, action.choices)
+            if (ours := self.elsewhere.get(value)) is not None:
+                text = f"unknown command {value!r}; it is {self.prog} {ours}"
+            self.error(text)
+        super()._check_value(action, value)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -41,7 +41,7 @@ def pool_texts(
             with an error. EngineDeadError: the core is lost.
     """
     from pagewire.frontend.api.batch import pool
-    from pagewire.frontend.requests.outputs import BatchError
+    from pagewire.frontend.requests.outputs import batch_error
 
     names = iter(places)
     place = ""
@@ -57,5 +57,5 @@ def pool_texts(
     except (ValueError, TypeError) as error:
         raise ValueError(f"{place}: {error}") from error
     if failed is not None:
-        raise BatchError(failed, outputs)
+        raise batch_error(failed, outputs)
     return outputs

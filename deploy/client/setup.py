@@ -20,6 +20,6 @@ setup(
     },
     package_data={
         "": ["py.typed", "*.json", "*.jinja", "*.html", "*.js", "*.css", "*.svg"],
-        "pagewire.frontend.server.page": ["*/*.js", "*/*.css"],
+        "pagewire.frontend.server.page": ["*/*.js", "*/*.css", "vendor/*"],
     },
 )

@@ -45,8 +45,8 @@ class PendingFeatures(Protocol):
 class MediaProcessing(Protocol):
     """Makes features of media in the background."""
 
-    def submit(self, prompt: Prompt, tenant: Name, now: float) -> PendingFeatures:
-        """Begin to make the features of a prompt's media for a tenant; raises EngineBusyError."""
+    def submit(self, prompt: Prompt, tenant: Name, frontend: bytes, now: float) -> PendingFeatures:
+        """Begin to make the features of a prompt's media for a frontend's tenant; raises EngineBusyError."""
 
 
 MAX_REPLAYED = 256  # matchers, and tokens that they start with, for which one call of `ready` does the work
@@ -120,7 +120,7 @@ class Lobby:
         if num_waiting + len(group) > self._max_waiting:
             raise EngineBusyError(f"{num_waiting} requests are already waiting (limit: max_waiting)")
         if self._media is not None and (prompt := group[0].request.prompt).encoded:
-            features = self._media.submit(prompt, group[0].tenant.name, now)
+            features = self._media.submit(prompt, group[0].tenant.name, group[0].client, now)
             self._processing[features] = dict.fromkeys(group)
             return
         self._compile(group, now)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pagewire.ipc.beams import MAX_CANDIDATES
-from pagewire.ipc.bounds import MAX_INT, check_int
+from pagewire.ipc.bounds import MAX_INT, check_int, check_num_logprobs
 from pagewire.ipc.models.own_code import check_processors
 from pagewire.ipc.wire.embeddings import check_media
 from pagewire.ipc.wire.messages import EngineInfo, Request
@@ -127,13 +127,10 @@ def check_params(params: SamplingParams, info: EngineInfo) -> None:
     if info.source is not None and params.prompt_logprobs is not None:
         raise ValueError(NO_PROMPT_LOGPROBS)
     for name in ("logprobs", "prompt_logprobs"):
-        number = getattr(params, name)
-        if number is None or info.max_logprobs == -1:
-            continue
-        if params.processed_logprobs and 0 <= number <= MAX_CANDIDATES:  # of a single token
-            continue
-        if number == -1 or number > info.max_logprobs:
-            raise ValueError(f"{name}={number} is over this engine's max_logprobs={info.max_logprobs}")
+        most = info.max_logprobs
+        if params.processed_logprobs and most != -1:  # of a single token
+            most = max(most, MAX_CANDIDATES)
+        check_num_logprobs(name, getattr(params, name), most, info.vocab_size)
 
 
 def check_marks(marks: ThinkingMarks | None, info: EngineInfo) -> None:

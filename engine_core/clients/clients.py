@@ -119,6 +119,9 @@ class Clients:
 
     silence_seconds: a frontend that sends nothing for this long is detached. access: what peers may do.
     max_backlog_bytes: when frontends leave more output than this unread, the one with most of it is detached.
+
+    Attributes:
+        attached: the frontends, by identity. told: one was told why the core fails to start.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class Clients:
     ) -> None:
         self.socket = socket
         self.attached: dict[bytes, AttachedClient] = {}
+        self.told = False
         self._access = access or Access()
         self._peers: dict[bytes, str] = {}  # of those that have sent `Hello` and are not attached yet
         self._silence_seconds, self._max_backlog_bytes = silence_seconds, max_backlog_bytes
@@ -230,6 +234,7 @@ class Clients:
         while self.socket.poll(wait_ms):
             for identity, _, _ in islice(self.messages(0.0), MAX_REFUSED):
                 self.refuse(identity, error)
+                self.told = True
             wait_ms = 0
 
     def refuse(self, identity: bytes, error: BaseException) -> None:

@@ -126,6 +126,7 @@ class MessageIntake:
         early_hellos, self._early_hellos = self._early_hellos, {}
         for identity in early_hellos:
             self._core.clients.turn_away(identity, cause)
+        self._core.clients.told |= bool(early_hellos)
         return bool(early_hellos)
 
     def _handle(self, identity: bytes, message: ToCore, num_bytes: int) -> None:

@@ -7,6 +7,7 @@ import msgspec
 from pagewire.engine_core.clients.frontend_call import FrontendCall
 from pagewire.engine_core.clients.reports import ReportedEngine
 from pagewire.ipc.wire.media import MediaLayout, check_kind
+from pagewire.ipc.wire.tenants import check_tenant
 
 
 class MediaControl:
@@ -15,12 +16,17 @@ class MediaControl:
     def __init__(self, core: ReportedEngine) -> None:
         self._core = core
 
-    def media_layout(self, caller: FrontendCall, kind: str, shape: list[int], options: str) -> None:
+    def media_layout(
+        self, caller: FrontendCall, kind: str, shape: list[int], options: str, tenant: str
+    ) -> None:
         """Answer the tokens that stand for a medium of this shape.
 
         Raises:
-            ValueError: the engine takes no such medium. EngineBusyError: too many requests with media wait.
+            ValueError: the engine takes no such medium, or no tenant has such a name. EngineBusyError: too many
+                requests with media wait.
         """
+        if tenant:
+            check_tenant(tenant)
         if (media := self._core.media) is None:
             return check_kind(None, kind, shape)
 
@@ -30,7 +36,7 @@ class MediaControl:
             else:
                 caller.reply(msgspec.to_builtins(outcome))
 
-        media.lay((kind, tuple(shape), options), caller.identity, done)
+        media.lay((kind, tuple(shape), options), tenant or caller.identity, caller.identity, done)
         return None
 
     def reset_mm_cache(self, caller: FrontendCall) -> None:

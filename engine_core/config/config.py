@@ -18,9 +18,11 @@ from pagewire.ipc.counts import check_counts
 from pagewire.ipc.families.media import MediaFamily, has_processor, media_family
 from pagewire.ipc.files.adapter_files import adapter_folder, adapter_version
 from pagewire.ipc.files.hub import model_folder, read_configs
+from pagewire.ipc.models.architectures import pools
 from pagewire.ipc.models.plugins import load_allowed_plugins
 from pagewire.ipc.models.registrations import registered
 from pagewire.ipc.options.engine_args import EngineArgs
+from pagewire.ipc.positions import longest_sequence, too_long
 from pagewire.ipc.quantization import resolve_quantization, settings_of
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.embeddings import EmbeddingsInfo
@@ -44,7 +46,8 @@ class EngineConfig:
     merged_adapter: folder of the adapter that is added to the weights; None for none.
     first_adapter: the adapter that is loaded at the start; None for none.
     overrides: what is merged into config.json: `hf_overrides`, and those of the rotary embedding.
-    plugins: names of those that are loaded. media: how the model takes pictures and sound; None: it takes none.
+    plugins: names of those that are loaded. pools: the options or the architecture say so; a worker may find more
+    in the model's files. media: how the model takes pictures and sound; None: it takes none.
     """
 
     args: EngineArgs
@@ -57,6 +60,7 @@ class EngineConfig:
     first_adapter: AdapterSource | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     plugins: tuple[str, ...] = ()
+    pools: bool = False
     media: MediaFamily | None = None
 
     @classmethod
@@ -64,8 +68,9 @@ class EngineConfig:
         """The configuration for `args`; downloads the model if necessary.
 
         Raises:
-            ValueError, TypeError: a bad option, such as the revision of a local folder, a quantisation that is not
-                the checkpoint's, or a bad file of scaling factors; or a plugin that must be loaded fails.
+            ValueError, TypeError: a bad option, such as the revision of a local folder, a length over the model's,
+                a quantisation that is not the checkpoint's, or a bad file of scaling factors; or a plugin that must
+                be loaded fails.
             ModelNotFoundError: no such model.
         """
         args.check()
@@ -85,6 +90,8 @@ class EngineConfig:
         overrides = args.hf_overrides | rotary
         model |= overrides
         check_counts(model)
+        if (why := too_long(args.max_model_len, longest_sequence(model))) is not None:
+            raise ValueError(why)
         resolve_quantization(args.quantization, args.load_format, settings_of(path, model))
         factors = args.quantization_param_path
         kv_scales = () if factors is None else tuple(read_scaling_factors(Path(factors), model))
@@ -101,6 +108,7 @@ class EngineConfig:
             first_adapter=first_adapter(args),
             overrides=overrides,
             plugins=plugins,
+            pools=pools_by_name(args, model),
             media=taken_media(args, path, model),
         )
 
@@ -108,9 +116,14 @@ class EngineConfig:
     def eos_token_ids(self) -> list[int]:
         """All end-of-sequence tokens in the model's configuration files, the main one first."""
         ids = [] if self.eos_token_id is None else [self.eos_token_id]
-        more = self.generation_config.get("eos_token_id") or []
-        ids += more if isinstance(more, list) else [more]
+        more = self.generation_config.get("eos_token_id")
+        ids += more if isinstance(more, list) else [] if more is None else [more]
         return list(dict.fromkeys(ids))
+
+    @property
+    def prepares_grammars(self) -> bool:
+        """True if the tokenizer of grammars is loaded at the start, so that the first one need not wait for it."""
+        return not self.pools and not self.args.skip_tokenizer_init
 
     def tokenizer_folder(self) -> Path:
         """The folder or GGUF file of the tokenizer, downloaded if necessary; the model's own unless `tokenizer` or
@@ -138,6 +151,7 @@ class EngineConfig:
             dtype=args.resolved_dtype(),
             device=args.device,
             load_format=args.load_format,
+            allowed_save_path=args.allowed_save_path,
             trust_remote_code=args.trust_remote_code,
             hf_overrides=dict(self.overrides),
             max_model_len=args.max_model_len,
@@ -296,6 +310,14 @@ class EngineConfig:
             max_adapters=args.max_prompt_adapters,
             max_adapter_tokens=args.max_prompt_adapter_token,
         )
+
+
+def pools_by_name(args: EngineArgs, model: dict[str, Any]) -> bool:
+    """True if the options or the architecture's name say that the model pools. model: content of config.json."""
+    if args.runner == "auto" and args.convert in ("auto", "none"):
+        names = model.get("architectures")
+        return isinstance(names, list) and any(isinstance(name, str) and pools(name) for name in names)
+    return args.runner != "generate"
 
 
 def taken_media(args: EngineArgs, path: Path, model: dict[str, Any]) -> MediaFamily | None:

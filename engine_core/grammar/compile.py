@@ -31,7 +31,7 @@ MAX_LEXER_STATES = 25_000  # 1 to 2 kB each: bounds the memory of one grammar
 
 
 def load_tokenizer(folder: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """llguidance's form of the tokenizer in a folder or GGUF file.
+    """llguidance's form of the tokenizer in a folder, a GGUF file, or a file like tokenizer.json.
 
     Holds the GIL for about 4 us per token of the vocabulary.
 
@@ -40,7 +40,7 @@ def load_tokenizer(folder: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
     """
     from llguidance import LLTokenizer
 
-    path = folder if is_gguf(folder) else folder / "tokenizer.json"
+    path = folder if folder.is_file() else folder / "tokenizer.json"
     if not path.is_file():
         raise GrammarError(f"structured outputs need a tokenizer.json, but {folder} has none")
     begin = time.monotonic()

@@ -29,7 +29,7 @@ from pagewire.engine_core.grammar.compilation import Compilation, too_slow
 from pagewire.engine_core.grammar.compile import compile_text
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
 from pagewire.engine_core.grammar.prover import MAX_GRAMMAR_BYTES, Proof, Prover
-from pagewire.ipc.errors import EngineBusyError
+from pagewire.ipc.errors import EngineBusyError, EngineStalledError
 from pagewire.ipc.fair_queue import FairQueue
 from pagewire.ipc.host.confined import JobTimeoutError
 from pagewire.ipc.options.structured_outputs import StructuredOutputsConfig
@@ -39,11 +39,14 @@ from pagewire.ipc.wire.params import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+    Tools = tuple[LLTokenizer, Prover]
+
 # Memory of all compiled grammars, in use and cached. A tenant may have half of what the others leave (as of the
 # memory of unfinished requests, `clients.memory`), so a single one may have the largest grammar.
 MAX_BYTES = 2 * MAX_GRAMMAR_BYTES
 MAX_CACHED_BYTES = 32 << 20  # of those that are cached
 MAX_CACHED = 1024  # grammars, and reasons of refusals, that are remembered
+LOAD_SECONDS = 120.0  # that grammars wait for the tokenizer at most
 MAX_PENDING = 1024  # grammars that may wait for a thread; further requests are refused
 NUM_THREADS = 2  # of each lane; in the slow one, each compiles for another tenant
 QUICK_CPU_SECONDS = 0.5  # processor time after which a grammar must go to the slow lane, and begin again
@@ -58,7 +61,7 @@ logger = logging.getLogger("pagewire.core")
 class Grammars:
     """Compiles grammars in threads, and caches those used most recently.
 
-    load: makes llguidance's tokenizer; called once, for the first grammar. vocab_size: of the model.
+    load: makes llguidance's tokenizer; called once, by `start` or for the first grammar. vocab_size: of the model.
     open_prover: makes the prover, once. seconds: time limit of a compilation.
     wake: called in a compiling thread after each compilation. defaults: hold for every structure.
     max_bytes, max_cached_bytes: memory of all compiled grammars, and of those that are cached.
@@ -88,9 +91,10 @@ class Grammars:
         self._in_use: WeakKeyDictionary[Grammar, Name] = WeakKeyDictionary()
         self._reserved: Counter[Name] = Counter()  # bytes, by tenant
         self._quick, self._slow = Lane(self._lock), Lane(self._lock, num_per_tenant=1)
-        self._tokenizer: LLTokenizer | GrammarError | None = None
+        self._tools: Tools | Exception | None = None  # an exception: why there are none
         self._prover: Prover | None = None
         self._loading = threading.Lock()
+        self._closed = False
         self.num_queries = self.num_hits = 0
         self._threads: dict[Lane, list[threading.Thread]] = {self._quick: [], self._slow: []}
 
@@ -102,6 +106,10 @@ class Grammars:
         """Memory of the grammars that are cached, used by a sequence, or being compiled."""
         with self._lock:
             return sum(self._bytes_by_tenant().values())
+
+    def start(self) -> None:
+        """Load the tokenizer and start the prover now, in a thread."""
+        threading.Thread(target=self._load_tools, name="grammars", daemon=True).start()
 
     def submit(self, structure: StructuredOutputsParams, tenant: Name, now: float) -> Compilation:
         """The compilation of a grammar: the cached one, or a new one that a thread will run.
@@ -118,6 +126,8 @@ class Grammars:
             if known is not None and not known.abandoned(now):
                 self.num_hits += 1
                 self._known.move_to_end(key)
+                if known.lane is None and known.expired(now):
+                    known.extend(now)
                 if tenant not in known.tenants:
                     known.tenants.add(tenant)
                     if known.lane is not None:
@@ -125,7 +135,7 @@ class Grammars:
                 return known
             if self._quick.num_before(tenant) + self._slow.num_before(tenant) >= MAX_PENDING:
                 raise EngineBusyError(f"{MAX_PENDING} grammars are already waiting to be compiled")
-            compilation = self._known[key] = Compilation(structure, len(encoded), tenant, now, self._seconds)
+            compilation = self._known[key] = Compilation(structure, len(encoded), tenant, self._seconds)
             self._known.move_to_end(key)
             if len(self._known) > self._capacity:
                 self._known.popitem(last=False)
@@ -133,13 +143,14 @@ class Grammars:
         return compilation
 
     def close(self) -> None:
-        """End the process that proves grammars."""
+        """End the process that proves grammars, also while it starts."""
+        self._closed = True
         if self._prover is not None:
             self._prover.close()
 
     def _wait(self, compilation: Compilation, lane: Lane, tenants: Iterable[Name], now: float) -> None:
         """Let a thread of the lane compile a grammar, in the turn of any of these tenants. Needs the lock."""
-        compilation.wait(lane, now)
+        compilation.wait(lane, now, LOAD_SECONDS if self._tools is None else 0.0)
         for tenant in tenants:
             lane.put(compilation, tenant, compilation.size)
         threads = self._threads[lane]
@@ -152,6 +163,7 @@ class Grammars:
     def _work(self, lane: Lane) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
+            self._load_tools()
             with lane.turn(Compilation.begin) as compilation:
                 self._run(compilation, lane)
             del compilation  # not held until the next one comes
@@ -166,12 +178,14 @@ class Grammars:
             seconds, cpu_seconds = min(QUICK_SECONDS, seconds), min(QUICK_CPU_SECONDS, cpu_seconds)
         try:
             compilation.finish(self._compile(structure, compilation.tenant, seconds, cpu_seconds))
-        except JobTimeoutError:
+        except (JobTimeoutError, EngineStalledError) as error:
             if not is_slow:
                 with self._lock:
                     self._wait(compilation, self._slow, compilation.tenants, time.monotonic())
                 return
-            compilation.finish(too_slow(structure.kind, self._seconds))
+            is_stalled = isinstance(error, EngineStalledError)
+            late = EngineStalledError(f"{structure.kind}: {error}")
+            compilation.finish(late if is_stalled else too_slow(structure.kind, cpu_seconds))
         if structure.optional and isinstance(compilation.outcome, GrammarError):
             logger.info("outputs are free whose optional grammar cannot be had: %s", compilation.outcome)
         self._limit_cached()
@@ -180,12 +194,16 @@ class Grammars:
     def _compile(
         self, structure: StructuredOutputsParams, tenant: Name, seconds: float, cpu_seconds: float
     ) -> Grammar | Exception:
-        """Prove a grammar, then compile it here; raises JobTimeoutError."""
+        """Prove a grammar, then compile it here; raises JobTimeoutError or EngineStalledError."""
         try:
-            tokenizer, prover = self._load_tools()
+            tools = self._load_tools()
+            if isinstance(tools, Exception):
+                self._tools = tools if isinstance(tools, GrammarError) else None
+                raise tools
+            tokenizer, prover = tools
             proof = prover.prove(structure, seconds, cpu_seconds)
             return self._compile_proven(structure.kind, tenant, proof, tokenizer)
-        except JobTimeoutError:
+        except (JobTimeoutError, EngineStalledError):
             raise
         # No input may end the thread. An error of its own: what was caught holds, by its frames, the whole grammar.
         except (GrammarError, EngineBusyError) as error:
@@ -251,15 +269,33 @@ class Grammars:
                 num_bytes -= known.outcome.num_bytes
                 del self._known[key]
 
-    def _load_tools(self) -> tuple[LLTokenizer, Prover]:
+    def _load_tools(self) -> Tools | Exception:
+        """Load what all grammars need, unless it is there; then the time limits of those that wait begin.
+
+        Returns an exception if there are no tools; only what is wrong with the tokenizer is remembered.
+        """
         with self._loading:
-            if self._tokenizer is None:
-                try:
-                    self._tokenizer = self._load()
-                except GrammarError as error:
-                    self._tokenizer = GrammarError(*error.args)
-            if isinstance(self._tokenizer, GrammarError):
-                raise GrammarError(*self._tokenizer.args)
-            if self._prover is None:
-                self._prover = self._open_prover()
-            return self._tokenizer, self._prover
+            if self._tools is not None:
+                return self._tools
+            tools: Tools | Exception
+            try:
+                tools = self._open_tools()
+            except (GrammarError, EngineBusyError) as error:  # without the frames that hold what was read
+                tools = type(error)(*error.args)
+            except Exception as error:
+                tools = RuntimeError(str(error))
+            with self._lock:
+                self._tools, now = tools, time.monotonic()
+                for known in self._known.values():
+                    if known.lane is not None:
+                        known.wait(known.lane, now)
+            return tools
+
+    def _open_tools(self) -> Tools:
+        tokenizer = self._load()
+        if self._prover is None:
+            self._prover = self._open_prover()
+        if self._closed:
+            self._prover.close()
+        self._prover.start()
+        return tokenizer, self._prover

@@ -44,10 +44,13 @@ class Prover(Protocol):
     """Proves grammars before the core compiles them."""
 
     def prove(self, structure: StructuredOutputsParams, seconds: float, cpu_seconds: float) -> Proof:
-        """Compile a grammar elsewhere; raises JobTimeoutError, GrammarError or EngineBusyError."""
+        """Compile a grammar elsewhere; raises as `ConfinedProver.prove`."""
+
+    def start(self) -> None:
+        """Start the process, with all that grammars need, ahead of the first one; blocks."""
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, also while it starts."""
 
 
 class ConfinedProver:
@@ -59,8 +62,19 @@ class ConfinedProver:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the job server; None before the first grammar."""
+        """Process id of the job server; None before it is started."""
         return self._jobs.pid
+
+    def start(self) -> None:
+        """Start the job server and have it load the tokenizer. Blocks.
+
+        Raises:
+            GrammarError: it cannot use the tokenizer. EngineBusyError: the process cannot be started.
+        """
+        try:
+            self._jobs.start()
+        except ValueError as error:
+            raise GrammarError(str(error)) from None
 
     def prove(self, structure: StructuredOutputsParams, seconds: float, cpu_seconds: float) -> Proof:
         """Compile a grammar, and generate a few tokens under it. Blocks.
@@ -68,11 +82,12 @@ class ConfinedProver:
         seconds, cpu_seconds: limits of wall-clock and processor time.
 
         Raises:
-            JobTimeoutError: it takes longer.
+            JobTimeoutError: it takes more processor time.
+            EngineStalledError: it got too little of a processor.
             GrammarError: it is invalid, not supported, or needs more memory or stack than is allowed.
             EngineBusyError: the process cannot be started.
         """
-        limits = Limits(seconds, cpu_seconds, MAX_COMPILE_BYTES, STACK_BYTES)
+        limits = Limits(seconds, cpu_seconds, MAX_COMPILE_BYTES, STACK_BYTES, computes=True)
         try:
             answer = self._jobs.run(msgspec.msgpack.encode(structure), limits)
         except JobTimeoutError:

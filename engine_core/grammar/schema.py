@@ -61,11 +61,12 @@ def json_schema(schema: dict[str, Any], structure: StructuredOutputsParams) -> d
             del part["uniqueItems"]
         if structure.disable_additional_properties and "properties" in part:
             part.setdefault("additionalProperties", False)
-    flexible = not structure.disable_any_whitespace
+    pattern = WHITESPACE if structure.whitespace_pattern is None else structure.whitespace_pattern
+    flexible = pattern != "" and not structure.disable_any_whitespace
     return schema | {
         "x-guidance": {
             "whitespace_flexible": flexible,
-            "whitespace_pattern": structure.whitespace_pattern or WHITESPACE if flexible else None,
+            "whitespace_pattern": pattern if flexible else None,
             "item_separator": ",",
             "key_separator": ":",
             "coerce_one_of": False,

@@ -20,9 +20,16 @@ import msgspec
 from pagewire.engine_core.media.jobs import Array, Describe, Described, Job, Lay, Processed, ProcessMedium
 from pagewire.ipc.families.media import MediaFamily, media_family
 from pagewire.ipc.host.job_server import Handler, serve
-from pagewire.ipc.quoting import quoted
+from pagewire.ipc.quoting import on_one_line, quoted, shortened
+from pagewire.ipc.wire.budget import MAX_TOKENS
 from pagewire.ipc.wire.codec import ITEM_SIZES
 
+# Arguments that say what is processed and what comes of it: no request gives them.
+OWN_ARGUMENTS = frozenset(
+    {"text", "images", "audio", "sampling_rate", "return_tensors", "add_special_tokens"}
+)
+MAX_FEATURE = 1 << 15  # largest absolute value: as of embeddings, which features become
+MAX_ERROR_CHARS = 300  # of a processor's error: it may quote its arguments, or itself
 JOBS_PER_PROCESS = 64  # media that one process takes, one after the other
 NOT_FEATURES = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"})
 BLANK = (224, 224, 3)  # the shape of a picture
@@ -70,12 +77,22 @@ class Processor:
         )
 
     def process(self, job: ProcessMedium) -> Processed:
-        """The features of a medium."""
+        """The features of a medium.
+
+        Raises:
+            ValueError: it cannot be processed, or its features are not finite.
+        """
         import numpy as np
 
         content = np.frombuffer(job.content.data, job.content.dtype).reshape(job.content.shape)
         outputs = self._run(job.kind, content, job.options)
         features = {name: array_of(value) for name, value in outputs.items() if name not in NOT_FEATURES}
+        if any(map(is_unusable, outputs.values())):
+            cause = "mm_processor_kwargs, or the" if job.options else "the"
+            raise ValueError(
+                f"{job.kind}: the model's processor makes numbers of it that are not between -{MAX_FEATURE} and "
+                f"{MAX_FEATURE}: {cause} {job.kind} itself, must have smaller ones"
+            )
         return Processed(self._token_ids(job.kind, outputs), features)
 
     @property
@@ -121,12 +138,17 @@ class Processor:
         """Arguments of the processor, from JSON; transformers would ignore those that it does not have."""
         given: dict[str, Any] = json.loads(options) if options else {}
         unknown = next((name for name in given if self._known and name not in self._known), None)
+        if own := OWN_ARGUMENTS & given.keys():
+            raise ValueError(f"mm_processor_kwargs: {min(own)} is given by the engine itself")
         if unknown is not None:
             raise ValueError(f"mm_processor_kwargs: the model's processor has no argument {quoted(unknown)}")
         return given
 
     def _token_ids(self, kind: str, outputs: Mapping[str, Any]) -> list[int]:
-        token_ids: list[int] = outputs["input_ids"][0].tolist()
+        row = outputs["input_ids"][0]
+        if len(row) > MAX_TOKENS:
+            raise ValueError(f"{kind}: it takes {len(row)} tokens, and a prompt has at most {MAX_TOKENS}")
+        token_ids: list[int] = row.tolist()
         if not self._family.only_places:
             return token_ids
         return [token_id for token_id in token_ids if token_id == self._tokens[kind][2]]
@@ -231,6 +253,20 @@ def array_of(value: Any) -> Array:
     )
 
 
+def is_unusable(value: Any) -> bool:
+    """True if a feature has a number that is NaN, infinite or huge."""
+    import torch
+
+    tensor = torch.as_tensor(value)
+    return tensor.is_floating_point() and not bool((tensor.abs() <= MAX_FEATURE).all())
+
+
+def error_of(error: Exception) -> ValueError:
+    """A processor's error as requests get it: on one line, and short."""
+    text = " ".join(shortened(str(error) or type(error).__name__).split())
+    return ValueError(shortened(on_one_line(text), MAX_ERROR_CHARS))
+
+
 def handler(processor: Processor) -> Handler:
     """The function that does one job."""
     run: dict[type, Callable[[Any], Any]] = {
@@ -241,7 +277,12 @@ def handler(processor: Processor) -> Handler:
 
     def answer(data: bytes) -> bytes:
         job = msgspec.msgpack.decode(data, type=Job)
-        return msgspec.msgpack.encode(run[type(job)](job))
+        try:
+            return msgspec.msgpack.encode(run[type(job)](job))
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise error_of(error) from None
 
     return answer
 

@@ -17,7 +17,7 @@ SECONDS = 30.0  # of wall-clock and of processor time for one medium
 MEMORY_BYTES = 2 << 30
 STACK_BYTES = 16 << 20
 ANSWER_BYTES = 512 << 20  # features of one medium
-NUM_PARALLEL = 2
+NUM_PARALLEL = 3  # media that are processed at the same time
 
 
 class MediaProcessor(Protocol):

@@ -92,4 +92,5 @@ def open_media(
         return None
     info = start.info(ready.embedding_size)
     num_tokens = limits.max_num_batched_tokens if info.whole else 0
-    return MediaStore(start.processor, info, MediaLimits(limits.encoder_capacity, num_tokens), wake)
+    media_limits = MediaLimits(limits.encoder_capacity, limits.max_model_len, num_tokens)
+    return MediaStore(start.processor, info, media_limits, wake)

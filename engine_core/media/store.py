@@ -13,7 +13,8 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from array import array
+from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,23 +22,35 @@ from typing import Any, Protocol, TypeAlias
 from weakref import WeakValueDictionary
 
 from pagewire.engine_core.media.jobs import Processed
-from pagewire.engine_core.media.processor import MediaProcessor
+from pagewire.engine_core.media.processor import NUM_PARALLEL, MediaProcessor
 from pagewire.engine_core.schedule.features import Features
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.fair_queue import FairQueue
+from pagewire.ipc.recent import Recent
 from pagewire.ipc.shares import Name
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.items import NOTHING, Media, Prompt
-from pagewire.ipc.wire.media import MediaInfo, MediaLayout, check_kind, media_name, uuid_name
+from pagewire.ipc.wire.media import (
+    TOKEN_TYPE,
+    MediaInfo,
+    MediaLayout,
+    check_kind,
+    check_layout,
+    media_name,
+    uuid_name,
+)
 
 logger = logging.getLogger("pagewire.core")
 
 MAX_BYTES = 512 << 20  # features that are kept for later requests
 MAX_LIVE_BYTES = 2 << 30  # all features; further requests wait until others have ended
-MAX_LAYOUTS = 4096  # that are kept
+MAX_LAYOUT_BYTES = 32 << 20  # layouts that are kept
 MAX_PENDING = 1024  # requests that may wait for a thread; further ones are refused
 SECONDS = 120.0  # how long one waits at most
-NUM_THREADS = 2
+NUM_THREADS = NUM_PARALLEL
+NUM_RESERVED = (
+    1  # threads that are left to a tenant of which nothing is processed: one medium may take `SECONDS`
+)
 NICENESS = 5
 GRIDS = ("image_grid_thw",)
 
@@ -48,16 +61,18 @@ LayoutKey: TypeAlias = tuple[str, tuple[int, ...], str]
 class MediaLimits:
     """The largest media that the engine can run.
 
-    max_embeddings: of one medium, as its encoder's cache holds them. max_tokens: of one, where a step must run all
-    of it; 0: no limit.
+    max_embeddings: of one medium, as its encoder's cache holds them. max_model_len: tokens of a prompt.
+    max_tokens: of one medium, where a step must run all of it; 0: no limit.
     """
 
     max_embeddings: int
+    max_model_len: int
     max_tokens: int = 0
 
     def check(self, features: Features) -> None:
         """Refuse a medium that could never run; raises ValueError."""
         num_tokens = len(features.token_ids)
+        check_layout(features.kind, num_tokens, self.max_model_len)
         if features.size > self.max_embeddings:
             raise ValueError(
                 f"{features.kind}: it takes {features.size} embeddings, and the engine holds "
@@ -148,44 +163,50 @@ class MediaStore:
         limits: MediaLimits,
         wake: Callable[[], None],
         max_bytes: int = MAX_BYTES,
+        max_layout_bytes: int = MAX_LAYOUT_BYTES,
     ) -> None:
         self.info, self.wake = info, wake
         self.num_queries = self.num_hits = 0
-        self._processor, self._limits, self._max_bytes = processor, limits, max_bytes
+        self._processor, self._limits = processor, limits
         self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, Features] = OrderedDict()
+        self._kept: Recent[bytes, Features] = Recent(max_bytes)
         self._live: WeakValueDictionary[bytes, Features] = WeakValueDictionary()
         self._making: dict[bytes, threading.Event] = {}
-        self._layouts: OrderedDict[LayoutKey, MediaLayout] = OrderedDict()
+        self._layouts: Recent[LayoutKey, array[int]] = Recent(max_layout_bytes)
         self._answers: deque[Callable[[], None]] = deque()
-        self._queue: FairQueue[Any] = FairQueue()
+        self._queue: FairQueue[Any] = FairQueue(num_places=NUM_THREADS, num_reserved=NUM_RESERVED)
         self._threads: list[threading.Thread] = []
 
     # ------------------------------------------------------------ on the thread of the core's loop
 
-    def submit(self, prompt: Prompt, tenant: Name, now: float) -> PendingMedia:
-        """Begin to make the features of a prompt's media.
+    def submit(self, prompt: Prompt, tenant: Name, frontend: bytes, now: float) -> PendingMedia:
+        """Begin to make the features of a prompt's media, in the turn of a tenant of a frontend.
 
         Raises:
             EngineBusyError: too many requests wait.
         """
         pending = PendingMedia(self, prompt, now + SECONDS)
-        self._put(pending, tenant)
+        self._put(pending, tenant, frontend)
         return pending
 
-    def lay(self, key: LayoutKey, tenant: Name, done: Callable[[MediaLayout | Exception], None]) -> None:
-        """Call `done` with the layout of a medium of a kind and shape, now or in `deliver`.
+    def lay(
+        self,
+        key: LayoutKey,
+        tenant: Name,
+        frontend: bytes,
+        done: Callable[[MediaLayout | Exception], None],
+    ) -> None:
+        """Call `done` with the layout of a medium of a kind and shape, now or in `deliver`; turns as for `submit`.
 
         Raises:
             ValueError: the engine takes no such medium. EngineBusyError: too many requests wait.
         """
         check_kind(self.info, key[0], key[1])
-        with self._lock:
-            known = self._layouts.get(key)
+        known = self._known_layout(key)
         if known is not None:
             done(known)
         else:
-            self._put(PendingLayout(self, key, done), tenant)
+            self._put(PendingLayout(self, key, done), tenant, frontend)
 
     def deliver(self) -> None:
         """Call those who wait for layouts that were made."""
@@ -206,10 +227,15 @@ class MediaStore:
         """Memory of all features."""
         return sum(features.num_bytes for features in list(self._live.values()))
 
-    def _put(self, work: MediaWork, tenant: Name) -> None:
-        if self._queue.num_before(tenant) >= MAX_PENDING:
+    @property
+    def num_layout_bytes(self) -> int:
+        """Memory of the layouts that are kept."""
+        return self._layouts.num_bytes
+
+    def _put(self, work: MediaWork, tenant: Name, frontend: bytes) -> None:
+        if self._queue.num_before(tenant, frontend) >= MAX_PENDING:
             raise EngineBusyError(f"{MAX_PENDING} requests with media already wait to be processed")
-        self._queue.put(work, tenant)
+        self._queue.put(work, tenant, frontend=frontend)
         if len(self._threads) < NUM_THREADS:
             self._threads.append(threading.Thread(target=self._work, name="media", daemon=True))
             self._threads[-1].start()
@@ -231,13 +257,25 @@ class MediaStore:
         self.wake()
 
     def make_layout(self, key: LayoutKey) -> MediaLayout:
-        """The layout of a kind and shape; raises ValueError or EngineBusyError."""
-        layout = MediaLayout(self._processor.lay(*key).token_ids)
+        """The layout of a kind and shape.
+
+        Raises:
+            ValueError: the processor refuses it, or no prompt has room for it. EngineBusyError: as the processor.
+        """
+        if (known := self._known_layout(key)) is not None:
+            return known
+        kind, _, options = key
+        token_ids = self._processor.lay(*key).token_ids
+        check_layout(kind, len(token_ids), self._limits.max_model_len)
+        layout = array(TOKEN_TYPE, token_ids)
         with self._lock:
-            self._layouts[key] = layout
-            if len(self._layouts) > MAX_LAYOUTS:
-                self._layouts.popitem(last=False)
-        return layout
+            self._layouts.put(key, layout, len(layout) * layout.itemsize + len(options))
+        return MediaLayout(token_ids)
+
+    def _known_layout(self, key: LayoutKey) -> MediaLayout | None:
+        with self._lock:
+            known = self._layouts.get(key)
+        return None if known is None else MediaLayout(known.tolist())
 
     def wait_for_room(self, deadline: float) -> None:
         """Wait until requests have ended whose features take too much memory.
@@ -315,11 +353,7 @@ class MediaStore:
 
     def _keep(self, features: Features) -> None:
         """Keep features for later requests, and let go of those used least recently. Needs the lock."""
-        self._kept[features.name] = features
-        self._kept.move_to_end(features.name)
-        num_bytes = sum(kept.num_bytes for kept in self._kept.values())
-        while num_bytes > self._max_bytes:
-            num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+        self._kept.put(features.name, features, features.num_bytes)
 
 
 def features_of(medium: Media, processed: Processed, place_id: int) -> Features:
@@ -329,4 +363,5 @@ def features_of(medium: Media, processed: Processed, place_id: int) -> Features:
     }
     grid = next((tensors[name] for name in GRIDS if name in tensors), NOTHING)
     size = processed.token_ids.count(place_id)
-    return Features(medium.name, medium.kind, processed.token_ids, size, tensors, grid)
+    token_ids = array(TOKEN_TYPE, processed.token_ids)
+    return Features(medium.name, medium.kind, token_ids, size, tensors, grid)

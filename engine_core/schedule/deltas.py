@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.ipc.errors import NotFiniteError
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.messages import TokenDelta
+from pagewire.ipc.wire.worker_messages import RowResult
 
 
 def add_facts(delta: TokenDelta, sequence: Sequence, now: float) -> None:
@@ -19,6 +21,16 @@ def pooled_delta(sequence: Sequence, pooled: Tensor, now: float) -> TokenDelta:
     delta = TokenDelta(sequence.key, sequence.index, [], finish_reason="stop", pooled=pooled)
     add_facts(delta, sequence, now)
     return delta
+
+
+def error_of(sequence: Sequence, result: RowResult) -> tuple[str, str | None]:
+    """The text and type of a row's error. Numbers that are not finite are the fault of the media, if there are any:
+    their content is the client's, while all tokens are the model's own.
+    """
+    text = result.error or ""
+    if result.error_type == NotFiniteError.__name__ and sequence.request.prompt.media:
+        return f"{text}: the media or embeddings of the prompt lead to it", ValueError.__name__
+    return text, result.error_type
 
 
 def error_delta(sequence: Sequence, text: str, now: float, error_type: str | None) -> TokenDelta:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pagewire.ipc.wire.codec import Tensor
@@ -19,12 +20,13 @@ class Features:
 
     name: bytes
     kind: str
-    token_ids: Sequence[int]
+    token_ids: array[int]
     size: int
     tensors: Mapping[str, Tensor]
     grid: Tensor
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the tensors."""
-        return sum(len(tensor.data) for tensor in self.tensors.values())
+        """Memory of the tensors and of the layout."""
+        num_bytes = len(self.token_ids) * self.token_ids.itemsize
+        return num_bytes + sum(len(tensor.data) for tensor in self.tensors.values())

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pagewire.engine_core.grammar.matcher import GrammarError
-from pagewire.engine_core.schedule.deltas import add_facts, error_delta, pooled_delta
+from pagewire.engine_core.schedule.deltas import add_facts, error_delta, error_of, pooled_delta
 from pagewire.engine_core.schedule.encoder_cache import EncoderCache
 from pagewire.engine_core.schedule.fairness import HANDOVER_SECONDS
 from pagewire.engine_core.schedule.kv_cache import CacheGroup, KVCache
@@ -185,7 +185,7 @@ class Scheduler:
             return None, []
         masks, failures = self.in_flight[0].masks()
         return masks, [
-            self._end_with_error(sequence, str(why), now, "ValueError") for sequence, why in failures
+            self._end_with_error(sequence, str(why), "ValueError", now) for sequence, why in failures
         ]
 
     def commit(self, result: StepResult, now: float) -> StepOutcomes:
@@ -226,7 +226,7 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.guilty:
                 text = f"the worker crashed {sequence.num_relapses} times while it ran this request"
-                outcomes.append(self._end_with_error(sequence, text, now))
+                outcomes.append(self._end_with_error(sequence, text, None, now))
             else:
                 self.sequences.requeue(sequence)
         self.kv.lose()
@@ -355,7 +355,7 @@ class Scheduler:
 
     def _commit_row(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> TokenDelta | None:
         if result.error is not None:
-            return self._end_with_error(sequence, result.error, now, result.error_type)[1]
+            return self._end_with_error(sequence, *error_of(sequence, result), now)[1]
         if result.prompt_logprobs is not None:
             sequence.num_prompt_logprobs = row.start + row.num_prompt_logprobs
         if result.pooled is not None:
@@ -371,7 +371,7 @@ class Scheduler:
         try:
             num_tokens, reason, stop_token = append(sequence, result.token_ids, now)
         except GrammarError as error:
-            return self._end_with_error(sequence, str(error), now, "ValueError")[1]
+            return self._end_with_error(sequence, str(error), "ValueError", now)[1]
         if sequence.num_relapses:
             sequence.survive(alone=len(self.running) == 1)
         self.stats.num_output_tokens += num_tokens
@@ -391,8 +391,6 @@ class Scheduler:
             delta.num_drafts, delta.num_accepted = len(row.drafts), num_accepted
         return delta
 
-    def _end_with_error(
-        self, sequence: Sequence, text: str, now: float, error_type: str | None = None
-    ) -> Outcome:
+    def _end_with_error(self, sequence: Sequence, text: str, error_type: str | None, now: float) -> Outcome:
         self.sequences.finish(sequence)
         return sequence, error_delta(sequence, text, now, error_type)

@@ -21,7 +21,7 @@ from pagewire.frontend.core.metrics import Metric, read_metrics
 from pagewire.frontend.core.session import AttachMethod, Session
 from pagewire.frontend.core.stat_loggers import status_line
 from pagewire.frontend.requests.lora import LoRARequest
-from pagewire.frontend.text.engine_tokenizer import EngineTokenizer, for_programs
+from pagewire.frontend.text.engine_tokenizer import for_programs
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.wire.calls import CALLS, HealthReport, RemoteCall
 from pagewire.ipc.wire.lora import LoRAConfig
@@ -56,8 +56,8 @@ class AsyncEngine(AsyncEngineCalls):
         adding = await asyncio.to_thread(self.session.add_lora, lora_request)
         return bool(await asyncio.wrap_future(adding))
 
-    async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> EngineTokenizer | None:
-        """The light tokenizer of the frontend, or of an adapter; None with `skip_tokenizer_init`."""
+    async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
+        """The tokenizer of the frontend, or of an adapter; see `LLM.get_tokenizer`."""
         return for_programs(await asyncio.to_thread(self.session.tokenizer_for, lora_request))
 
     async def get_model_config(self) -> ModelConfig:

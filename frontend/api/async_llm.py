@@ -120,7 +120,7 @@ class AsyncLLM(AsyncEngine):
         prompt_adapter_request: embeddings to put before the prompt.
 
         Raises:
-            ValueError, TypeError: a bad prompt, parameter or adapter, or an id that is in use.
+            ValueError, TypeError: a bad prompt, parameter, grammar or adapter, or an id that is in use.
             RequestError: the engine ended the request with an error. EngineBusyError: it does not take more.
             EngineDeadError: the core is lost.
         """

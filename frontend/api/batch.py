@@ -21,7 +21,7 @@ from pagewire.frontend.requests.beam_search import (
 )
 from pagewire.frontend.requests.inputs import CheckedParams, Prepared
 from pagewire.frontend.requests.lora import LoRARequest
-from pagewire.frontend.requests.outputs import BatchError, RequestOutput, RequestState
+from pagewire.frontend.requests.outputs import RequestOutput, RequestState, batch_error
 from pagewire.frontend.requests.pooling.outputs import PoolingRequestOutput
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.text.prompts import PromptType, TokensPrompt
@@ -148,7 +148,7 @@ def complete(
 
     Raises:
         ValueError, TypeError: a bad prompt, parameter or adapter. EngineDeadError: the core is lost.
-        BatchError: the engine ended requests with an error.
+        BatchError: the engine ended requests with an error; also a ValueError if it refused the first of them.
     """
     batch = GradualBatch(session, tick)
     try:
@@ -167,9 +167,9 @@ def complete(
         outputs = batch.outputs()
     finally:
         session.abort(batch.states)
-    failed = next((state.error for state in batch.states if state.error is not None), None)
+    failed = next((state.exception() for state in batch.states if state.error is not None), None)
     if failed is not None:
-        raise BatchError(failed, outputs)
+        raise batch_error(failed, outputs)
     return outputs
 
 
@@ -187,7 +187,7 @@ def pool(
     adapters: Sequence[LoRARequest | None],
     next_id: Callable[[], str],
     tick: Callable[[PoolingRequestOutput[Any]], object],
-) -> tuple[list[PoolingRequestOutput[Any]], str | None]:
+) -> tuple[list[PoolingRequestOutput[Any]], Exception | None]:
     """The results of prompts, in order, and the first error; those that failed have no `outputs`.
 
     params: checked. adapters: of each prompt. tick: called with each result. On any exception, no request is left
@@ -211,7 +211,7 @@ def pool(
         outputs = batch.outputs()
     finally:
         session.abort(batch.states)
-    failed = next((state.error for state in batch.states if state.error is not None), None)
+    failed = next((state.exception() for state in batch.states if state.error is not None), None)
     return outputs, failed
 
 

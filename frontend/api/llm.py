@@ -13,7 +13,8 @@ from pagewire.frontend.api.offline_pooling import OfflinePooling
 from pagewire.frontend.api.progress import progress_bar
 from pagewire.frontend.core.session import Session
 from pagewire.frontend.requests.beam_search import BeamSearchOutput
-from pagewire.frontend.requests.inputs import default_sampling_params, params_for, prompts_of
+from pagewire.frontend.requests.defaults import default_sampling_params
+from pagewire.frontend.requests.inputs import params_for, prompts_of
 from pagewire.frontend.requests.lora import LoRARequest, for_each
 from pagewire.frontend.requests.outputs import RequestOutput
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
@@ -117,7 +118,8 @@ class LLM(OfflinePooling):
         Raises:
             ValueError, TypeError: a bad prompt, parameter or adapter; nothing is left running.
             BatchError: (a `RequestError`) the engine ended requests with an error. The others were finished
-                first; the exception has all `outputs`.
+                first; the exception has all `outputs`. It is a ValueError, too, if the first such request was
+                refused for what it asks, such as a malformed grammar.
         """
         for name in unknown:
             raise unknown_argument(name)
@@ -130,7 +132,7 @@ class LLM(OfflinePooling):
         if priority is not None and len(priority) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(priority)} priorities")
         adapters = for_each(lora_request, len(prompts))
-        order = priority or [0] * len(prompts)
+        order = [0] * len(prompts) if priority is None else priority
         with progress_bar(len(prompts), use_tqdm) as tick:
             return complete_or_search(
                 self.session, prompts, params, order, adapters, self._next_id, tick, prompt_adapter_request

@@ -19,7 +19,7 @@ from pagewire.frontend.api.configs import (
 from pagewire.frontend.core.metrics import Metric
 from pagewire.frontend.core.session import AttachMethod, Session
 from pagewire.frontend.requests.lora import LoRARequest
-from pagewire.frontend.text.engine_tokenizer import EngineTokenizer, for_programs
+from pagewire.frontend.text.engine_tokenizer import for_programs
 from pagewire.ipc.wire.calls import EngineCalls, RemoteCall
 from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.ipc.wire.messages import EngineInfo
@@ -60,10 +60,11 @@ class LocalEngine(EngineCalls):
         """
         return bool(self.session.add_lora(lora_request).result())
 
-    def get_tokenizer(self, lora_request: LoRARequest | None = None) -> EngineTokenizer | None:
-        """The light tokenizer of the frontend, or of an adapter that has one of its own.
+    def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
+        """The tokenizer of the frontend, or of an adapter that has one of its own.
 
-        None with `skip_tokenizer_init`. `transformers.AutoTokenizer` on `info.tokenizer` gives theirs.
+        An `EngineTokenizer`, which has the usual members of those of transformers; one of transformers where the
+        frontend uses that (`set_tokenizer`, `tokenizer_mode="slow"`); None with `skip_tokenizer_init`.
 
         Raises:
             ValueError, TypeError: no such adapter.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -20,10 +21,18 @@ MEDIA_THREADS = 8
 MEDIA_THREADS_OF_TENANT = 6
 MAX_WAITING_MEDIA = 256
 
+# Of texts, embeddings and answers: each takes a fraction of a second.
+NUM_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as the threads of an event loop
+
+_work = SlowWork("texts", NUM_THREADS, math.inf, num_reserved=1)
 # A tokenizer takes hundreds of bytes for a character. Smaller texts do not wait behind these.
 _large_texts = SlowWork("large texts", 1, MAX_WAITING_TEXTS)
 media_work = SlowWork(
-    "prompts with pictures or sounds", MEDIA_THREADS, MAX_WAITING_MEDIA, MEDIA_THREADS_OF_TENANT
+    "prompts with pictures or sounds",
+    MEDIA_THREADS,
+    MAX_WAITING_MEDIA,
+    MEDIA_THREADS_OF_TENANT,
+    num_reserved=1,
 )
 """Does what blocks while the media of a prompt are fetched and decoded."""
 
@@ -37,9 +46,12 @@ def num_chars(prompt: Any) -> int:
 
 
 async def off_loop(size: int, work: Callable[..., T], *args: Any) -> T:
-    """Return `work(*args)`, run in a thread if `size` (in characters) is large enough to block the event loop."""
+    """Return `work(*args)`, run in a thread if `size` (in characters) is large enough to block the event loop.
+
+    Threads work in the turns of tenants: a thousand texts of one do not hold up those of another.
+    """
     if size >= OFF_LOOP_CHARS:
-        return await asyncio.to_thread(work, *args)
+        return await _work.run(lambda: work(*args))
     return work(*args)
 
 

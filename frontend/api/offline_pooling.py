@@ -10,7 +10,7 @@ from pagewire.frontend.api.local_engine import LocalEngine
 from pagewire.frontend.api.progress import progress_bar
 from pagewire.frontend.requests.inputs import prompts_of
 from pagewire.frontend.requests.lora import LoRARequest, for_each
-from pagewire.frontend.requests.outputs import BatchError
+from pagewire.frontend.requests.outputs import batch_error
 from pagewire.frontend.requests.pooling.inputs import params_of
 from pagewire.frontend.requests.pooling.outputs import (
     ClassificationRequestOutput,
@@ -152,5 +152,5 @@ class OfflinePooling(LocalEngine):
         with progress_bar(len(prompts), use_tqdm) as tick:
             outputs, failed = pool(self.session, prompts, each, adapters, self._next_id, tick)
         if failed is not None:
-            raise BatchError(failed, outputs)
+            raise batch_error(failed, outputs)
         return outputs

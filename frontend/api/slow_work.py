@@ -7,23 +7,25 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextvars import ContextVar
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.fair_queue import FairQueue
+from pagewire.ipc.wire.tenants import current_tenant
 
 T = TypeVar("T")
 
-# The tenant of the requests in this context; "" if they have none.
-current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
-
 
 class SlowCall:
-    """Work that waits for a thread, or has begun. future: gets its result."""
+    """Work that waits for a thread, or has begun; it runs in the context in which it was made.
+
+    future: gets its result.
+    """
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.future: Future[Any] = Future()
+        self._context = copy_context()
         self._work: Callable[[], Any] | None = work
 
     def begin(self) -> bool:
@@ -35,7 +37,7 @@ class SlowCall:
         work, self._work = self._work, None
         assert work is not None
         try:
-            self.future.set_result(work())
+            self.future.set_result(self._context.run(work))
         except BaseException as error:
             self.future.set_exception(error)
             del self, work  # else the error holds them, by its frames
@@ -45,14 +47,22 @@ class SlowWork:
     """A few threads with a bounded queue, for any number of event loops. Tenants take turns (`FairQueue`).
 
     kind: what the work is, in the plural, for errors. max_waiting: pieces of work that may wait for a thread.
-    num_per_tenant: threads that one tenant may have at a time.
+    num_per_tenant: threads that one tenant may have at a time. num_reserved: threads that are left to tenants that
+    have none.
     """
 
     def __init__(
-        self, kind: str, num_threads: int, max_waiting: int, num_per_tenant: float = math.inf
+        self,
+        kind: str,
+        num_threads: int,
+        max_waiting: float,
+        num_per_tenant: float = math.inf,
+        num_reserved: int = 0,
     ) -> None:
         self._kind, self._num_threads, self._max_waiting = kind, num_threads, max_waiting
-        self._queue: FairQueue[SlowCall] = FairQueue(num_per_tenant=num_per_tenant)
+        self._queue: FairQueue[SlowCall] = FairQueue(
+            num_per_tenant=num_per_tenant, num_places=num_threads, num_reserved=num_reserved
+        )
         self._threads: list[threading.Thread] = []
 
     async def run(self, work: Callable[[], T]) -> T:

@@ -35,8 +35,9 @@ from pagewire.frontend.requests.outputs import RequestOutput, RequestState
 from pagewire.frontend.requests.pooling import inputs as pooling
 from pagewire.frontend.requests.pooling.state import PooledState
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest, PromptAdapters
+from pagewire.frontend.text.engine_tokenizer import from_programs
 from pagewire.frontend.text.prompts import PromptType
-from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
+from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.environment import check_environment
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.wire.calls import CALLS
@@ -181,7 +182,7 @@ class Session:
         Raises:
             TypeError: `tokenizer` is not a tokenizer.
         """
-        self._intake.tokenizer = self.tokenizer = as_tokenizer(tokenizer)
+        self._intake.tokenizer = self.tokenizer = from_programs(tokenizer)
 
     # -------------------------------------------------------------- requests
 
@@ -402,7 +403,7 @@ def media_of(info: EngineInfo, access: MediaAccess, call: Callable[..., Future[A
         return None
     from pagewire.frontend.media.intake import media_intake  # most engines take no media
 
-    return media_intake(info.media, access, call)
+    return media_intake(info.media, access, call, info.max_model_len)
 
 
 def tokenizer_of(info: EngineInfo, name: str | None, source: dict[str, Any]) -> Tokenizer | None:

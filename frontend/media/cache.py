@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
 from pagewire.frontend.media.items import Decoded
+from pagewire.ipc.recent import Recent
 
 
 class DecodedCache:
@@ -20,9 +19,8 @@ class DecodedCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._num_bytes = max_bytes, 0
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, Decoded] = OrderedDict()
+        self._entries: Recent[Hashable, Decoded] = Recent(max_bytes)
         self._pending: dict[Hashable, Future[Decoded]] = {}
 
     def __len__(self) -> int:
@@ -31,9 +29,7 @@ class DecodedCache:
     def get(self, key: Hashable) -> Decoded | None:
         """The content of a key; None if it is not kept."""
         with self._lock:
-            if (entry := self._entries.get(key)) is not None:
-                self._entries.move_to_end(key)
-            return entry
+            return self._entries.get(key)
 
     def get_or_make(self, key: Hashable, make: Callable[[], Decoded]) -> Decoded:
         """The content of a key, made if it is not kept. Threads that want the same key wait for the first of them.
@@ -63,51 +59,45 @@ class DecodedCache:
         """Forget everything."""
         with self._lock:
             self._entries.clear()
-            self._num_bytes = 0
 
     def _settle(self, key: Hashable, pending: Future[Decoded]) -> None:
-        """Keep the result of a key, if there is one and it is not too large."""
+        """Keep the result of a key, if there is one."""
         with self._lock:
             del self._pending[key]
             if pending.exception() is not None:
                 return
             entry = pending.result()
-            if (size := len(entry.data.data)) > self._max_bytes:
-                return
-            self._entries[key] = entry
-            self._num_bytes += size
-            while self._num_bytes > self._max_bytes:
-                _, oldest = self._entries.popitem(last=False)
-                self._num_bytes -= len(oldest.data.data)
+            self._entries.put(key, entry, entry.num_bytes)
 
 
 class RecentKeys:
-    """Values by key for a short time, the oldest dropped first. Thread-safe.
+    """Values by key for a short time, those used least recently dropped first. Thread-safe.
 
-    seconds: how long. max_entries: how many.
+    seconds: how long. max_bytes: of all together.
     """
 
-    def __init__(self, seconds: float, max_entries: int) -> None:
-        self._seconds, self._max_entries = seconds, max_entries
+    def __init__(self, seconds: float, max_bytes: int) -> None:
+        self._seconds = seconds
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, tuple[float, Any]] = OrderedDict()
+        self._entries: Recent[Hashable, tuple[float, Any]] = Recent(max_bytes)
 
-    def put(self, key: Hashable, value: Any) -> None:
-        """Keep a value from now on."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all values that are kept."""
+        return self._entries.num_bytes
+
+    def put(self, key: Hashable, value: Any, num_bytes: int) -> None:
+        """Keep a value from now on. num_bytes: what it holds, with its key."""
         with self._lock:
-            self._entries[key] = (time.monotonic() + self._seconds, value)
-            self._entries.move_to_end(key)
-            while len(self._entries) > self._max_entries:
-                self._entries.popitem(last=False)
+            self._entries.put(key, (time.monotonic() + self._seconds, value), num_bytes)
 
     def get(self, key: Hashable) -> Any:
         """The value of a key; None if it is not kept any more."""
         with self._lock:
-            until, value = self._entries.get(key, (0.0, None))
+            until, value = self._entries.get(key) or (0.0, None)
             if until > time.monotonic():
                 return value
-            with suppress(KeyError):
-                del self._entries[key]
+            self._entries.drop(key)
             return None
 
     def clear(self) -> None:

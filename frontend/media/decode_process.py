@@ -21,11 +21,13 @@ from pagewire.ipc.host.confined import Confined, JobKilledError, JobTimeoutError
 from pagewire.ipc.host.job_server import Handler, serve
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.sources import Spectrum
+from pagewire.ipc.wire.tenants import current_tenant
 
 SECONDS = 15.0  # of wall-clock time for one content
 CPU_SECONDS = 5.0  # of processor time
 MEMORY_BYTES = 1 << 30
-NUM_PARALLEL = 2  # contents that are decoded at the same time; others wait
+NUM_PARALLEL = 3  # contents that are decoded at the same time; others wait, tenants in turn
+NUM_RESERVED = 1  # of these, for a tenant of which nothing is decoded: another's may take all of their time
 LIMITS = Limits(SECONDS, CPU_SECONDS, MEMORY_BYTES, answer_bytes=1 << 28)
 # 25 minutes of stereo MP3 took 4.2 s of a processor to decode and resample, and 1.4 s to be searched for the peak.
 SPEECH_LIMITS = Limits(2 * SECONDS, 3 * CPU_SECONDS, MEMORY_BYTES, answer_bytes=1 << 28)
@@ -87,11 +89,11 @@ def decode_speech(data: bytes, rate: int, spectrum: Spectrum) -> tuple[Tensor, f
 
 
 def decode_confined(encoded: EncodedMedia) -> DecodedBytes:
-    """Decode one content in a process that may be lost. Raises as `decode`."""
+    """Decode one content in a process that may be lost, in the turn of `current_tenant`. Raises as `decode`."""
     name = NAMES[encoded.kind]
     try:
         limits = LIMITS if encoded.spectrum is None else SPEECH_LIMITS
-        answer = processes().run(msgspec.msgpack.encode(encoded), limits)
+        answer = processes().run(msgspec.msgpack.encode(encoded), limits, current_tenant.get())
     except JobTimeoutError:
         raise MediaError(f"a {name} takes too long to decode") from None
     except JobKilledError:
@@ -105,7 +107,7 @@ def decode_confined(encoded: EncodedMedia) -> DecodedBytes:
 @cache
 def processes() -> Confined:
     """The processes of this frontend that decode; the first content starts them."""
-    return Confined(__name__, num_parallel=NUM_PARALLEL)
+    return Confined(__name__, num_parallel=NUM_PARALLEL, num_reserved=NUM_RESERVED)
 
 
 def decoder() -> Handler:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,9 @@ from yarl import URL
 
 from pagewire.frontend.media.access import MediaAccess
 from pagewire.frontend.media.errors import MediaError
+from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.quoting import quoted
+from pagewire.ipc.wire.tenants import current_tenant
 
 MAX_REDIRECTS = 5
 REDIRECTS = (301, 302, 303, 307, 308)
@@ -44,8 +48,10 @@ UNREACHABLE = (
 
 MALFORMED = "a URL is malformed"
 
-# Names are resolved by the system in these threads, which may hang for longer than a download may take.
-_resolvers = ThreadPoolExecutor(32, "resolver")
+NUM_RESOLVERS = 32
+RESOLVERS_OF_TENANT = (
+    24  # that a tenant, who has a key, may have at a time: a name may take a minute to be refused
+)
 
 
 @dataclass(frozen=True)
@@ -167,6 +173,37 @@ async def _next_chunk(response: aiohttp.ClientResponse, begin: float, num_bytes:
         raise MediaError(f"a URL's content comes at less than {LEAST_RATE} bytes a second") from None
 
 
+class Resolvers:
+    """Threads in which the system resolves names, which may hang for longer than a download may take."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_RESOLVERS, "resolver")
+        self._lock = threading.Lock()
+        self._num_open: Counter[str] = Counter()  # by tenant
+
+    def begin(self, tenant: str, host: str, port: int, family: socket.AddressFamily) -> Future[Any]:
+        """Resolve a name for a tenant; the future gets what `getaddrinfo` returns.
+
+        Raises:
+            EngineBusyError: the tenant has too many that are not resolved.
+        """
+        with self._lock:
+            if tenant and self._num_open[tenant] >= RESOLVERS_OF_TENANT:
+                raise EngineBusyError(f"{RESOLVERS_OF_TENANT} names of hosts are already being resolved")
+            self._num_open[tenant] += 1
+        found = self._threads.submit(socket.getaddrinfo, host, port, family, socket.SOCK_STREAM)
+        found.add_done_callback(lambda _: self._end(tenant))
+        return found
+
+    def _end(self, tenant: str) -> None:
+        with self._lock:
+            self._num_open[tenant] -= 1
+            self._num_open += Counter()  # without the tenants that have none
+
+
+resolvers = Resolvers()
+
+
 class ThreadResolver(AbstractResolver):
     """Resolves names as the system does, in threads that no download waits for at its end."""
 
@@ -174,10 +211,7 @@ class ThreadResolver(AbstractResolver):
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
         """The addresses of a host."""
-        loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(
-            _resolvers, lambda: socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
-        )
+        found = await asyncio.wrap_future(resolvers.begin(current_tenant.get(), host, port, family))
         return [
             ResolveResult(
                 hostname=host,

@@ -6,8 +6,10 @@ prompt --MediaLoader--> Decoded --layouts from the engine--> tokens with places,
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from pagewire.frontend.media.access import MediaAccess
@@ -19,15 +21,24 @@ from pagewire.frontend.media.layout import LaidOut, lay_out
 from pagewire.frontend.media.loader import MediaLoader
 from pagewire.frontend.media.objects import item_of
 from pagewire.frontend.media.parts import too_many
+from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.calls import CALLS
 from pagewire.ipc.wire.embeddings import PLACEHOLDER
 from pagewire.ipc.wire.items import Media
-from pagewire.ipc.wire.media import MAX_OPTIONS_CHARS, MediaInfo, MediaLayout, uuid_name
+from pagewire.ipc.wire.media import (
+    MAX_OPTIONS_CHARS,
+    TOKEN_TYPE,
+    MediaInfo,
+    MediaLayout,
+    check_layout,
+    uuid_name,
+)
+from pagewire.ipc.wire.tenants import current_tenant
 
 LAYOUT_SECONDS = 3600.0
-MAX_LAYOUTS = 4096
-MAX_UUIDS = 1 << 14
+MAX_LAYOUT_BYTES = 32 << 20
+MAX_SHAPE_BYTES = 4 << 20
 
 # Asks the engine what stands for a medium of this kind and shape, with these arguments of its processor.
 AskLayout = Callable[[str, Sequence[int], str], MediaLayout]
@@ -36,14 +47,16 @@ AskLayout = Callable[[str, Sequence[int], str], MediaLayout]
 class MediaIntake:
     """Puts the media of prompts into their places. Thread-safe; `place` blocks while media are fetched and decoded.
 
-    info: what the engine takes. ask: a call of the engine.
+    info: what the engine takes. ask: a call of the engine. max_model_len: tokens of a prompt.
     """
 
-    def __init__(self, info: MediaInfo, loader: MediaLoader, ask: AskLayout) -> None:
+    def __init__(self, info: MediaInfo, loader: MediaLoader, ask: AskLayout, max_model_len: int) -> None:
         self.info, self.loader = info, loader
-        self._ask = ask
-        self._layouts = RecentKeys(LAYOUT_SECONDS, MAX_LAYOUTS)
-        self._shapes = RecentKeys(LAYOUT_SECONDS, MAX_UUIDS)  # of media with a caller's name, by that name
+        self._ask, self._max_model_len = ask, max_model_len
+        self._layouts = RecentKeys(LAYOUT_SECONDS, MAX_LAYOUT_BYTES)
+        self._shapes = RecentKeys(
+            LAYOUT_SECONDS, MAX_SHAPE_BYTES
+        )  # of media with a caller's name, by that name
 
     def place(
         self, token_ids: Sequence[int], prompt: Mapping[str, Any], salt: str | None
@@ -89,29 +102,36 @@ class MediaIntake:
                 f"{medium.place or 'multi_modal_uuids'}: nothing is known by the name {quoted(medium.uuid)} any "
                 "more: send the content as well"
             )
-        self._shapes.put(name, shape)
+        self._shapes.put(name, shape, 0)
         return LaidOut(medium, name, self._layout(medium.kind, shape, options), options)
 
     def _layout(self, kind: str, shape: Sequence[int], options: str) -> Sequence[int]:
         key = (kind, tuple(shape), options)
         token_ids: Sequence[int] | None = self._layouts.get(key)
         if token_ids is None:
-            token_ids = self._ask(kind, list(shape), options).token_ids
-            self._layouts.put(key, token_ids)
+            answered = self._ask(kind, list(shape), options).token_ids
+            check_layout(kind, len(answered), self._max_model_len)
+            kept = array(TOKEN_TYPE, answered)
+            self._layouts.put(key, kept, len(kept) * kept.itemsize + len(options))
+            return kept
         return token_ids
 
 
-def media_intake(info: MediaInfo, access: MediaAccess, call: Callable[..., Future[Any]]) -> MediaIntake:
+def media_intake(
+    info: MediaInfo, access: MediaAccess, call: Callable[..., Future[Any]], max_model_len: int
+) -> MediaIntake:
     """What puts media into the prompts of an engine. call: sends a call to the engine."""
     layout = CALLS["media_layout"]
 
     def ask(kind: str, shape: Sequence[int], options: str) -> MediaLayout:
-        answer: MediaLayout = layout.answer(
-            call(layout.name, kind, list(shape), options).result(layout.seconds)
-        )
+        waiting = call(layout.name, kind, list(shape), options, current_tenant.get())
+        try:
+            answer: MediaLayout = layout.answer(waiting.result(layout.seconds))
+        except FutureTimeoutError:
+            raise EngineBusyError(f"{kind}: others before it took {layout.seconds:g} s") from None
         return answer
 
-    return MediaIntake(info, MediaLoader(access, info.sampling_rate), ask)
+    return MediaIntake(info, MediaLoader(access, info.sampling_rate), ask, max_model_len)
 
 
 def options_of(kwargs: Any) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagewire.ipc.wire.codec import Tensor
-from pagewire.ipc.wire.media import media_name
+from pagewire.ipc.wire.media import MAX_OPTIONS_CHARS, media_name
+
+MAX_NAMES = 4  # that a medium has by several arguments of the processor, and are kept
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,15 @@ class Decoded:
     excerpt: str = ""
     _names: dict[str, bytes] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the content, and of the names that are kept."""
+        return len(self.data.data) + MAX_NAMES * MAX_OPTIONS_CHARS
+
     def name(self, options: str) -> bytes:
-        """Its name (`media_name`) with these arguments of the processor; computed once."""
+        """Its name (`media_name`) with these arguments of the processor; computed once, while they are few."""
         if options not in self._names:
+            if len(self._names) >= MAX_NAMES:
+                self._names.clear()
             self._names[options] = media_name(self.kind, self.data, options)
         return self._names[options]

@@ -10,6 +10,7 @@ MAX_PIXELS = MAX_MEDIUM_BYTES // 3  # of a picture
 MAX_SIDE = 1 << 14  # pixels of a side
 MAX_SOUND_SECONDS = 1500
 MIN_SPEECH_SECONDS = 0.1  # of a sound that is transcribed, as in OpenAI's API
+MAX_LOUDNESS = 1 << 31  # of a sample; floats are from -1 to 1, but some writers scale them as integers
 MAX_SAMPLES = MAX_MEDIUM_BYTES // 4  # of a sound, when it is resampled
 MAX_SOUND_FRAMES = 1 << 27  # samples of one channel, before they are resampled
 MAX_CHANNELS = 16

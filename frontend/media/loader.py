@@ -12,6 +12,7 @@ import threading
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from hashlib import sha256
 from urllib.parse import unquote, urlsplit
 
@@ -30,7 +31,7 @@ NUM_DOWNLOADS = 4  # of one request at the same time
 CACHE_BYTES = 256 << 20
 BASE64_CHARS = 1 << 20  # decoded at a time
 URL_SECONDS = 60.0  # how long the content of a URL is taken to be the same
-MAX_RECENT_URLS = 4096
+MAX_URL_BYTES = 8 << 20  # of URLs whose content is known
 TIMEOUTS = {"image": "PAGEWIRE_IMAGE_FETCH_TIMEOUT", "audio": "PAGEWIRE_AUDIO_FETCH_TIMEOUT"}
 
 
@@ -43,7 +44,7 @@ class MediaLoader:
     def __init__(self, access: MediaAccess, sampling_rate: int = 0) -> None:
         self._access, self._rate = access, sampling_rate
         self._cache = DecodedCache(CACHE_BYTES)
-        self._urls = RecentKeys(URL_SECONDS, MAX_RECENT_URLS)
+        self._urls = RecentKeys(URL_SECONDS, MAX_URL_BYTES)
         self._seconds = {kind: fetch_seconds(name) for kind, name in TIMEOUTS.items()}
 
     def load(self, items: Sequence[MediaItem], tenant: str = "") -> list[Decoded]:
@@ -61,7 +62,7 @@ class MediaLoader:
             return self._decode_all(items, [None] * len(items), tenant, budget)
         with ThreadPoolExecutor(NUM_DOWNLOADS, "download") as pool:
             futures = [
-                pool.submit(self._fetch_named, item, tenant, budget) if remote else None
+                pool.submit(copy_context().run, self._fetch_named, item, tenant, budget) if remote else None
                 for item, remote in zip(items, is_remote, strict=True)
             ]
             try:
@@ -118,7 +119,7 @@ class MediaLoader:
         form = (self._rate, item.samples) if item.kind == "audio" else item.max_side
         key = (tenant, item.kind, form, digest)
         if scheme in ("http", "https"):
-            self._urls.put(address, key)
+            self._urls.put(address, key, len(item.url) + 2 * len(tenant))
         return MediaSource(key, data)
 
     def _read(self, item: MediaItem, scheme: str, max_bytes: int) -> bytes:

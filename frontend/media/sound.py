@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from pagewire.frontend.media.errors import MediaError
 from pagewire.frontend.media.limits import (
     MAX_CHANNELS,
+    MAX_LOUDNESS,
     MAX_RATE,
     MAX_SAMPLES,
     MAX_SOUND_FRAMES,
@@ -133,4 +134,8 @@ def packed(samples: Samples) -> tuple[tuple[int, ...], bytes]:
         raise MediaError(f"a sound may have {MAX_SAMPLES} samples")
     if not np.isfinite(samples).all():  # of a file of floats
         raise MediaError("a sound has samples that are no finite numbers")
+    if len(samples) and max(samples.max(), -samples.min()) > MAX_LOUDNESS:
+        raise MediaError(
+            f"a sound has samples over {MAX_LOUDNESS}: those of a file of floats are from -1 to 1"
+        )
     return (len(samples),), samples.astype("<f4", copy=False).tobytes()

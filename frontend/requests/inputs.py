@@ -18,6 +18,7 @@ import msgspec
 
 from pagewire.frontend.media.keys import KEYS as MEDIA_KEYS
 from pagewire.frontend.media.keys import NOT_TAKEN, has_media
+from pagewire.frontend.requests.defaults import default_sampling_params
 from pagewire.frontend.requests.embeds import KEY as EMBEDS_KEY
 from pagewire.frontend.requests.embeds import NO_TOKENS, check_embeds_params, embeddings_of
 from pagewire.frontend.requests.lora import UsedAdapter
@@ -28,7 +29,8 @@ from pagewire.frontend.text.prompts import PromptType
 from pagewire.frontend.text.stop import StopStrings, shared_stops
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.beams import MAX_CANDIDATES
-from pagewire.ipc.bounds import check_string, meta_of, unknown_name
+from pagewire.ipc.bounds import check_num_logprobs, check_string, meta_of, unknown_name
+from pagewire.ipc.compatibility import NAMES
 from pagewire.ipc.models.own_code import check_processors
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_TOKENS
@@ -50,8 +52,7 @@ NAME = meta_of(Name)
 GENERATED = "generated_token_ids"  # tokens of the output so far, which a step of beam search goes on with
 KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", GENERATED)
 NOT_SUPPORTED = {
-    "data": "data prompts are not supported yet",
-    "data_format": "data prompts are not supported yet",
+    **dict.fromkeys(("data", "data_format"), NAMES["LLM.encode(DataPrompt)"].refusal("a DataPrompt")),
     "encoder_prompt": "this model is no encoder-decoder: give the prompt alone",
     "decoder_prompt": "this model is no encoder-decoder: give the prompt alone",
     "token_type_ids": "models that generate have no token types; models that pool take them with token ids",
@@ -361,9 +362,10 @@ class Intake:
         return CheckedParams(params, shared_stops(params))
 
     def _check_logprobs(self, name: str, number: int | None, processed: bool) -> None:
-        limit = max(self.info.max_logprobs, MAX_CANDIDATES) if processed else self.info.max_logprobs
-        if number is not None and limit != -1 and (number == -1 or number > limit):
-            raise ValueError(f"{name}={number} is over this engine's max_logprobs={limit}")
+        most = self.info.max_logprobs
+        if processed and most != -1:
+            most = max(most, MAX_CANDIDATES)
+        check_num_logprobs(name, number, most, self.info.vocab_size)
 
     def _fit(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
         """Return the parameters with a `max_tokens` that has room; raise ValueError if there is too little."""
@@ -432,25 +434,6 @@ def params_for(params: SamplingParams | Sequence[SamplingParams], num_prompts: i
     if len(params) != num_prompts:
         raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling parameters")
     return list(params)
-
-
-def default_sampling_params(info: EngineInfo) -> SamplingParams:
-    """Return the sampling parameters of the model's generation config, with pagewire's defaults for the rest."""
-    config = info.generation_config
-    return SamplingParams(
-        **{
-            name: value
-            for name, key in (
-                ("temperature", "temperature"),
-                ("top_k", "top_k"),
-                ("top_p", "top_p"),
-                ("min_p", "min_p"),
-                ("repetition_penalty", "repetition_penalty"),
-                ("max_tokens", "max_new_tokens"),
-            )
-            if (value := config.get(key)) is not None
-        }
-    )
 
 
 def truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:

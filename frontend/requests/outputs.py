@@ -33,6 +33,7 @@ from pagewire.ipc.errors import (
     AdapterCrashedWorkerError,
     EngineBusyError,
     EngineDeadError,
+    EngineStalledError,
     RequestCrashedEngineError,
     RequestError,
     error_text,
@@ -52,6 +53,7 @@ REFUSALS: dict[str, type[Exception]] = {
         TypeError,
         PermissionError,
         EngineBusyError,
+        EngineStalledError,
         EngineDeadError,
         RequestCrashedEngineError,
         AdapterCrashedWorkerError,
@@ -159,6 +161,15 @@ class BatchError(RequestError):
     def __init__(self, message: str, outputs: Sequence[Any]) -> None:
         super().__init__(message)
         self.outputs = list(outputs)
+
+
+class RefusedBatchError(BatchError, ValueError):
+    """A `BatchError` whose first request was refused for what it asks, such as a malformed grammar."""
+
+
+def batch_error(error: Exception, outputs: Sequence[Any]) -> BatchError:
+    """The error of a batch whose first failed request ended with `error`."""
+    return (RefusedBatchError if isinstance(error, ValueError) else BatchError)(str(error), outputs)
 
 
 def best_outputs(outputs: Sequence[CompletionOutput], num: int) -> list[CompletionOutput]:

@@ -18,11 +18,12 @@ from pagewire.frontend.route.ledger import Ledger, Work
 from pagewire.frontend.route.members import Members
 from pagewire.frontend.route.placement import Policy
 from pagewire.frontend.route.replica import Placement, Replica, ReplicaState
-from pagewire.ipc.errors import EngineBusyError, EngineDeadError
+from pagewire.ipc.errors import EngineBusyError, EngineDeadError, EngineStalledError
 from pagewire.ipc.wire.block_names import split_names
 from pagewire.ipc.wire.messages import Blocks, Deltas, Request
 
 BUSY_SECONDS = 1.0  # for which a core that refuses requests, such as one that shuts down, gets none
+BUSY = (EngineBusyError.__name__, EngineStalledError.__name__)  # another core may take such a request
 
 
 class Dispatcher:
@@ -184,7 +185,7 @@ class Dispatcher:
             deltas = [delta for delta in message.deltas if self.ledger.is_on(delta.key, replica)]
             here = [self.ledger.record_output(key, replica) for key in message.keys]
             for delta in deltas:
-                refused = delta.error_type == EngineBusyError.__name__ and delta.finish_reason == "error"
+                refused = delta.error_type in BUSY and delta.finish_reason == "error"
                 if refused and (placement := placed.get(delta.key)) is not None and not placement.started:
                     busy.add(delta.key)
                 elif delta.key not in busy:

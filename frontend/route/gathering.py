@@ -74,7 +74,11 @@ class Gathering:
             self._finish()
 
     def _is_known(self, number: int) -> bool:
-        """Whether one answer is enough: the engine is healthy if a core is, however long others take to say so."""
+        """Whether one answer is enough, however long others take: the engine is healthy if a core is, and layouts
+        are the same of every core, since they have the same model.
+        """
+        if self._method == "media_layout":
+            return number in self._answers
         return self._method == "check_health" and self._answers.get(number, {}).get("ready", False)
 
     def _finish(self) -> None:
@@ -123,7 +127,7 @@ def merged(method: str, answers: Answers) -> Any:
         return merged_health(values)
     if method == "status":
         return merged_status(answers)
-    if method == "media_layout":  # the same of every core: they have the same model
+    if method == "media_layout":
         return values[0]
     if method == "list_loras":
         return sorted({adapter_id for value in values for adapter_id in value})

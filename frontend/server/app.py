@@ -86,6 +86,9 @@ def create_app(
     )
     app.router.redirect_slashes = False  # a path with an additional slash is an unknown path
     app.state.service = service
+    served_paths = {route.path for route in routes}
+    hidden = [route.path for route in admin.operations() if route.path not in served_paths]
+    app.state.hidden_paths = dict.fromkeys(hidden, "--enable-admin")
     app.state.traffic = Traffic()
     app.state.answer_memory = AnswerMemory(MAX_OPEN_POOLED_BYTES)
     app.state.incoming_bodies = IncomingBodies(LARGE_BODIES * options.max_request_bytes)

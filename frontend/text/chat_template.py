@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from pagewire.frontend.media.keys import NOT_TAKEN
 from pagewire.frontend.media.parts import take_media
-from pagewire.frontend.text.conversation import Conversation, compile_template, render_source
+from pagewire.frontend.text.conversation import Conversation, Rendered, compile_template, render_source
 from pagewire.frontend.text.length import encode_within
 from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.frontend.text.render_process import render_confined
@@ -108,7 +108,7 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     placeholders: Mapping[str, str] | None = None,
-    on_unread: Callable[[list[str]], None] | None = None,
+    on_warning: Callable[[str], None] | None = None,
 ) -> str:
     """Return the text of one conversation.
 
@@ -122,7 +122,8 @@ def render_chat(
         tools: JSON schemas of functions.
         chat_template_kwargs: additional variables of the template.
         placeholders: the text that stands for a medium of each kind, where messages have marks of media.
-        on_unread: called with the names of those that it does not read; None: a warning names them, once.
+        on_warning: called with a text for each option without effect: variables that the template does not read,
+            tools that it does not show; None: a warning in the log, once.
 
     Raises:
         ValueError: there is no template, options contradict each other, or the template fails on the conversation
@@ -153,18 +154,23 @@ def render_chat(
     )  # the model's, the operator's
     renders = render_source if trusted else render_confined
     rendered = renders(source, tokenizer.special_tokens, conversation)
-    if rendered.unread:
-        if on_unread is None:
-            text = unread_text(rendered.unread)
+    for text in warnings_of(rendered):
+        if on_warning is None:
             warn_once(text, text)
         else:
-            on_unread(rendered.unread)
+            on_warning(text)
     return rendered.text
 
 
-def unread_text(names: list[str]) -> str:
-    """The warning of variables that a template does not read."""
-    return f"the chat template does not read {quoted(names)[1:-1]}, so they have no effect"
+def warnings_of(rendered: Rendered) -> list[str]:
+    """What a conversation was rendered with, but without effect."""
+    texts = []
+    if rendered.unread:
+        names = quoted(rendered.unread)[1:-1]
+        texts.append(f"the chat template does not read {names}, so they have no effect")
+    if rendered.hides_tools:
+        texts.append("the chat template does not show tools, so the model does not know of them")
+    return texts
 
 
 def check_template(tokenizer: Tokenizer, chat_template: str) -> None:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import msgspec
@@ -61,10 +61,15 @@ class Conversation:
 
 
 class Rendered(msgspec.Struct):
-    """The text of a conversation. unread: the names of given variables that the template does not read."""
+    """The text of a conversation.
+
+    unread: the names of given variables that the template does not read. hides_tools: it shows no tools, but some
+        were given.
+    """
 
     text: str
     unread: list[str]
+    hides_tools: bool = False
 
 
 def render_source(source: str, special_tokens: Mapping[str, Any], conversation: Conversation) -> Rendered:
@@ -91,9 +96,23 @@ def render_source(source: str, special_tokens: Mapping[str, Any], conversation: 
     except RecursionError:
         raise ValueError("messages, tools or variables of the template are nested too deeply") from None
     renders = render_open if conversation.continue_final_message else render
-    return Rendered(
-        renders(template, variables), [name for name in conversation.variables if name not in read]
-    )
+    text = renders(template, variables)
+    unread = [name for name in conversation.variables if name not in read]
+    return Rendered(text, unread, bool(tools) and hides_tools(source, variables, text))
+
+
+def hides_tools(source: str, variables: dict[str, Any], text: str) -> bool:
+    """Return True if a template writes the same without the tools. text: what it has written with them."""
+    if "tools" not in variables_of(source):
+        return True
+    functions = [tool.get("function", tool) for tool in variables["tools"]]
+    if any(isinstance(each, dict) and str(each.get("name")) in text for each in functions):
+        return False
+    template = compile_template(source)
+    try:
+        return render(template, variables) == render(template, variables | {"tools": None})
+    except ValueError:  # it rejects the conversation without them
+        return False
 
 
 # ---------------------------------------------------------------- variables of a template
@@ -141,8 +160,8 @@ def plain(value: Any) -> Any:
 def read_message(given: Any, index: int, convert_content: Callable[[Any], Any]) -> dict[str, Any]:
     """Convert a message to the form that templates expect.
 
-    The result is plain data without null fields, has the reasoning under several names, converted content, and the
-    arguments of tool calls as data. index: position of the message, for errors.
+    The result is plain data without null fields, has the reasoning under several names, converted content (an
+    assistant's may be null), and the arguments of tool calls as data. index: position of the message, for errors.
 
     Raises:
         TypeError: it is not a message. ValueError: it has no role, or content that is not text.
@@ -155,9 +174,9 @@ def read_message(given: Any, index: int, convert_content: Callable[[Any], Any]) 
     message: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if "content" not in message and isinstance(message.get("refusal"), str):
         message["content"] = message["refusal"]
-    if "content" in message:
+    if "content" in message or message["role"] == "assistant":
         try:
-            message["content"] = convert_content(message["content"])
+            message["content"] = convert_content(message.get("content"))
         except ValueError as error:
             raise ValueError(f"messages[{index}].content: {error}") from None
     reasoning = next((message[name] for name in REASONING if name in message), None)
@@ -194,16 +213,21 @@ def read_tool(tool: Any) -> dict[str, Any]:
 def content_reader(content_format: str, source: str, placeholders: Mapping[str, str]) -> Callable[[Any], Any]:
     """Return a function that converts content to the form that the template expects, if it expects one.
 
-    placeholders: see `Conversation`.
+    placeholders: see `Conversation`. Content that is null, as that of messages with calls, stays null for a
+    template that tests for it; others, which join it to strings or loop over it, read empty content.
     """
-    if content_format == "auto":
-        loops, tests = content_use(source)
-        if loops and tests:
-            return lambda content: content if isinstance(content, str) else as_parts(content, placeholders)
-        content_format = "openai" if loops else "string"
-    if content_format == "openai":
-        return lambda content: as_parts(content, placeholders)
-    return lambda content: as_text(content, placeholders)
+    use = content_use(source)
+    as_list = content_format == "openai" or (content_format == "auto" and use.loops)
+    as_given = content_format == "auto" and use.loops and use.tests_string
+
+    def convert(content: Any) -> Any:
+        if content is None:
+            return None if use.tests_none else [] if as_list and not as_given else ""
+        if as_given and isinstance(content, str):
+            return content
+        return as_parts(content, placeholders) if as_list else as_text(content, placeholders)
+
+    return convert
 
 
 def as_text(content: Any, placeholders: Mapping[str, str] = NO_PLACEHOLDERS) -> str:
@@ -264,17 +288,41 @@ def text_part(part: Any, index: int) -> dict[str, Any]:
     return {**part, "type": "text"} if kind in TEXT_PARTS else part
 
 
+class ContentUse(NamedTuple):
+    """What a template does with the content of messages.
+
+    loops: over its parts. tests_string: whether something is a string. tests_none: whether content is null.
+    """
+
+    loops: bool
+    tests_string: bool
+    tests_none: bool
+
+
 @lru_cache(maxsize=64)
-def content_use(source: str) -> tuple[bool, bool]:
-    """Return whether a template loops over the parts of content, and whether it tests if content is a string."""
+def content_use(source: str) -> ContentUse:
+    """Return what a template does with the content of messages."""
     tree = environment().parse(source)
     aliases = {
         assign.target.name
         for assign in tree.find_all(nodes.Assign)
         if isinstance(assign.target, nodes.Name) and is_content(assign.node, set())
     }
-    loops = any(is_content(loop.iter, aliases) for loop in tree.find_all(nodes.For))
-    return loops, any(test.name == "string" for test in tree.find_all(nodes.Test))
+    tests = list(tree.find_all(nodes.Test))
+    return ContentUse(
+        any(is_content(loop.iter, aliases) for loop in tree.find_all(nodes.For)),
+        any(test.name == "string" for test in tests),
+        any(test.name == "none" and is_content(test.node, aliases) for test in tests)
+        or any(
+            is_content(pair.expr, aliases) and any(is_none(operand.expr) for operand in pair.ops)
+            for pair in tree.find_all(nodes.Compare)
+        ),
+    )
+
+
+def is_none(node: nodes.Node) -> bool:
+    """Return True for the constant `none`."""
+    return isinstance(node, nodes.Const) and node.value is None
 
 
 def is_content(node: nodes.Node, aliases: set[str]) -> bool:
@@ -298,6 +346,8 @@ def render_open(template: jinja2.Template, variables: dict[str, Any]) -> str:
         ValueError: see `render`; or the final message has no text, or the template changes or drops it.
     """
     final = variables["messages"][-1]
+    if not final.get("content") and final.get("tool_calls"):
+        raise ValueError("continue_final_message: the final message has no text to continue")
     holder, name = final, "content"
     if isinstance(final.get("content"), list):
         holder = next((part for part in reversed(final["content"]) if "text" in part), {})

@@ -40,7 +40,7 @@ class EmbedsPrompt(TypedDict, total=False):
 
 
 class DataPrompt(TypedDict):
-    """Data in some format. Not supported yet."""
+    """Data in some format. A prompt of this form is refused, with what to give instead."""
 
     data: Any
     data_format: str

@@ -16,12 +16,14 @@ import msgspec
 from pagewire.frontend.text.conversation import Conversation, Rendered, render_source
 from pagewire.ipc.host.confined import Confined, JobKilledError, Limits
 from pagewire.ipc.host.job_server import Handler, serve
+from pagewire.ipc.wire.tenants import current_tenant
 
 SECONDS = 10.0  # of wall-clock time for one rendering
 CPU_SECONDS = 2.0  # of processor time for one rendering
 MEMORY_BYTES = 256 << 20
 STACK_BYTES = 8 << 20
-NUM_PARALLEL = 2  # renderings at the same time; others wait
+NUM_PARALLEL = 3  # renderings at the same time; others wait, tenants in turn
+NUM_RESERVED = 1  # of these, for a tenant of which nothing is rendered
 
 SMALL_TEMPLATE = "{% for message in messages %}{{ message.content | trim }}{% endfor %}"
 
@@ -40,15 +42,15 @@ def render_confined(source: str, special_tokens: Mapping[str, Any], conversation
     Raises:
         ValueError: as `render_source`; or the template exceeds a limit.
         TypeError: messages, tools or variables are not plain data.
-        EngineBusyError: other templates take too long.
+        EngineBusyError: other templates take too long. EngineStalledError: it got too little of a processor.
     """
     try:
         job = msgspec.msgpack.encode(Rendering(source, dict(special_tokens), conversation))
     except OverflowError:
         raise ValueError("messages, tools and variables must not have integers of over 64 bits") from None
-    limits = Limits(SECONDS, CPU_SECONDS, MEMORY_BYTES, STACK_BYTES)
+    limits = Limits(SECONDS, CPU_SECONDS, MEMORY_BYTES, STACK_BYTES, computes=True)
     try:
-        return msgspec.msgpack.decode(processes().run(job, limits), type=Rendered)
+        return msgspec.msgpack.decode(processes().run(job, limits, current_tenant.get()), type=Rendered)
     except JobKilledError as error:
         raise ValueError(f"the chat template fails on the conversation: {error}") from None
 
@@ -56,7 +58,7 @@ def render_confined(source: str, special_tokens: Mapping[str, Any], conversation
 @cache
 def processes() -> Confined:
     """The processes of this frontend that render; the first rendering starts them."""
-    return Confined(__name__, num_parallel=NUM_PARALLEL)
+    return Confined(__name__, num_parallel=NUM_PARALLEL, num_reserved=NUM_RESERVED)
 
 
 def renderer() -> Handler:

@@ -9,33 +9,40 @@ from __future__ import annotations
 
 import functools
 import json
-import re
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jinja2
-from jinja2 import nodes, pass_eval_context
+from jinja2 import nodes, pass_environment, pass_eval_context
 from jinja2.ext import Extension
-from jinja2.filters import do_join
+from jinja2.filters import do_join, do_sum, make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from pagewire.frontend.text.growth import (
+    MAX_BITS,
+    OF_ITEMS,
+    OF_TEXT,
+    begin,
+    check_growth,
+    check_items,
+    check_join,
+    check_size,
+    check_time,
+    checked,
+    counted,
+    end,
+    spend,
+    text_size,
+)
+
 MAX_SOURCE_CHARS = (
     1 << 17
 )  # characters of a template; the longest templates of known models have a fifth of this
-MAX_CHARS = 1 << 24  # characters of a text, or items of a list
-MAX_BITS = 1 << 12  # bits of an integer
-MAX_SECONDS = 5.0  # processor time of one rendering
-WIDE_FORMAT = re.compile(
-    r"\d{5}|%[^a-zA-Z%]*\*|\{[^}]*\{"
-)  # formats with a width of many digits or a computed one
-
-clock = threading.local()  # `end`: the thread time at which its rendering must end; None: no limit
+MAX_TIME_FORMAT = 1000  # characters
 
 
 def compile_source(source: str) -> jinja2.Template:
@@ -63,7 +70,7 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     Raises:
         ValueError: the template rejects the conversation, fails on it, or exceeds the limits of time or size.
     """
-    clock.end = time.thread_time() + MAX_SECONDS
+    begin()
     parts, size = [], 0
     try:
         for part in template.generate(variables):
@@ -75,64 +82,11 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
         raise ValueError(f"the chat template fails on the conversation: {error}") from error
     finally:
-        clock.end = None
+        end()
     return "".join(parts)
 
 
 # ---------------------------------------------------------------- limits
-
-
-def check_time() -> None:
-    """Raise ValueError if this thread's rendering has exceeded its time."""
-    end = getattr(clock, "end", None)
-    if end is not None and time.thread_time() > end:
-        raise ValueError(f"it takes more than {MAX_SECONDS:g} s")
-
-
-def check_size(size: int) -> None:
-    """Raise ValueError for a text or a list that is too long."""
-    if size > MAX_CHARS:
-        raise ValueError(f"it creates a text of more than {MAX_CHARS} characters")
-
-
-def checked(value: Any) -> Any:
-    """Return the value; raise ValueError if it is too long."""
-    if isinstance(value, (str, list, tuple)):
-        check_size(len(value))
-    return value
-
-
-def check_growth(name: str, subject: Any, arguments: tuple[Any, ...]) -> None:
-    """Check the length of the result before a method or filter is called on `subject`.
-
-    Raises:
-        ValueError: the result would be too long.
-    """
-    for number in arguments:
-        if isinstance(number, int):
-            check_size(number)  # it may be a width
-    if not isinstance(subject, str) or not arguments:
-        return
-    first = arguments[0]
-    if name == "replace" and isinstance(first, str) and len(arguments) > 1:
-        check_size(subject.count(first) * len(str(arguments[1])))
-    elif name in ("format", "format_map") and WIDE_FORMAT.search(subject):
-        raise ValueError("it formats with a width that is too large, or not a literal number")
-    elif name == "join":
-        check_join(first, subject)
-    elif name in ("indent", "expandtabs"):
-        width = first if isinstance(first, int) else len(str(first))
-        check_size(width * (subject.count("\n") + subject.count("\t") + 1))
-
-
-def check_join(items: Any, separator: str) -> None:
-    """Check the length of the joined items.
-
-    Raises:
-        ValueError: the text would be too long.
-    """
-    if isinstance(items, (str, list, tuple)):
-        check_size(len(separator) * len(items) + sum(len(item) for item in items if isinstance(item, str)))
 
 
 def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,44 +95,82 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # copies Jinja's attributes, too
     def call(*args: Any, **kwargs: Any) -> Any:
         check_time()
-        given = args[1:] if hasattr(function, "jinja_pass_arg") else args
-        check_growth(name, given[0], (*given[1:], *kwargs.values()))
+        place = 1 if hasattr(function, "jinja_pass_arg") else 0
+        if place < len(args):
+            args = (*args[:place], bounded_subject(name, args[place]), *args[place + 1 :])
+            check_growth(name, args[place], (*args[place + 1 :], *kwargs.values()))
         return checked(function(*args, **kwargs))
 
     return call
 
 
-def metered(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield a loop's items, checking the time at each."""
-    for item in items:
-        check_time()
-        yield item
+def bounded_subject(name: str, subject: Any) -> Any:
+    """What a filter is to be called on, after a check of its size; an iterator stops where it yields too much."""
+    if name in OF_ITEMS and isinstance(subject, Iterator):
+        return counted(subject)
+    if name in OF_TEXT and not isinstance(subject, (str, Iterator)):
+        text_size(subject)
+    return subject
 
 
 @pass_eval_context
 def join(context: nodes.EvalContext, items: Any, d: str = "", attribute: str | int | None = None) -> Any:
     """Jinja's filter `join`, with the length checked before."""
-    items = items if isinstance(items, str) else list(items)
+    items = items if isinstance(items, str) else list(counted(items))
     if attribute is None:
-        check_join(items, d)
-    return do_join(context, items, d, attribute)
+        check_join(items, str(d))
+    else:
+        items = list(map(make_attrgetter(context.environment, attribute), items))
+        check_join(items, str(d))
+    return do_join(context, items, d)
+
+
+@pass_environment
+def add_up(environment: Sandbox, numbers: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
+    """Jinja's filter `sum`, for numbers only: it would join lists as well."""
+    if not isinstance(start, (int, float)):
+        raise ValueError("it adds up what are no numbers")
+    return do_sum(environment, numbers, attribute, start)
 
 
 def concatenated(items: list[Any]) -> str:
     """Concatenate the operands of `~`, with the length checked before."""
-    texts = [str(item) for item in items]
-    check_size(sum(map(len, texts)))
-    return "".join(texts)
+    check_size(sum(map(text_size, items)))
+    return cast(str, checked("".join(map(str, items))))
+
+
+def sliced(value: Any, start: Any, stop: Any, step: Any) -> Any:
+    """Return `value[start:stop:step]`, and count it: code of Jinja's own would not."""
+    return checked(value[start:stop:step])
+
+
+@pass_eval_context
+def shown(context: nodes.EvalContext, value: Any) -> Any:
+    """Count a value that is written, in macros and blocks, too; Jinja converts it to a text.
+
+    It takes the context so that Jinja cannot call it, nor what makes the value, while it compiles.
+    """
+    spend(4 * text_size(value))
+    return value
 
 
 class Metered(NodeTransformer):
-    """Rewrites loops and `~` to use the filters `metered` and `concatenated`."""
+    """Rewrites loops, `~` and slices to use the filters `metered`, `concatenated` and `sliced`."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
         """Rewrite a loop."""
         self.generic_visit(node)
-        node.iter = nodes.Filter(node.iter, "metered", [], [], None, None, lineno=node.lineno)
+        size = nodes.Const(4 * sum(len(part.data) for part in node.find_all(nodes.TemplateData)))
+        node.iter = nodes.Filter(node.iter, "metered", [size], [], None, None, lineno=node.lineno)
         return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:  # noqa: N802
+        """Rewrite a slice."""
+        self.generic_visit(node)
+        if not isinstance(node.arg, nodes.Slice):
+            return node
+        bounds = [part or nodes.Const(None) for part in (node.arg.start, node.arg.stop, node.arg.step)]
+        return nodes.Filter(node.node, "sliced", bounds, [], None, None, lineno=node.lineno)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802
         """Rewrite `a ~ b`."""
@@ -205,11 +197,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "*":
             sizes = [len(side) if isinstance(side, (str, list, tuple)) else side for side in (left, right)]
             if all(isinstance(size, int) for size in sizes):
-                check_size(sizes[0] * sizes[1])
+                check = check_size if isinstance(left, str) or isinstance(right, str) else check_items
+                check(sizes[0] * sizes[1])
         elif operator == "%" and isinstance(left, str):
-            check_growth("format", left, (right,))
+            check_growth("%", left, right if isinstance(right, tuple) else (right,))
         elif operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, type(left)):
-            check_size(len(left) + len(right))
+            (check_size if isinstance(left, str) else check_items)(len(left) + len(right))
         return checked(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
@@ -221,6 +214,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         check_time()
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         name, subject = getattr(method, "__name__", ""), getattr(method, "__self__", None)
+        if isinstance(subject, str) and name == "join" and args and isinstance(args[0], Iterator):
+            args = (list(counted(args[0])), *args[1:])
         check_growth(name, subject, (*args, *kwargs.values()))
         return checked(super().call(__context, __obj, *args, **kwargs))
 
@@ -241,12 +236,20 @@ class GenerationTag(Extension):
 def environment() -> Sandbox:
     """Return the environment that chat templates expect: transformers' options, filters and functions."""
     sandbox = Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
+        finalize=shown,
+        optimized=False,  # what it would compute while it compiles has no limits
     )
-    del sandbox.globals["lipsum"]
-    sandbox.filters |= {"tojson": to_json, "join": join}
+    del (
+        sandbox.globals["lipsum"],
+        sandbox.filters["pprint"],
+        sandbox.filters["urlize"],
+    )  # no prompt needs them
+    sandbox.filters |= {"tojson": to_json, "join": join, "sum": add_up}
     sandbox.filters |= {name: bounded(name, function) for name, function in sandbox.filters.items()}
-    sandbox.filters |= {"metered": metered, "concatenated": concatenated}
+    sandbox.filters |= {"metered": counted, "concatenated": concatenated, "sliced": sliced}
     sandbox.globals["raise_exception"] = raise_exception
     sandbox.globals["strftime_now"] = strftime_now
     return sandbox
@@ -262,9 +265,17 @@ def to_json(
     """Return JSON without escapes for HTML, which Jinja's own filter adds."""
     if indent is not None and indent > 100:
         raise ValueError("it indents JSON by more than 100")
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    parts, size = [], 0
+    for part in encoder.iterencode(
+        value
+    ):  # a part at a time only with an indent, which can make it much longer
+        size += len(part)
+        check_size(size)
+        parts.append(part)
+    return "".join(parts)
 
 
 def raise_exception(message: str) -> NoReturn:
@@ -274,4 +285,6 @@ def raise_exception(message: str) -> NoReturn:
 
 def strftime_now(form: str) -> str:
     """Return the formatted local time (a function for templates)."""
+    if len(form) > MAX_TIME_FORMAT:
+        raise ValueError(f"it formats the time with more than {MAX_TIME_FORMAT} characters")
     return datetime.now().strftime(form)

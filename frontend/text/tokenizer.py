@@ -8,6 +8,7 @@ transformers 5 does. Other folders, and `tokenizer_mode="slow"`, use the tokeniz
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,8 +20,11 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
+from pagewire.frontend.text.proportion import check_proportion
 from pagewire.ipc.files.hub import check_files, model_folder, read_file, read_json
 from pagewire.ipc.gguf.file import is_gguf, read_metadata
+
+logger = logging.getLogger("pagewire.frontend")
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONG_TEXT = 4096  # characters, from which a text is tokenized without holding up other threads
@@ -54,6 +58,7 @@ class Tokenizer(ABC):
         cleans_up: `decode` removes spaces before punctuation, as `clean_up` does.
         original: the wrapped object of tokenizers or transformers.
         pieces: cache of `detokenize.Pieces`.
+        name_or_path: from which it was loaded; empty if it was not.
     """
 
     vocab_size: int
@@ -66,6 +71,7 @@ class Tokenizer(ABC):
     cleans_up: bool = False
     original: Any
     pieces: Any = None
+    name_or_path: str = ""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`, with the model's special tokens around it if `add_special_tokens`."""
@@ -96,7 +102,7 @@ class FastTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library.
 
     original: the library's tokenizer; truncation and padding are turned off, so it must not be shared.
-    special_tokens, chat_template, clean_up: properties that `tokenizer.json` does not contain.
+    special_tokens, chat_template, clean_up, extra_special_tokens: what `tokenizer.json` does not contain.
     """
 
     def __init__(
@@ -105,11 +111,14 @@ class FastTokenizer(Tokenizer):
         special_tokens: dict[str, str] | None = None,
         chat_template: str | dict[str, str] | None = None,
         clean_up: bool = False,
+        extra_special_tokens: Sequence[str] = (),
     ) -> None:
+        check_proportion(original)
         original.no_truncation()
         original.no_padding()
         self.original = original
         self.special_tokens = special_tokens or {}
+        self.extra_special_tokens = extra_special_tokens
         self.chat_template = chat_template
         self.cleans_up = clean_up
         self.decoder = read_decoder(original.decoder)
@@ -163,6 +172,8 @@ class WrappedTokenizer(Tokenizer):
         added = getattr(original, "added_tokens_decoder", {})
         special = {token_id for token_id, token in added.items() if token.special}
         backend = getattr(original, "backend_tokenizer", None)
+        if isinstance(backend, tokenizers.Tokenizer):
+            check_proportion(backend)
         if isinstance(backend, tokenizers.Tokenizer) and is_plain(original):
             self.decoder = read_decoder(backend.decoder)
             self.cleans_up = wants_clean_up(vars(original), backend)
@@ -212,9 +223,9 @@ def load_tokenizer(
     """Load the tokenizer of a folder, a GGUF file, a hub repository, or an embedded model.
 
     mode: "auto" or "slow". "slow" uses the tokenizer of transformers; so does "auto" if there is no
-        `tokenizer.json`, or if the folder has code of its own and `trust_remote_code` is set.
-    trust_remote_code: run the Python code in the folder. Otherwise the folder, which a core may have named, is only
-        read: no code, no pickles, no file over `hub.MAX_FILE_BYTES`.
+        `tokenizer.json`.
+    trust_remote_code: run the Python code in the folder if transformers has no tokenizer for it. Otherwise the
+        folder, which a core may have named, is only read: no code, no pickles, no file over `hub.MAX_FILE_BYTES`.
 
     Raises:
         ModelNotFoundError: there is no such folder or repository. ValueError: it has no valid tokenizer.
@@ -228,11 +239,20 @@ def load_tokenizer(
         trust_remote_code=trust_remote_code,
     )
     if is_gguf(folder):
-        return load_gguf(folder, mode)
+        tokenizer: Tokenizer = load_gguf(folder, mode)
+    else:
+        tokenizer = load_folder(folder, mode, trust_remote_code)
+    tokenizer.name_or_path = str(name)
+    return tokenizer
+
+
+def load_folder(folder: Path, mode: str, trust_remote_code: bool) -> Tokenizer:
+    """Load the tokenizer of a folder; see `load_tokenizer`."""
     config = read_json(folder / "tokenizer_config.json")
-    own_code = trust_remote_code and "auto_map" in config
-    if mode == "slow" or own_code or not (folder / "tokenizer.json").is_file():
-        return load_wrapped(folder, trust_remote_code)
+    if mode == "slow" or not (folder / "tokenizer.json").is_file():
+        return load_wrapped(folder, config, trust_remote_code)
+    if "auto_map" in config:
+        logger.info("the tokenizer is that of tokenizer.json: the code of its repository does not run")
     return load_fast(folder, config)
 
 
@@ -274,6 +294,7 @@ def load_fast(folder: Path, config: dict[str, Any]) -> FastTokenizer:
         {name: str(token) for name, token in named.items()},
         read_chat_template(folder, config),
         wants_clean_up(config, backend),
+        [str(token) for token in extra],
     )
 
 
@@ -326,18 +347,30 @@ def use_llama_spaces(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> N
     backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
 
 
-def load_wrapped(folder: Path, trust_remote_code: bool) -> WrappedTokenizer:
-    """Load a folder's tokenizer with transformers.
+def load_wrapped(folder: Path, config: dict[str, Any], trust_remote_code: bool) -> WrappedTokenizer:
+    """Load a folder's tokenizer with transformers: by its own class if `config` names one of these, else by code.
+
+    config: the content of tokenizer_config.json.
 
     Raises:
         ValueError: transformers cannot load it, or a file is too large.
     """
     from transformers import AutoTokenizer  # the import takes seconds
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
     check_files(folder)
     try:
+        name = config.get("tokenizer_class")
+        own_code = trust_remote_code and not (isinstance(name, str) and tokenizer_class_from_name(name))
+        if "auto_map" in config:
+            logger.info(
+                "the tokenizer is %s",
+                "made by the code of its repository (trust_remote_code): transformers has none for it"
+                if own_code
+                else "transformers' own: the code of its repository does not run",
+            )
         return WrappedTokenizer(
-            AutoTokenizer.from_pretrained(folder, use_fast=False, trust_remote_code=trust_remote_code)
+            AutoTokenizer.from_pretrained(folder, use_fast=False, trust_remote_code=own_code)
         )
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
         raise ValueError(f"no tokenizer could be loaded from {folder}: {error}") from error

@@ -28,16 +28,18 @@ OTHER_HEADS = ("RewardModel", "ForSequenceClassification", "ForTokenClassificati
 
 
 def foreign_model(values: Mapping[str, Any], trust_remote_code: bool) -> ForeignModel | None:
-    """The model of a config.json as one of a family; None if it is of none, or if its own code runs.
-
-    A registered family comes first, whether its own code might run or not.
+    """The model of a config.json as one of a family; None if it is of none, or if only its own code serves it.
 
     Raises:
-        ValueError: the family is not served, or not with these settings.
+        ValueError: the family is not served, or not with these settings, and its own code may not run either.
     """
-    runs_own_code = trust_remote_code and "auto_map" in values
-    family = _family(values, (*_registered(), *(() if runs_own_code else FAMILIES)))
-    return None if family is None else ForeignModel.of(family, values)
+    family = _family(values, (*_registered(), *FAMILIES))
+    try:
+        return None if family is None else ForeignModel.of(family, values)
+    except ValueError:
+        if trust_remote_code and "auto_map" in values and family in FAMILIES:
+            return None
+        raise
 
 
 def _family(values: Mapping[str, Any], families: Sequence[Family]) -> Family | None:

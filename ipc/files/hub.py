@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagewire.ipc.environment import env_flag
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.gguf.file import is_gguf, parts_of, read_gguf
+from pagewire.ipc.gguf.file import MAGIC, is_gguf, parts_of, read_gguf
 
 if TYPE_CHECKING:
     from pagewire.ipc.families.family import ForeignModel
@@ -114,6 +114,8 @@ def model_folder(
         if not (path / "config.json").is_file() and not tokenizer_only:
             raise ModelNotFoundError(f"{path} holds no config.json: not a Hugging Face model folder")
         return path.resolve()
+    if os.path.isfile(path):  # noqa: PTH113 - as above
+        raise ModelNotFoundError(f"{name} is a file, and no model: {how_to_name(path)}")
     if name.startswith(("/", "./", "../", "~")) or (name.count("/") > 1 and not is_s3(name)):
         raise ModelNotFoundError(f"no model folder {name}")
     if load_format == "gguf":
@@ -129,6 +131,18 @@ def model_folder(
             f"that are ignored ({', '.join([*ignored, DOUBLED_FILES[0]])}); {OTHER_FORMATS}"
         )
     return folder
+
+
+def how_to_name(file: Path) -> str:
+    """How to name the model that a file may be a part of."""
+    try:
+        with file.open("rb") as opened:
+            is_model = opened.read(len(MAGIC)) == MAGIC
+    except OSError:
+        is_model = False
+    if is_model:
+        return "a GGUF file has a name that ends with .gguf"
+    return "a model is a folder with config.json, a GGUF file (.gguf), or owner/repository of the hub"
 
 
 def download_file(name: str, revision: str | None, token: str | bool | None, cache_dir: str | None) -> Path:
@@ -265,7 +279,7 @@ def read_configs(path: Path, trust_remote_code: bool = False) -> tuple[dict[str,
     """A model's configuration and generation settings: of a folder's JSON files, or of a GGUF file's metadata.
 
     The configuration is that of the module which runs: for a family whose repositories bring code (`families/`),
-    that of transformers' module, unless `trust_remote_code` lets their code run.
+    that of transformers' module. With `trust_remote_code` a family that is not served keeps its own, for its code.
 
     Raises:
         ValueError: a file is broken, or the family is not served. ModelNotFoundError: it is a GGUF file of an

@@ -139,6 +139,22 @@ def sweep(folder: Path) -> None:
                     remove_socket(path)
 
 
+def listening(folder: Path) -> dict[Path, int | None]:
+    """The sockets in a folder that is private to this user at which a process listens, and the process's id."""
+    found: dict[Path, int | None] = {}
+    with exclusive(folder):
+        for lock in folder.glob(f"*{SUFFIX}"):
+            with suppress(OSError):
+                descriptor = open_owned(lock, os.O_RDWR)
+                try:
+                    if not try_lock(descriptor):
+                        content = os.pread(descriptor, MAX_LOCK_BYTES, 0)
+                        found[lock.with_name(lock.name.removesuffix(SUFFIX))] = int(content or 0) or None
+                finally:
+                    os.close(descriptor)
+    return found
+
+
 def remove_left_overs_of(path: Path) -> None:
     """Remove a socket and its lock file, unless a process holds the lock. Other kinds of files are left alone."""
     with suppress(OSError):

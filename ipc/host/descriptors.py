@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from contextlib import suppress
+from pathlib import Path
 
 MOST_DESCRIPTORS = (
     1 << 16
@@ -15,6 +16,11 @@ def descriptor_limit() -> int:
     """How many files this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+
+
+def num_open_descriptors() -> int:
+    """How many files this process has open."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1  # without that of the folder itself
 
 
 def raise_descriptor_limit() -> None:

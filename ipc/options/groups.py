@@ -9,6 +9,7 @@ import msgspec
 
 from pagewire.ipc.bounds import check_int
 from pagewire.ipc.files.hub import IGNORED_FILES
+from pagewire.ipc.files.names import short_name
 from pagewire.ipc.models.own_code import ProcessorSource, processor_sources
 from pagewire.ipc.options.option import option
 from pagewire.ipc.quantization import FAMILIES, ONLINE
@@ -57,7 +58,11 @@ class ModelOptions:
         "auto", "Model", "'slow': use the Python tokenizer of transformers", choices=("auto", "slow")
     )
     skip_tokenizer_init: bool = option(False, "Model", "load no tokenizer: token ids in, token ids out")
-    trust_remote_code: bool = option(False, "Model", "allow the Python code in the model's repository to run")
+    trust_remote_code: bool = option(
+        False,
+        "Model",
+        "let the Python code in the model's repository run where nothing else serves the model",
+    )
     revision: str | None = option(None, "Model", "branch, tag or commit of the model on the hub")
     tokenizer_revision: str | None = option(
         None, "Model", "branch, tag or commit of the tokenizer on the hub; default: the model's"
@@ -94,12 +99,19 @@ class ModelOptions:
             choices=("auto", "safetensors", "gguf", "bitsandbytes", "pt", "dummy", "sharded_state"),
         )
     )
+    allowed_save_path: str = option(
+        "",
+        "Model",
+        "folder, on the workers' machines, below which save_sharded_state may write, for any frontend with the "
+        "right of control; default: nowhere, but a program's LLM with a core of its own may write anywhere",
+    )
     quantization: str | None = option(
         None,
         "Model",
         "how weights are quantised; default: as the checkpoint is, with which a name must agree: "
         f"{', '.join(FAMILIES)}; of plain numbers while loading: {', '.join(ONLINE)} (int4 has an output layer of "
-        "6 bits, int4_int8 of 8)",
+        "6 bits, int4_int8 of 8); of a quantised checkpoint: dequantize, which makes plain numbers, so that CPUs "
+        "do not round activations to 8 bits",
         short="-q",
     )
     weight_cache: bool = option(
@@ -121,13 +133,16 @@ class ModelOptions:
         "serve up to the model's smallest attention window, within which every token sees all before it",
     )
     served_model_name: str | list[str] | None = option(
-        None, "Model", "name(s) of the model in metrics and in the API"
+        None,
+        "Model",
+        "name(s) of the model in metrics and in the API; default: the name of its folder or GGUF file, without the "
+        "path and the ending, or owner/repository of the hub",
     )
     seed: int = option(0, "Model", "default seed for requests without one")
 
     def served_names(self) -> list[str]:
         """The names of the model in the API; metrics use the first."""
-        names = self.served_model_name or self.model
+        names = self.served_model_name or short_name(self.model)
         return [names] if isinstance(names, str) else list(names)
 
     def resolved_dtype(self) -> str:

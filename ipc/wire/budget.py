@@ -92,6 +92,7 @@ MAX_WAITING_ANSWERS = 64  # that wait for memory; each keeps its prompts meanwhi
 MAX_MESSAGES = 1 << 14  # messages of a chat, or input items of a response
 MAX_PARTS = 1 << 14  # content parts, and tool calls, of all messages together
 MAX_TOOLS = 1024
+MAX_TOOL_VALUES = 1 << 16  # in all tools together: objects, lists, and what is in them
 MAX_HTTP_SEQUENCES = 1024  # prompts x n: default of --max-request-sequences
 MAX_HTTP_TOKENS = 1 << 22  # prompts x n x max_tokens: default of --max-request-tokens
 # Log probabilities (candidates of all positions) that are kept for one HTTP request at a time: of a whole answer,

@@ -26,6 +26,7 @@ from msgspec import Meta
 from pagewire.ipc.bounds import converted
 from pagewire.ipc.compatibility import KnowsAttributes
 from pagewire.ipc.errors import ProtocolError
+from pagewire.ipc.wire.budget import MAX_NAME_CHARS
 from pagewire.ipc.wire.lora import AdapterId, AdapterName, AdapterPath, AdapterVersion
 from pagewire.ipc.wire.media import MAX_OPTIONS_CHARS, MediaLayout
 
@@ -248,11 +249,18 @@ class EngineCalls(Caller):
     def is_paused(self) -> bool:
         """True between `pause_generation` and `resume_generation`."""
 
-    @remote(RunsIn.CORE, reset_running_requests=Meta(description="recompute running requests that use them"))
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    @remote(
+        RunsIn.CORE,
+        local=("device",),
+        reset_running_requests=Meta(description="recompute running requests that use them"),
+    )
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, device: str | int | None = None
+    ) -> bool:
         """Forget cached prefixes. False if running requests still use them.
 
         reset_running_requests: preempt those requests, and compute them anew; then no prefix is in use.
+        device: without effect: there is one cache, over all devices of the engine.
         """
 
     @remote(RunsIn.CORE)
@@ -337,12 +345,13 @@ class EngineCalls(Caller):
 
         They load it in as many stages, too.
 
-        path: a folder, on every worker's machine. pattern: the names of files, with {rank} and {part}.
-        max_size: bytes of a file.
+        path: a folder, on every worker's machine, below `allowed_save_path`.
+        pattern: the names of files, with {rank} and {part}. max_size: bytes of a file.
 
         Raises:
             ValueError: the pattern names no file for each rank and part, or the model is no folder of safetensors
                 files, or the folder holds such a model already.
+            PermissionError: the engine's option `allowed_save_path` does not let the path be written.
         """
 
     @remote(RunsIn.CORE)
@@ -470,13 +479,14 @@ class FlowCalls(Caller):
         options=Meta(
             max_length=MAX_OPTIONS_CHARS, description="the processor's arguments, as canonical JSON"
         ),
+        tenant=Meta(max_length=MAX_NAME_CHARS, description="for whom, as of requests; none: this frontend"),
     )
-    def media_layout(self, kind: str, shape: list[int], options: str = "") -> MediaLayout:
+    def media_layout(self, kind: str, shape: list[int], options: str = "", tenant: str = "") -> MediaLayout:
         """The tokens that stand in a prompt in place of one placeholder, for a medium of this kind and shape.
 
         Raises:
             ValueError: the engine takes no media of this kind, or its processor none of this shape or with these
-                options.
+                options; or no prompt has room for them.
         """
 
 

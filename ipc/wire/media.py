@@ -23,6 +23,7 @@ from pagewire.ipc.wire.codec import Tensor
 
 KEPT_EMBEDDINGS = 1 << 14  # that workers keep of media
 MAX_OPTIONS_CHARS = 4096  # of a processor's arguments, as JSON
+TOKEN_TYPE = "i"  # of an `array` of tokens: a layout that is kept takes 4 bytes a token, a list up to 36
 
 
 class MediumInfo(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -76,6 +77,19 @@ def check_kind(info: MediaInfo | None, kind: str, shape: Sequence[int]) -> None:
         raise ValueError(f"{kind}: the shape {wanted} expected, got {quoted(list(shape))}")
     if (size := math.prod(shape) * (1 if kind == "image" else 4)) > MAX_MEDIUM_BYTES:
         raise ValueError(f"{kind}: it has {size} bytes, and one may have {MAX_MEDIUM_BYTES}: make it smaller")
+
+
+def check_layout(kind: str, num_tokens: int, max_model_len: int) -> None:
+    """Refuse a layout that no prompt has room for.
+
+    Raises:
+        ValueError: it has more tokens than the model takes.
+    """
+    if num_tokens > max_model_len:
+        raise ValueError(
+            f"{kind}: it takes {num_tokens} tokens of a prompt, and max_model_len is {max_model_len}: make it "
+            "smaller, or give other mm_processor_kwargs"
+        )
 
 
 def media_name(kind: str, data: Tensor, options: str) -> bytes:

@@ -122,8 +122,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
             "schema": {...}, "end": ...}], "triggers": [...]}`, or formats composed of others: `{"format": {"type":
             "sequence", "elements": [...]}}` (const_string, json_schema, regex, grammar, any_text, sequence, or,
             tag, triggered_tags, tags_with_separator, as in XGrammar). A dict or its JSON text; kept as text.
-        whitespace_pattern: what may stand between the tokens of JSON, a regular expression. Default: a space,
-            or a line break with some indentation, so that no model can go on with whitespace for ever.
+        whitespace_pattern: what may stand between the tokens of JSON, a regular expression; "": nothing. Default: a
+            space, or a line break with some indentation, so that no model can go on with whitespace for ever.
         disable_any_whitespace: no whitespace between the tokens of JSON.
         disable_additional_properties: objects have no properties but those that the schema names.
         optional: the output is free if the grammar cannot be compiled; without it, the request is refused.
@@ -158,7 +158,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise ValueError("give whitespace_pattern or disable_any_whitespace, not both")
         if given[0] not in JSON_STRUCTURES and (
-            unused := [name for name in JSON_OPTIONS if getattr(self, name)]
+            unused := [name for name in JSON_OPTIONS if getattr(self, name) not in (None, False)]
         ):
             raise ValueError(f"{unused[0]} is for JSON ({', '.join(JSON_STRUCTURES)}), not for a {given[0]}")
         self._check_kind(given[0])

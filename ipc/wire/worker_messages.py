@@ -72,13 +72,14 @@ class WorkerConfig(Message, tag="load"):
         are read; empty: none.
     registrations: models of one's own, and the plugins that the worker loads.
     logits_processors, worker_extension: code of one's own; see `ipc.models.own_code`.
-    media: load what encodes pictures or sound. batch_invariant: see `EngineArgs`.
+    media: load what encodes pictures or sound. allowed_save_path, batch_invariant: see `EngineArgs`.
     """
 
     model_path: str
     dtype: str = "auto"
     device: str = "cpu"
     load_format: str = "auto"
+    allowed_save_path: str = ""
     trust_remote_code: bool = False
     hf_overrides: dict[str, Any] = {}
     max_model_len: int | None = None

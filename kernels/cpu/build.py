@@ -13,11 +13,12 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from pagewire.kernels.cpu.panels import MACROS, TILE_DEPTH, UNPACKED, Panels
+from pagewire.kernels.cpu.progress import CompileProgress
 from pagewire.kernels.native import cache
 
 logger = logging.getLogger("pagewire.kernels")
@@ -53,6 +54,9 @@ FLAGS = (
     "-fno-trapping-math",
     *MACROS,
 )
+
+
+COMPILE_SECONDS = 1800.0  # for one part; on a busy machine it takes minutes
 
 
 class BuildError(RuntimeError):
@@ -168,7 +172,9 @@ def compiler_command() -> list[str]:
         command = shlex.split(candidate)
         if command and shutil.which(command[0]):
             return command
-    raise BuildError(f"no C++ compiler ({', '.join(candidates)})")
+    raise BuildError(
+        f"no C++ compiler ({', '.join(candidates)}): install one, such as by `apt install g++`, or set CXX"
+    )
 
 
 def build(isa: InstructionSet) -> bytes:
@@ -179,49 +185,60 @@ def build(isa: InstructionSet) -> bytes:
     Raises:
         BuildError: no compiler, the compiler failed, or there is no place for its files.
     """
-    here = Path(__file__).parent
-    compiler = compiler_command()
+    command = [*compiler_command(), *FLAGS, *isa.compiler_flags, *isa.panels.macros]
+    name = library_name(isa)
+    if (library := cache.read(name)) is not None:
+        return library
+    with cache.locked():
+        if (library := cache.read(name)) is None:
+            with CompileProgress(f"the CPU kernels for {isa.name}", len(SOURCES)) as progress:
+                library = _compiled(command, progress)
+            cache.write(name, library)
+    return library
+
+
+def library_name(isa: InstructionSet) -> str:
+    """The name in the cache of the library for an instruction set.
+
+    Raises:
+        BuildError: no compiler, or it does not tell its version.
+    """
+    here, compiler = Path(__file__).parent, compiler_command()
     flags = [*FLAGS, *isa.compiler_flags, *isa.panels.macros]
     key = hashlib.sha256()
     for part in (cache.FORMAT, _run([*compiler, "--version"]), platform.machine(), *flags):
         key.update(part.encode() + b"\0")
     for source in (*HEADERS, *SOURCES):
         key.update((here / source).read_bytes() + b"\0")
-    name = f"cpu-{isa.name}-{key.hexdigest()[:32]}.so"
-    if (library := cache.read(name)) is not None:
-        return library
-    with cache.locked():
-        if (library := cache.read(name)) is None:
-            logger.info("compiling the CPU kernels for %s", isa.name)
-            library = _compiled([*compiler, *flags])
-            cache.write(name, library)
-    return library
+    return f"cpu-{isa.name}-{key.hexdigest()[:32]}.so"
 
 
-def _compiled(command: list[str]) -> bytes:
+def _compiled(command: list[str], progress: CompileProgress) -> bytes:
     sources = [Path(__file__).parent / source for source in SOURCES]
     try:
         with tempfile.TemporaryDirectory(prefix="pagewire-build-") as directory:
             library = Path(directory) / "kernels.so"
-            _compile(command, sources, library)
+            _compile(command, sources, library, progress)
             return library.read_bytes()
     except OSError as error:
         raise BuildError(f"cannot compile in {tempfile.gettempdir()}: {error}") from error
 
 
-def _compile(command: list[str], sources: list[Path], library: Path) -> None:
+def _compile(command: list[str], sources: list[Path], library: Path, progress: CompileProgress) -> None:
     """Each source by a compiler of its own, as many at a time as there are processors, then all of them linked."""
     objects = [library.parent / f"{source.stem}.o" for source in sources]
     jobs = [[*command, "-c", str(source), "-o", str(to)] for source, to in zip(sources, objects, strict=True)]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for _ in pool.map(_run, jobs):
-            pass
+        running = [pool.submit(_run, job) for job in jobs]
+        for job in as_completed(running):
+            job.result()
+            progress.done()
     _run([*command, "-shared", *map(str, objects), "-o", str(library)])
 
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(str(error)) from error
     if done.returncode != 0:

@@ -1,7 +1,7 @@
 """Servers that the clients of this environment call; they run in the project's own.
 
-`SERVER_PYTHON` is the Python that has pagewire. Elsewhere than in that environment (`make test-clients`), nothing is
-collected here.
+`SERVER_PYTHON` is the Python that has pagewire. Elsewhere than in that environment (`make test-clients`), nothing
+is collected here.
 """
 
 from __future__ import annotations

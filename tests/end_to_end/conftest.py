@@ -58,7 +58,8 @@ def start_daemon(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
 @pytest.fixture(scope="session")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One daemon for all tests that leave it as it was."""
-    daemon = Daemon(f"ipc://{tmp_path_factory.mktemp('core')}/core.sock")
+    saves = ("--allowed-save-path", str(tmp_path_factory.getbasetemp()))
+    daemon = Daemon(f"ipc://{tmp_path_factory.mktemp('core')}/core.sock", *saves)
     yield daemon.address
     assert daemon.stop() == 0
 

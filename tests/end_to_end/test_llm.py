@@ -136,7 +136,7 @@ def test_the_engine_as_a_whole(llm: LLM) -> None:
     llm.generate("The", GREEDY, use_tqdm=False)
     names = {metric.name for metric in llm.get_metrics()}
     assert {"vllm:generation_tokens", "vllm:time_to_first_token_seconds", "vllm:kv_cache_usage_perc"} <= names
-    assert llm.reset_prefix_cache() is True
+    assert llm.reset_prefix_cache() is True and llm.reset_prefix_cache(device="cuda") is True
     assert len(llm.collective_rpc("ping")) == 1
     with pytest.raises(TypeError, match="name"):
         llm.collective_rpc(lambda worker: 1)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import pagewire.demo
+from pagewire import LLM
 from pagewire.frontend.core.session import Session
 from pagewire.ipc.options.engine_args import EngineArgs
 from tests.end_to_end.conftest import SMALL_CORE, Daemon
@@ -119,6 +120,10 @@ def test_a_program_runs(
     assert spawned
     if name == "save_sharded_state":
         assert list((tmp_path / "out").glob("*.safetensors"))
+        with LLM.attach(cores["generation"]) as llm:
+            for path in ("/", str(tmp_path / ".." / ".." / ".." / ".." / "elsewhere")):
+                with pytest.raises(PermissionError, match="is not below"):
+                    llm.collective_rpc("save_sharded_state", args=(path,))
 
 
 def test_programs_run_against_the_server(

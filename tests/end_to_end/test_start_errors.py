@@ -69,8 +69,21 @@ def test_attaching_to_a_core_that_fails_to_start(name: str, tmp_path: Path) -> N
     ]
 
 
-def test_the_server_ends_with_the_cause() -> None:
-    command = [sys.executable, "-m", "pagewire.cli.main", "serve", NOWHERE, "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ([NOWHERE], f"no model folder {NOWHERE}"),
+        (
+            ["demo", "--max-model-len", "100000"],
+            "max_model_len 100000 exceeds the model's limit of 1024 positions",
+        ),
+        (["FOREIGN"], "it holds neither model.safetensors nor"),
+    ],
+)
+def test_the_server_says_the_cause_once(options: list[str], cause: str, foreign_model: str) -> None:
+    options = [foreign_model if option == "FOREIGN" else option for option in options]
+    command = [sys.executable, "-m", "pagewire.cli.main", "serve", "--port", "0", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (1, "") and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1] == f"pagewire serve: no model folder {NOWHERE}"
+    (said,) = (line for line in done.stderr.splitlines() if cause in line)
+    assert said.startswith("pagewire serve: ")

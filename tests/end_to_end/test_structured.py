@@ -117,8 +117,11 @@ def test_every_finished_output_validates(llm: LLM) -> None:
 )
 def test_what_is_not_supported_is_named(llm: LLM, schema: dict[str, Any], named: str) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
-    with pytest.raises(BatchError, match=re.escape(named)):
+    with pytest.raises(ValueError, match=re.escape(named)) as caught:
         llm.generate("x", params, use_tqdm=False)
+    assert (
+        isinstance(caught.value, BatchError) and caught.value.outputs[0].outputs[0].finish_reason == "error"
+    )
 
 
 CASES: list[tuple[dict[str, Any], str]] = [

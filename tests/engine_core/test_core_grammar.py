@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import signal
 import string
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from pagewire.engine_core import core as core_module
+from pagewire.engine_core.grammar import start
 from pagewire.ipc.wire.items import Prompt
 from pagewire.ipc.wire.messages import Abort, Request, Submit
 from pagewire.ipc.wire.params import SamplingParams
@@ -40,15 +43,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def reached() -> threading.Event:
+    """Is set when the tokenizer of grammars is to be loaded."""
+    return threading.Event()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch, reached: threading.Event) -> Iterator[threading.Event]:
     """No grammar is compiled before it is set."""
-    event, load = threading.Event(), core_module.load_tokenizer
+    event, load = threading.Event(), start.load_tokenizer
 
     def load_later(*args: Any) -> Any:
+        reached.set()
         assert event.wait(WAIT)
         return load(*args)
 
-    monkeypatch.setattr(core_module, "load_tokenizer", load_later)
+    monkeypatch.setattr(start, "load_tokenizer", load_later)
     yield event
     event.set()
 
@@ -185,15 +195,49 @@ def test_without_a_tokenizer_grammars_are_refused(start_core: Callable) -> None:
     assert "/nowhere has none" in (frontend.ends[1, 0].error or "")
 
 
-def test_compiling_has_a_time_limit(
-    start_core: Callable, folder: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+def test_the_tokenizer_is_loaded_at_the_start_and_nothing_waits_for_it(
+    start_core: Callable, folder: Path, gate: threading.Event, reached: threading.Event
 ) -> None:
-    monkeypatch.setenv("PAGEWIRE_GRAMMAR_TIMEOUT_S", "0.5")
     frontend = attach(start_core, folder)
+    assert reached.wait(WAIT)  # without any request
+    frontend.submit(1, [1], max_tokens=4)
+    frontend.finish((1, 0))
+    gate.set()
+
+
+def test_an_engine_without_a_tokenizer_of_its_own_loads_none_ahead(
+    start_core: Callable, folder: Path, gate: threading.Event, reached: threading.Event
+) -> None:
+    gate.set()
+    frontend = attach(start_core, folder, skip_tokenizer_init=True)
+    frontend.submit(1, [1], max_tokens=4)
+    frontend.finish((1, 0))
+    assert not reached.is_set()
+    frontend.submit(2, [1], structured_outputs=DIGITS)
+    frontend.finish((2, 0))
+    assert reached.is_set() and frontend.outputs[2, 0]
+
+
+def test_a_grammar_is_not_blamed_for_a_process_that_stands_still(
+    start_core: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEWIRE_GRAMMAR_TIMEOUT_S", "2")
+    core = start_core(folder=folder)
+    frontend = core.frontend()
+    frontend.attach()
     frontend.submit(1, [1], structured_outputs=DIGITS)
     frontend.finish((1, 0))
-    end = frontend.ends[1, 0]
-    assert "not compiled within 0.5 s" in (end.error or "") and end.error_type == "ValueError"
+    for key in (2, 3):
+        os.kill(core.core.grammars._prover.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+        frontend.submit(key, [1], structured_outputs={"regex": "a{3}"})
+        frontend.finish((key, 0))
+        assert frontend.ends[key, 0].error_type == "EngineStalledError", frontend.ends[key, 0]
+    for key in itertools.count(4):  # until the process is replaced
+        frontend.submit(key, [1], structured_outputs={"regex": "a{3}"})
+        frontend.finish((key, 0))
+        if frontend.ends[key, 0].finish_reason == "stop":
+            break
+        assert frontend.ends[key, 0].error_type == "EngineStalledError"
 
 
 def test_a_request_goes_on_from_the_tokens_it_has(start_core: Callable, folder: Path) -> None:

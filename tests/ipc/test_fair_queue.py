@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from pagewire.ipc import fair_queue
+from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.fair_queue import FairQueue
 
 PATIENCE = 20.0
@@ -149,3 +150,66 @@ def test_threads_wait_for_work_that_they_may_do() -> None:
         thread.join(PATIENCE)
     with working(queue) as last:
         assert last == ["a1"]
+
+
+def test_a_frontend_gains_nothing_by_the_number_of_its_tenants(clock: Clock) -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(50):
+        queue.put(f"a{number}", f"invented {number}", frontend="a")
+    assert done(queue, clock, 1) == ["a0"]
+    assert queue.num_before("invented 1", "a") == 49
+    for number in range(3):
+        queue.put(f"b{number}", "invented 1", frontend="b")
+    assert queue.num_before("another", "c") == 0
+    assert [work[0] for work in done(queue, clock, 6)].count("b") == 3
+
+
+def test_the_last_place_is_left_to_a_tenant_that_has_none() -> None:
+    queue: FairQueue[str] = FairQueue(num_places=3, num_reserved=1)
+    for number in range(3):
+        queue.put(f"a{number}", "a")
+    with working(queue) as first, working(queue) as second:
+        assert first + second == ["a0", "a1"]
+        taken = threading.Event()
+
+        def work() -> None:
+            with queue.turn(bool) as piece:
+                assert piece == "b0"
+                taken.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        queue.put("b0", "b")
+        assert taken.wait(PATIENCE), "it waits for the other tenant's"
+        thread.join(PATIENCE)
+    with working(queue) as last:
+        assert last == ["a2"]
+
+
+def test_threads_wait_for_a_place_in_the_turn_of_their_tenant() -> None:
+    queue: FairQueue[object] = FairQueue(num_places=1)
+    order, begun = list[str](), threading.Event()
+
+    def work(tenant: str, go: threading.Event) -> None:
+        with queue.place(tenant, PATIENCE):
+            order.append(tenant)
+            begun.set()
+            assert go.wait(PATIENCE)
+
+    stop, free = threading.Event(), threading.Event()
+    free.set()
+    threads = [threading.Thread(target=work, args=("a", stop))]
+    threads[0].start()
+    assert begun.wait(PATIENCE)
+    for number, tenant in enumerate("aab", 1):
+        threads.append(threading.Thread(target=work, args=(tenant, free)))
+        threads[-1].start()
+        while queue.num_before("a") + queue.num_before("b") < number:
+            pass
+    with pytest.raises(EngineBusyError, match="waited 0 s"), queue.place("c", 0.0):
+        pytest.fail("there is no place")
+    stop.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert order == ["a", "b", "a", "a"]
+    assert queue.num_before("a") == queue.num_before("b") == queue.num_before("c") == 0

@@ -37,6 +37,8 @@ def settings(method: str | None) -> dict[str, Any] | None:
         ("bitsandbytes", "bitsandbytes", "bitsandbytes"),
         ("gguf", "gguf", "gguf"),
         ("fp8", "fp8", "fp8"),
+        ("dequantize", "gguf", "dequantize"),
+        ("Dequantize", "awq", "dequantize"),
         *((name, None, name) for name in ONLINE),
     ],
 )
@@ -49,6 +51,7 @@ def test_names_that_agree(name: str | None, method: str | None, resolved: str | 
     [
         ("awq", None, "'awq', but the checkpoint is not quantised; .* one of fp8, int8, int6, int4"),
         ("awq", "gptq", "'awq', but the checkpoint is quantised with 'gptq'; leave quantization out"),
+        ("dequantize", None, "'dequantize', but the checkpoint is not quantised; leave it out"),
         ("int8", "awq", "'int8', but the checkpoint is quantised with 'awq'"),
         ("fp8", "fbgemm_fp8", "'fp8', but the checkpoint is quantised with 'fbgemm_fp8'"),
         ("marlin", "awq", "'marlin', but the checkpoint is quantised with 'awq'"),
@@ -68,6 +71,7 @@ def test_load_formats_that_name_a_quantisation() -> None:
     assert resolve_quantization(None, "bitsandbytes", None) == "bitsandbytes"
     assert resolve_quantization("bitsandbytes", "bitsandbytes", settings("bitsandbytes")) == "bitsandbytes"
     assert resolve_quantization(None, "gguf", settings("gguf")) == "gguf"
+    assert resolve_quantization("dequantize", "gguf", settings("gguf")) == "dequantize"
     for name, load_format, method in (
         ("awq", "bitsandbytes", "awq"),
         (None, "bitsandbytes", "awq"),

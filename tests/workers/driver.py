@@ -35,6 +35,7 @@ def load_runner(
     if collective is not None:
         fields.setdefault("parallel", Parallel(collective.rank, collective.size))
     sizes: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "num_blocks": 64, "block_size": 4}
+    sizes["allowed_save_path"] = "/"
     config = WorkerConfig(str(folder), **(sizes | {"num_threads": 1} | fields))
     return Runner.start(config, lambda *_: None, collective=collective, wake=wake)
 
@@ -54,6 +55,7 @@ class Request:
     logprobs: list[object] = field(default_factory=list)
     prompt_logprobs: list[LogprobRows] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    error_types: list[str | None] = field(default_factory=list)
     content: Prompt = field(default_factory=lambda: Prompt([]))
 
     @property
@@ -76,6 +78,7 @@ class Request:
             self.prompt_logprobs.append(result.prompt_logprobs)
         if result.error is not None:
             self.errors.append(result.error)
+            self.error_types.append(result.error_type)
             self.output.append(0)  # so that the request ends
 
 

@@ -238,6 +238,7 @@ def test_embeddings_that_the_model_cannot_compute_end_their_request_alone(llama:
     rows[0][3, 5] = float("nan")
     bad, good, plain = Driver(runner).run([prompt_of(rows[0]), prompt_of(rows[1]), tokens], 6)
     assert bad.errors[0] == "the model returned logits that cannot be sampled: the largest is nan"
+    assert bad.error_types[0] == "NotFiniteError"
     assert good.output == expected_tokens(llama, rows[1], num_tokens=6)
     assert plain.output == Driver(runner).generate([tokens], 6)[0]
 

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from pagewire.ipc.errors import NotFiniteError
 from pagewire.ipc.wire.items import LogprobRows
 from pagewire.kernels.cuda.launch import KernelLauncher
 from pagewire.kernels.cuda.sampling import (
@@ -184,6 +185,8 @@ class CudaPendingTokens:
         for row, (status, peak) in enumerate(zip(statuses, peaks, strict=True)):
             if status != SAMPLED:
                 output.errors[row] = unusable(peak) if status == UNUSABLE_LOGITS else NO_TOKEN_POSSIBLE
+            if status == UNUSABLE_LOGITS:
+                output.error_types[row] = NotFiniteError.__name__
         self._add_logprobs(output)
         return output
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pagewire.ipc.positions import MAX_POSITIONS
 from pagewire.workers.estimate.inventory import Matrix, Part
 from pagewire.workers.estimate.states import Shapes, state_bytes
-from pagewire.workers.module.structure import DEFAULT_POSITIONS, MAX_POSITIONS, NUM_EXPERTS
+from pagewire.workers.module.structure import DEFAULT_POSITIONS, NUM_EXPERTS
 
 NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),

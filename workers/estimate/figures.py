@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pagewire.ipc.quantization import ONLINE
+from pagewire.ipc.quantization import DEQUANTIZE, ONLINE
 from pagewire.ipc.wire.worker_messages import Parallel
 from pagewire.kernels.cpu.build import panels_of
 from pagewire.kernels.cpu.panels import ITEM_BYTES, NumberFormat, Panels
@@ -235,6 +235,8 @@ class _Held(NamedTuple):
 
 def _held(matrix: Matrix, dtype: str, quantization: str | None, panels: Panels | GpuLayout) -> _Held:
     rows, columns, stored, itemsize = matrix.rows, matrix.columns, matrix.stored, ITEM_BYTES[dtype]
+    if quantization == DEQUANTIZE:
+        stored = NumberFormat(8 * itemsize)
     if quantization in ONLINE and stored.is_float and not matrix.is_vector and matrix.part not in UNDIVIDED:
         stored = quantised_as(quantization, matrix.name.removesuffix(".weight"), columns) or stored
     if matrix.part is Part.EMBEDDING and stored.bits == 6:

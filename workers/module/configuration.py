@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pagewire.ipc.counts import check_counts
-from pagewire.ipc.environment import env_flag
-from pagewire.ipc.files.hub import read_configs, read_foreign
+from pagewire.ipc.files.hub import read_configs, read_foreign, read_json
 from pagewire.ipc.gguf.file import is_gguf
+from pagewire.ipc.models import architectures
+from pagewire.ipc.models.registrations import model_path
+from pagewire.ipc.positions import MAX_POSITIONS, too_long
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.library import expected_isa
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
@@ -21,8 +23,8 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.device.machine import runs_on_cpu
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.registered import registered_class
-from pagewire.workers.module.structure import DEFAULT_POSITIONS, MAX_POSITIONS, NUM_EXPERTS, WINDOWS
-from pagewire.workers.versions import INDEXED_KINDS, check_model_type
+from pagewire.workers.module.structure import DEFAULT_POSITIONS, NUM_EXPERTS, WINDOWS
+from pagewire.workers.versions import INDEXED_KINDS, check_model_type, needs_later_version
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -65,27 +67,69 @@ def load_config(worker_config: WorkerConfig) -> Any:
     try:
         values = read_configs(path, trusts)[0] | worker_config.hf_overrides
         check_counts(values)
-        if not (trusts and "auto_map" in values):
-            check_model_type(values)
+        if runs_repository_code(values, trusts):
+            return AutoConfig.from_pretrained(path, trust_remote_code=True, **worker_config.hf_overrides)
+        check_model_type(values)
+        values.pop("auto_map", None)
         if (own := registered_class(values)) is not None:
-            # Settings that would name another class, or the repository's own code.
-            settings = {
-                name: value for name, value in values.items() if name not in ("model_type", "auto_map")
-            }
+            settings = {name: value for name, value in values.items() if name != "model_type"}
             return _with_rotary(own.config_class.from_dict(settings), worker_config)
         if is_file or read_foreign(path, trusts) is not None:
             return _with_rotary(CONFIG_MAPPING[values["model_type"]].from_dict(values), worker_config)
         quantised = {name: values[name] for name in ("quantization_config",) if name in values}
         values = PretrainedConfig.get_config_dict(path)[0] | worker_config.hf_overrides | quantised
         kind = values.get("model_type")
-        if kind in CONFIG_MAPPING and not (trusts and "auto_map" in values):
+        if kind in CONFIG_MAPPING:
+            values.pop("auto_map", None)
             return _with_rotary(CONFIG_MAPPING[kind].from_dict(values), worker_config)
-        return AutoConfig.from_pretrained(path, trust_remote_code=trusts, **worker_config.hf_overrides)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, **worker_config.hf_overrides)
     except LoadError:
         raise
     except Exception as error:
         source = "the metadata" if is_file else "config.json"
         raise LoadError(f"{source} of {worker_config.model_path} cannot be used: {error}") from error
+
+
+def runs_repository_code(values: Mapping[str, Any], trust_remote_code: bool) -> bool:
+    """True if a model runs the code of its repository: this is trusted, and nothing else serves the model.
+
+    values: the content of its config.json, as `read_configs` returns it: a family that is served has no code in it.
+    """
+    return (
+        trust_remote_code and "auto_map" in values and model_path(values) is None and not _is_native(values)
+    )
+
+
+def _is_native(values: Mapping[str, Any]) -> bool:
+    """True if this version of transformers has the type of a model, and the class that its config.json names.
+
+    A class of another name is the repository's own, whatever type of model it says that it is.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if values.get("model_type") not in CONFIG_MAPPING or needs_later_version(values):
+        return False
+    name = (values.get("architectures") or [None])[0]
+    return name is None or name in architectures.REWARD or name in dir(transformers)
+
+
+def log_code(worker_config: WorkerConfig, config: Any) -> None:
+    """Write one line to the log of the group's first rank that says whose code runs, if the repository has its own.
+
+    config: the model's.
+    """
+    path = Path(worker_config.model_path)
+    if worker_config.parallel.rank or is_gguf(path) or "auto_map" not in read_json(path / "config.json"):
+        return
+    if getattr(config, "auto_map", None):
+        logger.info("the model runs the code of its repository (trust_remote_code): nothing else serves it")
+    else:
+        logger.info(
+            "the model runs as %s does here, without the code of its repository: that would run only where nothing "
+            "else serves a model, and with trust_remote_code",
+            config.model_type,
+        )
 
 
 def _with_rotary(config: Any, worker_config: WorkerConfig) -> Any:
@@ -181,15 +225,8 @@ def resolve_max_model_len(worker_config: WorkerConfig, config: Any) -> int:
             )
     if requested is None:
         return model_limit or DEFAULT_POSITIONS
-    if (
-        model_limit is not None
-        and requested > model_limit
-        and not env_flag("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN")
-    ):
-        raise LoadError(
-            f"max_model_len {requested} exceeds the model's limit of {model_limit} positions; "
-            "PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1 allows it"
-        )
+    if (why := too_long(requested, model_limit)) is not None:
+        raise LoadError(why)
     return requested
 
 

@@ -11,11 +11,17 @@ from pagewire.workers.errors import LoadError, first_line
 
 logger = logging.getLogger("pagewire.worker")
 
+REMEDY = (
+    ". This is the code of its repository, which runs since nothing else serves the model: register a class or a "
+    "table of weights for it (docs/own_models.md), or take a model of a type that is served (docs/models.md)"
+)
+
 
 def refuse(config: Any, reason: str) -> LoadError:
-    """The error for an unsupported architecture."""
+    """The error for an unsupported architecture; for one that runs its repository's code, with what would help."""
     name = (getattr(config, "architectures", None) or [config.model_type])[0]
-    return LoadError(f"{name} is not supported: {reason}")
+    remedy = REMEDY if getattr(config, "auto_map", None) else ""
+    return LoadError(f"{name} is not supported: {reason}{remedy}")
 
 
 @contextmanager

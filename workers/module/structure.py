@@ -115,15 +115,6 @@ STACKED_HYBRIDS = {
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 }
 """Model types with states whose layers add what their halves make of normed states, and do nothing else."""
-MAX_POSITIONS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_sequence_length",
-    "seq_length",
-    "n_ctx",
-    "max_seq_len",  # of MPT and DBRX
-)
-"""The names that families give the setting of the longest sequence."""
 NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 """The names that families give the number of a layer's experts."""
 CHUNKED = "chunked_attention"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pagewire.ipc.host.heap import release_spare_memory
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.joining import joined
-from pagewire.kernels.data.weight import Scheme, Weight, dense_weight
+from pagewire.kernels.data.weight import DENSE, Scheme, Weight, dense_weight
 from pagewire.kernels.linear import dense
 from pagewire.workers.checkpoint.conversion import check_names, conversions
 from pagewire.workers.checkpoint.source import WeightSource
@@ -41,6 +41,11 @@ Quantise = Callable[[str, Weight], Weight]
 def keep(_: str, weight: Weight) -> Weight:
     """A `Quantise` that changes nothing."""
     return weight
+
+
+def dequantised(_: str, weight: Weight) -> Weight:
+    """A `Quantise` that makes plain numbers, in the dtype of the product, of integers with scales."""
+    return weight if weight.scheme is DENSE else dense_weight(dense(weight))
 
 
 class Weights:

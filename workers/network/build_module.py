@@ -12,7 +12,7 @@ from torch import nn
 
 from pagewire.ipc.files.hub import read_foreign
 from pagewire.ipc.gguf.file import is_gguf
-from pagewire.ipc.quantization import GGUF, resolve_quantization, settings_of
+from pagewire.ipc.quantization import DEQUANTIZE, GGUF, resolve_quantization, settings_of
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.linear import multiplies_floats
 from pagewire.workers.adapters.merge import Merge
@@ -32,7 +32,7 @@ from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.registered import registered_class
 from pagewire.workers.module.replaced_methods import replace_methods
 from pagewire.workers.module.text_base import takes_more_than_text
-from pagewire.workers.module.weights import CheckpointWeights, Quantise, Weights, keep
+from pagewire.workers.module.weights import CheckpointWeights, Quantise, Weights, dequantised, keep
 from pagewire.workers.network.rehearsal import rehearse
 from pagewire.workers.seq2seq.methods import replace_coders
 
@@ -180,7 +180,9 @@ def check_merges(worker_config: WorkerConfig, config: Any, form: Format | None) 
 def quantisation(
     worker_config: WorkerConfig, config: Any, keeps_floats: bool = False
 ) -> tuple[Format | None, Quantise]:
-    """The format of a quantised checkpoint, and how dense matrices are quantised while they are read.
+    """The format of a quantised checkpoint, and what becomes of matrices while they are read.
+
+    Dense ones may be quantised, and quantised ones made dense.
 
     keeps_floats: matrices that are quantised to 8-bit floats while they are read are held as such.
 
@@ -195,12 +197,13 @@ def quantisation(
     chosen = resolve_quantization(worker_config.quantization, worker_config.load_format, settings)
     if settings is None:
         return None, keep if chosen is None else online(chosen, keeps_floats)
+    becomes = dequantised if chosen == DEQUANTIZE else keep
     if settings is GGUF:
-        return None, keep  # a source of weights of its own
+        return None, becomes  # a source of weights of its own
     if worker_config.load_format == "dummy":
         logger.info("load_format is 'dummy': random weights are plain numbers, not quantised with %s", chosen)
         return None, keep
-    return format_of(settings), keep
+    return format_of(settings), becomes
 
 
 def _random(
@@ -220,7 +223,7 @@ def read_by_transformers(worker_config: WorkerConfig, config: Any) -> str | None
     """Why the weights are not read one by one; None if they are."""
     if worker_config.load_format == "pt":
         return "load_format is 'pt'"
-    if worker_config.trust_remote_code and getattr(config, "auto_map", None):
+    if getattr(config, "auto_map", None):
         return "the model runs the code of its repository"
     return None
 

@@ -39,6 +39,7 @@ from pagewire.workers.module.configuration import (
     indexed_latents,
     latent_sizes,
     load_config,
+    log_code,
     log_dtype,
     num_decoder_layers,
     resolve_dtype,
@@ -123,6 +124,7 @@ class ModelSettings:
         """
         spec = spec_of(worker_config)
         config = load_config(worker_config)
+        log_code(worker_config, config)
         check_config(config)
         dtype = resolve_dtype(worker_config, config)
         log_dtype(worker_config, config, dtype)

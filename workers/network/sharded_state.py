@@ -17,6 +17,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.weight import DENSE, Weight, dense_weight
@@ -62,12 +63,31 @@ class Manifest(msgspec.Struct):
     layers: list[int] = []
 
 
+def allowed_folder(path: str, allowed: str) -> Path:
+    """Return the folder that a path names, without symbolic links. allowed: `WorkerConfig.allowed_save_path`.
+
+    Raises:
+        PermissionError: it is not below the allowed one, or has links in it, through which files would be written.
+    """
+    if not allowed:
+        raise PermissionError(
+            "save_sharded_state may write nowhere: start the core with "
+            "--allowed-save-path FOLDER, and it may write below that folder"
+        )
+    folder, root = Path(path).resolve(), Path(allowed).resolve()
+    if not folder.is_relative_to(root):
+        raise PermissionError(f"{quoted(path)} is not below {allowed}, the core's --allowed-save-path")
+    if folder.is_dir() and any(child.is_symlink() for child in folder.iterdir()):
+        raise PermissionError(f"{quoted(path)} has symbolic links in it: save to a folder of its own")
+    return folder
+
+
 def save_sharded_state(
     config: WorkerConfig,
     device: Device,
     collective: Collective,
     max_model_len: int,
-    path: str,
+    folder: Path,
     pattern: str = PATTERN,
     max_bytes: int = 1 << 30,
     stage: Stage | None = None,
@@ -83,7 +103,7 @@ def save_sharded_state(
         ValueError: the pattern names no file for each rank and part, the model is no folder of safetensors files,
             or the folder holds this rank's part of a model already.
     """
-    source, folder = Path(config.model_path), Path(path)
+    source = Path(config.model_path)
     if not source.is_dir() or config.load_format == "sharded_state":
         raise ValueError(f"{source} is no checkpoint of safetensors files that could be divided and saved")
     names = {pattern.replace("{rank}", r).replace("{part}", p) for r in "01" for p in "01"}

@@ -117,7 +117,7 @@ def save_sharded_state(runner: Runner, path: str, pattern: str | None, max_size:
         runner.device,
         runner.collective,
         length,
-        path,
+        sharded_state.allowed_folder(path, runner.config.allowed_save_path),
         pattern or sharded_state.PATTERN,
         max_size,
         runner.model.model.stage,

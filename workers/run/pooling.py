@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagewire.ipc.errors import NotFiniteError
 from pagewire.ipc.wire.codec import Tensor as PlainTensor
 from pagewire.ipc.wire.worker_messages import Row, RowResult, StepResult
 from pagewire.workers.batch.slots import Slots
@@ -43,7 +44,7 @@ def pool_rows(
         try:
             pooled = pooler.add(each.slot, states, row.start, ids)
         except ValueError as error:
-            result.rows[each.index] = RowResult(error=str(error))
+            result.rows[each.index] = RowResult(error=str(error), error_type=NotFiniteError.__name__)
             continue
         if pooled is not None:
             values = pooled.cpu().contiguous()

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pagewire.ipc.errors import NotFiniteError
 from pagewire.ipc.wire.items import LogprobRows
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.tasks import without
@@ -179,7 +180,7 @@ def sample(
         elif masked and peak == -math.inf:
             output.errors[row] = NO_TOKEN_POSSIBLE
         else:
-            output.errors[row] = unusable(peak)
+            output.errors[row], output.error_types[row] = unusable(peak), NotFiniteError.__name__
     step = max(1, CHUNK // logits.shape[1])
     for (stages, masked), group in groups.items():
         for start in range(0, len(group), step):

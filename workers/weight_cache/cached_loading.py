@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import reserved
+from pagewire.kernels.cpu.progress import compile_seconds
 from pagewire.workers.device.interface import Device
 from pagewire.workers.module.refusals import refusals
 from pagewire.workers.network.loaded import LoadedModel, Phases
@@ -36,6 +37,8 @@ def load(ahead: WeightsAhead, phases: Phases, device: Device, collective: Collec
         LoadError: it cannot be loaded or is not supported; the text says why.
     """
     ahead.wait()
+    if compile_seconds():
+        phases.end("compile kernels")  # what of it was not done while torch was imported
     shards_of(collective, ahead.config.parallel)  # the first time it takes all ranks
     loaded = None if ahead.packed is None else from_packed(ahead.packed, collective, ahead.config)
     if all_have(loaded is not None, collective, device.torch_device):  # proving a model takes all ranks

@@ -40,7 +40,7 @@ def pooling_info(info: EngineInfo) -> PoolingInfo:
     if info.pooling is None:
         raise ValueError(
             f"{info.served_model_names[0]} generates text and does not pool: use generate or chat, or start the "
-            "engine with runner='pooling'"
+            "engine with convert='embed' (--convert embed)"
         )
     return info.pooling
 

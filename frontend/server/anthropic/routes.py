@@ -151,5 +151,5 @@ async def num_tokens(service: Service, request: CountTokensRequest) -> int:
     """
     service.model(request.model)
     chat = chat_request(request, service.formats.reasoning is not None)
-    prompt = await prompt_of(service, chat, tools_of(service, chat), counts=True)
+    prompt = await prompt_of(service, chat, await tools_of(service, chat, counts=True), counts=True)
     return len(await counted(service, prompt))

@@ -12,7 +12,6 @@ from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagewire.frontend.api.slow_work import current_tenant
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import error_response
 from pagewire.frontend.server.http.key_file import (
@@ -26,6 +25,7 @@ from pagewire.frontend.server.http.key_file import (
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.tenants import ApiTenant, secret_salt
 from pagewire.frontend.server.page import PATHS
+from pagewire.ipc.wire.tenants import current_tenant
 
 logger = logging.getLogger("pagewire.server")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Generic, Protocol, TypeVar
@@ -21,6 +22,7 @@ from pagewire.ipc.bounds import check_field
 from pagewire.ipc.compatibility import REQUEST_FIELDS, needs_warning
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_CONTAINERS
+from pagewire.ipc.wire.tenants import current_tenant
 
 T = TypeVar("T")
 Read = TypeVar("Read", covariant=True)
@@ -28,6 +30,7 @@ Read = TypeVar("Read", covariant=True)
 CLOSE = {"connection": "close"}  # for errors that leave a part of the body unread
 SMALL_BODY_BYTES = 64 << 10  # of each body, which are not counted: small requests pass when large ones cannot
 LARGE_BODIES = 16  # bodies of `max_request_bytes` that may arrive at the same time
+TENANT_QUARTERS = 3  # of what the others leave of the memory for bodies
 MAX_NAMED = 16  # unknown fields named in a warning: the client chooses how many it sends
 MAX_NAME = 64  # characters of each of these names
 # Of a field that is out of its bounds; of a larger one the error does not give the value.
@@ -44,30 +47,34 @@ class ClientLeftError(APIError):
 class IncomingBodies:
     """Memory of the bodies that are not decoded yet, and the turn of large ones to be.
 
+    A tenant, who has a key, may have three quarters of what the others leave, so that none locks others out.
+
     limit: bytes of all together, beside a small part of each.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit, self.num_bytes = limit, 0
+        self._by_tenant: Counter[str] = Counter()
         self._decoding = asyncio.Lock()
 
     @contextmanager
     def body(self) -> Iterator[bytearray]:
         """A body, empty yet, which is counted until the block ends."""
-        body = bytearray()
+        body, tenant = bytearray(), current_tenant.get()
         try:
             yield body
         finally:
-            self.grow(len(body), 0)
+            self._add(tenant, -counted_bytes(len(body)))
 
     @contextmanager
     def counted(self, num_bytes: int) -> Iterator[None]:
         """Count what has become of a body until the block ends. Raises APIError: there is no room."""
+        tenant = current_tenant.get()
         self.grow(0, num_bytes)
         try:
             yield
         finally:
-            self.grow(num_bytes, 0)
+            self._add(tenant, -counted_bytes(num_bytes))
 
     @asynccontextmanager
     async def turn(self, num_bytes: int) -> AsyncIterator[None]:
@@ -86,18 +93,37 @@ class IncomingBodies:
                 await asyncio.sleep(time.monotonic() - begin)
 
     def grow(self, before: int, after: int) -> None:
-        """Count a body that grows from one size to another.
+        """Count a body of `current_tenant` that grows from one size to another.
 
         Raises:
-            APIError: there is no room.
+            APIError: there is no room: for nobody (503), or for this tenant (429).
         """
-        num_bytes = max(0, after - SMALL_BODY_BYTES) - max(0, before - SMALL_BODY_BYTES)
-        if num_bytes > 0 and self.num_bytes + num_bytes > self.limit:
-            message = f"requests of over {self.limit} bytes in all are arriving; try again"
-            raise APIError(
-                503, message, code="too_many_bodies", headers=CLOSE | {"retry-after": str(RETRY_SECONDS)}
+        tenant, num_bytes = current_tenant.get(), counted_bytes(after) - counted_bytes(before)
+        own = self._by_tenant[tenant] + num_bytes
+        share = (self.limit - self.num_bytes + self._by_tenant[tenant]) * TENANT_QUARTERS // 4
+        if self.num_bytes + num_bytes > self.limit:
+            raise self._refusal(503, f"requests of over {self.limit} bytes in all are arriving")
+        if tenant and own > share:
+            raise self._refusal(
+                429, f"requests of over {share} bytes of this key, its share now, are arriving"
             )
+        self._add(tenant, num_bytes)
+
+    def _add(self, tenant: str, num_bytes: int) -> None:
         self.num_bytes += num_bytes
+        self._by_tenant[tenant] += num_bytes
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+
+    @staticmethod
+    def _refusal(status: int, why: str) -> APIError:
+        headers = CLOSE | {"retry-after": str(RETRY_SECONDS)}
+        return APIError(status, f"{why}; try again", code="too_many_bodies", headers=headers)
+
+
+def counted_bytes(num_bytes: int) -> int:
+    """The bytes of a body that count."""
+    return max(0, num_bytes - SMALL_BODY_BYTES)
 
 
 class AbsentFields:

@@ -7,6 +7,7 @@ that connect and send nothing, or send very slowly, keep no others out.
 from __future__ import annotations
 
 import math
+import socket
 from collections import Counter
 from typing import Protocol
 
@@ -23,6 +24,17 @@ class ConnectionHolder(Protocol):
         """The connection's deadline has passed. now: time of the event loop."""
 
 
+def refuse(connection: socket.socket, answer: bytes) -> None:
+    """Send an answer as far as that is possible without waiting, and end the connection; the caller closes it."""
+    try:
+        connection.send(answer, socket.MSG_DONTWAIT)
+        connection.shutdown(socket.SHUT_WR)
+        # A request that has come already, unread, would make the answer be lost.
+        connection.recv(1 << 16, socket.MSG_DONTWAIT)
+    except OSError:
+        pass
+
+
 class HttpConnection:
     """One open connection.
 
@@ -36,10 +48,14 @@ class HttpConnection:
 
 
 class Connections:
-    """The open connections of one server."""
+    """The open connections of one server.
 
-    def __init__(self, limits: ConnectionLimits) -> None:
-        self._limits = limits
+    Attributes:
+        refusal: the whole answer to one for which there is no place.
+    """
+
+    def __init__(self, limits: ConnectionLimits, refusal: bytes = b"") -> None:
+        self._limits, self.refusal = limits, refusal
         self._open: set[HttpConnection] = set()
         self._idle: dict[HttpConnection, None] = {}  # without a complete request, in order: the oldest first
         self._per_network: Counter[str | None] = Counter()

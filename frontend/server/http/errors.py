@@ -10,6 +10,7 @@ from pagewire.ipc.errors import (
     AdapterCrashedWorkerError,
     EngineBusyError,
     EngineDeadError,
+    EngineStalledError,
     RequestCrashedEngineError,
 )
 from pagewire.ipc.quoting import shortened
@@ -50,6 +51,8 @@ def api_error(error: BaseException, fields: tuple[str, ...] = ()) -> APIError:
     """
     if isinstance(error, APIError):
         return error
+    if isinstance(error, EngineStalledError):
+        return APIError(503, str(error), code="engine_stalled", headers={"retry-after": str(RETRY_SECONDS)})
     if isinstance(error, EngineBusyError):
         return APIError(429, str(error), code="engine_busy", headers={"retry-after": str(RETRY_SECONDS)})
     if isinstance(error, EngineDeadError):

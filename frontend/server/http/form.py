@@ -24,6 +24,7 @@ T = TypeVar("T")
 MEDIA_TYPE = "multipart/form-data"
 MAX_PARTS = 64
 MAX_FIELD_BYTES = 64 << 10  # of a field that is no file
+MAX_CONTENT_TYPE = 512  # characters of the header
 MAX_BOUNDARY = 70  # characters (RFC 2046)
 
 FormFile: TypeAlias = Annotated[Any, Meta(extra_json_schema={"type": "string", "format": "binary"})]
@@ -84,6 +85,8 @@ def boundary_of(content_type: str) -> bytes:
     Raises:
         APIError: the content type is another one, or names none.
     """
+    if len(content_type) > MAX_CONTENT_TYPE:  # the parser takes seconds for a long one
+        raise APIError(400, f"the content type has over {MAX_CONTENT_TYPE} characters")
     kind, parameters = parse_options_header(content_type)
     if kind.decode("latin-1") != MEDIA_TYPE:
         raise APIError(

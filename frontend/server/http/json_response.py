@@ -36,8 +36,9 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     """Starlette's handler for errors of the router: unknown path, or wrong method."""
     assert isinstance(error, HTTPException)
     path = request.url.path
+    option = getattr(request.app.state, "hidden_paths", {}).get(path)
     message = {
-        404: f"unknown path {quoted(path)}",
+        404: f"unknown path {quoted(path)}" if option is None else f"{path} needs a server with {option}",
         405: f"{quoted(path)} does not support {request.method}",
     }.get(error.status_code, error.detail)
     refusal = APIError(error.status_code, message, headers=dict(error.headers or {}))

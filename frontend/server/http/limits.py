@@ -7,19 +7,28 @@ may have open: some are reserved, since the engine's sockets, log files and cert
 from __future__ import annotations
 
 import ipaddress
+import logging
 from functools import lru_cache
 from typing import NamedTuple
 
-from pagewire.ipc.host.descriptors import descriptor_limit
+from pagewire.ipc.host.descriptors import descriptor_limit, num_open_descriptors
+
+logger = logging.getLogger("pagewire.server")
 
 MAX_TARGET_BYTES = 8 << 10  # path and query of a request
 MAX_HEADERS = 128
 MAX_HEAD_BYTES = 64 << 10  # all headers of a request; also trailers and the framing between parts of a body
+MAX_SMALL_PARTS = 4096  # parts of bodies, in excess of one for each `PART_BYTES`, that a connection may send
+PART_BYTES = 64
+REQUEST_PARTS = 16  # parts that each request may have, whatever their size
+MAX_UNREAD_BYTES = 1 << 20  # of a body that come after the answer: more of them close the connection
 MAX_PIPELINED = 16  # requests on one connection that wait for the answers of earlier ones
 KEEP_ALIVE_SECONDS = 5.0  # a connection without a request is closed after this time
 BODY_GRACE_SECONDS = 1.0  # after `body_seconds`: endpoints that read a body answer 408 themselves before that
 
 RESERVED_DESCRIPTORS = 64  # files and sockets that are not connections of clients
+SPARE_DESCRIPTORS = 8  # beside what is open when the server starts, where few are allowed
+FEW_CONNECTIONS = 64  # a server that can have no more says so when it starts
 MOST_CONNECTIONS = 16384  # unless `--max-connections` says otherwise
 
 
@@ -39,13 +48,19 @@ def connection_limits(most: int | None, most_per_address: int | None) -> Connect
     Raises:
         ValueError: there cannot be that many open files.
     """
-    descriptors = descriptor_limit()
+    descriptors, num_open = descriptor_limit(), num_open_descriptors()
     room = max(descriptors - RESERVED_DESCRIPTORS, descriptors // 2)
-    if most is not None and most > room:
+    room = min(room, descriptors - num_open - SPARE_DESCRIPTORS)
+    limit = f"this process may have {descriptors} open files (ulimit -n), and has {num_open}"
+    if room < 1:
+        needed = num_open + SPARE_DESCRIPTORS + FEW_CONNECTIONS
         raise ValueError(
-            f"max_connections must be at most {room}, got {most}: this process may have {descriptors} open files "
-            "(ulimit -n)"
+            f"there is no room for a connection: {limit}; {needed} give {FEW_CONNECTIONS} connections"
         )
+    if most is not None and most > room:
+        raise ValueError(f"max_connections must be at most {room}, got {most}: {limit}")
+    if room < FEW_CONNECTIONS and most is None:
+        logger.warning("at most %d connections at a time: %s; raise it to 1024 or more", room, limit)
     most = min(room, MOST_CONNECTIONS) if most is None else most
     return ConnectionLimits(most, max(1, most // 2) if most_per_address is None else most_per_address)
 

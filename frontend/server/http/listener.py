@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Callable
 from functools import partial
 
-from pagewire.frontend.server.http.connections import Connections, HttpConnection
+from pagewire.frontend.server.http.connections import Connections, HttpConnection, refuse
 
 logger = logging.getLogger("pagewire.server")
 
@@ -19,25 +19,24 @@ ACCEPTS_AT_ONCE = (
 )
 PAUSE_SECONDS = 1.0  # after an error that accepting again would only repeat
 NOTHING_TO_ACCEPT = (BlockingIOError, InterruptedError, ConnectionAbortedError)
-NO_PLACE = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
-    b"connection: close\r\ncontent-length: %d\r\n\r\n%b"
-)
 
 
 class Handshake:
     """The peer of a connection that is not HTTP yet: a task, which ends early if the connection has to go.
 
-    accepted: the socket, until the event loop takes it over.
+    accepted: the socket, until the event loop takes it over. refusal: for it, if it has to go; empty: none.
     """
 
-    def __init__(self, accepted: socket.socket) -> None:
+    def __init__(self, accepted: socket.socket, refusal: bytes) -> None:
         self.accepted: socket.socket | None = accepted
+        self._refusal = refusal
         self.task: asyncio.Task[None] | None = None
 
     def evict(self) -> None:
         """End it."""
         if self.accepted is not None:
+            if self._refusal:
+                refuse(self.accepted, self._refusal)
             self.accepted.close()
         if self.task is not None:
             self.task.cancel()
@@ -51,7 +50,6 @@ class HttpListener:
     """Accepts connections on one socket; `close` and `wait_closed` are those of `asyncio.Server`.
 
     new_protocol: makes the protocol of a connection. context: for TLS. handshake_seconds: time for its handshake.
-    refusal: body of the answer to a connection that there is no place for.
     """
 
     def __init__(
@@ -62,12 +60,10 @@ class HttpListener:
         *,
         context: ssl.SSLContext | None,
         handshake_seconds: float,
-        refusal: bytes,
         backlog: int,
     ) -> None:
         self._listening, self._connections, self._new_protocol = listening, connections, new_protocol
         self._context, self._handshake_seconds = context, handshake_seconds
-        self._refusal = NO_PLACE % (len(refusal), refusal)
         self._loop = asyncio.get_running_loop()
         self._handshakes: set[Handshake] = set()
         self._resumption: asyncio.TimerHandle | None = None
@@ -112,7 +108,7 @@ class HttpListener:
                 self._resumption = self._loop.call_later(PAUSE_SECONDS, self._resume)
                 return
             host = address[0] if isinstance(address, tuple) else None
-            handshake = Handshake(accepted)
+            handshake = Handshake(accepted, b"" if self._context else self._connections.refusal)
             deadline = self._loop.time() + self._handshake_seconds
             connection = self._connections.admit(host, handshake, deadline)
             if connection is None:
@@ -150,14 +146,5 @@ class HttpListener:
     def _refuse(self, accepted: socket.socket) -> None:
         """Answer 503 as far as that is possible without waiting, and close."""
         with accepted:
-            accepted.setblocking(False)
-            if self._context is not None:
-                return
-            try:
-                accepted.send(self._refusal)
-                accepted.shutdown(socket.SHUT_WR)
-                accepted.recv(
-                    1 << 16
-                )  # a request that has come already, unread, would make the answer be lost
-            except OSError:
-                pass
+            if self._context is None:
+                refuse(accepted, self._connections.refusal)

@@ -32,7 +32,7 @@ FAILURES = {
     "429": "too many requests are waiting",
     "499": "the request was aborted",
     "500": "the engine failed to process this request",
-    "503": "the engine is not available",
+    "503": "the engine is not available, or a limit of time passed while the machine had too little processor time",
     "529": "too many requests are waiting, or the engine is not available",
 }
 # Error statuses of every operation, and further ones of operations with a body or a query.

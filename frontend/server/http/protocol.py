@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 from uvicorn.config import Config
@@ -10,7 +11,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from pagewire.frontend.server.http.api_shapes import OPENAI
-from pagewire.frontend.server.http.connections import Connections, HttpConnection
+from pagewire.frontend.server.http.connections import Connections, HttpConnection, refuse
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.limits import (
     BODY_GRACE_SECONDS,
@@ -18,7 +19,11 @@ from pagewire.frontend.server.http.limits import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     MAX_PIPELINED,
+    MAX_SMALL_PARTS,
     MAX_TARGET_BYTES,
+    MAX_UNREAD_BYTES,
+    PART_BYTES,
+    REQUEST_PARTS,
 )
 from pagewire.frontend.server.http.options import ServerOptions
 
@@ -45,6 +50,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead = (
             0  # bytes received since the last byte of a body, or since the end of the last request
         )
+        # Each part costs the same work, however small: bytes of bodies earn a connection its share of them.
+        self._small_parts = 0.0
+        self._unread = 0  # bytes of a body that came after the answer
         self._receiving = False  # a request has begun to arrive and is not complete
         self._in_head = True  # what comes next belongs to a head
         self._unanswered = 0  # requests whose head has come and whose answer is not complete
@@ -85,6 +93,8 @@ class HttpProtocol(HttpToolsProtocol):
         """A request begins."""
         super().on_message_begin()
         self._receiving = self._in_head = True
+        self._unread = 0
+        self._small_parts = max(0.0, self._small_parts - REQUEST_PARTS)
         if not self._unanswered:
             self._connection.deadline = self.loop.time() + self._options.head_seconds
 
@@ -93,6 +103,12 @@ class HttpProtocol(HttpToolsProtocol):
         if len(self.url) + len(url) > MAX_TARGET_BYTES:
             self._fail(APIError(414, f"the path and query are over {MAX_TARGET_BYTES} bytes"))
         super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header or a trailer has come."""
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._fail(too_large(f"there are over {MAX_HEADERS} headers"))
 
     def on_headers_complete(self) -> None:
         """The head is complete: start the application, or queue the request behind earlier ones."""
@@ -103,8 +119,6 @@ class HttpProtocol(HttpToolsProtocol):
             )
         if self._unanswered > MAX_PIPELINED:
             self._fail(APIError(429, f"over {MAX_PIPELINED} requests wait on this connection"))
-        if len(self.headers) > MAX_HEADERS:
-            self._fail(too_large(f"there are over {MAX_HEADERS} headers"))
         if self._overhead > MAX_HEAD_BYTES and head_size(self.headers) > MAX_HEAD_BYTES:
             self._fail(too_large(f"the headers are over {MAX_HEAD_BYTES} bytes"))
         super().on_headers_complete()
@@ -116,8 +130,16 @@ class HttpProtocol(HttpToolsProtocol):
             self._connection.deadline = self._body_deadline()
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body has come."""
+        """A part of the body has come: all that the connection has sent of it, or a chunk."""
         self._overhead = 0
+        self._small_parts = max(0.0, self._small_parts + 1 - len(body) / PART_BYTES)
+        if self._small_parts > MAX_SMALL_PARTS:
+            message = f"the body comes in too many parts of less than {PART_BYTES} bytes: send larger chunks"
+            self._fail(APIError(400, message, code="chunks_too_small"))
+        if not self._unanswered:
+            self._unread += len(body)
+            if self._unread > MAX_UNREAD_BYTES:
+                self._fail(APIError(413, "the rest of the body is not read", code="request_too_large"))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -185,7 +207,14 @@ class HttpProtocol(HttpToolsProtocol):
     # ------------------------------------------------------------ the peer of a connection
 
     def evict(self) -> None:
-        """Close at once, to make place for another connection."""
+        """Close at once, to make place for another; one whose first request may be on its way gets 503."""
+        waits = self.cycle is None or self._receiving
+        if self._table.refusal and self.scheme == "http" and waits and self._may_answer():
+            own = socket.socket(fileno=self.transport.get_extra_info("socket").fileno())
+            try:
+                refuse(own, self._table.refusal)
+            finally:
+                own.detach()  # it is the transport's
         self.transport.abort()
 
     def expire(self, now: float) -> None:

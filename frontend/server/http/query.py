@@ -59,6 +59,7 @@ def queries_of(call: str) -> tuple[Query, ...]:
     return tuple(
         Query(name, kind if plain(kind) in (bool, int) else str, meta_of(kind).description or "")
         for name, kind in CALLS[call].types.items()
+        if name in CALLS[call].sent.parameters
     )
 
 

@@ -23,6 +23,10 @@ from pagewire.frontend.server.http.listener import HttpListener
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.protocol import HttpProtocol
 
+NO_PLACE = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+    b"connection: close\r\ncontent-length: %d\r\n\r\n%b"
+)
 TICKS_PER_SECOND = 10  # of uvicorn's main loop
 
 
@@ -59,8 +63,10 @@ class HTTPServer(uvicorn.Server):
         super().__init__(config)
         self._options, self._on_ready = options, on_ready
         limits = connection_limits(options.max_connections, options.max_connections_per_address)
-        self.connections = Connections(limits)
-        self._refusal = APIError(503, f"the server has {limits.most} connections (--max-connections)")
+        refusal = OPENAI.encode(
+            APIError(503, f"the server has {limits.most} connections (--max-connections)")
+        )
+        self.connections = Connections(limits, NO_PLACE % (len(refusal), refusal))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening on bound sockets."""
@@ -86,7 +92,6 @@ class HTTPServer(uvicorn.Server):
             new_protocol,
             context=self.config.ssl,
             handshake_seconds=self._options.head_seconds,
-            refusal=OPENAI.encode(self._refusal),
             backlog=self.config.backlog,
         )
 

@@ -16,10 +16,14 @@ from pagewire.frontend.server.ollama.protocol import (
     OllamaGenerateRequest,
     OllamaOptions,
 )
+from pagewire.frontend.server.openai.fitting import fitting_prompt
+from pagewire.frontend.server.openai.prepared_chat import prompt_of
 from pagewire.frontend.server.openai.protocol import ChatRequest, JsonSchema, ResponseFormat
 from pagewire.frontend.server.openai.size import too_many
 from pagewire.frontend.server.openai.terms import Terms
+from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.serving.service import Service
+from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.ipc.quoting import quoted
 from pagewire.ipc.wire.budget import MAX_PARTS
 
@@ -34,6 +38,8 @@ SAME_NAME = (
     "frequency_penalty",
 )
 ABSENT = AbsentFields(OllamaOptions)
+
+ANSWER_SHARE = 0.25  # of the context length: kept free for the answer to a long conversation
 
 JSON = dict[str, Any]
 
@@ -59,22 +65,28 @@ def chat_request(service: Service, request: GenerationFields) -> ChatRequest:
     """
     options = request.options or OllamaOptions()
     check_options(service, options)
-    num_predict = options.num_predict
+    num_predict = service.local.max_tokens if options.num_predict is None else options.num_predict
     return ChatRequest(
         model=request.model,
         messages=messages_of(request),
         tools=request.tools or None if isinstance(request, OllamaChatRequest) else None,
         stream=request.stream is not False,
         max_completion_tokens=None if num_predict is None or num_predict < 0 else num_predict,
-        repetition_penalty=options.repeat_penalty,
         response_format=format_of(request),
         logprobs=request.logprobs,
         top_logprobs=request.top_logprobs,
         priority=request.priority,
         cache_salt=request.cache_salt,
         **thinking_fields(service, request),
-        **{name: getattr(options, name) for name in SAME_NAME},
+        **sampling_fields(service, options),
     )
+
+
+def sampling_fields(service: Service, options: OllamaOptions) -> JSON:
+    """Return how a chat completion samples: as the options say, or else as local models do."""
+    penalty = 1.0 if options.repeat_last_n == 0 else options.repeat_penalty
+    given = {name: getattr(options, name) for name in SAME_NAME} | {"repetition_penalty": penalty}
+    return {name: getattr(service.local, name) if value is None else value for name, value in given.items()}
 
 
 def check_options(service: Service, options: OllamaOptions) -> None:
@@ -85,14 +97,13 @@ def check_options(service: Service, options: OllamaOptions) -> None:
     """
     ABSENT.settle(options)
     wanted, limit = options.num_ctx, service.info.max_model_len
-    if wanted is not None and wanted > limit:
-        message = (
-            f"options.num_ctx={wanted} is over {limit}, the context length of all requests: give less, or start "
-            "the server with a larger --max-model-len"
-        )
-        raise APIError(400, message)
-    if wanted is not None and wanted < limit:
+    if wanted is not None and wanted != limit:
         warn(f"options.num_ctx={wanted} has no effect: the context length is {limit} for all requests")
+    if options.repeat_last_n not in (None, 0, -1) and options.repeat_penalty not in (None, 1):
+        warn(
+            f"options.repeat_last_n={options.repeat_last_n} has no effect: repeat_penalty is over all tokens of "
+            "the prompt and the answer"
+        )
 
 
 def thinking_fields(service: Service, request: GenerationFields) -> JSON:
@@ -110,6 +121,29 @@ def thinking_fields(service: Service, request: GenerationFields) -> JSON:
     effort = request.think if isinstance(request.think, str) else None
     variables = {"enable_thinking": bool(request.think)}
     return {"chat_template_kwargs": variables, "reasoning_effort": effort}
+
+
+async def prompt_for(
+    request: GenerationFields, service: Service, chat: ChatRequest, tools: ToolUse
+) -> TokensPrompt:
+    """Return the prompt of a conversation, without its oldest turns if it is too long, which is said.
+
+    Ollama lets an answer push the oldest tokens out. Here it ends where the context is full, so a part of that
+    stays free for it: the most tokens that it may have, but no more than `ANSWER_SHARE`.
+
+    Raises:
+        APIError, ValueError, TypeError: as `prompt_of`; the conversation is too long, and may not be truncated.
+    """
+    if request.truncate is False:
+        return await prompt_of(service, chat, tools)
+    context = service.info.max_model_len
+    answer = min(chat.max_completion_tokens or context, int(context * ANSWER_SHARE))
+    prompt, left_out = await fitting_prompt(service, chat, tools, context - max(1, answer))
+    if left_out:
+        warn(
+            f"the context length is {context}: the first {left_out} messages of the conversation were left out"
+        )
+    return prompt
 
 
 def format_of(request: GenerationFields) -> ResponseFormat | None:

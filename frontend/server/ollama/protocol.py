@@ -30,11 +30,12 @@ Images: TypeAlias = Annotated[list[Any], Meta(max_length=MAX_PARTS)]
 
 
 class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Options of one request; those that are not given are the model's own.
+    """Options of one request; for those that are not given, see `frontend.requests.defaults`.
 
     num_predict: most tokens of the answer; below 0: as many as the model's context length leaves room for.
-    num_ctx: at most the model's context length here, which is the same for all requests.
-    repeat_penalty: over all tokens of the prompt and the answer, so repeat_last_n can only be -1.
+    num_ctx: no effect: the context length is the same for all requests.
+    repeat_penalty: over all tokens of the prompt and the answer. repeat_last_n: 0 turns it off, other numbers have
+    no effect.
     The fields from `mirostat` on have no effect, or are not supported.
     """
 
@@ -89,12 +90,14 @@ class OllamaFields(msgspec.Struct, kw_only=True):
 class GenerationFields(OllamaFields, kw_only=True):
     """Fields of requests that generate.
 
-    stream: true by default. format: "json", or the schema that the answer follows.
+    stream: true by default. truncate: the oldest turns of a conversation that is too long are left out (default);
+    false: it is refused. format: "json", or the schema that the answer follows.
     think: whether the model reasons before it answers, or how much; without it, the chat template decides.
     logprobs, top_logprobs: log probabilities of tokens, and of this many alternatives.
     """
 
     stream: bool | None = None
+    truncate: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None

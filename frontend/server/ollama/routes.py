@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import aclosing
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +16,12 @@ from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.ollama.conversation import chat_request, check_options, in_ollama_terms
+from pagewire.frontend.server.ollama.conversation import (
+    chat_request,
+    check_options,
+    in_ollama_terms,
+    prompt_for,
+)
 from pagewire.frontend.server.ollama.models import listed_models, running_models, shown
 from pagewire.frontend.server.ollama.protocol import (
     ListedModels,
@@ -141,7 +147,7 @@ async def chat(service: Service, request: OllamaChatRequest, exchange: Exchange)
     """
     if not request.messages:
         return loaded(service.model(request.model), generates=False)
-    prepared = await prepare(service, chat_request(service, request), exchange)
+    prepared = await prepare(service, chat_request(service, request), exchange, partial(prompt_for, request))
     return await answered(prepared, OllamaWriter(prepared, generates=False))
 
 
@@ -155,7 +161,7 @@ async def generate(service: Service, request: OllamaGenerateRequest, exchange: E
         form = infill_form(tokenizer)
         prompt, wanted.stop_token_ids = form.prompt(prompt, request.suffix), form.end_token_ids(tokenizer)
     if not (request.raw or request.suffix):
-        prepared = await prepare(service, wanted, exchange)
+        prepared = await prepare(service, wanted, exchange, partial(prompt_for, request))
     elif request.system or request.think:
         raise APIError(400, "raw and suffix: the prompt is the whole prompt, without system and think")
     else:

@@ -48,11 +48,11 @@ class TokenNames:
 def chat_logprobs(
     names: TokenNames, token_ids: Sequence[int], positions: Iterable[Position | None], top: int
 ) -> ChatLogprobs:
-    """Return the log probabilities of a message: each token with its `top` most likely alternatives."""
+    """Return the log probabilities of a message: each token with its `top` most likely alternatives; -1: all."""
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
         assert position is not None, "output tokens have log probabilities"
-        best = sorted(position.items(), key=lambda item: item[1].rank or 0)[:top]
+        best = sorted(position.items(), key=lambda item: item[1].rank or 0)[: None if top < 0 else top]
         content.append(
             TokenLogprob(
                 names.name(token_id, position[token_id]),
@@ -75,7 +75,7 @@ def completion_logprobs(
 
     Args:
         positions: by token; None for the first token of a prompt. text_offset: by token.
-        top: number of most likely tokens beside the token itself.
+        top: number of most likely tokens beside the token itself; -1: all.
     """
     part = CompletionLogprobs([], [], [], text_offset)
     for token_id, position in zip(token_ids, positions, strict=True):
@@ -93,7 +93,7 @@ def best_by_name(names: TokenNames, token_id: int, position: Position, top: int)
     """
     best: dict[str, float] = {}
     for other, entry in position.items():
-        if other == token_id or (entry.rank or 0) <= top:
+        if other == token_id or top < 0 or (entry.rank or 0) <= top:
             name = names.name(other, entry)
             best[f"token_id:{other}" if name in best else name] = finite(entry.logprob)
     return best

@@ -12,6 +12,7 @@ def card(service: Service, name: str) -> ModelCard:
     Raises:
         APIError: there is no model with that name.
     """
+    name = service.listed(name)
     root, max_model_len = service.info.model, service.info.max_model_len
     if (adapter := service.adapter(name)) is not None:
         root = adapter.lora_path or name

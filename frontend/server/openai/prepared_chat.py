@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
 
-from pagewire.frontend.api.off_loop import media_work, off_loop, tokenizing
+from pagewire.frontend.api.off_loop import OFF_LOOP_CHARS, media_work, off_loop, tokenizing
 from pagewire.frontend.media.keys import has_media
 from pagewire.frontend.requests.inputs import check_generates, salt_of
 from pagewire.frontend.requests.outputs import CompletionOutput, RequestOutput
@@ -19,7 +20,14 @@ from pagewire.frontend.server.openai.constraints import constrained, demands
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.openai.reply import ReplyDelta, ReplyParser, ReplyWithCalls, TextReply, read
 from pagewire.frontend.server.openai.sampling import check_stream_options, salted, sampling_params
-from pagewire.frontend.server.openai.size import check_amount, check_conversation, logprob_budget
+from pagewire.frontend.server.openai.size import (
+    VALUE_CHARS,
+    check_amount,
+    check_conversation,
+    check_tools,
+    logprob_budget,
+    num_values,
+)
 from pagewire.frontend.server.parsing.choice import ToolUse, tool_use
 from pagewire.frontend.server.parsing.history import read_history
 from pagewire.frontend.server.parsing.reasoning import (
@@ -31,7 +39,7 @@ from pagewire.frontend.server.parsing.reasoning import (
 )
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.chat_template import chat_prompt, unread_text
+from pagewire.frontend.text.chat_template import chat_prompt
 from pagewire.frontend.text.conversation import as_text
 from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.ipc.wire.params import SamplingParams
@@ -106,10 +114,11 @@ async def prepare(
     service.model(request.model)
     check_chat(request)
     check_generates(service.info)
-    tools = tools_of(service, request)
+    tools = await tools_of(service, request)
     prompt = await (render or prompt_of)(service, request, tools)
     exchange.prompt = prompt.get("prompt", "")
-    return PreparedChat(service, request, exchange, tools, prompt, params_of(service, request, tools, prompt))
+    params = await off_loop(check_tools(tools.prompted), params_of, service, request, tools, prompt)
+    return PreparedChat(service, request, exchange, tools, prompt, params)
 
 
 def check_chat(request: ChatRequest) -> None:
@@ -132,21 +141,28 @@ def check_chat(request: ChatRequest) -> None:
     check_stream_options(request)
 
 
-def tools_of(service: Service, request: ChatRequest) -> ToolUse:
+async def tools_of(service: Service, request: ChatRequest, counts: bool = False) -> ToolUse:
     """Return how the request uses tools, and how its outputs are parsed.
 
+    counts: the prompt's tokens are only counted, and the request has no outputs.
+
     Raises:
-        ValueError: the tools or the choice are malformed or contradictory.
+        APIError: the tools are too large. ValueError: they or the choice are malformed or contradictory.
     """
     options = service.options
-    tools = tool_use(
-        request.tools,
-        request.tool_choice,
-        parallel=request.parallel_tool_calls is not False,
-        parser=service.formats.tools,
-        auto=service.formats.auto,
-        prompt_unused=options.prompt_unused_tools,
-        constrained=options.constrain_auto_tools and not request.use_beam_search,
+    tools = await off_loop(
+        check_tools(request.tools),
+        partial(
+            tool_use,
+            request.tools,
+            request.tool_choice,
+            parallel=request.parallel_tool_calls is not False,
+            parser=service.formats.tools,
+            auto=service.formats.auto,
+            prompt_unused=options.prompt_unused_tools,
+            counts=counts,
+            constrained=options.constrain_auto_tools and not request.use_beam_search,
+        ),
     )
     if service.formats.reasoning is None:
         return tools
@@ -226,10 +242,12 @@ async def prompt_of(
         variables["verbosity"] = request.verbosity
     continues = bool(request.continue_final_message)
     generation = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    size = check_conversation(service, request.messages)
+    size = check_conversation(service, request.messages) + check_tools(tools.prompted)
     tokenizer = service.tokenizer_of(request.model)
 
-    unread: list[str] = []
+    given = variables | (request.chat_template_kwargs or {})
+    size += VALUE_CHARS * num_values(given, OFF_LOOP_CHARS // VALUE_CHARS)
+    warnings: list[str] = []
 
     def make() -> TokensPrompt:
         return chat_prompt(
@@ -241,8 +259,8 @@ async def prompt_of(
             add_generation_prompt=generation,
             continue_final_message=continues,
             tools=tools.prompted,
-            chat_template_kwargs=variables | (request.chat_template_kwargs or {}),
-            on_unread=unread.extend,
+            chat_template_kwargs=given,
+            on_warning=warnings.append,
             add_special_tokens=bool(request.add_special_tokens),
             max_model_len=service.info.max_model_len,
             media=service.info.media,
@@ -254,8 +272,8 @@ async def prompt_of(
         prompt = await service.request_templates.run(make)
     else:
         prompt = await tokenizing(size, make)
-    if unread:
-        warn(unread_text(unread))
+    for text in warnings:
+        warn(text)
     return prompt
 
 

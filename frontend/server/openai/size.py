@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pagewire.frontend.api.off_loop import OFF_LOOP_CHARS
 from pagewire.frontend.requests.answer_budget import LogprobBudget
 from pagewire.frontend.requests.outputs import RequestOutput
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.serving.service import Service
 from pagewire.frontend.text.length import check_characters
-from pagewire.ipc.wire.budget import MAX_MESSAGES, MAX_PARTS
+from pagewire.ipc.wire.budget import MAX_MESSAGES, MAX_PARTS, MAX_TOOL_VALUES
 from pagewire.ipc.wire.params import SamplingParams, check_logit_edits
 
 CHOICE_CHARS = 64  # characters that take as long to write as what surrounds an output
+VALUE_CHARS = 16  # characters that take as long to render as a value, such as a string in a schema
 MESSAGE_CHARS = 256  # characters of text that take as long to render as what surrounds a message or part
 
 
@@ -85,7 +87,35 @@ def check_conversation(service: Service, messages: Sequence[Any]) -> int:
                     raise too_many("content parts and tool calls", num_parts, MAX_PARTS)
                 num_chars += sum(map(chars_of, field))
     check_characters(num_chars, service.info.max_model_len)
+    num_chars += VALUE_CHARS * num_values(messages, OFF_LOOP_CHARS // VALUE_CHARS)
     return num_chars + MESSAGE_CHARS * (len(messages) + num_parts)
+
+
+def check_tools(tools: Sequence[Any] | None) -> int:
+    """Check the size of a request's tools; returns about how long they take to read and render, in characters.
+
+    Raises:
+        APIError: they have too many values.
+    """
+    number = num_values(tools, MAX_TOOL_VALUES)
+    if number > MAX_TOOL_VALUES:
+        message = f"tools: their schemas have over {MAX_TOOL_VALUES} values in all"
+        raise APIError(400, message, param="tools", code="request_too_large")
+    return VALUE_CHARS * number
+
+
+def num_values(data: Any, most: int) -> int:
+    """Return the number of values in JSON data; one over `most` if there are more, which are not looked at."""
+    number, rest = 0, [data]
+    while rest:
+        part = rest.pop()
+        if not isinstance(part, (dict, list)):
+            continue
+        number += len(part)
+        if number > most:
+            return most + 1
+        rest.extend(part.values() if isinstance(part, dict) else part)
+    return number
 
 
 def chars_of(part: Any) -> int:

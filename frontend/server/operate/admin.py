@@ -72,8 +72,11 @@ TO_UNLOAD = Decoder(UnloadAdapterRequest)
 
 def routes(service: Service) -> list[Operation]:
     """The endpoints; none unless `--enable-admin` is given."""
-    if not service.options.enable_admin:
-        return []
+    return operations() if service.options.enable_admin else []
+
+
+def operations() -> list[Operation]:
+    """All endpoints."""
     return [
         operation("POST", "/pause", pause, "Hold new requests back.", "pause"),
         operation("POST", "/resume", resume, "Let requests run again.", "resume"),
@@ -186,7 +189,8 @@ async def start_profile(request: Request) -> Response:
         APIError: the operator has named no folder for traces.
     """
     if not os.environ.get(PROFILER_DIR):
-        message = f"profiling is off: set {PROFILER_DIR}, a folder for traces, where server and engine start"
+        where = f"set {PROFILER_DIR}, a folder for traces, where server and engine start"
+        message = f"profiling is off by default: {where}"
         raise APIError(400, message, code="profiling_off")
     await profiled(engine_of(request).start_profile())
     return json_response({"profiling": True})

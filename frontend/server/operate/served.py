@@ -14,7 +14,7 @@ from pagewire.frontend.server.serving.service import Service
 from pagewire.ipc.wire.model_figures import ModelFigures
 
 # The parameters that the page has a field for.
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
 class ServedModel(msgspec.Struct, kw_only=True):
@@ -23,7 +23,8 @@ class ServedModel(msgspec.Struct, kw_only=True):
     parent: of an adapter, the model's name. root: folder or id of the model.
     tasks: how it pools ("embed", "classify", ...); empty: it generates. takes: kinds of media: "image", "audio".
     tools, reasoning: its calls and thoughts are told apart from its text. chats: it has a chat template.
-    defaults: its own sampling parameters. max_logprobs: most alternatives of a token; -1: any number.
+    defaults: sampling parameters that the page sends where a person gives none.
+    max_logprobs: most alternatives of a token; -1: any number.
     max_model_len: tokens of prompt and output. max_num_seqs, max_num_batched_tokens: of a step.
     num_blocks: of the KV cache, each for `block_size` tokens. ranks: worker processes that run it together.
     figures: sizes of its weights, in bytes; null: unknown.
@@ -83,7 +84,7 @@ def described(service: Service, name: str) -> ServedModel:
         tools=service.formats.auto,
         reasoning=service.formats.reasoning is not None,
         chats=service.has_template,
-        defaults={field: getattr(service.defaults, field) for field in SAMPLING},
+        defaults={field: getattr(service.local, field) for field in SAMPLING},
         max_logprobs=info.max_logprobs,
         max_model_len=info.max_model_len,
         max_num_seqs=info.max_num_seqs,

@@ -1,15 +1,18 @@
 // Creation of elements. Text is inserted as text, never as HTML.
 
+export const TOUCH = matchMedia("(pointer: coarse)");
+
 export const $ = (id) => document.getElementById(id);
 
-/** An element: make("a", { href }, "text", child). Functions become listeners: { onclick: f }. */
+/** An element: make("a", { href }, "text", child). Functions become listeners: { onclick: f }. A child may be an array: many
+ * children are given so, since a call has room for some ten thousand arguments. */
 export function make(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (name in node) node[name] = value;
     else node.setAttribute(name, value);
   }
-  node.append(...children);
+  for (const child of children.flat()) node.append(child);
   return node;
 }
 
@@ -52,12 +55,53 @@ async function copy(text) {
   area.remove();
 }
 
+const fileName = (name) => {
+  const [, stem, suffix] = /^(.*?)(\.\w{1,8})?$/s.exec(name.replace(/[^\p{L}\p{N} ._-]+/gu, ""));
+  return `${stem.slice(0, 100).replace(/^[. ]+/, "").trim() || "pagewire"}${suffix ?? ""}`;
+};
+
 /** Let the browser save a text as a file. */
 export function save(name, text, type) {
   const href = URL.createObjectURL(new Blob([text], { type }));
-  const link = make("a", { href, download: name.replace(/[^\p{L}\p{N} ._-]+/gu, "").trim() || "pagewire" });
+  const link = make("a", { href, download: fileName(name) });
   link.click();
   setTimeout(() => URL.revokeObjectURL(href), 60_000);
+}
+
+/** A name that a stranger gave, to stand within a sentence: short, of one line, and without marks that turn its direction. */
+export function named(text) {
+  const clean = String(text).replace(/[\p{Cc}\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]+/gu, " ").toWellFormed();
+  return clean.length > 100 ? `${clean.slice(0, 99)}…` : clean;
+}
+
+/** A function that asks for `work` in a frame to come; work gets a quarter of the time at most. `cancel()` of it: not now. */
+export function paced(work) {
+  let [timer, frame, free] = [0, 0, 0]; // free: when the work may be done again
+  const run = () => {
+    [timer, frame] = [0, 0];
+    const began = performance.now();
+    work();
+    const ended = performance.now();
+    free = ended + 3 * (ended - began);
+  };
+  const ask = () => {
+    if (timer || frame) return;
+    const pause = free - performance.now();
+    if (pause > 16) timer = setTimeout(run, pause);
+    else frame = requestAnimationFrame(run);
+  };
+  ask.cancel = () => {
+    clearTimeout(timer);
+    cancelAnimationFrame(frame);
+    [timer, frame] = [0, 0];
+  };
+  return ask;
+}
+
+/** Show a dialog over the page, with the focus on its heading: no button is marked, and no keyboard comes up. */
+export function overlay(dialog) {
+  dialog.showModal();
+  dialog.querySelector("h1").focus();
 }
 
 /** Announce a text to screen readers. */

@@ -2,7 +2,7 @@
 
 import * as chat from "./chat/chat.js";
 import * as compare from "./chat/compare.js";
-import { $, say } from "./dom.js";
+import { $, notify, say } from "./dom.js";
 import * as embed from "./embed/embed.js";
 import * as engine from "./engine/engine.js";
 import * as settings from "./settings/settings.js";
@@ -27,7 +27,7 @@ async function showModels() {
   try {
     await settings.offerModels();
   } catch (problem) {
-    say(problem.message);
+    if ($("chat").hidden) say(problem.message); // the chat shows it
     error = problem;
   }
   chat.showModel(error);
@@ -41,5 +41,8 @@ embed.open();
 engine.open(showModels);
 addEventListener("hashchange", choose);
 choose();
-chat.open().then(() => (document.body.dataset.ready = "true"));
+chat
+  .open()
+  .catch((error) => notify(`The conversations cannot be shown (${error.message}).`))
+  .finally(() => (document.body.dataset.ready = "true"));
 showModels();

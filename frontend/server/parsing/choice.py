@@ -79,6 +79,7 @@ def tool_use(
     auto: bool = True,
     constrained: bool = False,
     prompt_unused: bool = False,
+    counts: bool = False,
 ) -> ToolUse:
     """Check a request's `tools` and `tool_choice`, and return how it uses tools.
 
@@ -88,6 +89,7 @@ def tool_use(
         auto: allow tool_choice "auto".
         constrained: with "auto", a call that was begun is valid, if its format can be had.
         prompt_unused: pass tools to the template even with tool_choice "none".
+        counts: the prompt's tokens are only counted, so how the model writes calls does not matter.
 
     Raises:
         ValueError: the tools or the choice are malformed or contradictory.
@@ -108,6 +110,8 @@ def tool_use(
         raise ValueError("tool_choice needs tools to choose from")
     dialect = None if parser is None else dialect_named(parser)
     new_id = call_id if dialect is None else dialect.new_id
+    if choice == "auto" and counts:
+        return ToolUse(prompted)
     if choice == "auto":
         if dialect is None or not auto:
             raise ValueError(NO_AUTO)

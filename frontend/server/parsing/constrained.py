@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pagewire.frontend.server.parsing.closed_schema import closed
 from pagewire.frontend.server.parsing.deltas import call_id
 from pagewire.frontend.server.parsing.json_calls import JSONCalls
 from pagewire.frontend.server.parsing.parser import Parser, Reading
@@ -38,8 +39,8 @@ class RequiredCalls(JSONCalls):
 
 
 def arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a function's arguments."""
-    return {"type": "object", **(function.get("parameters") or {})}
+    """Return the JSON schema of a function's arguments, whose objects are `closed`."""
+    return closed({"type": "object", **(function.get("parameters") or {})})
 
 
 def calls_schema(functions: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ A request becomes one for a chat completion (`items`), which the engine answers 
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
@@ -21,6 +21,7 @@ from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.query import Query, flag, number
 from pagewire.frontend.server.http.tenants import tenant_of
+from pagewire.frontend.server.openai.fitting import fitting_prompt
 from pagewire.frontend.server.openai.prepared_chat import counted, prepare, prompt_of, tools_of
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
@@ -43,7 +44,6 @@ from pagewire.frontend.server.responses.store import ResponseStore, StoredItems,
 from pagewire.frontend.server.serving.exchange import Exchange, while_connected
 from pagewire.frontend.server.serving.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.serving.service import Service
-from pagewire.frontend.text.length import ContextLengthError
 from pagewire.frontend.text.prompts import TokensPrompt
 from pagewire.ipc.bounds import MAX_INT
 from pagewire.ipc.wire.params import SamplingParams
@@ -184,7 +184,7 @@ async def answer(
     stored_items = StoredItems(store, owner, service.options.max_request_bytes)
     items = read_input(request.input, stored_items.item)
     wanted = chat_request(request, stored_items.conversation(request.previous_response_id) + items)
-    chat = await prepare(service, wanted, exchange, partial(fitting_prompt, request))
+    chat = await prepare(service, wanted, exchange, partial(prompt_for, request))
     response = new_response(service.model(request.model), request, exchange, chat.params)
     response.store = response.store and store.limit > 0
     events: list[bytes] | None = [] if request.background and request.stream else None
@@ -222,7 +222,7 @@ async def num_input_tokens(
     items += read_input(request.input, stored_items.item)
     service.model(request.model)
     chat = chat_request(request, items)
-    prompt = await fitting_prompt(request, service, chat, tools_of(service, chat), counts=True)
+    prompt = await prompt_for(request, service, chat, await tools_of(service, chat, counts=True), counts=True)
     return len(await counted(service, prompt))
 
 
@@ -258,7 +258,7 @@ def new_response(
     )
 
 
-async def fitting_prompt(
+async def prompt_for(
     request: ResponsesRequest, service: Service, chat: ChatRequest, tools: ToolUse, counts: bool = False
 ) -> TokensPrompt:
     """Return the prompt of a conversation; with truncation, from the first turn on with which it fits the model.
@@ -271,29 +271,5 @@ async def fitting_prompt(
     if request.truncation != "auto":
         return await prompt_of(service, chat, tools, counts)
     room = service.info.max_model_len - (request.max_output_tokens or 1)
-
-    async def fitting(messages: list[Any]) -> TokensPrompt | None:
-        try:
-            prompt = await prompt_of(service, msgspec.structs.replace(chat, messages=messages), tools, counts)
-            return prompt if len(await counted(service, prompt)) <= room else None
-        except ContextLengthError:
-            return None
-
-    if (prompt := await fitting(chat.messages)) is not None:
-        return prompt
-    roles = [message["role"] for message in chat.messages]
-    head = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
-    turns = [i for i, role in enumerate(roles) if role == "user" and i > head]
-    best = None
-    low, high = 0, len(turns)  # the first turn that fits is one of turns[low:high], or the last
-    while low < high:
-        middle = (low + high) // 2
-        prompt = await fitting(chat.messages[:head] + chat.messages[turns[middle] :])
-        if prompt is None:
-            low = middle + 1
-        else:
-            high, best = middle, prompt
-    if best is not None:
-        return best
-    last = chat.messages if not turns else chat.messages[:head] + chat.messages[turns[-1] :]
-    return await prompt_of(service, msgspec.structs.replace(chat, messages=last), tools, counts)
+    prompt, _ = await fitting_prompt(service, chat, tools, room, counts)
+    return prompt

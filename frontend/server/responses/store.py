@@ -1,9 +1,12 @@
-"""The store of responses: in memory, limited in bytes; the least recently used are dropped first."""
+"""The store of responses: in memory, limited in bytes; the least recently used are dropped first.
+
+They are dropped of the tenant that has most, so that many responses of one do not push out those of others.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -110,6 +113,7 @@ class ResponseStore:
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._sizes: dict[str, int] = {}
         self._places: dict[str, list[str]] = {}  # ids of the responses with an item, by the item's id
+        self._by_owner: Counter[str] = Counter()  # bytes
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -118,18 +122,19 @@ class ResponseStore:
     def put(self, stored: StoredResponse) -> bool:
         """Store a response, or update its size. Return False if there is no room.
 
-        The least recently used responses are dropped to make room, except those that are still generated.
+        The least recently used responses of the tenant that has most, with this one, are dropped to make room,
+        except those that are still generated.
         """
         name = stored.id
         self.forget(name)
         encoded = stored.encoded()
         size = stored.size(encoded)
-        if not self._make_room(size):
+        if not self._make_room(size, stored.owner):
             return False
         self._stored[name], self._sizes[name] = stored, size
         for item in item_ids(stored):
             self._places.setdefault(item, []).append(name)
-        self.num_bytes += size
+        self._count(stored.owner, size)
         stored.pack(encoded)
         return True
 
@@ -139,21 +144,34 @@ class ResponseStore:
         For one that is still generated: others are dropped as by `put`, which counts exactly once it has ended.
         """
         name = stored.id
-        if name not in self._sizes or not self._make_room(num_bytes):
+        if name not in self._sizes or not self._make_room(num_bytes, stored.owner):
             return False
         self._sizes[name] += num_bytes
-        self.num_bytes += num_bytes
+        self._count(stored.owner, num_bytes)
         return True
 
-    def _make_room(self, size: int) -> bool:
-        """Drop the least recently used responses until there is room for `size` bytes; False: there is none."""
-        idle = (name for name, entry in list(self._stored.items()) if not entry.busy)
+    def _make_room(self, size: int, owner: str) -> bool:
+        """Drop responses until there is room for `size` bytes of an owner; False: there is none."""
+        if self.num_bytes + size <= self.limit:
+            return True
+        idle: dict[str, deque[str]] = {}
+        for name, entry in self._stored.items():
+            if not entry.busy:
+                idle.setdefault(entry.owner, deque()).append(name)
         while self.num_bytes + size > self.limit:
-            oldest = next(idle, None)
-            if oldest is None:
+            if not idle:
                 return False
-            self.forget(oldest)
+            largest = max(idle, key=lambda each: self._by_owner[each] + size * (each == owner))
+            self.forget(idle[largest].popleft())
+            if not idle[largest]:
+                del idle[largest]
         return True
+
+    def _count(self, owner: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._by_owner[owner] += num_bytes
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
 
     def get(self, name: str, owner: str = "") -> StoredResponse:
         """Return the owner's response with an id, and mark it as used.
@@ -179,7 +197,7 @@ class ResponseStore:
         """Remove a response, if it is stored."""
         stored = self._stored.pop(name, None)
         if stored is not None:
-            self.num_bytes -= self._sizes.pop(name)
+            self._count(stored.owner, -self._sizes.pop(name))
             for item in item_ids(stored):
                 others = [other for other in self._places.pop(item, ()) if other != name]
                 if others:

@@ -112,13 +112,13 @@ class Exchange:
             EngineBusyError: too many answers are waiting.
         """
         if (counted := num_bytes - SMALL_POOLED_BYTES) > 0:
-            await self._memory.take(counted)
+            await self._memory.take(counted, self.tenant.name)
             self._num_kept += counted
 
     def end(self) -> None:
         """Give back what the request has in flight, and the memory of its answer."""
         self.lease.end()
-        self._memory.give_back(self._num_kept)
+        self._memory.give_back(self._num_kept, self.tenant.name)
         self._num_kept = 0
 
     def body_decoded(self) -> None:

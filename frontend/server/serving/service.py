@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.api.slow_work import SlowWork
-from pagewire.frontend.requests.inputs import default_sampling_params
+from pagewire.frontend.requests.defaults import default_sampling_params, local_sampling_params
 from pagewire.frontend.requests.lora import LoRARequest
 from pagewire.frontend.requests.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.server.http.errors import APIError
@@ -21,9 +21,10 @@ from pagewire.frontend.server.serving.adapters import ServedAdapters, modules_of
 from pagewire.frontend.server.serving.exchange import Exchange
 from pagewire.frontend.text.chat_template import template_source
 from pagewire.frontend.text.conversation import compile_template
-from pagewire.frontend.text.render_process import NUM_PARALLEL
+from pagewire.frontend.text.render_process import NUM_PARALLEL, NUM_RESERVED
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.quoting import quoted
+from pagewire.ipc.files.names import short_name
+from pagewire.ipc.quoting import quoted, shortened
 
 OF_THE_FIRST: dict[str, Any] = {
     "chat_template": None,
@@ -36,6 +37,8 @@ OF_THE_FIRST: dict[str, Any] = {
     "prompt_adapters": [],
 }
 """Options that are for one model, and what further ones have in their place."""
+LATEST = ":latest"  # the tag of Ollama's names that have no other
+MAX_SERVED = 300  # characters of the names in an error
 MAX_WAITING_TEMPLATES = 16  # templates from requests that may wait for others; each takes up to 2 s
 
 
@@ -47,7 +50,7 @@ class Service:
         names: names of the model, the main one first. created: start of the server, in seconds since the epoch.
         adapters: those that are addressed as models.
         formats: how the model's replies are read. has_template: it has a chat template that can be used.
-        defaults: sampling parameters from the model's generation config.
+        defaults: sampling parameters from the model's generation config. local: those of the page and of /api.
         prompt_adapters: those of the server's options, by name.
         open: generation requests in flight, by id. request_templates: runs the chat templates of requests.
     """
@@ -61,7 +64,7 @@ class Service:
         """
         self.engine, self.options = engine, options
         self.info = engine.info
-        self.names = engine.info.served_model_names or [engine.info.model]
+        self.names = engine.info.served_model_names or [short_name(engine.info.model)]
         self.created = int(time.time())
         template = self._template()
         self.has_template = bool(template)
@@ -73,11 +76,14 @@ class Service:
             auto=options.enable_auto_tool_choice,
         )
         self.defaults = default_sampling_params(engine.info)
+        self.local = local_sampling_params(engine.info)
         self.prompt_adapters = engine.session.prompt_adapters.named(options.prompt_adapters, self.names)
         self.open: dict[str, Exchange] = {}
         self.adapters = ServedAdapters(engine, [*self.names, *self.prompt_adapters], options.lora_root)
         self.adapters.start(modules_of(options.lora_modules))
-        self.request_templates = SlowWork("chat templates", NUM_PARALLEL, MAX_WAITING_TEMPLATES)
+        self.request_templates = SlowWork(
+            "chat templates", NUM_PARALLEL, MAX_WAITING_TEMPLATES, num_reserved=NUM_RESERVED
+        )
         self.others = [Service(other, dataclasses.replace(options, **OF_THE_FIRST)) for other in others]
         names = [name for service in self.all for name in (*service.names, *service.prompt_adapters)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -114,9 +120,19 @@ class Service:
 
     def serves(self, name: str | None) -> bool:
         """Return True for a name of the model or of an adapter."""
-        if name is None:
-            return False
+        return name is not None and self._has(self.listed(name))
+
+    def _has(self, name: str) -> bool:
         return name in self.names or name in self.prompt_adapters or self.adapters.get(name) is not None
+
+    def listed(self, name: str) -> str:
+        """Return a name as it is listed: without Ollama's tag `:latest`; for the model's path, its main name.
+
+        A name that is not served comes back as it is, or without the tag.
+        """
+        if self._has(name):
+            return name
+        return self.names[0] if name == self.info.model else name.removesuffix(LATEST)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -153,13 +169,13 @@ class Service:
         Raises:
             APIError: there is no model with that name.
         """
-        if self.adapter(name) is None and self.prompt_adapter(name) is None:
+        if name is None or (self.adapter(name) is None and self.prompt_adapter(name) is None):
             return self.names[0]
-        return str(name)
+        return self.listed(name)
 
     def prompt_adapter(self, name: str | None) -> PromptAdapterRequest | None:
         """Return the prompt adapter with a name; None if there is none."""
-        return None if name is None else self.prompt_adapters.get(name)
+        return None if name is None else self.prompt_adapters.get(self.listed(name))
 
     def adapter(self, name: str | None) -> LoRARequest | None:
         """Return the adapter (LoRA) with a name; None for a name of the model itself, or of a prompt adapter.
@@ -167,13 +183,15 @@ class Service:
         Raises:
             APIError: there is no model with that name.
         """
-        if name is None or name in self.names:
+        if name is None or (name := self.listed(name)) in self.names:
             return None
         if (adapter := self.adapters.get(name)) is not None:
             return adapter
         if name in self.prompt_adapters:
             return None
-        raise APIError(404, f"there is no model {quoted(name)}", param="model", code="model_not_found")
+        served = shortened(", ".join(name for service in self.all for name in service.all_names), MAX_SERVED)
+        message = f"there is no model {quoted(name)}; served: {served}"
+        raise APIError(404, message, param="model", code="model_not_found")
 
     def abort(self, request_id: str) -> bool:
         """End a generation request with an error response; return False if there is none with this id."""

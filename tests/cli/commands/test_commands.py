@@ -157,6 +157,17 @@ def test_ctrl_c_ends_it_quietly_with_its_engine(loaded: bool) -> None:
     assert not psutil.wait_procs(family, timeout=60)[1]
 
 
+def test_bench_prints_a_table(address: str) -> None:
+    sizes = ["--input-len", "4", "--output-len", "2", "--num-runs", "2"]
+    done = pagewire("bench", "throughput", "--attach", address, *sizes)
+    begin, head, *rows = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (0, "") and begin.startswith("started in ")
+    assert head.split()[:3] == ["run", "seconds", "tokens/s"]
+    assert [row.split()[0] for row in rows] == ["1", "2", "median"] and all(
+        len(row.split()) == 5 for row in rows
+    )
+
+
 def test_bench_prints_json(address: str, tmp_path: Path) -> None:
     path, turns = tmp_path / "sharegpt.json", [{"value": "def f(x):\n"}, {"value": "    return x\n"}]
     path.write_text(json.dumps([{"conversations": turns}]))
@@ -164,7 +175,7 @@ def test_bench_prints_json(address: str, tmp_path: Path) -> None:
     for kind, count in (("latency", 1), ("throughput", 32)):
         sizes = ["--input-len", "4", "--output-len", str(num_out), "--num-runs", "2"]
         sizes = ["--dataset-path", str(path), "--num-runs", "2"] if kind == "throughput" else sizes
-        done = pagewire("bench", kind, "--attach", address, *sizes)
+        done = pagewire("bench", kind, "--json", "--attach", address, *sizes)
         begin, *runs, median = (json.loads(line) for line in done.stdout.splitlines())
         assert (done.returncode, done.stderr, len(runs)) == (0, "", 2) and set(begin) == {"start_s"}
         assert set(median["median"]) == set(runs[0]) == set(runs[1])
@@ -267,6 +278,10 @@ def test_a_shell_completes_commands_options_and_values() -> None:
     )
     assert shell.returncode == 0, shell.stderr
     assert shell.stdout.split() == ["chat", "--max-num-batched-tokens", "zsh"]
+    for option in ("file", "model", "chat-template"):
+        (line, *_) = (line for line in made["fish"].stdout.splitlines() if f" -l {option} " in line)
+        assert "__fish_complete_path" in line
+    assert "__fish_complete_directories" in made["fish"].stdout
 
 
 @pytest.mark.parametrize("plain", [False, True])

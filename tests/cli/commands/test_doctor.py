@@ -41,7 +41,7 @@ def report(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]:
 
 
 def test_every_check_has_its_line_and_the_status_is_the_worst(capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["doctor"])
+    status = main(["doctor", "--cuda"])
     lines = report(capsys)
     assert list(lines) == NAMES
     marks = {mark for mark, _ in lines.values()}
@@ -50,7 +50,7 @@ def test_every_check_has_its_line_and_the_status_is_the_worst(capsys: pytest.Cap
 
 
 def test_it_says_how_to_get_what_is_missing(capsys: pytest.CaptureFixture[str], without_cupy: None) -> None:
-    assert main(["doctor"]) == 1
+    assert main(["doctor", "--cuda"]) == 1
     out = capsys.readouterr().out
     assert "FAIL  cupy      not installed" in out and "pip install 'cupy-cuda12x>=14'" in out
     assert "-     nvrtc     not tried: no CuPy" in out and "-     compile   not tried: no compiler" in out
@@ -62,7 +62,7 @@ def test_no_driver(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(doctor.ctypes, "CDLL", missing)
-    assert main(["doctor"]) == 1
+    assert main(["doctor", "--cuda"]) == 1
     assert report(capsys)["driver"] == (
         "FAIL",
         "no NVIDIA driver (libcuda.so.1): install one, or give the container access to the GPUs",
@@ -165,3 +165,34 @@ def test_an_architecture_that_is_not_served(
 def test_building_without_a_compiler(capsys: pytest.CaptureFixture[str], without_cupy: None) -> None:
     assert main(["kernels", "build", "--arch", "sm_90"]) == 1
     assert "pagewire kernels: CUDA kernels need CuPy" in capsys.readouterr().err
+
+
+def test_a_machine_without_a_gpu_is_judged_by_its_cpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "has_gpu", lambda: False)
+    monkeypatch.setenv("CXX", sys.executable)  # a program that tells its version
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[:2] for line in out.splitlines()[:-1]] == [
+        ["ok", "cpu"],
+        ["ok", "kernels"],
+        ["-", "cuda"],
+    ]
+    assert out.splitlines()[-1] == "Models run on this CPU."
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  kernels   no C++ compiler (/nowhere/c++)" in out and "50 times slower" in out
+    assert out.splitlines()[-1] == "Models run on this CPU, but slowly: see FAIL above."
+
+
+@pytest.mark.parametrize(
+    ("vendor", "kind", "found"),
+    [("0x10de", "0x030200", True), ("0x10de", "0x040300", False), ("0x1234", "0x030000", False)],
+)
+def test_gpus_are_found_without_a_driver(vendor: str, kind: str, found: bool, tmp_path: Path) -> None:
+    (tmp_path / "vendor").write_text(f"{vendor}\n")
+    (tmp_path / "class").write_text(f"{kind}\n")
+    assert doctor.is_nvidia(tmp_path) is found
+    assert not doctor.is_nvidia(tmp_path / "nothing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,6 +74,28 @@ def test_files_and_resuming(address: str, tmp_path: Path, capsys: pytest.Capture
     assert main([*command, "--resume", "--concurrency", "2"]) == 1
     check(target.read_text(), address)
     assert f"{7 - kept} answered, 3 failed, {kept} already answered" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_the_run_and_leaves_whole_lines(address: str, tmp_path: Path) -> None:
+    """Here a file may have so many bytes. The run goes on when there is room."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(LINES)
+    command = ("run-batch", "--attach", address, "-i", str(source), "--no-progress")
+    limit = (1500, resource.RLIM_INFINITY)
+    batch = start(
+        *command, "-o", str(target), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    )
+    _, messages = batch.communicate(timeout=60)
+    whole = target.read_text()
+    num_whole = len(whole.splitlines())
+    assert batch.returncode == 1 and "Traceback" not in messages
+    assert f"cannot write to {target}: File too large: {num_whole} results of this run are in it" in messages
+    assert num_whole > 0 and whole.endswith("\n") and [json.loads(line) for line in whole.splitlines()]
+    assert main([*command, "-o", str(target), "--resume"]) == 1
+    check(target.read_text(), address)
+    done = pagewire(*command, "-o", "/dev/full")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "cannot write to /dev/full: No space left on device: 0 results" in done.stderr
 
 
 def test_standard_input_and_output(address: str) -> None:

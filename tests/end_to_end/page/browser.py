@@ -81,7 +81,6 @@ class Page:
             """,
             KEY,
         )
-        chromium.get_log("browser")  # the browser asked for an icon of the icon
         chromium.get(url + "/#chat")
         page.ready()
         return page
@@ -164,8 +163,15 @@ class Page:
             tokens,
         )
 
+    def console(self) -> list[str]:
+        """What the browser wrote to the console since the last call. Some time after `first_visit`, it looks for an
+        icon of the icon that was visited; the page names its own.
+        """
+        entries = [entry["message"] for entry in self.chromium.get_log("browser")]
+        return [entry for entry in entries if "/favicon.ico " not in entry]
+
     def refusals(self) -> list[str]:
         """What the browser wrote to the console of refused calls; nothing else may stand there."""
-        entries = [entry["message"] for entry in self.chromium.get_log("browser")]
+        entries = self.console()
         assert all("status of 4" in entry for entry in entries), entries
         return entries

@@ -34,4 +34,4 @@ def page(chromium: Any, url: str) -> Iterator[Any]:
 
     page = Page.first_visit(chromium, url)
     yield page
-    assert chromium.get_log("browser") == []
+    assert page.console() == []

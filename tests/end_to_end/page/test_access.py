@@ -52,10 +52,10 @@ def axe() -> str | None:
 
 
 @contextmanager
-def phone(page: Page) -> Iterator[None]:
-    """A small screen that fingers touch."""
+def phone(page: Page, touch: bool = True) -> Iterator[None]:
+    """A small screen that fingers touch. touch: whether it says so."""
     page.chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
-    page.chromium.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    page.chromium.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": touch})
     try:
         yield
     finally:
@@ -164,11 +164,12 @@ def test_nothing_lies_outside_a_phone(page: Page) -> None:
             page.until(f"!document.querySelector('#{name}').open")
 
 
-def test_fingers_find_every_control(page: Page) -> None:
+@pytest.mark.parametrize("touch", [True, False])
+def test_fingers_find_every_control(page: Page, touch: bool) -> None:
     """Each control is 44 px wide and high. Links in text and the words of the token view are lines of text."""
     fill(page)
-    with phone(page):
-        assert page.run("return matchMedia('(pointer: coarse)').matches")
+    with phone(page, touch):
+        assert page.run("return matchMedia('(pointer: coarse)').matches") is touch
         for view in VIEWS:
             page.show(view)
             for dialog in (None, "settings", "history") if view == "chat" else (None,):

@@ -129,7 +129,9 @@ def test_export_and_import(page: Page, tmp_path: Path) -> None:
     file.write_text(json.dumps([*json.loads(text)[:1], {"messages": "none"}]))
     page.find("#import-file").send_keys(str(file))
     page.until("document.querySelectorAll('#conversations li').length === 3")
-    page.until("document.querySelector('#notice').textContent.includes('1 records')")
+    page.until(
+        "document.querySelector('#notice').textContent.includes('1 was not (conversation 2: messages')"
+    )
 
 
 def test_other_tabs_see_it(page: Page) -> None:
@@ -263,6 +265,7 @@ def test_tokens_have_probabilities_and_alternatives(page: Page) -> None:
 def test_two_settings_side_by_side(page: Page) -> None:
     page.open_settings()
     page.show("compare")
+    page.click("#second-column")
     for letter, number in (("A", "3"), ("B", "9")):
         page.click(f"[aria-label='Answer {letter}'] summary")
         page.find(f"[aria-label='Answer {letter}'] [name=max_tokens]").send_keys(number)

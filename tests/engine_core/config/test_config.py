@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.engine_core.config.config import EngineConfig, first_adapter
+from pagewire.engine_core.config.config import EngineConfig, first_adapter, pools_by_name
 from pagewire.engine_core.schedule.state_slots import CHECKPOINT_TOKENS
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.options.engine_args import EngineArgs
@@ -52,6 +52,30 @@ def test_the_tokenizer_is_the_models_by_default() -> None:
     assert resolved.tokenizer_folder() == MODEL
     info = resolved.engine_info(READY)
     assert (info.tokenizer, info.tokenizer_revision) == (str(MODEL), None)
+
+
+def test_token_0_may_end_a_sequence() -> None:
+    assert EngineConfig(EngineArgs(), MODEL, {"eos_token_id": 0}, 7).eos_token_ids == [7, 0]
+    assert EngineConfig(EngineArgs(), MODEL, {"eos_token_id": None}, 0).eos_token_ids == [0]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "prepares"),
+    [
+        ("LlamaForCausalLM", {}, True),
+        ("LlamaForCausalLM", {"skip_tokenizer_init": True}, False),
+        ("LlamaForCausalLM", {"convert": "embed"}, False),
+        ("LlamaForCausalLM", {"runner": "pooling"}, False),
+        ("BertModel", {}, False),
+        ("BertModel", {"runner": "generate"}, True),
+    ],
+)
+def test_only_what_generates_prepares_for_grammars(
+    architecture: str, options: dict[str, Any], prepares: bool
+) -> None:
+    args = EngineArgs(model="org/model", **options)
+    pools = pools_by_name(args, {"architectures": [architecture]})
+    assert EngineConfig(args, MODEL, {}, None, pools=pools).prepares_grammars == prepares
 
 
 def test_an_encoder_publishes_no_blocks() -> None:

@@ -19,7 +19,8 @@ from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
 from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.grammar.prover import ConfinedProver, Proof
 from pagewire.engine_core.grammar.schema import json_schema
-from pagewire.ipc.errors import EngineBusyError
+from pagewire.ipc.errors import EngineBusyError, EngineStalledError
+from pagewire.ipc.host.confined import JobTimeoutError
 from pagewire.ipc.options.structured_outputs import StructuredOutputsConfig
 from pagewire.ipc.wire.params import StructuredOutputsParams
 
@@ -192,6 +193,8 @@ def test_whitespace_between_tokens_of_json_is_bounded(accepts: Callable[..., boo
         assert accepts(text, json_object=True) == (text in good), text
         assert accepts(text, json_object=True, disable_any_whitespace=True) == (text == good[0]), text
     assert accepts('{"a":   1}', json_object=True, whitespace_pattern=" *")
+    assert accepts('{"a":1}', json_object=True, whitespace_pattern="")
+    assert not accepts('{"a": 1}', json_object=True, whitespace_pattern="")
 
 
 def test_a_schema_cannot_bring_options_of_its_own(
@@ -348,35 +351,103 @@ class Gate:
         return self.tokenizer
 
 
-def test_compiling_has_a_time_limit(tokenizer: LLTokenizer) -> None:
+def test_the_time_limit_begins_when_the_tokenizer_is_loaded(tokenizer: LLTokenizer) -> None:
     gate = Gate(tokenizer)
     woken = Woken(gate.load, seconds=5.0)
+    woken.grammars.start()
+    assert gate.reached.wait(WAIT)  # before there is any grammar
     now = time.monotonic()
-    slow = woken.grammars.submit(StructuredOutputsParams(regex="a"), "", now)
-    assert gate.reached.wait(WAIT)
-    assert slow.poll(now + 4.9) is None
-    with pytest.raises(GrammarError, match="regex: not compiled within 5 s"):
-        slow.poll(time.monotonic() + 5.1)
+    early = woken.grammars.submit(StructuredOutputsParams(regex="a"), "", now)
+    assert early.poll(now + 60.0) is None
+    with pytest.raises(
+        EngineStalledError, match="regex: the tokenizer for grammars was not loaded within 120 s"
+    ):
+        early.poll(now + 121.0)
     gate.opened.set()
-    assert isinstance(woken.compile(regex="a").poll(now + 5.2), Grammar)  # served, now that it is there
+    assert woken.compile(regex="a") is early and isinstance(early.poll(now + 122.0), Grammar)
+
+
+class StalledProver:
+    """Proves grammars once a test lets it; or says that it got no processor."""
+
+    def __init__(self, prover: ConfinedProver, error: Exception | None = None) -> None:
+        self.prover, self.error, self.limits = prover, error, list[float]()
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def start(self) -> None:
+        self.prover.start()
+
+    def prove(self, structure: StructuredOutputsParams, seconds: float, cpu_seconds: float) -> Proof:
+        self.limits.append(seconds)
+        self.reached.set()
+        assert self.opened.wait(WAIT)
+        if self.error is not None:
+            raise self.error
+        return self.prover.prove(structure, WAIT, WAIT)
+
+    def close(self) -> None:
+        """The prover goes on."""
+
+
+def test_a_limit_that_passes_without_an_answer_is_not_the_grammars_fault(
+    tokenizer: LLTokenizer, prover: ConfinedProver
+) -> None:
+    stalled = StalledProver(prover)
+    woken = Woken(lambda: tokenizer, seconds=5.0, open_prover=lambda: stalled)
+    structure = StructuredOutputsParams(regex="a")
+    slow = woken.grammars.submit(structure, "", time.monotonic())
+    assert stalled.reached.wait(WAIT)
+    late = time.monotonic() + 5.1
+    with pytest.raises(
+        EngineStalledError, match="regex: not compiled within 5 s, for which it got too little"
+    ):
+        slow.poll(late)
+    assert woken.grammars.submit(structure, "", late) is slow and slow.poll(late + 4.9) is None
+    stalled.opened.set()
+    assert isinstance(woken.compile(regex="a").poll(late + 6.0), Grammar)
+
+
+@pytest.mark.parametrize(
+    ("error", "remembered", "expected"),
+    [
+        (JobTimeoutError("slow"), True, GrammarError),
+        (EngineStalledError("no processor"), False, EngineStalledError),
+    ],
+)
+def test_only_processor_time_is_the_grammars_fault(
+    tokenizer: LLTokenizer,
+    prover: ConfinedProver,
+    error: Exception,
+    remembered: bool,
+    expected: type[Exception],
+) -> None:
+    stalled = StalledProver(prover, error)
+    stalled.opened.set()
+    woken = Woken(lambda: tokenizer, seconds=5.0, open_prover=lambda: stalled)
+    first = woken.compile(regex="a")
+    assert stalled.limits == [2.0, 5.0]  # in the quick lane, then in the slow one
+    with pytest.raises(expected, match="regex: "):
+        first.poll(time.monotonic())
+    stalled.error = None
+    assert (woken.compile(regex="a") is first) == remembered
 
 
 def test_a_grammar_that_no_thread_had_time_for_is_compiled_when_it_comes_again(
-    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+    tokenizer: LLTokenizer, prover: ConfinedProver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagewire.engine_core.grammar.pool.NUM_THREADS", 1)
-    gate = Gate(tokenizer)
-    woken = Woken(gate.load, seconds=5.0)
+    stalled = StalledProver(prover)
+    woken = Woken(lambda: tokenizer, seconds=5.0, open_prover=lambda: stalled)
     now = time.monotonic()
     woken.grammars.submit(StructuredOutputsParams(regex="a"), "", now)
-    assert gate.reached.wait(WAIT)  # by the only thread
+    assert stalled.reached.wait(WAIT)  # by the only thread
     structure = StructuredOutputsParams(regex="b")
     late = woken.grammars.submit(structure, "", now - 6.0)
     with pytest.raises(EngineBusyError, match="regex: waited 5 s for other grammars"):
         late.poll(now)
     again = woken.grammars.submit(structure, "", now)
     assert again is not late and again.poll(now) is None
-    gate.opened.set()
+    stalled.opened.set()
     assert isinstance(woken.compile(regex="b").poll(time.monotonic()), Grammar)
     assert late.outcome is None  # the thread has skipped it
 
@@ -387,6 +458,9 @@ class Recorder:
     def __init__(self, prover: ConfinedProver) -> None:
         self._prover = prover
         self.order: list[str | None] = []
+
+    def start(self) -> None:
+        self._prover.start()
 
     def prove(self, structure: StructuredOutputsParams, seconds: float, cpu_seconds: float) -> Proof:
         self.order.append(structure.regex)

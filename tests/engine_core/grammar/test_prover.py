@@ -29,8 +29,8 @@ from pagewire.engine_core.grammar.prover import (
     Prover,
     try_steps,
 )
-from pagewire.ipc.errors import EngineBusyError
-from pagewire.ipc.host.confined import JobTimeoutError
+from pagewire.ipc.errors import EngineBusyError, EngineStalledError
+from pagewire.ipc.host.confined import JobTimeoutError, Limits, killed_error
 from pagewire.ipc.wire.params import StructuredOutputsParams
 
 FOLDER = Path(pagewire.demo.__path__[0])
@@ -101,6 +101,58 @@ def test_a_lost_process_is_replaced(prover: ConfinedProver) -> None:
     assert before is not None
     os.kill(before, signal.SIGKILL)
     assert prove(prover, regex="x") and prover.pid != before
+
+
+def test_a_process_that_stands_still_is_replaced(
+    prover: ConfinedProver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prove(prover, regex="x")
+    monkeypatch.setattr("pagewire.ipc.host.confined.GRACE_SECONDS", -WAIT + 0.1)
+    before = prover.pid
+    assert before is not None
+    os.kill(before, signal.SIGSTOP)
+    structure = StructuredOutputsParams(regex="y")
+    with monkeypatch.context() as once:
+        once.setattr("pagewire.ipc.host.confined.NUM_ATTEMPTS", 1)
+        with pytest.raises(EngineStalledError, match="did not answer"):
+            prover.prove(structure, WAIT, 1.0)
+    monkeypatch.undo()
+    assert prover.prove(structure, WAIT, 1.0).num_bytes and prover.pid != before  # it was not remembered
+
+
+def test_a_process_is_closed_while_it_starts(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")  # which it reads in vain
+    prover = ConfinedProver(tmp_path, [EOS], VOCAB)
+    failures: list[Exception] = []
+
+    def start() -> None:
+        try:
+            prover.start()
+        except Exception as error:
+            failures.append(error)
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    while (pid := prover.pid) is None:
+        time.sleep(0)
+    prover.close()
+    starting.join(WAIT)
+    assert not starting.is_alive() and not Path(f"/proc/{pid}").exists()
+    assert isinstance(failures[0], EngineBusyError)
+
+
+@pytest.mark.parametrize(
+    ("number", "limits", "kind"),
+    [
+        (signal.SIGPROF, Limits(10, 5, 1, computes=True), JobTimeoutError),
+        (signal.SIGALRM, Limits(10, 5, 1, computes=True), EngineStalledError),
+        (signal.SIGALRM, Limits(10, 5, 1), JobTimeoutError),
+    ],
+)
+def test_a_job_that_only_computes_is_not_blamed_for_wall_clock_time(
+    number: int, limits: Limits, kind: type[Exception]
+) -> None:
+    assert type(killed_error(-number, limits)) is kind
 
 
 def test_the_longest_chain_is_found_wherever_it_begins() -> None:
@@ -197,6 +249,9 @@ class Once:
         if key not in self._proofs:
             self._proofs[key] = self._prover.prove(structure, seconds, cpu_seconds)
         return self._proofs[key]
+
+    def start(self) -> None:
+        self._prover.start()
 
     def close(self) -> None:
         self._prover.close()

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from pagewire.engine_core.media.jobs import Array, Lay, ProcessMedium
-from pagewire.engine_core.media.process import Processor
+from pagewire.engine_core.media.process import Processor, handler
 from tests.workers.media.checkpoints import BY_NAME
 
 PICTURE = (56, 84, 3)
@@ -45,6 +46,35 @@ def test_an_argument_that_the_processor_lacks_is_refused(qwen: Path) -> None:
         Processor(qwen, wrong)
     with pytest.raises(ValueError, match=r"mm_processor_kwargs: .* no argument 'num_crop'"):
         Processor(qwen).lay(Lay("image", PICTURE, wrong))
+
+
+@pytest.mark.parametrize(
+    "given", [{"image_mean": [1e39] * 3}, {"image_std": [0.0] * 3}, {"image_mean": [1e9] * 3}]
+)
+def test_features_that_no_model_computes_with_are_refused(qwen: Path, given: dict[str, Any]) -> None:
+    pixels = bytes(np.zeros(PICTURE, np.uint8).data)
+    job = ProcessMedium("image", Array("uint8", PICTURE, pixels), options(**given))
+    with pytest.raises(
+        ValueError, match=r"image: .* mm_processor_kwargs, or the image itself, must have smaller"
+    ):
+        Processor(qwen).process(job)
+
+
+@pytest.mark.parametrize(
+    "given", [{"padding": "q" * 3000}, {"image_mean": "\n" * 3000}, {"size": {"z" * 3000: 1}}]
+)
+def test_errors_of_processors_are_short(qwen: Path, given: dict[str, Any]) -> None:
+    """They quote what they are given, some of them the whole processor."""
+    job = Lay("image", PICTURE, options(**given))
+    with pytest.raises(ValueError, match=r".+") as caught:
+        handler(Processor(qwen))(msgspec.msgpack.encode(job))
+    assert len(str(caught.value)) < 350 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["return_tensors", "text", "images", "sampling_rate"])
+def test_arguments_of_the_engine_itself_are_refused(qwen: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"mm_processor_kwargs: {name} is given by the engine itself"):
+        Processor(qwen).lay(Lay("image", PICTURE, options(**{name: "x"})))
 
 
 def test_a_value_that_fails_is_seen_at_the_start(qwen: Path) -> None:

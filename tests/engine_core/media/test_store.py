@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
 
@@ -11,14 +12,18 @@ import pytest
 from pagewire.engine_core.media.jobs import Array, Described, Processed
 from pagewire.engine_core.media.store import MediaLimits, MediaStore, PendingMedia
 from pagewire.engine_core.schedule.features import Features
+from pagewire.ipc.recent import ENTRY_BYTES
 from pagewire.ipc.wire.codec import Tensor
 from pagewire.ipc.wire.embeddings import check_encoded
 from pagewire.ipc.wire.items import NOTHING, Media, Prompt
 from pagewire.ipc.wire.media import MediaInfo, MediaLayout, MediumInfo, media_name, uuid_name
 
+F = b"frontend"
 PLACE, BEGIN = 9, 8
 INFO = MediaInfo({"image": MediumInfo(PLACE, "<image>", PLACE, limit=2)})
 BIG = 1000
+KEPT = 6 * BIG + 3 * 4  # bytes of a picture's features, with its layout
+LIMITS = MediaLimits(5, max_model_len=20)
 
 
 class CountingProcessor:
@@ -26,6 +31,9 @@ class CountingProcessor:
 
     def __init__(self) -> None:
         self.num_processed = self.num_laid = 0
+        self.rows: list[int] = []  # of pictures that were laid out, in order
+        self.laying = threading.Condition()
+        self.may_lay = threading.Semaphore(1000)
         self.go = threading.Event()
         self.go.set()
         self.began = threading.Event()
@@ -35,7 +43,12 @@ class CountingProcessor:
 
     def lay(self, kind: str, shape: Sequence[int], options: str) -> Processed:
         self.num_laid += 1
-        return Processed([BEGIN, *[PLACE] * shape[0]])
+        with self.laying:
+            self.rows.append(shape[0])
+            self.laying.notify_all()
+        assert self.may_lay.acquire(timeout=60)
+        more = json.loads(options or "{}").get("more", 0)
+        return Processed([BEGIN, *[PLACE] * shape[0], *[BEGIN] * more])
 
     def process(self, kind: str, content: Tensor, options: str) -> Processed:
         self.began.set()
@@ -47,6 +60,11 @@ class CountingProcessor:
         return Processed(
             self.lay(kind, content.shape, options).token_ids, {"pixels": Array("uint8", (len(data),), data)}
         )
+
+    def wait_for(self, rows: int) -> None:
+        """Wait until the layout of a picture of this many rows is being made."""
+        with self.laying:
+            assert self.laying.wait_for(lambda: rows in self.rows, 60)
 
     def close(self) -> None:
         """Nothing runs."""
@@ -74,7 +92,7 @@ def woken() -> Woken:
 
 @pytest.fixture
 def store(processor: CountingProcessor, woken: Woken) -> MediaStore:
-    return MediaStore(processor, INFO, MediaLimits(5), woken, max_bytes=2 * 6 * BIG)
+    return MediaStore(processor, INFO, LIMITS, woken, max_bytes=2 * (KEPT + ENTRY_BYTES))
 
 
 def picture(value: int, rows: int = 2) -> Tensor:
@@ -107,7 +125,7 @@ def test_equal_media_are_processed_once_also_at_the_same_time(
     store: MediaStore, processor: CountingProcessor, woken: Woken
 ) -> None:
     processor.go.clear()
-    pending = [store.submit(prompt(picture(1), picture(2)), str(i), 0.0) for i in range(20)]
+    pending = [store.submit(prompt(picture(1), picture(2)), str(i), F, 0.0) for i in range(20)]
     assert processor.began.wait(60)
     assert all(each.poll() is None for each in pending)
     processor.go.set()
@@ -121,14 +139,14 @@ def test_equal_media_are_processed_once_also_at_the_same_time(
 def test_features_are_kept_up_to_a_budget_and_as_long_as_a_request_has_them(
     store: MediaStore, processor: CountingProcessor, woken: Woken
 ) -> None:
-    held = wait(store.submit(prompt(picture(1)), "a", 0.0), woken)
+    held = wait(store.submit(prompt(picture(1)), "a", F, 0.0), woken)
     for value in (2, 3, 4, 3):  # there is room for two
-        wait(store.submit(prompt(picture(value)), "a", 0.0), woken)
+        wait(store.submit(prompt(picture(value)), "a", F, 0.0), woken)
     assert processor.num_processed == 4
-    assert store.num_bytes == 3 * 6 * BIG
-    wait(store.submit(prompt(picture(1)), "a", 0.0), woken)
+    assert store.num_bytes == 3 * KEPT
+    wait(store.submit(prompt(picture(1)), "a", F, 0.0), woken)
     assert processor.num_processed == 4, "a request has it"
-    wait(store.submit(prompt(picture(2)), "a", 0.0), woken)
+    wait(store.submit(prompt(picture(2)), "a", F, 0.0), woken)
     assert processor.num_processed == 5
     store.reset()
     assert store.num_bytes == held[0].num_bytes
@@ -151,31 +169,31 @@ def test_names_and_tokens_are_not_believed(store: MediaStore, woken: Woken) -> N
     wrong.append((tokens, "the tokens in its place are not those that stand for it"))
     for each, text in wrong:
         with pytest.raises(ValueError, match=text):
-            wait(store.submit(each, "a", 0.0), woken)
-    assert wait(store.submit(prompt(picture(1)), "a", 0.0), woken)
+            wait(store.submit(each, "a", F, 0.0), woken)
+    assert wait(store.submit(prompt(picture(1)), "a", F, 0.0), woken)
 
 
 def test_a_callers_name_holds_beside_its_salt_and_then_needs_no_content(
     store: MediaStore, processor: CountingProcessor, woken: Woken
 ) -> None:
     name = uuid_name("image", "s", "cat", "")
-    wait(store.submit(prompt(picture(1), uuid="cat", name=name, salt="s"), "a", 0.0), woken)
-    wait(store.submit(prompt(NOTHING, uuid="cat", name=name, salt="s"), "a", 0.0), woken)
+    wait(store.submit(prompt(picture(1), uuid="cat", name=name, salt="s"), "a", F, 0.0), woken)
+    wait(store.submit(prompt(NOTHING, uuid="cat", name=name, salt="s"), "a", F, 0.0), woken)
     assert processor.num_processed == 1
     other = uuid_name("image", "t", "cat", "")
     with pytest.raises(ValueError, match="the engine does not have it any more: send its content"):
-        wait(store.submit(prompt(NOTHING, uuid="cat", name=other, salt="t"), "a", 0.0), woken)
+        wait(store.submit(prompt(NOTHING, uuid="cat", name=other, salt="t"), "a", F, 0.0), woken)
 
 
 def test_layouts_are_made_once_and_delivered_on_the_thread_that_asks_for_it(
     store: MediaStore, processor: CountingProcessor, woken: Woken
 ) -> None:
     answers: list[MediaLayout | Exception] = []
-    store.lay(("image", (3, 4, 3), ""), "a", answers.append)
+    store.lay(("image", (3, 4, 3), ""), "a", F, answers.append)
     assert woken.event.wait(60)
     assert not answers
     store.deliver()
-    store.lay(("image", (3, 4, 3), ""), "b", answers.append)
+    store.lay(("image", (3, 4, 3), ""), "b", F, answers.append)
     assert answers == [MediaLayout([BEGIN, PLACE, PLACE, PLACE])] * 2
     assert processor.num_laid == 1
     for key, text in [
@@ -185,13 +203,13 @@ def test_layouts_are_made_once_and_delivered_on_the_thread_that_asks_for_it(
         (("image", (1 << 14, 1 << 14, 3), ""), "one may have 100663296"),
     ]:
         with pytest.raises(ValueError, match=text):
-            store.lay(key, "a", answers.append)
+            store.lay(key, "a", F, answers.append)
 
 
 def test_a_medium_that_must_run_in_one_step_fits_a_step(processor: CountingProcessor, woken: Woken) -> None:
-    store = MediaStore(processor, INFO, MediaLimits(5, max_tokens=4), woken)
+    store = MediaStore(processor, INFO, MediaLimits(5, max_model_len=20, max_tokens=4), woken)
     with pytest.raises(ValueError, match="it takes 5 tokens, which must run in one step, and a step has 4"):
-        wait(store.submit(prompt(picture(1, rows=4)), "a", 0.0), woken)
+        wait(store.submit(prompt(picture(1, rows=4)), "a", F, 0.0), woken)
 
 
 def test_what_does_not_fit_the_engine_or_the_prompt_is_refused_at_the_door() -> None:
@@ -207,3 +225,69 @@ def test_what_does_not_fit_the_engine_or_the_prompt_is_refused_at_the_door() -> 
         with pytest.raises(ValueError, match=text):
             check_encoded(each, info)
     check_encoded(prompt(picture(1), picture(2)), INFO)
+
+
+def test_a_layout_that_no_prompt_has_room_for_is_refused_and_not_kept(
+    store: MediaStore, processor: CountingProcessor, woken: Woken
+) -> None:
+    answers: list[MediaLayout | Exception] = []
+    long = '{"more":18}'  # the processor may be told to fill up to millions of tokens
+    for _ in range(2):
+        store.lay(("image", (2, 1, 3), long), "a", F, answers.append)
+        assert woken.event.wait(60)
+        woken.event.clear()
+        store.deliver()
+    text = "image: it takes 21 tokens of a prompt, and max_model_len is 20"
+    assert [str(error)[: len(text)] for error in answers] == [text, text]
+    assert processor.num_laid == 2 and store.num_layout_bytes == 0
+    medium = {"name": media_name("image", picture(1), long), "options": long}
+    with pytest.raises(ValueError, match=text):
+        wait(store.submit(prompt(picture(1), **medium), "a", F, 0.0), woken)
+    assert store.num_bytes == 0
+
+
+def test_layouts_are_kept_up_to_a_budget_of_bytes(
+    store: MediaStore, woken: Woken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes what its tokens and its arguments do."""
+    for number in range(40):
+        options = json.dumps({"more": 10, "name": "x" * 4000 + str(number)})
+        store.lay(("image", (2, 1, 3), options), "a", F, lambda _: None)
+        assert woken.event.wait(60)
+        woken.event.clear()
+    assert 40 * 4000 < store.num_layout_bytes < 40 * (4000 + 1000)
+    small = MediaStore(store._processor, INFO, LIMITS, woken, max_layout_bytes=3 * 5000)
+    for number in range(40):
+        options = json.dumps({"more": 10, "name": "x" * 4000 + str(number)})
+        small.lay(("image", (2, 1, 3), options), "a", F, lambda _: None)
+        assert woken.event.wait(60)
+        woken.event.clear()
+    assert 2 * 4000 < small.num_layout_bytes < 3 * 5000
+
+
+def test_slow_layouts_of_one_tenant_do_not_hold_up_another(
+    store: MediaStore, processor: CountingProcessor, woken: Woken
+) -> None:
+    """Eight sizes of one tenant, then one of another of the same frontend, and one of another frontend."""
+    processor.may_lay = threading.Semaphore(0)
+    answers: dict[int, MediaLayout | Exception] = {}
+
+    def lay(rows: int, tenant: str, frontend: bytes) -> None:
+        store.lay(
+            ("image", (rows, 1, 3), ""), tenant, frontend, lambda answer: answers.update({rows: answer})
+        )
+
+    for rows in range(1, 9):
+        lay(rows, "a", F)
+    processor.wait_for(2)
+    lay(11, "b", F)
+    processor.wait_for(11)  # while the others' are being made
+    lay(12, "a", b"another")
+    processor.may_lay.release()  # of any that began
+    processor.wait_for(12)
+    assert len(processor.rows) == 4
+    processor.may_lay.release(9)
+    while len(answers) < 10:
+        assert woken.event.wait(60)
+        woken.event.clear()
+        store.deliver()

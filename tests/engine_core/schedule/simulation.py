@@ -394,7 +394,7 @@ def features_of(medium: Media) -> Features:
     """Features from which the worker knows the medium."""
     size = len(medium.name)
     tensor = Tensor("uint8", (size,), medium.name)
-    return Features(medium.name, "image", [], size, {"name": tensor}, NOTHING)
+    return Features(medium.name, "image", array("i"), size, {"name": tensor}, NOTHING)
 
 
 def begins_medium(sequence: Sequence) -> bool:

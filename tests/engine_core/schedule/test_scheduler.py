@@ -705,6 +705,19 @@ def test_a_result_of_all_tokens_skips_no_cached_prefix() -> None:
     simulation.drain()
 
 
+@pytest.mark.parametrize("media", [[], [Media(1, 2, b"cat", PICTURE)]])
+def test_numbers_that_are_not_finite_are_the_fault_of_media(media: list[Media]) -> None:
+    """Whose content is the client's; without any, the fault is the model's."""
+    simulation = Simulation()
+    (sequence,) = simulation.submit([2, 2, 2, 4], media=media)
+    simulation.plan()
+    simulation.results[0].rows[0] = RowResult(error="no logits", error_type="NotFiniteError")
+    ((ended, delta),) = simulation.commit()
+    assert ended is sequence and delta.finish_reason == "error"
+    assert delta.error_type == ("ValueError" if media else "NotFiniteError")
+    assert (delta.error or "").startswith("no logits")
+
+
 def test_a_chunk_ends_before_a_medium_that_does_not_fit() -> None:
     simulation = Simulation(depth=1, max_num_batched_tokens=6)
     simulation.submit([2, 3, 4, *[2] * 5, 7], media=[Media(3, 5, b"cat", PICTURE)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,11 +12,12 @@ from collections.abc import Callable
 import pytest
 
 from pagewire.frontend.api import off_loop
-from pagewire.frontend.api.off_loop import num_chars, tokenizing
-from pagewire.frontend.api.slow_work import SlowWork, current_tenant
+from pagewire.frontend.api.off_loop import OFF_LOOP_CHARS, num_chars, tokenizing
+from pagewire.frontend.api.slow_work import SlowWork
 from pagewire.frontend.requests.pooling.inputs import TextPair
 from pagewire.frontend.text.tokenizer import LARGE_TEXT
 from pagewire.ipc.errors import EngineBusyError
+from pagewire.ipc.wire.tenants import current_tenant
 
 PATIENCE = 20.0
 
@@ -53,6 +55,17 @@ def test_large_texts_take_turns_and_others_pass() -> None:
     asyncio.run(run())
 
 
+def test_work_in_threads_is_that_of_its_tenant() -> None:
+    async def run() -> None:
+        current_tenant.set("alice")
+        slow = SlowWork("texts", 1, 1)
+        assert await slow.run(current_tenant.get) == "alice"
+        current_tenant.set("bob")
+        assert await slow.run(current_tenant.get) == "bob"
+
+    asyncio.run(run())
+
+
 def test_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         first, order = Work(), list[str]()
@@ -71,6 +84,24 @@ def test_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "b0" in order[:2]
 
     monkeypatch.setattr(off_loop, "_large_texts", SlowWork("large texts", 1, 3))
+    asyncio.run(run())
+
+
+def test_many_texts_of_one_tenant_do_not_hold_up_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        slow, size = [Work() for _ in range(20)], OFF_LOOP_CHARS
+        current_tenant.set("a")
+        own = [asyncio.ensure_future(off_loop.off_loop(size, work, "a")) for work in slow]
+        for work in slow[:2]:
+            assert await asyncio.to_thread(work.begun.wait, PATIENCE)
+        current_tenant.set("b")
+        assert await off_loop.off_loop(size, str.upper, "b") == "B"
+        assert not any(work.begun.is_set() for work in slow[2:])
+        for work in slow:
+            work.release.set()
+        assert await asyncio.gather(*own) == ["a"] * 20
+
+    monkeypatch.setattr(off_loop, "_work", SlowWork("texts", 3, math.inf, num_reserved=1))
     asyncio.run(run())
 
 

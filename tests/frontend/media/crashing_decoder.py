@@ -1,9 +1,10 @@
-"""The program that decodes, with a decoder that crashes, hangs or fills memory at a content's word."""
+"""The program that decodes, with a decoder that crashes, holds its place or fills memory at a content's word."""
 
 from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 from pagewire.frontend.media import decode_process
 
@@ -16,8 +17,9 @@ def faulty(data: bytes, max_side: int) -> tuple[tuple[int, ...], bytes]:
         os.kill(os.getpid(), signal.SIGSEGV)
     if data == b"exit":
         os._exit(7)
-    if data == b"hang":
-        signal.pause()
+    if data.startswith(b"hold "):
+        with Path(data[5:].decode()).open("wb"):  # a FIFO: opened once the test reads it
+            signal.pause()
     if data == b"fill":
         return (1,), bytes(2 << 30)
     return decode(data, max_side)

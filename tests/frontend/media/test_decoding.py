@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from contextvars import copy_context
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,8 +25,10 @@ from pagewire.frontend.media.decode_process import decode
 from pagewire.frontend.media.errors import MediaError
 from pagewire.frontend.media.items import MediaItem
 from pagewire.frontend.media.loader import MediaLoader, from_base64
+from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.host.confined import Confined
 from pagewire.ipc.wire.codec import Tensor
+from pagewire.ipc.wire.tenants import current_tenant
 from tests.benchmarks.loading import load_from
 
 files = load_from("siege", "media_files")
@@ -138,6 +144,8 @@ def test_files_that_are_damaged_or_of_other_formats_are_refused_in_our_own_words
             decode("audio", data, RATE)
     with pytest.raises(MediaError, match="no finite numbers"):
         decode("samples", np.array([np.nan], "<f4").tobytes(), RATE, RATE)
+    with pytest.raises(MediaError, match="samples over"):
+        decode("samples", np.array([0.1, -3e38], "<f4").tobytes(), RATE, RATE)
     for rate, channels, message in ((100, 1, "samples a second"), (8000, 40, "16 channels")):
         with pytest.raises(MediaError, match=message):
             decode("audio", files.wav(10, rate, channels), RATE)
@@ -162,7 +170,11 @@ def test_random_damage_never_gets_past_the_process() -> None:
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Confined]:
     """Decoders that crash when a content says so."""
-    confined = Confined("tests.frontend.media.crashing_decoder", num_parallel=2)
+    confined = Confined(
+        "tests.frontend.media.crashing_decoder",
+        num_parallel=decode_process.NUM_PARALLEL,
+        num_reserved=decode_process.NUM_RESERVED,
+    )
     monkeypatch.setattr(decode_process, "processes", lambda: confined)
     yield confined
     confined.close()
@@ -182,6 +194,43 @@ def test_a_decoder_that_crashes_takes_nothing_else_with_it(faulty: Confined) -> 
                 decode("image", data)
         assert decode("image", good).shape == (2, 3, 3)
     assert faulty.pid == server
+
+
+def test_slow_content_of_one_tenant_leaves_a_decoder_to_others(
+    faulty: Confined, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def within(seconds: float) -> None:
+        limits = msgspec.structs.replace(decode_process.LIMITS, seconds=seconds)
+        monkeypatch.setattr(decode_process, "LIMITS", limits)
+
+    within(300.0)
+    fifos = [tmp_path / str(number) for number in range(decode_process.NUM_PARALLEL)]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+
+    def hold(fifo: Path) -> None:
+        with suppress(MediaError, EngineBusyError):
+            decode("image", b"hold " + bytes(fifo))
+
+    current_tenant.set("a")
+    holding = [threading.Thread(target=copy_context().run, args=(hold, fifo)) for fifo in fifos]
+    for thread, fifo in zip(holding[:-1], fifos, strict=False):
+        thread.start()
+        with fifo.open("rb"):  # blocks until its decoder has begun
+            pass
+    holding[-1].start()
+    while faulty._places.num_before("a") < len(fifos):
+        pass
+    within(60.0)
+    current_tenant.set("b")
+    try:
+        for size in (2, 3, 4):
+            assert decode("image", files.plain_png(size, 2)).shape == (2, size, 3)
+    finally:
+        current_tenant.set("")
+        faulty.close()
+        for thread in holding:
+            thread.join()
 
 
 def test_the_same_content_is_decoded_once_for_each_salt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -13,9 +14,18 @@ import pytest
 
 from pagewire.frontend.media import download as downloads
 from pagewire.frontend.media.access import MediaAccess, is_public
-from pagewire.frontend.media.download import MALFORMED, UNREACHABLE, DownloadLimits, download
+from pagewire.frontend.media.download import (
+    MALFORMED,
+    RESOLVERS_OF_TENANT,
+    UNREACHABLE,
+    DownloadLimits,
+    Resolvers,
+    download,
+)
 from pagewire.frontend.media.errors import MediaError
 from pagewire.frontend.media.local_file import NOT_READABLE, read_local_file
+from pagewire.ipc.errors import EngineBusyError
+from pagewire.ipc.wire.tenants import current_tenant
 from tests.frontend.media.attack_server import CONTENT, AttackServer
 
 LIMITS = DownloadLimits(20.0, 1 << 20)
@@ -28,6 +38,33 @@ def server() -> Iterator[AttackServer]:
     server = AttackServer()
     yield server
     server.close()
+
+
+def test_names_that_hang_of_one_tenant_leave_threads_to_others(
+    monkeypatch: pytest.MonkeyPatch, server: AttackServer
+) -> None:
+    answer = threading.Event()
+    resolve = socket.getaddrinfo
+
+    def hang(host: str, *rest: Any) -> Any:
+        return answer.wait(60) if host == "hangs.example" else resolve("127.0.0.1", *rest)
+
+    own = Resolvers()
+    monkeypatch.setattr(downloads, "resolvers", own)
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    hanging = [own.begin("a", "hangs.example", 80, socket.AF_INET) for _ in range(RESOLVERS_OF_TENANT)]
+    found = []
+    for tenant in "ab":
+        current_tenant.set(tenant)
+        try:
+            found.append(download(server.url("/ok", "good.example"), ACCESS, LIMITS))
+        except EngineBusyError as error:
+            assert "24 names of hosts are already being resolved" in str(error)
+    current_tenant.set("")
+    assert found == [CONTENT]
+    answer.set()
+    assert all(future.result() for future in hanging)
+    assert own.begin("a", "good.example", 80, socket.AF_INET).result()
 
 
 # ---------------------------------------------------------------- addresses

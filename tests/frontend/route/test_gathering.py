@@ -62,6 +62,15 @@ def test_a_core_that_hangs_is_left_out_of_reports(monkeypatch: pytest.MonkeyPatc
         gathered("metrics", nothing).result(PATIENCE)
 
 
+def test_a_layout_is_known_as_soon_as_one_core_has_said_it() -> None:
+    slow: Future[Any] = Future()
+    layout = gathered("media_layout", slow, answered({"token_ids": [1]}))
+    assert layout.result(PATIENCE) == {"token_ids": [1]}
+    slow.set_exception(ValueError("too late, and harmless"))
+    with pytest.raises(ValueError, match="no room"):
+        gathered("media_layout", *(answered(ValueError("no room")) for _ in range(2))).result(PATIENCE)
+
+
 def test_the_health_is_known_as_soon_as_one_core_is_ready() -> None:
     healthy, hanging = {"alive": True, "ready": True, "reason": ""}, Future[Any]()
     calls = [hanging, answered({"alive": False, "ready": False, "reason": "x"}), answered(healthy), hanging]

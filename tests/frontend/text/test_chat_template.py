@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pagewire.frontend.text.chat_template import chat_prompt, conversations_of, render_chat
+from pagewire.frontend.text.engine_tokenizer import EngineTokenizer
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from tests.frontend import trained
 
@@ -324,15 +325,105 @@ def test_variables_that_a_template_does_not_read_are_named(
     tokenizer: Tokenizer, files: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also by the process that renders a template from a request."""
-    template, unread = "{{ read }}{{ messages[0].content }}", []  # type: ignore[var-annotated]
+    template, warnings = "{{ read }}{{ messages[0].content }}", []  # type: ignore[var-annotated]
     options: dict[str, Any] = {"chat_template": template, "template_files": files}
     options["chat_template_kwargs"] = {"read": 1, "enable_thinking": False}
-    assert render_chat(tokenizer, CHAT, **options, on_unread=unread.extend).startswith("1")
-    assert unread == ["enable_thinking"] and not caplog.records
+    assert render_chat(tokenizer, CHAT, **options, on_warning=warnings.append).startswith("1")
+    assert warnings == ["the chat template does not read 'enable_thinking', so they have no effect"]
+    assert not caplog.records
     for _ in range(2):
         render_chat(tokenizer, CHAT, **options)
     assert len(caplog.records) <= 1  # once in a process
     assert all("does not read 'enable_thinking'" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("files", [True, False])
+def test_tools_that_a_template_does_not_show_are_said(tokenizer: Tokenizer, files: bool) -> None:
+    def warnings(
+        template: str, messages: list[dict[str, Any]], tools: list[Any] | None, **more: Any
+    ) -> list[str]:
+        texts: list[str] = []
+        options: dict[str, Any] = {"template_files": files, "on_warning": texts.append, **more}
+        render_chat(tokenizer, messages, chat_template=template, tools=tools, **options)
+        return texts
+
+    tool = {"type": "function", "function": {"name": "get_weather"}}
+    unseen = ["the chat template does not show tools, so the model does not know of them"]
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    counted = "{{ tools | length }}" + plain
+    assert warnings(plain, CHAT, [tool]) == unseen
+    assert warnings("{% if tools is string %}{{ tools }}{% endif %}" + plain, CHAT, [tool]) == unseen
+    final = {"add_generation_prompt": False, "continue_final_message": True}
+    assert warnings("{{ tools[5] }}" + plain, CHAT, [tool], **final) == unseen
+    assert warnings(plain, CHAT, None) == warnings(plain, CHAT, []) == warnings(counted, CHAT, [tool]) == []
+    assert warnings(CHATML, CHAT, [tool]) == []
+
+
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
+    "{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+DEEPSEEK = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}"
+    "{% for call in m['tool_calls'] %}[{{ call['function']['name'] }}]{% endfor %}"
+    "{% elif m['content'] != none %}{{ m['content'] + '.' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("call", [CALL, {name: value for name, value in CALL.items() if name != "content"}])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (SMOLLM2, "user\nhi<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n<|im_start|>tool\n42<|im_end|>"),
+        (DEEPSEEK, "hi.[f]42."),
+        (
+            "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %};{% endfor %}",
+            "hi;;42;",
+        ),
+        (BOTH, "hi42"),
+    ],
+)
+def test_content_that_is_null_is_empty_unless_a_template_tests_for_it(
+    tokenizer: Tokenizer, template: str, expected: str, call: dict[str, Any]
+) -> None:
+    messages = [{"role": "user", "content": "hi"}, call, {"role": "tool", "content": "42"}]
+    text = render_chat(tokenizer, messages, chat_template=template, add_generation_prompt=False)
+    assert text.endswith(expected) or f"{expected}\n" in text, text
+    for content_format in ("string", "openai"):
+        render_chat(
+            tokenizer, messages[1:2], chat_template=DEEPSEEK, chat_template_content_format=content_format
+        )
+
+
+PUBLISHED = [
+    *sorted((Path(__file__).parents[1] / "server" / "parsing" / "templates").glob("*.jinja")),
+    *sorted((Path(__file__).parents[3] / "examples" / "templates").glob("tool_*.jinja")),
+]
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_published_templates_take_calls_without_content(tokenizer: Tokenizer, path: Path) -> None:
+    call = {**CALL["tool_calls"][0], "id": "abcdefghi"}  # type: ignore[index]
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "name": "f", "content": "42"},
+    ]
+    warnings: list[str] = []
+    options: dict[str, Any] = {"tools": [TOOL], "on_warning": warnings.append}
+    text = render_chat(tokenizer, messages, chat_template=path.read_text(), **options)
+    assert "é" in text and "42" in text and "None" not in text and not warnings
+
+
+def test_a_programs_tokenizer_knows_prompt_as_the_name_of_a_text(tokenizer: Tokenizer) -> None:
+    theirs = EngineTokenizer(tokenizer)
+    assert theirs.encode(prompt="The fox") == theirs.encode("The fox") == tokenizer.encode("The fox")
+    assert theirs.encode(prompt="x", add_special_tokens=False) == tokenizer.encode("x", False)
+    for given in ({}, {"text": "a", "prompt": "b"}):
+        with pytest.raises(TypeError, match="one text"):
+            theirs.encode(**given)
 
 
 def test_template_names_from_requests_are_not_files(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -77,10 +77,21 @@ def test_a_missing_folder(name: str) -> None:
         model_folder(name)
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ModelNotFoundError, match="no model folder"):
-        model_folder(str(tmp_path / "file"))
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"hello", "a model is a folder with config.json"),
+        (b"GGUF\3\0", "a GGUF file has a name that ends with"),
+    ],
+)
+def test_a_file_is_no_model(
+    content: bytes, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notes.txt").write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    for name in ("notes.txt", "./notes.txt", str(tmp_path / "notes.txt")):
+        with pytest.raises(ModelNotFoundError, match=f"is a file, and no model: {why}"):
+            model_folder(name)
 
 
 @pytest.mark.parametrize("name", ["not a name", "a" * 5000, "nul\0byte"])

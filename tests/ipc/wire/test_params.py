@@ -445,7 +445,7 @@ def test_a_schema_is_a_dict_or_text_or_a_model_class_and_keeps_its_order() -> No
         ),
         ({"json": '{"a": {"b": null}, "c": 1.5, "d": true, "e": []}'}, '"b": {"type": "null"}}'),
         (
-            {"regex": "a", "whitespace_pattern": " "},
+            {"regex": "a", "whitespace_pattern": ""},
             r"whitespace_pattern is for JSON \(json, .*, not for a regex",
         ),
         ({"choice": ["a"], "disable_any_whitespace": True}, "disable_any_whitespace is for JSON"),

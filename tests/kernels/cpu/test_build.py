@@ -1,6 +1,8 @@
 """Compiling, caching, falling back."""
 
+import io
 import logging
+import shutil
 import stat
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from pagewire.kernels.cpu.build import (
     supported_instruction_sets,
 )
 from pagewire.kernels.cpu.library import InstructionsRefusedError
+from pagewire.kernels.cpu.progress import compile_seconds
 from pagewire.kernels.data.layer import Activation
 from pagewire.kernels.native.cache import cache_folder
 
@@ -250,3 +253,33 @@ def test_transformers_does_not_mistake_our_kernels_for_its_own() -> None:
         f"assert spec is None or {str(root)!r} not in str(spec.origin), spec\n"
     )
     subprocess.run([sys.executable, "-P", "-c", command], cwd=root, check=True, timeout=120)
+
+
+class Terminal(io.StringIO):
+    """Standard error on a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_compiling_shows_its_parts(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    number = len(build_module.SOURCES)
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, WRITES)))
+    with caplog.at_level(logging.INFO, logger="pagewire.kernels"):
+        build(PORTABLE)
+    first, *quarters, last = (record.getMessage() for record in caplog.records)
+    assert first.startswith(f"compiling the CPU kernels for portable, once for this machine: {number} parts")
+    assert [text.split(": ")[1].split(" in ")[0] for text in quarters] == [
+        f"{part} of {number} parts" for part in (4, 8, 12, 16)
+    ]
+    assert last.startswith("compiled the CPU kernels for portable in ") and compile_seconds() > 0
+    caplog.clear()
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    shutil.rmtree(cache)
+    with caplog.at_level(logging.WARNING, logger="pagewire.kernels"):
+        build(PORTABLE)
+    drawn = terminal.getvalue().split("\r\x1b[K")
+    assert f": {number} of {number} parts in " in drawn[-2] and drawn[-1] == "" and not caplog.records

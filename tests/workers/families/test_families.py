@@ -107,13 +107,19 @@ def test_the_whole_engine_sees_the_configuration_of_the_module(tmp_path: Path) -
     assert read_headers(folder).config == values
 
 
-def test_code_that_is_trusted_stays_the_way(tmp_path: Path) -> None:
+def test_code_that_is_trusted_runs_only_where_the_family_does_not(tmp_path: Path) -> None:
     folder = QWEN.write(tmp_path)
+    assert read_configs(folder, trust_remote_code=True) == read_configs(folder)
+    load_runner(folder, trust_remote_code=True)
+    rewritten(folder, scale_attn_weights=False)
+    with pytest.raises(LoadError, match="trust_remote_code runs the repository's own code"):
+        load_runner(folder)
     assert read_configs(folder, trust_remote_code=True)[0]["model_type"] == "qwen"
     with pytest.raises(LoadError, match=r"does not appear to have a file named model\.py"):
         load_runner(folder, trust_remote_code=True)
     # Without code to run there is nothing to trust.
-    assert read_configs(rewritten(folder, auto_map=None), trust_remote_code=True)[0]["model_type"] == "qwen2"
+    with pytest.raises(ValueError, match="scale_attn_weights"):
+        read_configs(rewritten(folder, auto_map=None), trust_remote_code=True)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,28 @@ def load(folder: Path, size: int = 2, **fields: Any) -> Tokens:
     return [result.tokens for result in results]
 
 
+def test_files_are_written_below_the_allowed_folder_only(tmp_path: Path) -> None:
+    """Not beside it, above it, or through links; nowhere without the option."""
+    model, allowed = ARCHITECTURES[0].write(tmp_path / "whole"), tmp_path / "allowed"
+    allowed.mkdir()
+    (tmp_path / "other").mkdir()
+    (allowed / "out").symlink_to(tmp_path / "other")
+    (allowed / "linked").mkdir()
+    (allowed / "linked" / "config.json").symlink_to(tmp_path / "config.json")
+    runner, _ = load_runner(model, allowed_save_path=str(allowed))
+    for path in (tmp_path / "other", allowed / ".." / "other", allowed / "out", allowed / "out" / "new"):
+        with pytest.raises(PermissionError, match=r"is not below .*, the core's --allowed-save-path"):
+            call(runner, "save_sharded_state", (str(path),), {})
+    with pytest.raises(PermissionError, match="has symbolic links in it"):
+        call(runner, "save_sharded_state", (str(allowed / "linked"),), {})
+    assert not list((tmp_path / "other").iterdir()) and not (tmp_path / "config.json").exists()
+    call(runner, "save_sharded_state", (str(allowed / "new" / "deep"),), {})
+    assert (allowed / "new" / "deep" / "config.json").exists()
+    runner, _ = load_runner(model, allowed_save_path="")
+    with pytest.raises(PermissionError, match="start the core with --allowed-save-path FOLDER"):
+        call(runner, "save_sharded_state", (str(allowed / "again"),), {})
+
+
 @pytest.mark.parametrize(
     ("architecture", "quantization"),
     [

@@ -102,6 +102,12 @@ def test_greedy_rows_need_no_processor_that_keeps_the_largest_logit() -> None:
     assert run(opened(f"{CODE}:Sharper"), logits, slots).token_ids == expected.token_ids
 
 
+def test_a_processor_on_the_base_of_vllms_documents() -> None:
+    processors, slots = opened(f"{CODE}:AsDocumented"), [make_slot(i) for i in range(4)]
+    slots[1].append(3)
+    assert run(processors, torch.randn(4, VOCAB), slots).token_ids == [7, 8, 7, 7]
+
+
 def test_a_result_of_another_shape_is_an_error() -> None:
     found = run(opened(f"{CODE}:without_result"), torch.randn(1, VOCAB), [make_slot(0)])
     assert found.errors[0].endswith("TypeError: it must return a tensor of floats, got NoneType")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagewire import logits_process
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.workers.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
@@ -55,6 +56,14 @@ class Pusher(LogitsProcessor):
                 raise RuntimeError("a bug")
             pushed(strength, prompt, output, logits[index])
         return logits
+
+
+class AsDocumented(logits_process.LogitsProcessor):
+    """Of one sequence, on the base that vLLM's documents have."""
+
+    def __call__(self, input_ids: list[int], scores: Tensor) -> Tensor:
+        scores[7 + len(input_ids)] += 1000.0
+        return scores
 
 
 def push(prompt: list[int], output: list[int], logits: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ export async function answer(message, body, signal, changed) {
   const trace = record(body.model);
   Object.assign(message, { model: body.model, running: true });
   try {
-    const request = { stream_options: { include_usage: true }, ...body };
+    const request = { stream_options: { include_usage: true }, ...info(body.model)?.defaults, ...body };
     for await (const chunk of chat(request, signal, (headers) => trace.stages(headers.get("Server-Timing")))) {
       take(message, chunk, progress);
       changed();
@@ -48,6 +48,7 @@ function take(message, { choices, usage }, progress) {
 }
 
 function addCall(calls, { index, id, function: { name = "", arguments: text = "" } }) {
+  if (!(index >= 0 && index <= calls.length)) throw new RangeError("The server sent a call that does not follow the one before it.");
   const call = (calls[index] ??= { id, name: "", arguments: "" });
   call.name += name;
   call.arguments += text;

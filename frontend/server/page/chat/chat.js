@@ -1,7 +1,7 @@
 // The chat: the conversation in view, and what can be done with it. Answers of other conversations go on meanwhile.
 
 import { countTokens } from "../net/api.js";
-import { $, notify, say } from "../dom.js";
+import { $, TOUCH, named, notify, paced, say } from "../dom.js";
 import { embedding, generating, offer, selected } from "../settings/models.js";
 import * as settings from "../settings/settings.js";
 import { answer } from "./answer.js";
@@ -11,7 +11,6 @@ import * as history from "./history.js";
 import { editor, fill, row } from "./messages.js";
 import * as pictures from "./pictures.js";
 
-const TOUCH = matchMedia("(pointer: coarse)");
 const SAVED = 1000; // milliseconds between two times that a growing answer is stored
 const [list, scroller, question] = [$("messages"), $("scroll"), $("question")];
 
@@ -23,7 +22,12 @@ let following = true; // keep the end of the conversation in view
 export async function open() {
   $("composer").addEventListener("submit", (event) => (event.preventDefault(), send()));
   question.addEventListener("input", fit);
-  addEventListener("resize", fit);
+  let width = 0;
+  new ResizeObserver(() => {
+    if (question.clientWidth === width) return;
+    width = question.clientWidth;
+    if (width) fit(); // else another view is shown
+  }).observe(question);
   question.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing || TOUCH.matches) return;
     event.preventDefault();
@@ -116,9 +120,10 @@ async function generate(more = {}, opening = null) {
   render();
   say("Generating the answer");
   history.keep(conversation);
-  let [frame, saved] = [0, performance.now()];
+  let saved = performance.now();
+  const show = paced(() => grow(message));
   const changed = () => {
-    if (current === conversation) frame ||= requestAnimationFrame(() => ((frame = 0), grow(message)));
+    if (current === conversation) show();
     if (performance.now() - saved < SAVED) return;
     saved = performance.now();
     history.keep(conversation);
@@ -128,14 +133,14 @@ async function generate(more = {}, opening = null) {
   } catch (error) {
     Object.assign(message, { error: error.message, status: 400, running: false }); // JSON in the settings
   }
-  cancelAnimationFrame(frame);
+  show.cancel();
   running.delete(conversation.id);
   history.keep(conversation);
   if (current === conversation) {
     render();
     showRoom();
-  } else notify(`An answer is ready in “${title(conversation)}”.`, "Show", () => view(conversation));
-  say(message.error ?? message.note);
+  } else notify(`An answer ${message.error ? "failed" : "is ready"} in “${named(title(conversation))}”.`, "Show", () => view(conversation));
+  if (!message.error) say(message.note); // an error is an alert, which is read out by itself
 }
 
 /** Show what the answer in progress has more. */

@@ -1,6 +1,6 @@
 // One question to two models, or to one model with different settings, side by side.
 
-import { $, copyButton, make, say, textButton } from "../dom.js";
+import { $, copyButton, make, paced, say, textButton } from "../dom.js";
 import { generating, info, offer } from "../settings/models.js";
 import { PARAMETERS, field, showDefaults, values } from "../settings/parameters.js";
 import { keyButton, probabilityFields, read, system } from "../settings/settings.js";
@@ -11,6 +11,8 @@ import { tokenView } from "./tokens.js";
 const VARIED = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"]; // what columns may have of their own
 const columns = [column("A"), column("B")];
 let controls = []; // of the answers in progress
+let second = false; // a second column is wanted, though there is one model
+const shown = () => columns.filter(({ node }) => !node.hidden);
 
 /** Connect the view's events. */
 export function open() {
@@ -21,6 +23,7 @@ export function open() {
     event.preventDefault();
     run();
   });
+  $("second-column").onclick = () => ((second = !second), arrange());
   $("compare-stop").onclick = () => controls.forEach((control) => control.abort());
 }
 
@@ -31,6 +34,15 @@ export function showModels() {
     offer(model, models, models[i]?.name ?? models[0]?.name);
     showDefaults(form, info(model.value)?.defaults);
   });
+  arrange();
+}
+
+/** A column for each of two models. One model has one, and another for other settings if the user wants it. */
+function arrange() {
+  const several = generating().length > 1;
+  columns[1].node.hidden = !several && !second;
+  $("second-column").hidden = several;
+  $("second-column").textContent = second ? "Remove the second column" : "Add a column with other settings";
 }
 
 function column(letter) {
@@ -47,15 +59,28 @@ function column(letter) {
 async function run() {
   const text = $("compare-question").value.trim();
   if (!text || controls.length) return;
-  controls = columns.map(() => new AbortController());
+  const asked = shown();
+  controls = asked.map(() => new AbortController());
+  $("compare-problem").replaceChildren();
   $("compare-run").hidden = true;
   $("compare-stop").hidden = false;
-  say("Generating both answers");
-  await Promise.all(columns.map((one, i) => ask(one, text, controls[i].signal)));
+  $("second-column").disabled = true;
+  say(asked.length > 1 ? "Generating both answers" : "Generating the answer");
+  const messages = await Promise.all(asked.map((one, i) => ask(one, text, controls[i].signal)));
   controls = [];
+  $("second-column").disabled = false;
+  tellOnce(asked, messages);
   $("compare-run").hidden = false;
   $("compare-stop").hidden = true;
-  say("Both answers are there");
+  if (!messages.some(({ error }) => error)) say(asked.length > 1 ? "Both answers are there" : "The answer is there");
+}
+
+/** What went wrong in the same way in both columns stands above them. */
+function tellOnce(asked, [{ error }, ...others]) {
+  if (!error || !others.length || others.some((other) => other.error !== error)) return;
+  const [box, ...more] = asked.map(({ answers }) => answers.querySelector(".error"));
+  for (const other of more) other.remove();
+  $("compare-problem").append(box);
 }
 
 async function ask({ form, model, answers }, text, signal) {
@@ -63,24 +88,24 @@ async function ask({ form, model, answers }, text, signal) {
   const thoughts = make("details", { className: "thoughts", hidden: true }, make("summary", {}, "Thoughts"), make("div"));
   const item = make("div", { className: "assistant", ariaBusy: "true" }, thoughts, make("div", { className: "text" }));
   answers.replaceChildren(item);
-  let frame = 0;
-  const grow = () => (frame ||= requestAnimationFrame(() => ((frame = 0), fill(item, message))));
+  const grow = paced(() => fill(item, message));
   try {
     const body = { ...read(), ...values(form), model: model.value, ...probabilityFields(model.value) };
     await answer(message, { ...body, messages: [...system(), { role: "user", content: text }] }, signal, grow);
   } catch (error) {
     message.error = error.message; // JSON in the settings
   }
-  cancelAnimationFrame(frame);
+  grow.cancel();
   fill(item, message);
   item.removeAttribute("aria-busy");
   if (message.error) item.append(make("div", { className: "error", role: "alert" }, make("p", {}, message.error), ...(message.status === 401 ? [keyButton()] : [])));
   item.append(make("p", { className: "note" }, message.note ?? ""));
-  if (!message.content) return;
+  if (!message.content) return message;
   const toggle = () => {
     const shown = item.querySelector(".tokens");
     if (shown) shown.remove();
     else item.append(tokenView(message));
   };
   item.append(make("div", { className: "row" }, copyButton(() => message.content), textButton("Tokens", toggle, "quiet")));
+  return message;
 }

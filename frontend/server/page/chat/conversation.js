@@ -2,7 +2,7 @@
 // view. Pure: no IO, no DOM.
 //
 // message: {id, parent, role: user | assistant | tool, content, pictures?, reasoning?, calls?, call?, tokens?, model?,
-//           note?, error?, status?, full?, running?}
+//           note?, error?, status?, full?, running?}: record.js checks those that come from elsewhere.
 
 const unique = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`; // also without https
 
@@ -11,13 +11,12 @@ export function create() {
   return { id: unique(), title: "", changed: Date.now(), messages: [], leaf: null, since: null };
 }
 
-const find = (conversation, id) => conversation.messages.find((message) => message.id === id);
-
 /** The messages of the branch in view, first to last. */
 export function path(conversation) {
+  const known = new Map(conversation.messages.map((message) => [message.id, message]));
   const messages = [];
-  for (let at = find(conversation, conversation.leaf); at; at = find(conversation, at.parent)) messages.unshift(at);
-  return messages;
+  for (let at = known.get(conversation.leaf); at; at = known.get(at.parent)) messages.push(at);
+  return messages.reverse();
 }
 
 /** Add a message after `parent` (default: the end of the branch in view), and show it. */
@@ -100,20 +99,4 @@ export function markdown(conversation) {
     return `## ${head}\n\n${thoughts}${content}${called}${error ? `\n\n*${error}*` : ""}\n`;
   });
   return `# ${title(conversation)}\n\n${parts.join("\n")}`;
-}
-
-/** A record from a file, or null if it is no conversation. It gets an id of its own. */
-export function imported(record) {
-  const { messages, leaf, title: given = "", since = null } = record ?? {};
-  if (!Array.isArray(messages)) return null;
-  const before = new Set([null]); // a message comes after its parent, so that no branch is a circle
-  const good = (message) => {
-    const { id, parent, role, content } = message ?? {};
-    const fits = typeof id === "string" && !before.has(id) && before.has(parent);
-    before.add(id);
-    return fits && ["user", "assistant", "tool"].includes(role) && typeof content === "string";
-  };
-  if (!messages.every(good) || leaf === null || !before.has(leaf)) return null;
-  const pictures = (urls) => (Array.isArray(urls) ? urls.filter((url) => /^data:image\/[a-z]+;base64,/.test(url)) : undefined);
-  return { ...create(), title: String(given), messages: messages.map((m) => ({ ...m, pictures: pictures(m.pictures), running: false })), leaf, since };
 }

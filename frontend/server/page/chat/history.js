@@ -1,11 +1,14 @@
 // All conversations: kept in the browser, listed beside the chat, searched, renamed, deleted, saved to files and read from them.
 
-import { $, button, make, notify, save } from "../dom.js";
-import { imported, markdown, matches, title } from "./conversation.js";
+import { $, button, make, named, notify, overlay, save } from "../dom.js";
+import { create, markdown, matches, title } from "./conversation.js";
+import { LARGEST_FILE, conversation as checked, imported } from "./record.js";
 import * as store from "./store.js";
+import { keep as keepSetting, kept } from "../storage.js";
 
 const WIDE = matchMedia("(min-width: 64rem)"); // as in page.css
 const OPEN = "pagewire.history"; // whether the list is shown beside the chat
+const MOST = 500; // conversations that are listed; the others are found by a search
 const panel = $("history");
 const conversations = new Map(); // by id
 let shown = null; // id of the one in view
@@ -29,13 +32,9 @@ export async function open({ chosen, changed }) {
   panel.addEventListener("click", (event) => event.target === panel && panel.close()); // the backdrop
   panel.addEventListener("close", () => mark(false));
   WIDE.addEventListener("change", () => panel.close());
-  if (WIDE.matches && localStorage.getItem(OPEN) !== "false") {
-    const focused = document.activeElement;
-    reveal();
-    focused.focus(); // a dialog takes the focus
-  }
+  if (WIDE.matches && kept(OPEN) !== "false") reveal();
   try {
-    for (const conversation of await store.all()) conversations.set(conversation.id, conversation);
+    take(await store.all());
   } catch {
     keeps = false;
   }
@@ -43,15 +42,31 @@ export async function open({ chosen, changed }) {
   paint();
 }
 
+/** List the stored records. Those that are no conversations stay where they are, and can be saved. */
+function take(records) {
+  const broken = [];
+  for (const record of records) {
+    try {
+      const conversation = checked(record);
+      conversations.set(conversation.id, conversation);
+    } catch (error) {
+      broken.push({ record, error });
+    }
+  }
+  if (!broken.length) return;
+  const text = `${broken.length} stored ${broken.length === 1 ? "record is no conversation" : "records are no conversations"} of this page (${broken[0].error.message}).`;
+  notify(text, "Save to a file", () => save("pagewire records.json", JSON.stringify(broken.map(({ record }) => record), null, 1), "application/json"));
+}
+
 /** The conversations, newest first. */
 export const listed = () => [...conversations.values()].sort((a, b) => b.changed - a.changed);
 
-/** Store a conversation, and list it. */
-export async function keep(conversation) {
-  conversations.set(conversation.id, conversation);
+/** Store conversations, and list them. */
+export async function keep(...given) {
+  for (const conversation of given) conversations.set(conversation.id, conversation);
   paint();
   try {
-    if (keeps) await store.put(conversation);
+    for (const conversation of given) if (keeps) await store.put(conversation);
   } catch (error) {
     keeps = false;
     notify(`Conversations can no longer be stored in this browser (${error.name}). Export those that matter.`);
@@ -65,21 +80,27 @@ export function select(conversation) {
 }
 
 function elsewhere(id, record) {
-  if (record) conversations.set(id, record);
+  let conversation = null;
+  try {
+    conversation = record && checked(record);
+  } catch {
+    return; // of another version of this page
+  }
+  if (conversation) conversations.set(id, conversation);
   else conversations.delete(id);
   paint();
-  if (id === shown && record) refresh(record);
+  if (id === shown && conversation) refresh(conversation);
 }
 
 function reveal() {
-  if (WIDE.matches) panel.show();
-  else panel.showModal();
+  if (WIDE.matches) panel.open = true; // not show(), which takes the focus
+  else overlay(panel);
   mark(true);
 }
 
 function mark(open) {
   $("open-history").setAttribute("aria-expanded", open);
-  if (WIDE.matches) localStorage.setItem(OPEN, open);
+  if (WIDE.matches) keepSetting(OPEN, String(open));
 }
 
 // ---------------------------------------------------------------- the list
@@ -89,13 +110,15 @@ let painted = ""; // what the list shows
 /** Show the list, unless it is the same, or a title is being changed. */
 function paint() {
   const query = $("search").value.trim();
-  const found = listed().filter((conversation) => !query || matches(conversation, query));
-  const content = JSON.stringify([shown, query, found.map((conversation) => [conversation.id, title(conversation), when(conversation.changed)])]);
+  const all = listed().filter((conversation) => !query || matches(conversation, query));
+  const found = all.slice(0, MOST);
+  const content = JSON.stringify([shown, query, all.length, found.map((conversation) => [conversation.id, title(conversation), when(conversation.changed)])]);
   if (content === painted || $("conversations").querySelector("form")) return;
   painted = content;
   $("conversations").replaceChildren(...found.map(entry));
-  $("none-found").hidden = found.length > 0;
-  $("none-found").textContent = query ? "Nothing found." : "Conversations appear here.";
+  $("none-found").hidden = found.length > 0 && found.length === all.length;
+  const none = query ? "Nothing found." : "Conversations appear here.";
+  $("none-found").textContent = found.length ? `${(all.length - found.length).toLocaleString("en")} older ones are not listed: search.` : none;
 }
 
 function entry(conversation) {
@@ -105,9 +128,9 @@ function entry(conversation) {
   const actions = make(
     "div",
     { className: "tools" },
-    button("edit", `Rename ${title(conversation)}`, () => rename(item, conversation)),
-    button("save", `Export ${title(conversation)}`, () => save(`${title(conversation)}.md`, markdown(conversation), "text/markdown")),
-    button("delete", `Delete ${title(conversation)}`, () => remove(conversation)),
+    button("edit", `Rename ${named(title(conversation))}`, () => rename(item, conversation)),
+    button("save", `Export ${named(title(conversation))}`, () => save(`${title(conversation)}.md`, markdown(conversation), "text/markdown")),
+    button("delete", `Delete ${named(title(conversation))}`, () => remove(conversation)),
   );
   item.append(actions);
   return item;
@@ -149,19 +172,27 @@ async function remove(conversation) {
   if (keeps) await store.remove(conversation.id);
   paint();
   if (conversation.id === shown) choose(null);
-  notify(`Deleted “${title(conversation)}”.`, "Undo", () => (keep(conversation), choose(conversation)));
+  notify(`Deleted “${named(title(conversation))}”.`, "Undo", () => (keep(conversation), choose(conversation)));
 }
 
 async function readFile() {
   const [file] = $("import-file").files;
-  $("import-file").value = "";
-  let records = [];
+  if (!file) return;
+  const name = named(file.name);
+  const refuse = (why) => notify(`${name} was not imported: ${why}.`);
+  let text;
   try {
-    records = [JSON.parse(await file.text())].flat().map(imported);
-  } catch {
-    records = [null];
+    if (file.size > LARGEST_FILE) return refuse(`it is larger than ${LARGEST_FILE / 1e6} MB`);
+    text = await file.text();
+  } catch (error) {
+    return refuse(`it cannot be read (${error.name})`);
+  } finally {
+    $("import-file").value = "";
   }
-  for (const conversation of records.filter(Boolean)) await keep(conversation);
-  const bad = records.filter((record) => !record).length;
-  notify(bad ? `${file.name} has ${bad} records that are no conversations of this page.` : `${records.length} conversations were added.`);
+  const { conversations: found, problems } = imported(text, create);
+  await keep(...found);
+  if (!found.length) return refuse(problems[0] ?? "it has no conversations");
+  const added = found.length === 1 ? "1 conversation was added" : `${found.length} conversations were added`;
+  const left = problems.length === 1 ? "1 was not" : `${problems.length} were not`;
+  notify(problems.length ? `${name}: ${added}, ${left} (${problems[0]}).` : `${added}.`);
 }

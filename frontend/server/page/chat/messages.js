@@ -1,15 +1,26 @@
 // How a message looks: its text, thoughts, calls, pictures, what went wrong, and what can be done with it.
 
-import { button, copyButton, icon, make, textButton } from "../dom.js";
-import { codeBlock, show } from "../text/markdown.js";
+import { TOUCH, button, copyButton, icon, make, named, textButton } from "../dom.js";
 import { keyButton } from "../settings/settings.js";
+import { codeBlock } from "../text/blocks.js";
+import { show } from "../text/markdown.js";
 import { empty, path, siblings } from "./conversation.js";
 import { tokenView } from "./tokens.js";
 
 const NAMES = { user: "You", assistant: "Answer", tool: "Result of a call" };
 
 /** The row of a message. act: what its buttons do (see `ACTIONS` of chat.js). last: it ends the conversation. */
-export function row(message, conversation, act, { last, skipped, structured, running }) {
+export function row(message, conversation, act, given) {
+  try {
+    return built(message, conversation, act, given);
+  } catch (error) {
+    console.warn("A message is shown without what can be done with it:", error);
+    const text = make("div", { className: "text" }, make("p", { className: "plain-text" }, message.content));
+    return make("li", { className: message.role }, make("h2", { className: "unseen" }, NAMES[message.role]), text);
+  }
+}
+
+function built(message, conversation, act, { last, skipped, structured, running }) {
   const { role, content, note, error } = message;
   const item = make("li", { className: role }, make("h2", { className: "unseen" }, NAMES[role]));
   if (skipped) item.classList.add("skipped");
@@ -18,8 +29,9 @@ export function row(message, conversation, act, { last, skipped, structured, run
   const text = make("div", { className: "text" });
   item.append(text);
   fill(item, message, structured && !running);
-  if (error) item.append(problem(message, act));
-  if (message.full) item.append(fullContext(message, conversation, act, last));
+  if (message.full && last) item.append(fullContext(message, conversation, act));
+  else if (error) item.append(problem(message, act));
+  else if (message.full) item.append(make("p", { className: "note" }, "The context was full here."));
   const told = message.running && !running ? "Interrupted: the page was closed, or another tab is at it" : (note ?? "");
   if (!running) item.append(actions(message, conversation, act, told, last));
   if (last && role === "assistant" && message.calls?.length && !running) item.append(resultForm(message, act));
@@ -48,19 +60,24 @@ function thoughts({ content }, running) {
 }
 
 function call({ name, arguments: text }) {
-  return make("section", { className: "call", ariaLabel: `Call of ${name}` }, make("h3", {}, icon("call"), make("span", {}, "Call of ", make("code", {}, name))), codeBlock(pretty(text), "json"));
+  return make("section", { className: "call", ariaLabel: `Call of ${named(name)}` }, make("h3", {}, icon("call"), make("span", {}, "Call of ", make("code", {}, name))), codeBlock(pretty(text), "json"));
 }
 
 const isJson = (text) => pretty(text, null) !== null;
 
+const [LONGEST, DEEPEST] = [100_000, 50]; // characters and levels of JSON: indented, more would become millions of spaces
+
 function pretty(text, otherwise = text) {
   try {
+    if (text.length > LONGEST) return otherwise;
     const value = JSON.parse(text);
-    return typeof value === "object" ? JSON.stringify(value, null, 2) : otherwise;
+    return typeof value === "object" && shallow(value) ? JSON.stringify(value, null, 2) : otherwise;
   } catch {
     return otherwise;
   }
 }
+
+const shallow = (value, left = DEEPEST) => typeof value !== "object" || value === null || (left > 0 && Object.values(value).every((inner) => shallow(inner, left - 1)));
 
 function pictures(urls) {
   return make("div", { className: "pictures" }, ...urls.map((src, i) => make("img", { src, alt: `Picture ${i + 1}` })));
@@ -73,10 +90,10 @@ function problem({ error, status }, act) {
   return box;
 }
 
-function fullContext(message, conversation, act, last) {
+function fullContext(message, conversation, act) {
   const box = make("div", { className: "offer", role: "group", ariaLabel: "The context is full" });
+  if (message.error) box.append(make("p", { role: "alert" }, message.error));
   box.append(make("p", {}, make("strong", {}, "The conversation fills the model's context. "), "It can be continued in one of these ways:"));
-  if (!last) return make("p", { className: "note" }, "The context was full here.");
   const several = path(conversation).filter(({ role }) => role === "user").length > 1;
   box.append(
     ...(several ? [textButton("Leave out the oldest messages", () => act.leaveOut(message), "strong")] : []),
@@ -116,7 +133,7 @@ function toggleTokens(bar, message, act) {
 
 /** Where the user gives the results of the calls, so that the model can go on. */
 function resultForm({ calls }, act) {
-  const fields = calls.map(({ name }) => make("textarea", { rows: 2, ariaLabel: `Result of ${name}`, placeholder: `What ${name} returned` }));
+  const fields = calls.map(({ name }) => make("textarea", { rows: 2, ariaLabel: `Result of ${named(name)}`, placeholder: `What ${named(name)} returned` }));
   const form = make("form", { className: "editing" }, ...fields, make("button", { type: "submit", className: "strong" }, "Send the result"));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
@@ -125,17 +142,22 @@ function resultForm({ calls }, act) {
   return form;
 }
 
-/** Put a form in place of a message; `done(text)` gets the new text. */
+/** Put a form in place of a message's text; `done(text)` gets the new text. Pictures stay. */
 export function editor(item, message, done, cancel) {
   const area = make("textarea", { value: message.content, ariaLabel: "Edit message", rows: Math.min(12, 2 + message.content.split("\n").length) });
-  const form = make("form", { className: "editing" }, area, textButton("Cancel", cancel), make("button", { type: "submit", className: "strong" }, "Send"));
+  const hint = make("p", { className: "hint note" }, make("kbd", {}, "Enter"), " sends, ", make("kbd", {}, "Shift"), " ", make("kbd", {}, "Enter"), " starts a new line");
+  const shown = message.pictures?.length ? [pictures(message.pictures)] : [];
+  const form = make("form", { className: "editing" }, ...shown, area, hint, textButton("Cancel", cancel), make("button", { type: "submit", className: "strong" }, "Send"));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (area.value.trim()) done(area.value.trim());
+    if (area.value.trim() || shown.length) done(area.value.trim());
   });
   form.addEventListener("keydown", (event) => {
     if (event.key === "Escape") cancel();
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+    if (event.key !== "Enter" || event.target !== area || event.shiftKey || event.isComposing) return;
+    if (TOUCH.matches && !event.ctrlKey && !event.metaKey) return; // as for a question: a finger sends by the button
+    event.preventDefault();
+    form.requestSubmit();
   });
   item.replaceChildren(form);
   area.focus();

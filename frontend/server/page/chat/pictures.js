@@ -1,6 +1,6 @@
 // Pictures of the next question: by file, drop and paste, shown small until they are sent.
 
-import { $, button, make, notify } from "../dom.js";
+import { $, button, make, named, notify } from "../dom.js";
 import { selected } from "../settings/models.js";
 
 const TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"]; // as docs/media.md says
@@ -53,11 +53,11 @@ export function open(target) {
 }
 
 async function attach(files) {
-  if (!sees()) return notify(`${selected()?.name ?? "The model"} takes no pictures.`);
+  if (!sees()) return notify(`${named(selected()?.name ?? "The model")} takes no pictures.`);
   for (const file of files) {
     if (urls.length === MOST) return notify(`A question may have ${MOST} pictures.`);
-    if (!TYPES.includes(file.type)) notify(`${file.name}: pictures are PNG, JPEG, WebP or GIF.`);
-    else urls.push(await dataUrl(file).catch(() => notify(`${file.name} cannot be read as a picture.`)));
+    if (!TYPES.includes(file.type)) notify(`${named(file.name)}: pictures are PNG, JPEG, WebP or GIF.`);
+    else urls.push(await dataUrl(file).catch(() => notify(`${named(file.name)} cannot be read as a picture.`)));
   }
   urls = urls.filter(Boolean);
   show();

@@ -6,6 +6,7 @@ const percent = (logprob) => {
   const value = 100 * Math.exp(logprob);
   return value >= 99.95 ? "100%" : value < 0.1 ? "<0.1%" : `${value.toFixed(1)}%`;
 };
+const MOST = 10_000; // tokens that are shown
 const LEVELS = [0.9, 0.5, 0.2, 0.05]; // lower ends of the levels of colour
 const level = (logprob) => {
   const at = LEVELS.findIndex((end) => Math.exp(logprob) >= end);
@@ -21,7 +22,7 @@ export function tokenView({ tokens }, record = () => {}) {
     return view;
   }
   const detail = make("div", { className: "detail", ariaLive: "polite" }, make("p", { className: "note" }, "Point at a token, or move with the arrow keys."));
-  const list = make("div", { className: "text-tokens", role: "group", ariaLabel: "Tokens" }, ...tokens.map((token, i) => one(token, i)));
+  const list = make("div", { className: "text-tokens", role: "group", ariaLabel: "Tokens" }, tokens.slice(0, MOST).map((token, i) => one(token, i)));
   const select = (target) => {
     if (!target?.matches?.(".token")) return;
     list.querySelector(".chosen")?.classList.remove("chosen");
@@ -70,7 +71,8 @@ function legend(tokens) {
   const levels = ["90% or more", "50%", "20%", "5%", "less"].map((text, i) => make("span", { className: `token p${i}` }, text));
   const drafts = tokens.filter(([, , , draft]) => draft).length;
   const surprise = -tokens.reduce((sum, [, logprob]) => sum + logprob, 0) / tokens.length;
-  const parts = [`${tokens.length} tokens`, `perplexity ${Math.exp(surprise).toFixed(2)}`];
+  const count = tokens.length > MOST ? `the first ${MOST.toLocaleString("en")} of ${tokens.length.toLocaleString("en")} tokens` : `${tokens.length} tokens`;
+  const parts = [count, `perplexity ${Math.exp(surprise).toFixed(2)}`];
   if (drafts) parts.push(`${drafts} were drafts (underlined)`);
   return make("div", { className: "legend" }, make("span", {}, parts.join(" · ")), make("span", { className: "levels" }, "Probability: ", ...levels));
 }

@@ -1,8 +1,10 @@
 // Calls to the server of this page. Addresses are relative, so that they work under a root path.
 
+import { keptInTab } from "../storage.js";
 import { EventParser } from "./sse.js";
 
-export const KEY = "pagewire.key"; // in sessionStorage
+export const KEY = "pagewire.key"; // in the storage of the tab
+const LONGEST = 2000; // characters of an error that are shown
 
 /** An error response of the server, or (status 0) a failure to reach it. code: the server's name of the error. */
 export class ApiError extends Error {
@@ -15,7 +17,8 @@ export class ApiError extends Error {
 
 /** fetch with the API key, if there is one. Throws ApiError unless the status is a success. */
 export async function call(path, options = {}) {
-  const key = sessionStorage.getItem(KEY);
+  const key = keptInTab(KEY);
+  if (/[^\x21-\x7e]/.test(key ?? "")) throw new ApiError("The API key has characters that no key can have.", 401);
   const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
   let response;
   try {
@@ -33,15 +36,18 @@ export async function call(path, options = {}) {
 function reason(text) {
   try {
     const body = JSON.parse(text);
-    return { message: body.error?.message ?? body.message ?? body.detail ?? text, code: body.error?.code ?? null };
+    const message = [body.error?.message, body.message, body.detail].find((given) => typeof given === "string") ?? text;
+    return { message: message.slice(0, LONGEST), code: body.error?.code ?? null };
   } catch {
-    return { message: text.slice(0, 500), code: null };
+    return { message: text.slice(0, LONGEST), code: null };
   }
 }
 
-/** POST an object as JSON. */
+/** POST an object as JSON. Halves of characters, which servers refuse, are replaced. */
 export const post = (path, body, signal) =>
-  call(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
+  call(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body, wellFormed), signal });
+
+const wellFormed = (_, value) => (typeof value === "string" ? value.toWellFormed() : value);
 
 /** What the server says of each model it serves (ServedModel in frontend/server/operate/served.py). */
 export const servedModels = async () => (await call("page/models")).json();

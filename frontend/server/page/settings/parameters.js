@@ -12,7 +12,7 @@ export const PARAMETERS = [
     step: "any",
     text: "How much chance there is. 0 always takes the most likely token; above 1, unlikely ones come often.",
   },
-  { name: "max_tokens", label: "Max tokens", min: 1, step: 1, unset: "no limit", text: "The answer is cut off after this many tokens." },
+  { name: "max_tokens", label: "Max tokens", min: 1, step: 1, text: "The answer is cut off after this many tokens." },
   {
     name: "top_p",
     label: "Top p",

@@ -1,7 +1,8 @@
 // The settings panel: request fields and the API key. Stored in this browser; the API key only in this tab.
 
 import { KEY } from "../net/api.js";
-import { $, make } from "../dom.js";
+import { $, make, notify, overlay } from "../dom.js";
+import { keep as store, keepInTab, kept as stored, keptInTab } from "../storage.js";
 import { generating, info, load, offer } from "./models.js";
 import { PARAMETERS, field, showDefaults, values } from "./parameters.js";
 
@@ -66,12 +67,13 @@ export async function offerModels() {
 /** Connect the panel's events. `onModel()` is called after a change of the model or the API key. */
 export function open(onModel) {
   $("parameters").append(...PARAMETERS.map(field));
-  for (const [name, value] of Object.entries(kept())) {
-    const element = form.elements[name];
-    if (element?.type === "checkbox") element.checked = true;
-    else if (element) element.value = value;
+  const before = kept();
+  for (const element of form.elements) {
+    if (element.name === "key" || !Object.hasOwn(before, element.name)) continue;
+    if (element.type === "checkbox") element.checked = true;
+    else element.value = before[element.name];
   }
-  form.elements.key.value = sessionStorage.getItem(KEY) ?? "";
+  form.elements.key.value = keptInTab(KEY) ?? "";
   form.addEventListener("input", keep);
   form.addEventListener("change", ({ target }) => ["key", "model"].includes(target.name) && onModel());
   form.addEventListener("submit", (event) => event.preventDefault());
@@ -95,8 +97,10 @@ export function askKey() {
 }
 
 function reveal() {
-  if (WIDE.matches) panel.show(); // beside the conversation
-  else panel.showModal(); // over it
+  if (WIDE.matches) {
+    panel.open = true; // beside the conversation
+    form.elements.model.focus();
+  } else overlay(panel); // over it
   mark(true);
 }
 
@@ -104,13 +108,18 @@ function mark(open) {
   $("open-settings").setAttribute("aria-expanded", open);
 }
 
+/** The texts of fields by their names, as `keep` stored them. What a fault or another version stored otherwise is left out. */
 function kept() {
-  return JSON.parse(localStorage.getItem(KEPT) ?? "{}");
+  try {
+    const found = JSON.parse(stored(KEPT)) ?? {};
+    return Object.fromEntries(Object.entries(found).filter(([, value]) => typeof value === "string"));
+  } catch {
+    return {};
+  }
 }
 
 function keep() {
   const { key, ...rest } = Object.fromEntries(new FormData(form));
-  localStorage.setItem(KEPT, JSON.stringify(rest));
-  if (key) sessionStorage.setItem(KEY, key.trim());
-  else sessionStorage.removeItem(KEY);
+  if (!store(KEPT, JSON.stringify(rest))) notify("The settings cannot be stored in this browser.");
+  keepInTab(KEY, key.trim() || null);
 }

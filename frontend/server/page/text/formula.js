@@ -8,6 +8,7 @@ const SIGNS =
   "times × cdot ⋅ div ÷ pm ± mp ∓ ast ∗ star ⋆ circ ∘ bullet ∙ oplus ⊕ otimes ⊗ le ≤ leq ≤ ge ≥ geq ≥ ne ≠ neq ≠ approx ≈ equiv ≡ sim ∼ simeq ≃ cong ≅ propto ∝ ll ≪ gg ≫ in ∈ notin ∉ ni ∋ subset ⊂ subseteq ⊆ supset ⊃ supseteq ⊇ cup ∪ cap ∩ setminus ∖ land ∧ wedge ∧ lor ∨ vee ∨ neg ¬ lnot ¬ forall ∀ exists ∃ to → rightarrow → leftarrow ← leftrightarrow ↔ Rightarrow ⇒ implies ⟹ iff ⟺ Leftarrow ⇐ Leftrightarrow ⇔ mapsto ↦ uparrow ↑ downarrow ↓ ldots … dots … cdots ⋯ vdots ⋮ ddots ⋱ langle ⟨ rangle ⟩ lfloor ⌊ rfloor ⌋ lceil ⌈ rceil ⌉ mid ∣ parallel ∥ perp ⊥ angle ∠ prime ′ lVert ‖ rVert ‖ lvert | rvert | vert | Vert ‖ colon : lbrace { rbrace } { { } } % % $ $ # # & & _ _ | ‖ backslash \\";
 const LARGE = "sum ∑ prod ∏ coprod ∐ int ∫ iint ∬ iiint ∭ oint ∮ bigcup ⋃ bigcap ⋂ bigoplus ⨁ bigotimes ⨂";
 const ACCENTS = "hat ^ widehat ^ bar ¯ overline ¯ tilde ~ widetilde ~ vec → dot ˙ ddot ¨";
+const [LONGEST, DEEPEST] = [10_000, 40]; // characters, and parts within each other; browsers lay out no more than that quickly
 const NAMES = new Set("sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln lg exp lim max min sup inf arg det dim gcd deg ker Pr argmax argmin softmax".split(" "));
 const STYLES = { mathbb: "double-struck", mathcal: "script", mathscr: "script", mathbf: "bold", boldsymbol: "bold", bm: "bold", mathfrak: "fraktur", mathit: "italic", mathrm: "normal", mathsf: "sans-serif", mathtt: "monospace" };
 const WIDTHS = { ",": "0.17em", ":": "0.22em", ";": "0.28em", " ": "0.25em", "!": "0", quad: "1em", qquad: "2em" };
@@ -32,6 +33,7 @@ function element(tag, attributes = {}, ...children) {
 /** A formula as a MathML node; display: as a block. What is not known makes all of it appear as source. */
 export function formula(source, display = false) {
   try {
+    if (source.length > LONGEST) throw new RangeError("too long");
     const parser = new Parser(source, display);
     const row = parser.row(() => false);
     return element("math", display ? { display: "block" } : {}, row);
@@ -45,6 +47,7 @@ export function formula(source, display = false) {
 class Parser {
   #tokens;
   #at = 0;
+  #depth = 0;
   #display;
 
   constructor(source, display) {
@@ -71,7 +74,13 @@ class Parser {
   }
 
   #group() {
-    if (this.#next !== "{") return this.#atom();
+    if ((this.#depth += 1) > DEEPEST) throw new RangeError("too deep");
+    const group = this.#next === "{" ? this.#braced() : this.#atom();
+    this.#depth -= 1;
+    return group;
+  }
+
+  #braced() {
     this.#take("{");
     const row = this.row((token) => token === "}");
     this.#take("}");
@@ -121,9 +130,9 @@ class Parser {
     if (signs.has(name)) return element("mo", {}, signs.get(name));
     if (large.has(name)) return Object.assign(element("mo", { largeop: "true" }, large.get(name)), { limits: !name.includes("int") });
     if (NAMES.has(name)) return Object.assign(element("mi", {}, name), { limits: /^(lim|max|min|sup|inf|arg)/.test(name) });
-    if (name in WIDTHS) return element("mspace", { width: WIDTHS[name] });
+    if (Object.hasOwn(WIDTHS, name)) return element("mspace", { width: WIDTHS[name] });
     if (accents.has(name)) return element("mover", { accent: "true" }, this.#group(), element("mo", {}, accents.get(name)));
-    if (name in STYLES) return styled(this.#group(), STYLES[name]);
+    if (Object.hasOwn(STYLES, name)) return styled(this.#group(), STYLES[name]);
     if (["frac", "dfrac", "tfrac", "cfrac"].includes(name)) return element("mfrac", {}, this.#group(), this.#group());
     if (["binom", "dbinom"].includes(name)) return fenced("(", element("mfrac", { linethickness: "0" }, this.#group(), this.#group()), ")");
     if (name === "sqrt") return this.#root();
@@ -157,7 +166,7 @@ class Parser {
 
   #environment() {
     const name = this.#text();
-    if (!(name in FENCES)) throw new SyntaxError(name);
+    if (!Object.hasOwn(FENCES, name)) throw new SyntaxError(name);
     if (name === "array") this.#text(); // sides of the columns
     const ends = (token) => token === "&" || token === "\\\\" || token === "\\end";
     const rows = [[]];

@@ -339,6 +339,21 @@ def test_tokens_are_counted_as_they_are_used(client: Client) -> None:
     assert client.post(PATH + "/count_tokens", body).json == {"input_tokens": used} == {"input_tokens": 3}
 
 
+def test_tools_are_counted_where_the_model_may_not_choose_them(
+    replay: Replay, engine_on_replay: AsyncLLM
+) -> None:
+    replay.text = "{}"
+    client = Client(engine_on_replay, chat_template=TEMPLATE, tool_call_parser="none")
+    body = {"messages": HELLO, "tools": [WEATHER, CLOCK]}
+    assert client.post(PATH, body | {"max_tokens": 3}).status == 400
+    forced = body | {"tool_choice": {"type": "tool", "name": "clock"}}
+    used = client.post(PATH, forced | {"max_tokens": 3}).json["usage"]["input_tokens"]
+    without = client.post(PATH + "/count_tokens", {"messages": HELLO}).json["input_tokens"]
+    for counted in (body, forced):
+        answer = client.post(PATH + "/count_tokens", counted).json
+        assert answer == {"input_tokens": used} and used > without
+
+
 def test_errors_have_its_shape(client: Client, core: FakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"max_tokens": 3, "messages": HELLO}
     named = {

@@ -8,6 +8,7 @@ import resource
 
 import pytest
 
+from pagewire.frontend.server.http import limits as limits_module
 from pagewire.frontend.server.http.connections import Connections, HttpConnection
 from pagewire.frontend.server.http.limits import (
     MOST_CONNECTIONS,
@@ -135,6 +136,7 @@ def test_networks(host: str, network: str) -> None:
 @pytest.mark.parametrize("descriptors", [32, 256, 1024, 20_000, 1 << 20, resource.RLIM_INFINITY])
 def test_limits_follow_from_open_files(monkeypatch: pytest.MonkeyPatch, descriptors: int) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (descriptors, descriptors))
+    monkeypatch.setattr(limits_module, "num_open_descriptors", lambda: 14)
     limits = connection_limits(None, None)
     if descriptors >= 256:
         assert limits.most == min(MOST_CONNECTIONS, descriptors - RESERVED_DESCRIPTORS) or descriptors < 0
@@ -142,3 +144,19 @@ def test_limits_follow_from_open_files(monkeypatch: pytest.MonkeyPatch, descript
             connection_limits(2**31, None)
     assert 1 <= limits.most_per_address <= limits.most
     assert connection_limits(10, 3) == (10, 3) and connection_limits(10, None) == (10, 5)
+
+
+def test_few_open_files_are_said_when_the_server_starts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (40, 40))
+    monkeypatch.setattr(limits_module, "num_open_descriptors", lambda: 26)
+    assert connection_limits(None, None) == (6, 3)
+    assert "at most 6 connections at a time: this process may have 40 open files (ulimit -n)" in caplog.text
+    with pytest.raises(
+        ValueError, match=r"at most 6, got 10: this process may have 40 open files \(ulimit -n\)"
+    ):
+        connection_limits(10, None)
+    monkeypatch.setattr(limits_module, "num_open_descriptors", lambda: 36)
+    with pytest.raises(ValueError, match=r"no room for a connection: .* and has 36; 108 give 64 connections"):
+        connection_limits(None, None)

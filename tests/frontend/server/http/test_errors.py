@@ -176,6 +176,34 @@ def test_bodies_that_arrive_have_a_limit_in_all(serve: Callable[..., Client], co
     client.run(play)
 
 
+def test_large_bodies_of_one_tenant_leave_room_for_others(
+    serve: Callable[..., Client], core: FakeCore
+) -> None:
+    core.auto = True
+    client = serve(max_request_bytes=1 << 20, api_key=["alice-secret-key", "bob-secret-key"])
+    bodies: IncomingBodies = client.app.state.incoming_bodies
+    part = b" " * ((1 << 20) - 100)
+    alice, bob = ({"authorization": f"Bearer {name}-secret-key"} for name in ("alice", "bob"))
+
+    async def play() -> None:
+        slow = [client.call("POST", COMPLETIONS, [part], alice, ends=False) for _ in range(LARGE_BODIES)]
+        await asyncio.wait([call.task for call in slow], return_when=asyncio.FIRST_COMPLETED)
+        refused = [await call.answer() for call in slow if call.task.done()]
+        assert refused and {(answer.status, answer.error["code"]) for answer in refused} == {
+            (429, "too_many_bodies")
+        }
+        assert all(answer.headers["retry-after"] == "1" for answer in refused)
+        large = json.dumps({"prompt": "w5"}).encode() + part[:-100]
+        assert (await client.call("POST", COMPLETIONS, large, bob).answer()).status == 200
+        for call in slow:
+            if not call.task.done():
+                call.hang_up()
+                await call.task
+        assert bodies.num_bytes == 0 and not bodies._by_tenant
+
+    client.run(play)
+
+
 def test_a_body_that_never_ends(serve: Callable[..., Client]) -> None:
     client = serve(body_seconds=0.02)
 
@@ -199,6 +227,7 @@ def test_paths_and_methods(client: Client) -> None:
     ("error_type", "status"),
     [
         ("EngineBusyError", 429),
+        ("EngineStalledError", 503),
         ("PermissionError", 403),
         ("ValueError", 400),
         ("TypeError", 400),
@@ -222,7 +251,7 @@ def test_what_the_core_refuses(
 
     answer = client.run(play)
     assert (answer.status, answer.error["message"]) == (status, "because")
-    assert ("retry-after" in answer.headers) == (status == 429)
+    assert ("retry-after" in answer.headers) == (status in (429, 503))
     codes = {
         "RequestCrashedEngineError": "request_crashed_engine",
         "AdapterCrashedWorkerError": "adapter_crashed_worker",

@@ -111,6 +111,10 @@ def test_boundaries() -> None:
         with pytest.raises(APIError) as caught:
             boundary_of(kind)
         assert caught.value.status == 415
+    for piece in (";", "; a=b", '; a="'):  # for which the parser takes time that grows with their square
+        with pytest.raises(APIError, match="over 512 characters") as caught:
+            boundary_of("multipart/form-data" + piece * (60_000 // len(piece)))
+        assert caught.value.status == 400
     for kind in ("multipart/form-data", f"multipart/form-data; boundary={'x' * 71}"):
         with pytest.raises(APIError, match="needs a boundary") as caught:
             boundary_of(kind)

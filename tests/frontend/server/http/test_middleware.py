@@ -107,6 +107,15 @@ def test_right_keys(serve: Callable[..., Client], monkeypatch: pytest.MonkeyPatc
     assert serve(api_key=KEYS).get("/v1/models", authorization="Bearer second").status == 200
 
 
+def test_paths_of_admins_name_the_option(serve: Callable[..., Client]) -> None:
+    client = serve()
+    for path in ("/pause", "/start_profile", "/v1/load_lora_adapter"):
+        answer = client.post(path, {})
+        assert answer.status == 404
+        assert answer.error["message"] == f"{path} needs a server with --enable-admin"
+    assert "unknown path" in client.post("/pauses", {}).error["message"]
+
+
 def test_admin_is_off_unless_asked_for(serve: Callable[..., Client]) -> None:
     assert serve().post("/pause").status == 404
     assert serve().post("/abort", {"request_id": "x"}).status == 404

@@ -21,6 +21,7 @@ from pagewire.frontend.server.http.limits import (
     MAX_HEADERS,
     MAX_PIPELINED,
     MAX_TARGET_BYTES,
+    MAX_UNREAD_BYTES,
 )
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.uvicorn_server import bound
@@ -59,6 +60,19 @@ def read_all(client: socket.socket) -> bytes:
     except ConnectionResetError:  # it was closed with input of ours unread
         pass
     return received
+
+
+def read_answer(client: socket.socket) -> tuple[int, bytes]:
+    """Status and body of the next answer, which has a Content-Length."""
+    with client.makefile("rb", 0) as file:
+        status, length = int(file.readline().split()[1]), 0
+        while (line := file.readline()) != b"\r\n":
+            name, _, value = line.lower().partition(b":")
+            length = int(value) if name == b"content-length" else length
+        body = b""
+        while len(body) < length:
+            body += file.read(length - len(body)) or b""
+    return status, body
 
 
 def exchange(port: int, *parts: bytes) -> tuple[int, bytes]:
@@ -129,6 +143,53 @@ def test_what_never_ends_is_cut(listening: Callable[..., Any]) -> None:
             status, sent = flood(port, begin, piece)
             assert status in statuses and sent < 32 << 20, name
             assert exchange(port, HEAD + b"connection: close\r\n\r\n")[0] == 200, name
+
+
+def test_chunks_of_one_byte_are_cut(listening: Callable[..., Any], core: FakeCore) -> None:
+    """Before and after the answer. Each costs as much work as a large one; a body may have some of them."""
+    core.auto = True
+    chunked = b"transfer-encoding: chunked\r\n\r\n"
+    piece = b"1\r\n \r\n" * (64 << 10)
+    with listening() as port, listening(api_key=["k"]) as keyed:
+        status, sent = flood(port, POST + chunked, piece)
+        assert status in (400, 0) and sent < 16 << 20
+        status, sent = flood(keyed, POST + chunked, piece)
+        assert status in (401, 400, 0) and sent < 16 << 20
+        body = b'{"prompt": "w5"%b}' % (b" " * 2000)
+        single = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+        with connect(port) as client:
+            client.sendall(POST + chunked + single)
+            assert read_answer(client)[0] == 200
+            client.sendall(POST + b"connection: close\r\n" + chunked + piece)
+            assert b"chunks_too_small" in read_all(client)
+
+
+def test_small_requests_in_chunks_have_no_end(listening: Callable[..., Any]) -> None:
+    """Their share of small parts is not that of the connection."""
+    request = (
+        HEAD.replace(b"GET", b"PUT")
+        + b"transfer-encoding: chunked\r\n\r\n"
+        + b"1\r\n \r\n" * 10
+        + b"0\r\n\r\n"
+    )
+    with listening() as port, connect(port) as client:
+        for _ in range(1000):
+            client.sendall(request)
+            assert read_answer(client)[0] == 405
+        client.sendall(HEAD + b"connection: close\r\n\r\n")
+        assert read_all(client).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_a_long_body_is_not_read_after_its_answer(listening: Callable[..., Any]) -> None:
+    """A short rest is, so that clients that send first and read then get the answer."""
+    with listening(api_key=["k"]) as port:
+        status, sent = flood(port, POST + b"content-length: %d\r\n\r\n" % (1 << 40), b" " * (1 << 20))
+        assert status in (401, 0) and sent < 32 << 20
+        with connect(port) as client:
+            client.sendall(POST + b"content-length: %d\r\n\r\n" % MAX_UNREAD_BYTES + b" " * MAX_UNREAD_BYTES)
+            assert read_answer(client)[0] == 401
+            client.sendall(HEAD + b"connection: close\r\nauthorization: Bearer k\r\n\r\n")
+            assert read_all(client).startswith(b"HTTP/1.1 200 OK")
 
 
 def test_heads(listening: Callable[..., Any]) -> None:
@@ -214,6 +275,27 @@ def test_silent_connections_keep_nobody_out(listening: Callable[..., Any], core:
         assert exchange(port, HEAD + b"connection: close\r\n\r\n")[0] == 200
         for client in silent:
             client.close()
+
+
+def test_requests_on_their_way_get_an_answer_when_their_place_is_taken(listening: Callable[..., Any]) -> None:
+    """Not a reset. A connection that has been answered, and waits for the next request, is only closed."""
+    with listening(max_connections=2, max_connections_per_address=2) as port:
+        halves = [connect(port) for _ in range(2)]
+        for client in halves:
+            client.sendall(HEAD)
+            assert exchange(port, HEAD + b"connection: close\r\n\r\n")[0] == 200
+        for client in halves[:1]:
+            status, body = read_answer(client)
+            assert status == 503 and b"--max-connections" in body
+        for client in halves:
+            client.close()
+        with connect(port) as kept:
+            kept.sendall(HEAD + b"\r\n")
+            assert read_answer(kept)[0] == 200
+            others = [connect(port) for _ in range(2)]
+            assert read_all(kept) == b""
+            for client in others:
+                client.close()
 
 
 def test_over_the_limit_new_connections_are_refused(listening: Callable[..., Any], core: FakeCore) -> None:

@@ -12,10 +12,11 @@ import pytest
 
 from pagewire.frontend.api import off_loop
 from pagewire.frontend.api.async_llm import AsyncLLM
-from pagewire.frontend.api.slow_work import SlowWork, current_tenant
+from pagewire.frontend.api.slow_work import SlowWork
 from pagewire.frontend.server.http.auth import ApiKeys
 from pagewire.frontend.server.http.tenants import ApiTenant
 from pagewire.ipc.wire.messages import Abort, EngineInfo, Submit
+from pagewire.ipc.wire.tenants import current_tenant
 from tests.frontend.conftest import FakeCore
 from tests.frontend.server.client import Answer, Call, Client
 from tests.frontend.server.openai.test_beams import logprobs_of

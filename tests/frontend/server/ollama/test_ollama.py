@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from pagewire.frontend.api.async_llm import AsyncLLM
+from pagewire.frontend.requests.defaults import USUAL_LENGTH
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.timestamps import timestamp
 from pagewire.frontend.server.ollama.conversation import with_call_ids
@@ -105,6 +106,55 @@ def test_options_reach_the_engine(client: Client, core: FakeCore) -> None:
     assert unlimited.max_tokens > 100 and unlimited.structured_outputs is not None
 
 
+def test_options_of_ollamas_clients_are_taken(
+    client: Client, core: FakeCore, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"num_ctx": 1 << 20, "repeat_last_n": 64, "mirostat": 0, "repeat_penalty": 1.1, "num_keep": 4}
+    answer = client.post("/api/chat", {"messages": HELLO, "stream": False, "options": options})
+    assert answer.status == 200
+    for text in (
+        "num_ctx=1048576 has no effect: the context length is 4096",
+        "repeat_last_n=64 has no effect",
+    ):
+        assert text in caplog.text
+    assert "mirostat" not in caplog.text
+    assert core.submitted[max(core.submitted)].params.repetition_penalty == 1.1
+    off = {"repeat_last_n": 0, "repeat_penalty": 1.1}
+    assert client.post("/api/chat", {"messages": HELLO, "options": off}).status == 200
+    assert core.submitted[max(core.submitted)].params.repetition_penalty == 1.0
+
+
+def test_the_oldest_turns_of_a_long_conversation_are_left_out(client: Client, core: FakeCore) -> None:
+    turns: list[Any] = [{"role": "system", "content": "w7"}]
+    for number in range(5):
+        turns.append({"role": "user", "content": f"w{20 + number}" + " w5" * 999})
+        turns.append({"role": "assistant", "content": "w6"})
+    turns.append({"role": "user", "content": "w30"})
+    answer = client.post("/api/chat", {"messages": turns, "stream": False})
+    assert answer.status == 200 and "the first 4 messages" in answer.headers["warning"]
+    ids = core.submitted[max(core.submitted)].prompt.token_ids
+    assert (ids[0], ids[1], ids[-1]) == (7, 22, 30) and len(ids) == 3005 == answer.json["prompt_eval_count"]
+    refused = client.post("/api/chat", {"messages": turns, "truncate": False})
+    assert refused.status == 400 and "too long" in refused.json["error"]
+    longest = client.post("/api/chat", {"messages": [{"role": "user", "content": "w5 " * 5000}]})
+    assert longest.status == 400 and "too long" in longest.json["error"]
+
+
+def test_what_is_not_given_is_as_local_models_have_it(client: Client, core: FakeCore) -> None:
+    client.post("/api/chat", {"messages": HELLO, "stream": False})
+    params = core.submitted[max(core.submitted)].params
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
+    room = client.engine.info.max_model_len
+    assert params.max_tokens == min(USUAL_LENGTH, room - 2)
+    client.post(
+        "/api/chat", {"messages": HELLO, "stream": False, "options": {"temperature": 0.5, "min_p": 0}}
+    )
+    params = core.submitted[max(core.submitted)].params
+    assert (params.temperature, params.top_k, params.min_p) == (0.5, 40, 0)
+    client.post("/v1/chat/completions", {"model": "fake", "messages": HELLO, "max_tokens": 3})
+    assert core.submitted[max(core.submitted)].params.temperature == 1  # OpenAI's
+
+
 def test_prompts_are_messages_or_raw(serve_replay: Callable[..., Client], replay: Replay) -> None:
     replay.text = "Yes."
     client = serve_replay()
@@ -178,13 +228,12 @@ def test_a_call_is_whole_when_the_next_begins() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/api/chat", {"messages": HELLO, "model": "x"}, 404, "there is no model 'x'"),
+        ("/api/chat", {"messages": HELLO, "model": "x"}, 404, "there is no model 'x'; served: fake"),
         ("/api/chat", {"messages": [1]}, 400, "Expected `object`"),
         ("/api/chat", {"messages": HELLO, "priority": 5}, 400, "priority=5 has no effect"),
         ("/api/chat", {"messages": [{"role": "user", "images": ["x"]}]}, 400, "messages[0].images"),
         ("/api/chat", {"messages": HELLO, "think": True}, 400, "unknown (--reasoning-parser)"),
         ("/api/chat", {"messages": HELLO, "tools": [CLOCK]}, 400, "tools need a server that knows"),
-        ("/api/chat", {"messages": HELLO, "options": {"num_ctx": 1 << 20}}, 400, "options.num_ctx=1048576"),
         ("/api/chat", {"messages": HELLO, "options": {"mirostat": 1}}, 400, "there is no Mirostat"),
         ("/api/chat", {"messages": HELLO, "options": {"speed": 1}}, 400, "unknown field `speed`"),
         ("/api/chat", {"messages": HELLO, "options": {"num_predict": 0}}, 400, "options.num_predict"),
@@ -195,11 +244,11 @@ def test_a_call_is_whole_when_the_next_begins() -> None:
         ("/api/generate", {"prompt": "w5", "raw": True, "system": "s"}, 400, "raw and suffix: "),
         ("/api/embed", {"input": "w5"}, 400, "generates"),
         ("/api/pull", {"model": "x"}, 400, "'/api/pull' is not served"),
-        ("/api/show", {"model": "x"}, 404, "there is no model 'x'"),
+        ("/api/show", {"model": "x"}, 404, "there is no model 'x'; served: fake"),
         ("/api/show", {}, 400, "model is required"),
         ("/api/nothing", {}, 404, "unknown path"),
     ],
-    ids=range(20),
+    ids=range(19),
 )
 def test_what_is_refused_by_name(client: Client, path: str, body: Any, status: int, message: str) -> None:
     found, text = error_of(client.post(path, body))

@@ -245,6 +245,31 @@ def test_several_names(serve: Callable[..., Client], core: FakeCore, engine: Any
     assert client.get("/v1/models/org/second").json["id"] == "org/second"
 
 
+@pytest.mark.parametrize("name", ["first:latest", "/models/first.gguf"])
+def test_tags_and_paths_are_names_of_the_model(
+    name: str, serve: Callable[..., Client], core: FakeCore, engine: Any
+) -> None:
+    core.auto = True
+    engine.info.served_model_names[:], engine.info.model = ["first"], "/models/first.gguf"
+    client = serve()
+    assert client.post("/v1/completions", {"model": name, "prompt": "w5"}).json["model"] == "first"
+    assert (
+        client.post("/api/chat", {"model": name, "messages": HELLO, "stream": False}).json["model"] == "first"
+    )
+    assert client.get(f"/v1/models/{name.strip('/')}").status == (404 if "/" in name else 200)
+    wrong = client.post("/v1/completions", {"model": "other:latest", "prompt": "w5"})
+    assert (wrong.status, wrong.error["message"]) == (404, "there is no model 'other'; served: first")
+
+
+def test_a_name_with_a_tag_can_be_the_models(
+    serve: Callable[..., Client], core: FakeCore, engine: Any
+) -> None:
+    core.auto = True
+    engine.info.served_model_names[:] = ["first:latest"]
+    answer = serve().post("/v1/completions", {"model": "first:latest", "prompt": "w5"})
+    assert answer.json["model"] == "first:latest"
+
+
 def test_tokenize(client: Client) -> None:
     answer = client.post("/tokenize", {"prompt": "w5 w6", "return_token_strs": True}).json
     assert answer == {"tokens": [5, 6], "count": 2, "max_model_len": 4096, "token_strs": ["▁w5", "▁w6"]}

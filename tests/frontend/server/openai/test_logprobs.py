@@ -36,6 +36,14 @@ def test_completions() -> None:
     assert first.tokens[0] == token_text(load_tokenizer("demo"), 9)
 
 
+def test_minus_one_is_all_of_them() -> None:
+    names = TokenNames(load_tokenizer("demo"), as_ids=True)
+    part = completion_logprobs(names, [7], POSITIONS[:1], [0], top=-1)
+    assert part.top_logprobs == [{"token_id:7": -3.0, "token_id:8": -0.5, "token_id:9": -1.0}]
+    (token,) = chat_logprobs(names, [7], POSITIONS[:1], top=-1).content or []
+    assert [each.token for each in token.top_logprobs] == ["token_id:8", "token_id:9", "token_id:7"]
+
+
 def test_no_candidate_is_lost_for_having_the_text_of_another() -> None:
     names = TokenNames(load_tokenizer("demo"), as_ids=False)
     position = {7: Logprob(-3.0, 5, "b"), 8: Logprob(-0.5, 1, "b"), 9: Logprob(-1.0, 2, "d")}

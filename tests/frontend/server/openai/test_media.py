@@ -49,7 +49,7 @@ HIGH, WIDE = files.plain_png(1, 3), files.plain_png(4, 1)
 SHOT = files.wav(1600)
 
 
-def layout_of(kind: str, shape: Sequence[int], options: str = "") -> dict[str, Any]:
+def layout_of(kind: str, shape: Sequence[int], options: str = "", tenant: str = "") -> dict[str, Any]:
     """A row of one token for each row of a picture; a token for each 100 ms of a sound."""
     more = json.loads(options or "{}").get("more", 0)
     ids = [PICTURE, ROW] * shape[0] if kind == "image" else [SOUND] * (shape[0] // 1600)
@@ -349,7 +349,42 @@ def with_access(engine: AsyncLLM) -> None:
     """Let 127.0.0.1 be as if it were public."""
     access = MediaAccess(None, (ip_network("127.0.0.1/32"),))
     session = engine.session
-    session.media = session._intake.media = media_intake(INFO, access, session.call)
+    session.media = session._intake.media = media_intake(
+        INFO, access, session.call, session.info.max_model_len
+    )
+
+
+def test_a_layout_that_no_prompt_has_room_for_is_refused_and_not_kept(
+    client: Client, engine: AsyncLLM
+) -> None:
+    """The frontend trusts no core, as the core trusts no frontend."""
+    media = engine.session.media
+    assert media is not None
+    for more in (1_000_000, 1_000_001):
+        answer = chat(client, picture(RED), mm_processor_kwargs={"more": more})
+        assert answer.status == 400 and answer.error["code"] == "context_length_exceeded", answer.body
+        assert f"it takes {more + 4} tokens of a prompt" in answer.error["message"]
+    assert media._layouts.num_bytes == 0
+    assert chat(client, picture(RED), mm_processor_kwargs={"more": 1}).status == 200
+    assert 0 < media._layouts.num_bytes < 1000
+
+
+def test_layouts_are_asked_for_in_the_name_of_the_tenant(
+    serve: Callable[..., Client], core: FakeCore
+) -> None:
+    names: list[str] = []
+
+    def recorded(kind: str, shape: Sequence[int], options: str = "", tenant: str = "") -> dict[str, Any]:
+        names.append(tenant)
+        return layout_of(kind, shape, options)
+
+    core.calls["media_layout"] = recorded
+    client = serve(api_key=["alice-secret-key", "bob-secret-key"])
+    for key, data in (("alice", HIGH), ("bob", WIDE)):
+        body = {"messages": user(picture(data))}
+        headers = {"authorization": f"Bearer {key}-secret-key"}
+        assert client.post("/v1/chat/completions", body, **headers).status == 200
+    assert names == ["key-1", "key-2"]
 
 
 def test_ten_thousand_tiny_pictures_cost_nothing(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

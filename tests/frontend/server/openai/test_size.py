@@ -10,7 +10,8 @@ import pytest
 
 from pagewire.frontend.api.async_llm import AsyncLLM
 from pagewire.frontend.server.http import body
-from pagewire.ipc.wire.budget import MAX_CONTAINERS, MIN_CHARS
+from pagewire.frontend.server.openai import prepared_chat
+from pagewire.ipc.wire.budget import MAX_CONTAINERS, MAX_TOOL_VALUES, MIN_CHARS
 from pagewire.ipc.wire.messages import Abort, Submit
 from tests.frontend.conftest import FakeCore
 from tests.frontend.logprob_rows import rows
@@ -22,14 +23,17 @@ NEEDED: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "w5"},
     CHAT: {"messages": [USER]},
     RESPONSES: {"input": "w5"},
+    "/v1/responses/input_tokens": {"input": "w5"},
     "/tokenize": {"messages": [USER]},
     "/detokenize": {"tokens": [5]},
 }
 NAME = "x" * 1025
 
 
-def tool(index: int) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": f"f{index}"}}
+def tool(index: int, num_properties: int = 0) -> dict[str, Any]:
+    properties = {f"p{number}": {} for number in range(num_properties)}
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": f"f{index}", "parameters": parameters}}
 
 
 @pytest.fixture
@@ -65,6 +69,9 @@ TOO_LONG = [
     *[(path, {"guided_choice": ["x"] * 16385}) for path in (COMPLETIONS, CHAT)],
     (CHAT, {"guided_regex": "x" * ((1 << 18) + 1)}),
     *[(path, {"tools": [tool(index) for index in range(1025)]}) for path in (CHAT, RESPONSES, "/tokenize")],
+    (CHAT, {"tools": [tool(0, MAX_TOOL_VALUES)]}),
+    ("/tokenize", {"tools": [tool(0, MAX_TOOL_VALUES)]}),
+    ("/v1/responses/input_tokens", {"tools": [tool(0, MAX_TOOL_VALUES)["function"] | {"type": "function"}]}),
     *[(path, {"messages": [USER] * 16385}) for path in (CHAT, "/tokenize")],
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 16385}]}),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}] * 10000}] * 2}),
@@ -82,6 +89,35 @@ def test_what_is_too_long_is_refused_by_name(client: Client, untouched: Callable
         assert answer.error["message"].startswith(("there must be 1 to", name)), answer.error
         assert len(answer.body) < 500
         untouched()
+
+
+def test_large_schemas_are_not_read_on_the_event_loop(
+    client: Client, core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither those of tools, nor other data for the template: each is copied value by value."""
+    core.auto = True
+    on_loop: list[bool] = []
+
+    def watched(name: str) -> None:
+        work = getattr(prepared_chat, name)
+
+        def watch(*args: Any, **kwargs: Any) -> Any:
+            on_loop.append(asyncio._get_running_loop() is not None)
+            return work(*args, **kwargs)
+
+        monkeypatch.setattr(prepared_chat, name, watch)
+
+    watched("tool_use"), watched("chat_prompt"), watched("constrained")
+    for number, seen in ((1, [True] * 3), (10_000, [False] * 3)):
+        fields = {"tools": [tool(0, number)], "tool_choice": "required"}
+        assert client.post(CHAT, NEEDED[CHAT] | fields).status == 200
+        assert on_loop == seen
+        on_loop.clear()
+    large = {f"x{number}": 0 for number in range(10_000)}
+    for fields in ({"chat_template_kwargs": large}, {"messages": [USER | {"x": large}]}):
+        assert client.post(CHAT, NEEDED[CHAT] | fields).status == 200
+        assert on_loop[1:2] == [False]
+        on_loop.clear()
 
 
 def test_a_body_that_is_nested_too_deeply_is_no_json(client: Client) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from pagewire.frontend.api.async_llm import AsyncLLM
+from pagewire.frontend.requests.defaults import USUAL_LENGTH
 from pagewire.ipc.wire.media import MediaInfo, MediumInfo
 from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.model_figures import ModelFigures
@@ -37,6 +38,7 @@ def test_each_name_is_described(new_core: Callable[..., FakeCore], engine_info: 
             assert model["max_model_len"] == engine_info.max_model_len
             assert model["num_blocks"] == engine_info.num_blocks
             assert model["defaults"]["temperature"] == 0.6 and model["defaults"]["top_k"] == 20
+            assert model["defaults"]["max_tokens"] == USUAL_LENGTH
             assert model["figures"] == msgspec.to_builtins(FIGURES)
     finally:
         engine.shutdown()

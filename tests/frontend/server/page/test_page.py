@@ -3,18 +3,23 @@ tests/end_to_end/page.)"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import posixpath
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from pagewire.frontend.server import page
 from pagewire.frontend.server.page import FILES, page_routes
 
 SCRIPTS = {path: body.decode() for path, (_, body) in FILES.items() if path.endswith(".js")}
 HTML = FILES["/"][1].decode()
+VENDOR = Path(page.__file__).parent / "vendor"
 FIELDS = ("input", "select", "textarea")
 
 
@@ -50,7 +55,8 @@ def document() -> Tags:
 
 @pytest.mark.parametrize("path", FILES)
 def test_each_file_is_served_as_what_it_is(client: TestClient, path: str) -> None:
-    kinds = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+    script = "text/javascript"
+    kinds = {"html": "text/html", "js": script, "mjs": script, "css": "text/css", "svg": "image/svg+xml"}
     answer = client.get(path)
     assert answer.status_code == 200
     assert answer.content == FILES[path][1]
@@ -113,11 +119,31 @@ def test_scripts_make_no_html_of_text_and_know_their_document(document: Tags) ->
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", script
         ), path
-        for imported in re.findall(r'from "(\.[\w./]+)"', script):
-            assert posixpath.normpath(posixpath.join(posixpath.dirname(path), imported)) in SCRIPTS
+        for imported in re.findall(r'from "(\.[\w./-]+)"', script):
+            assert posixpath.normpath(posixpath.join(posixpath.dirname(path), imported)) in FILES
         used = re.findall(r'\$\("([\w-]+)"\)', script)
         icons = [f"icon-{name}" for name in re.findall(r'\b(?:icon|button)\("([\w-]+)"[,)]', script)]
         assert set(used + icons) <= set(ids), path
+
+
+def test_vendored_files_are_as_published() -> None:
+    """Their checksums are those of the packages (.ci/vendored.py compares them with the packages themselves), and
+    nothing in them makes code or HTML of text. Every file of theirs has its entry, and every license its text.
+    """
+    entries = json.loads((VENDOR / "vendored.json").read_text())
+    served = {path.removeprefix("/page/vendor/") for path in FILES if path.startswith("/page/vendor/")}
+    assert served == {entry["file"] for entry in entries} != set()
+    licenses = (VENDOR / "LICENSES.txt").read_text()
+    for entry in entries:
+        _, body = FILES["/page/vendor/" + entry["file"]]
+        assert hashlib.sha256(body).hexdigest() == entry["sha256"]
+        assert not re.search(
+            rb"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", body
+        )
+        assert entry["version"].encode() in body[:200]
+        assert f"{entry['name']} {entry['version']} ({entry['license']})" in licenses
+        for name, license_name in entry["bundles"].items():
+            assert f"{name} ({license_name}), within {entry['name']}" in licenses
 
 
 def test_every_control_has_a_name_for_screen_readers(document: Tags) -> None:

@@ -95,7 +95,7 @@ def test_reasoning_before_calls_and_in_later_turns(replay: Replay) -> None:
             client.responses.create(model="fake", tools=[TOOL], **fields)
             prompt = replay.prompt[replay.prompt.rindex('[{"role"') :].replace("<|im_end|>", "")
             user, assistant, tool = json.loads(prompt)
-            assert assistant["reasoning_content"] == THOUGHT.strip() and assistant.get("content") is None
+            assert assistant["reasoning_content"] == THOUGHT.strip() and not assistant["content"]
             assert len(assistant["tool_calls"]) == 1 and tool["content"] == "noon" and user["role"] == "user"
 
 

@@ -45,6 +45,23 @@ def test_all_events_come_in_pieces_and_once() -> None:
         asyncio.run(follow(-2))
 
 
+def test_many_responses_of_one_tenant_do_not_push_out_those_of_another() -> None:
+    store = ResponseStore(10 * LIMIT)
+    own = StoredResponse(new_response("resp_own"), read_input("x" * 5000), owner="alice")
+    assert store.put(own)
+    for number in range(50):
+        other = StoredResponse(new_response(f"resp_{number}"), read_input("x" * 20_000), owner="mallory")
+        assert store.put(other)
+    assert store.get("resp_own", "alice") is own
+    assert store.get("resp_49", "mallory") is other and len(store) < 20
+    for number in range(50):  # of those of one tenant, the least recently used go
+        assert store.put(
+            StoredResponse(new_response(f"resp_a{number}"), read_input("x" * 20_000), owner="alice")
+        )
+    assert store.get("resp_a49", "alice") and store.get("resp_49", "mallory")
+    assert not store._has("resp_own", "alice") and store.num_bytes <= 10 * LIMIT
+
+
 def test_growth_is_counted_and_drops_idle_responses_only() -> None:
     async def play() -> None:
         store = ResponseStore(LIMIT)

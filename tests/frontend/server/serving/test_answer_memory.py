@@ -36,6 +36,35 @@ def test_memory_is_given_out_in_order_and_few_wait_for_it() -> None:
     asyncio.run(scenario())
 
 
+def test_answers_of_one_tenant_that_are_not_read_hold_up_no_other() -> None:
+    async def scenario() -> None:
+        memory = AnswerMemory(100)
+        await memory.take(90, "a")  # a first one may have all
+        memory.give_back(90, "a")
+        for _ in range(3):
+            await memory.take(25, "a")
+        more = [asyncio.create_task(memory.take(10, "a")) for _ in range(MAX_WAITING_ANSWERS)]
+        await asyncio.sleep(0)
+        with pytest.raises(EngineBusyError, match="already waiting"):
+            await memory.take(10, "a")
+        await memory.take(20, "b")
+        assert not any(task.done() for task in more)
+        memory.give_back(20, "b")
+        memory.give_back(75, "a")
+        for task in more:
+            await task
+            memory.give_back(10, "a")
+        await memory.take(50, "d")
+        late = asyncio.create_task(memory.take(60, "c"))
+        await asyncio.sleep(0)
+        late.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        await memory.take(50, "e")
+
+    asyncio.run(scenario())
+
+
 def test_memory_that_there_is_not_is_refused() -> None:
     with pytest.raises(AnswerTooLargeError, match="takes 101 bytes; all may take 100"):
         asyncio.run(AnswerMemory(100).take(101))

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from pagewire import _absent
 from pagewire.frontend.text.prompts import (
     DataPrompt,
     EmbedsPrompt,
@@ -13,11 +12,15 @@ from pagewire.frontend.text.prompts import (
     TokensPrompt,
     zip_enc_dec_prompts,
 )
+from pagewire.ipc.compatibility import absent_name
+
+PromptInputs = PromptType
 
 __all__ = [
     "DataPrompt",
     "EmbedsPrompt",
     "ExplicitEncoderDecoderPrompt",
+    "PromptInputs",
     "PromptType",
     "SingletonPrompt",
     "TextPrompt",
@@ -27,4 +30,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    raise _absent(__name__, name, 2)
+    raise absent_name(__name__, name)
