@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,26 +19,15 @@ class CappedOutput:
     linear: Linear
     scale: float = 1.0
     softcap: float | None = None
+    in_features: int = field(init=False)
+    out_features: int = field(init=False)
+    dtype: torch.dtype = field(init=False)
+    num_bytes: int = field(init=False)
 
-    @property
-    def in_features(self) -> int:
-        """Numbers of a hidden state."""
-        return self.linear.in_features
-
-    @property
-    def out_features(self) -> int:
-        """The number of logits."""
-        return self.linear.out_features
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of states and logits."""
-        return self.linear.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the packed weight."""
-        return self.linear.num_bytes
+    def __post_init__(self) -> None:
+        linear = self.linear
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.dtype, self.num_bytes = linear.dtype, linear.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """Hidden states [..., H] to logits [..., V]."""

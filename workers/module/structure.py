@@ -146,8 +146,6 @@ def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[s
         for path in inner
         if path
     } - {f"{own.attention}.sinks"}
-    if own is LLAMA and any(name.endswith("norm.bias") for name in names):  # of a norm that is no RMSNorm
-        return False
     dense, experts = _within(own.mlp, (*own.up, own.down)), _within(own.mlp, (own.router, EXPERTS))
     if model_type in SPARSE_MODELS and found >= experts:  # some layers may have experts, and others none
         found = found - experts - _within(own.mlp, SHARED) | dense

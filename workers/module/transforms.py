@@ -124,7 +124,8 @@ class ScaledEmbedding(nn.Module):
 
     def __init__(self, table: nn.Module, factor: float) -> None:
         super().__init__()
-        self.table, self.factor = table, factor
+        self.table = table
+        self.factor: float = factor
 
     @property
     def weight(self) -> Tensor:

@@ -143,7 +143,8 @@ class _NetworkBuilder:
         if own is None:
             return Embeddings(words, scale=self.structure.embedding_scale(self.base, dtype))
         if words is module:
-            words = nn.Embedding(*module.weight.shape, _weight=module.weight, _freeze=True)
+            rows: Tensor = module.weight
+            words = nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
         return Embeddings(
             ScaledEmbedding(words, float(torch.tensor(own, dtype=dtype)))
         )  # as the module rounds it

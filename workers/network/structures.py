@@ -83,7 +83,7 @@ class LayerParts:
     out: Any
     up: Sequence[Any]
     down: Any
-    norms: tuple[Any | None, Any | None]
+    norms: tuple[Any, Any]
     head_dim: int
     gated: bool = False
     window: int | None = None
@@ -97,7 +97,7 @@ class LayerParts:
     mixer: Any = None
     feed_forward: Any = None
     heads: tuple[int, int] | None = None
-    own_norms: tuple[Any | None, Any | None] = (None, None)
+    own_norms: tuple[Any, Any] = (None, None)
     turned: bool = True
     softcap: float | None = None
     residual_scale: float = 1.0
@@ -163,9 +163,9 @@ def norm_of(module: nn.Module, weights: Weights, device: torch.device) -> Norm |
     if type(module) is nn.LayerNorm:
         return layer_norm_of(module, weights, device)
     weights.fill(module)
-    own: Any = module
-    weight, bias = getattr(own, "weight", None), getattr(own, "bias", None)
-    eps = getattr(own, "variance_epsilon", None) or getattr(own, "eps", None)
+    weight: Any = getattr(module, "weight", None)
+    bias: Any = getattr(module, "bias", None)
+    eps: Any = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
     require(weight is not None and weight.dim() == 1 and isinstance(eps, float), "a norm has no weight")
     x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
     expected = module(x)
@@ -315,7 +315,7 @@ def rotation_kind(layer: Any, attention: Any, config: Any) -> str | None:
     return kind if isinstance(settings.get(kind), dict) else None
 
 
-def _named(module: Any, names: tuple[str | None, str | None]) -> tuple[Any | None, Any | None]:
+def _named(module: Any, names: tuple[str | None, str | None]) -> tuple[Any, Any]:
     first, second = (None if name is None else getattr(module, name) for name in names)
     return first, second
 

@@ -192,8 +192,10 @@ def embedding_rows(network: Network) -> tuple[Weight, float] | None:
     if embedding is None or embedding != type(embedding)(embedding.words, scale=embedding.scale):
         return None
     words, factor = embedding.words, embedding.scale
-    if isinstance(words, ScaledEmbedding) and factor == 1.0:
-        words, factor = words.table, words.factor
+    if isinstance(words, ScaledEmbedding):
+        if factor != 1.0:
+            return None
+        words, factor = words.table, float(words.factor)
     rows = rows_of(words)
     return None if rows is None else (rows, factor)
 

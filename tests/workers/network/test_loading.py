@@ -44,7 +44,17 @@ def architecture_named(name: str) -> Architecture:
     return next(architecture for architecture in ARCHITECTURES if architecture.name == name)
 
 
-STACKED = ("llama", "llama with biases", "mistral", "qwen2", "qwen3", "seed_oss", "internlm3", "cwm", *DECODERS)
+STACKED = (
+    "llama",
+    "llama with biases",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "internlm3",
+    "cwm",
+    *DECODERS,
+)
 
 
 @pytest.mark.parametrize("name", STACKED)
