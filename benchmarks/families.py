@@ -20,16 +20,23 @@ PARAGRAPH = re.compile(r"^\*\*Served\*\* \(.*?(?=\n\n)", re.MULTILINE | re.DOTAL
 INTRODUCTION = """\
 # Model families
 
-Every language model of transformers {version}, those that take pictures as well with text alone. Each is a tiny
-random model in float32, with the layers and settings of its family.
+Every language model of transformers {version}, and every encoder that is served. Each is a tiny random model in
+float32 with the layers of its family, whose biases, norms and buffers all have an effect; and once more with those
+settings of its family that change numbers: soft caps, scales, biases, groups of experts, angles of YaRN, a tied or
+untied output layer.
 
-- **equal**: greedy tokens are those of transformers' `generate`, prompts of several lengths chunked and batched
+- **equal**: after each of 107 tokens (random prompts of 2 to 41 tokens, longer than windows and chunks, and what is
+  sampled behind them, batched) the log probabilities of all tokens of the vocabulary are those of transformers'
+  forward pass within 0.001; of an encoder all hidden states
+- **text only**: it is equal for text, and its pictures or sounds are refused ([media.md](media.md))
 - **refused**: it is refused when it is loaded, with this reason
-- **untested**: there is nothing to compare with, for this reason
+- **untested**: there is nothing to compare with, for this reason; no model counts as equal whose log probabilities
+  are even, always highest for the same few tokens, or do not depend on the order of tokens
 
-This file is made by `python -m benchmarks.parity --all --write`, and the list in
-[Models](models.md) by `python -m benchmarks.families`.
+This file is made by `python -m benchmarks.parity --all --write` (with Pillow, scipy, timm and torchvision), and the
+list in [Models](models.md) by `python -m benchmarks.families`.
 """
+ENCODERS = "## Encoders"
 
 
 class ModelRow(NamedTuple):
@@ -52,15 +59,21 @@ def summary(families: Sequence[ModelRow]) -> str:
     return ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
 
 
-def document(families: Sequence[ModelRow], version: str) -> str:
+def document(families: Sequence[ModelRow], encoders: Sequence[ModelRow], version: str) -> str:
     """The text of docs/families.md. version: of transformers."""
+    introduction = INTRODUCTION.format(version=version)
+    return f"{introduction}\n{table(families)}\n{ENCODERS}\n\n{table(encoders)}"
+
+
+def table(families: Sequence[ModelRow]) -> str:
+    """A table, below the numbers of its verdicts."""
     lines = "\n".join(family.line for family in families)
-    return f"{INTRODUCTION.format(version=version)}\n**{summary(families)}**\n\n{HEADER}\n{lines}\n"
+    return f"**{summary(families)}**\n\n{HEADER}\n{lines}\n"
 
 
 def read(text: str) -> list[ModelRow]:
-    """The families of docs/families.md, given its text."""
-    rows = text.partition(HEADER)[2].strip().splitlines()
+    """The families of docs/families.md, given its text; without encoders."""
+    rows = text.partition(ENCODERS)[0].partition(HEADER)[2].strip().splitlines()
     return [ModelRow(*(cell.strip() for cell in row.strip("|").split("|"))) for row in rows]
 
 

@@ -88,11 +88,11 @@ class EngineCore:
     ) -> None:
         self.config = config
         self.worker = worker
-        self.supervisor = WorkerSupervisor(worker)
+        self.supervisor = WorkerSupervisor(worker, lambda: self.started and self.control.awaits_workers)
         self.clients = clients
-        self.control = Control(self)
+        self.control: Control = Control(self)
         self.intake = MessageIntake(self)
-        self.started = False
+        self.started: bool = False
         self.started_at = time.monotonic()
         self.on_ready: Callable[[], None] = lambda: None
         self._lifeline_fd, self._publisher = lifeline_fd, publisher
@@ -186,6 +186,8 @@ class EngineCore:
             self.metrics.iteration_seconds.observe(time.monotonic() - awake_at)
         if (now := time.monotonic()) >= self._next_tidying:  # steps are launched first: it takes milliseconds
             self._next_tidying = now + TIDY_SECONDS
+            if self.started:
+                self.grammars.limit_memory()
             release_spare_memory()
 
     def _advance(self) -> None:
@@ -308,7 +310,6 @@ class EngineCore:
         if failure is not None and failure.fatal and not (failure.lacks_memory and self.started):
             raise received_error(failure.error, failure.error_type)
         self.supervisor.plan_restart(f"the worker was lost ({why})", why, time.monotonic())
-        self.supervisor.stopwatch.restart(False)
         if self.started:
             self.requests.outbox.add(self.scheduler.fail(time.monotonic()))
             self._adapters_lost(time.monotonic())
@@ -332,8 +333,7 @@ class EngineCore:
             self.adapters.queue.take_back(self.scheduler.waiting.withdraw(has_adapter), now)
 
     def _start_worker(self) -> None:
-        why = self.supervisor.start(time.monotonic())
-        if why is not None and self.started:
+        if (why := self.supervisor.start(time.monotonic())) is not None and self.started:
             self.control.worker_lost(why, was_ready=False)
 
     @property

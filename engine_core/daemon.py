@@ -24,7 +24,7 @@ from pagewire.engine_core.workers.launchers.choose import open_launcher
 from pagewire.engine_core.workers.launchers.early import EarlyWorker
 from pagewire.ipc.environment import env_float
 from pagewire.ipc.host.address_lock import AddressLock, sweep
-from pagewire.ipc.host.descriptors import raise_descriptor_limit
+from pagewire.ipc.host.descriptors import raise_descriptor_limit, require_descriptors
 from pagewire.ipc.host.gate import Gate
 from pagewire.ipc.host.heap import return_freed_memory
 from pagewire.ipc.host.priority import take_short_turns
@@ -33,6 +33,9 @@ from pagewire.ipc.wire.sockets import CurveKeys, bind_router, runtime_dir
 
 logger = logging.getLogger("pagewire.core")
 
+# The fewest open files that a core and each of its workers need: ZeroMQ ends a process that has none left when a
+# peer connects over ipc (libzmq 4.3.5, ipc_listener.cpp). Each frontend takes one more.
+CORE_DESCRIPTORS, WORKER_DESCRIPTORS = 112, 16
 FLUSH_MS = 500  # how long closing the socket may take to send what is queued, such as the cause of a failure
 
 
@@ -149,6 +152,8 @@ def prepare(
     An error, as of `EngineConfig.resolve` and `open_launcher`, is also sent to the frontends that wait to attach.
     """
     try:
+        needed = CORE_DESCRIPTORS + WORKER_DESCRIPTORS * args.num_workers
+        require_descriptors(needed, "an engine core with these options")
         config, events = EngineConfig.resolve(args), args.resolved_kv_events()
         publisher = None if events is None else KVPublisher(context, events, args.block_size)
         return config, WorkerGroup(config.worker_config(), open_launcher(args, context, early)), publisher

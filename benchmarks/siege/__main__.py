@@ -30,7 +30,7 @@ from .attack import Target
 from .attackers import chosen
 from .client import WAIT_SECONDS, Client
 from .fortress import EMBEDDER, EVIL_KEY, MODEL, PICTURES, Fortress, besieged
-from .report import AttackLog, Report
+from .report import AttackLog, Report, described
 from .watcher import Lag, Watcher
 
 LONG_MINUTES = 5.0  # from this length on a siege kills workers by default
@@ -50,13 +50,18 @@ class Siege:
         self._log, self._lag = AttackLog(), Lag()
 
     async def run(self) -> Report:
-        """Learn, attack, settle; the report."""
-        await self._client.learn()
-        await self._warm_up()
+        """Learn, attack, settle; the report. What fails of the siege itself is in it, by name."""
+        before: list[str] = []
+        try:
+            await self._client.learn()
+            await self._warm_up()
+        except Exception as error:
+            before.append(f"before the attacks: {described(error)}")
         watcher = Watcher(self._fortress)
         given = {name: value for name, value in vars(self._options).items() if name != "json"}
-        report = Report(given, self._log, self._client, watcher, self._lag)
-        await self._attack(watcher, report)
+        report = Report(given, self._log, self._client, watcher, self._lag, others=before)
+        if not before:
+            await self._attack(watcher, report)
         alive = not (watcher.deaths or watcher.overflow)
         if alive and not report.others:
             report.others += await self._settle()
@@ -72,20 +77,23 @@ class Siege:
     async def _attack(self, watcher: Watcher, report: Report) -> None:
         """All at once until the time is over, or server or core are."""
         attackers = self._start_attackers()
-        watch = asyncio.create_task(watcher.watch())
-        reading = asyncio.create_task(asyncio.to_thread(self._read, attackers))
-        helpers = [
-            self._client.run(),
-            self._client.follow_restarts(),
-            self._lag.run(),
-            self._note_first_failure(report),
-        ]
+        parts = {
+            "watcher": watcher.watch(),
+            "reader of the attackers' log": asyncio.to_thread(self._read, attackers),
+            "look for a stuck client": self._client.stuck(),
+            "client": self._client.run(),
+            "client's look for restarts": self._client.follow_restarts(),
+            "lag": self._lag.run(),
+            "look for the first failure": self._note_first_failure(report),
+        }
         if self._kills:
-            helpers.append(
-                watcher.kill_workers(random.Random(self._options.seed), self._client.worker_killed)
+            rng = random.Random(self._options.seed)
+            client = self._client
+            parts["killer of workers"] = watcher.kill_workers(
+                rng, client.worker_killed, lambda: client.served
             )
-        tasks = [asyncio.create_task(helper) for helper in helpers]
-        tasks.append(stuck := asyncio.create_task(self._client.stuck()))
+        tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
+        watch, reading, stuck = tasks[:3]
         try:
             await asyncio.wait(
                 [watch, reading, stuck],
@@ -102,11 +110,12 @@ class Siege:
                 self._log.note_time()
             attackers.kill()
             self._client.end()
-            for task in (watch, *tasks):
-                task.cancel()
-            for result in await asyncio.gather(watch, reading, *tasks, return_exceptions=True):
+            for task in tasks:
+                if task is not reading:  # it ends with the attackers
+                    task.cancel()
+            for task, result in zip(tasks, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
                 if isinstance(result, Exception):
-                    report.others.append(f"the siege itself failed: {result!r}")
+                    report.others.append(f"the siege itself failed: {task.get_name()}: {described(result)}")
 
     @property
     def _kills(self) -> bool:
@@ -164,8 +173,10 @@ class Siege:
             async with self._client.connection() as http:
                 await asyncio.wait_for(self._idle(http, held), SETTLE_SECONDS)
                 await self._client.ask_all(http)
-        except (aiohttp.ClientError, OSError, ValueError, asyncio.TimeoutError) as error:
-            return [f"not idle {SETTLE_SECONDS:g} s after the last attack: {held} {error!r}"]
+        except asyncio.TimeoutError:
+            return [f"not idle {SETTLE_SECONDS:g} s after the last attack: {held}"]
+        except Exception as error:
+            return [f"after the last attack: {described(error)} {held}"]
         return [f"afterwards: {text}" for text in self._client.wrong[wrong:]]
 
     async def _idle(self, http: aiohttp.ClientSession, held: dict[str, float]) -> None:
@@ -240,8 +251,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Run a siege, and report."""
     options = arguments()
-    with besieged(options.target, options.pictures) as fortress:
-        report = asyncio.run(Siege(fortress, options).run())
+    try:
+        with besieged(options.target, options.pictures) as fortress:
+            report = asyncio.run(Siege(fortress, options).run())
+    except (Exception, KeyboardInterrupt) as error:
+        print(f"FAILED: there was no siege to its end: {described(error)}")
+        return 1
     print(report.text())
     if options.json:
         options.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")

@@ -98,6 +98,11 @@ class Client:
         self._num_killed += 1
         self._killed.set()
 
+    @property
+    def served(self) -> bool:
+        """True while the present worker serves, as far as is known."""
+        return self._served_since is not None
+
     async def follow_restarts(self) -> None:
         """See by `/metrics`, after each kill, when the next worker serves; until cancelled.
 
@@ -123,9 +128,10 @@ class Client:
             return False
         families = text_string_to_metric_families(text)
         samples = (sample for family in families for sample in family.samples)
-        values = {sample.name: sample.value for sample in samples if sample.labels["model_name"] == MODEL}
-        restarts = values["pagewire:worker_restarts_total"]
-        return restarts >= self._num_killed and values["pagewire:workers_ready"] == 1
+        # Some are the server's, of no model; those of a model are missing while its core does not answer.
+        values = {sample.name: sample.value for sample in samples if sample.labels.get("model_name") == MODEL}
+        restarts = values.get("pagewire:worker_restarts_total", -1)
+        return restarts >= self._num_killed and values.get("pagewire:workers_ready") == 1
 
     async def learn(self) -> None:
         """See what undisturbed answers are; they must be the same twice."""
@@ -142,7 +148,7 @@ class Client:
             while True:
                 try:
                     await self.ask_all(http)
-                except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
+                except Exception as error:  # whatever an answer lacks is the server's fault
                     self.end()
                     self.wrong.append(f"no answer: {error!r:.300}")
                     await asyncio.sleep(1.0)

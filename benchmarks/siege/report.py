@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .attack import SERVER_ERROR, UNANSWERED
@@ -162,6 +164,13 @@ class Report:
         if failures and self.log.at_failure:
             lines.append(f"attacks before the first failure (--replay): {','.join(self.log.at_failure)}")
         return "\n".join(lines)
+
+
+def described(error: BaseException) -> str:
+    """An error by its type and text, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{error!r:.300}{place}"
 
 
 def waits(given: list[Wait]) -> dict[str, dict[str, float]]:

@@ -79,12 +79,17 @@ class Watcher:
                 self.deaths.append(f"the worker (pid {pid}) has died, and was replaced")
             self._pids["worker"] = pids[0]
 
-    async def kill_workers(self, rng: random.Random, on_kill: Callable[[], None]) -> None:
-        """Kill the worker now and then."""
+    async def kill_workers(
+        self, rng: random.Random, on_kill: Callable[[], None], serves: Callable[[], bool]
+    ) -> None:
+        """Kill the worker now and then, and one that does not serve yet half as often.
+
+        A core rightly gives up where ten in a row are killed while they load, which on a busy machine takes long.
+        """
         while True:
             await asyncio.sleep(KILL_SECONDS * (0.5 + rng.random()))
-            pid = self._pids["worker"]
-            if pid in self._fortress.roles().get("worker", []) and pid not in self._killed:
+            pid, spared = self._pids["worker"], rng.random() < 0.5 and not serves()
+            if not spared and pid in self._fortress.roles().get("worker", []) and pid not in self._killed:
                 self._killed.add(pid)
                 self.kills += 1
                 on_kill()

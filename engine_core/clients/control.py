@@ -98,6 +98,12 @@ class Control:
         """
         return self._sleep.holds_steps or any(not deferred.drain for deferred in self._deferred)
 
+    @property
+    def awaits_workers(self) -> bool:
+        """True if requests or calls wait for workers."""
+        core = self._core
+        return bool(core.scheduler.num_unfinished or len(core.lobby) or self._worker_calls.num_unsent)
+
     def call(self, identity: bytes, call: Call) -> None:
         """Check a call and run its method, which answers it then or later. An error is answered at once."""
         caller = FrontendCall(identity, call.call_id, self._send)

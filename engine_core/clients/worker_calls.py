@@ -61,6 +61,11 @@ class PendingCalls:
         """The call that the workers run, or are about to run; None if there is none."""
         return next(iter(self._sent.values()), None)
 
+    @property
+    def num_unsent(self) -> int:
+        """Number of calls that wait for the workers to be ready, or to answer the call before."""
+        return len(self._unsent)
+
     def call(self, method: str, kwargs: dict[str, Any], done: Done, args: Iterable[Any] = ()) -> None:
         """Call a method of every worker, as soon as they are ready; `done` gets the outcome, later.
 

@@ -6,6 +6,7 @@ Accepting a token and computing a mask take microseconds, so the core does both 
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ DEAD_END = "NoExtension"  # in llguidance's message if no token of the vocabular
 MASK_ALLOWANCE = 0.0005  # processor time of a mask, in seconds, that is not counted: most take a tenth of it
 SHARE = 0.4  # of all time, which the masks of a grammar may take beyond that for as long as they like
 MAX_EXCESS_SECONDS = 0.5  # that they may take beyond both: others wait as long
+MEASURED = 8  # of so many masks one is measured for all: to look takes some of the microseconds of a mask
+# Less growth by a mask is not counted: a few pages come again each time that spare memory was given back, which
+# would add up under a grammar that is used for days. Most of what grammars grow by comes in larger pieces.
+NOTED_BYTES = 16 << 10
+PAGE_BYTES = resource.getpagesize()
 MAX_ERROR_CHARS = 1000  # of llguidance's messages, which repeat the grammar
 
 
@@ -89,11 +95,21 @@ class Matcher:
         Raises:
             GrammarError: no token is allowed, or the grammar has become too complex.
         """
-        self.grammar.masks_time.check()
-        clock = self.grammar.masks_time.clock
+        grammar = self.grammar
+        if grammar.evicted:
+            raise GrammarError(
+                "the grammar has become too complex: there is no memory for its further growth"
+            )
+        grammar.masks_time.check()
+        clock = grammar.masks_time.clock
+        grammar.num_masks += 1
+        measured = not grammar.num_masks % MEASURED
+        touched = touched_bytes() if measured else 0
         begin = clock()
         bitmask = self._state.compute_bitmask()
-        self.grammar.masks_time.add(clock() - begin)
+        grammar.masks_time.add(clock() - begin)
+        if measured and (grown := touched_bytes() - touched - len(bitmask)) >= NOTED_BYTES:
+            grammar.num_bytes += MEASURED * grown
         if self._state.is_error():
             raise GrammarError(f"the grammar allows no next token: {failure_reason(self._state)}")
         mask = bytearray(bitmask[: self._mask_bytes].ljust(self._mask_bytes, b"\0"))
@@ -133,12 +149,15 @@ class MasksTime:
             )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Grammar:
     """A compiled grammar for one vocabulary.
 
-    num_bytes: memory that it takes, with all its matchers.
+    num_bytes: memory that it takes, with all its matchers. It grows: llguidance keeps the states of its lexer that
+        masks have needed, of which some grammars have thousands, for as long as the grammar lives.
+    num_masks: computed so far.
     masks_time: of all its sequences together, since they make the same core wait.
+    evicted: there is no memory for it any more: its sequences end.
     """
 
     start: LLMatcher
@@ -146,6 +165,8 @@ class Grammar:
     eos_token_ids: tuple[int, ...]
     masks_time: MasksTime
     num_bytes: int = 0
+    num_masks: int = 0
+    evicted: bool = False
 
     def matcher(self, token_ids: Sequence[int] = (), ignore_eos: bool = False) -> Matcher:
         """The matcher of a sequence that has generated `token_ids`.
@@ -157,6 +178,14 @@ class Grammar:
         for token_id in token_ids:
             matcher.accept(token_id)
         return matcher
+
+
+def touched_bytes() -> int:
+    """Memory that this thread was the first to write to, so far: what is freed meanwhile is not taken away.
+
+    malloc's memory comes page by page where huge pages are not forced on a process.
+    """
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt * PAGE_BYTES
 
 
 def failure_reason(state: LLMatcher) -> str:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -251,6 +252,30 @@ class Grammars:
                     f"{own >> 20} of the {limit >> 20} that are this tenant's share now: try again later"
                 )
             self._forget(own + num_bytes - limit)
+
+    def limit_memory(self) -> None:
+        """Forget cached grammars, and evict those in use, until all take no more than they may.
+
+        To be called now and then: grammars grow while they are used. Those of the tenant that has most go first,
+        and of these the largest.
+        """
+        self._limit_cached()
+        with self._lock:
+            by_tenant = self._bytes_by_tenant()
+            excess = sum(by_tenant.values()) - self._max_bytes
+            if excess <= 0:
+                return
+            grammars = [
+                (by_tenant[tenant], grammar.num_bytes, grammar) for grammar, tenant in self._in_use.items()
+            ]
+            grammars.sort(key=itemgetter(0, 1), reverse=True)
+            for _, num_bytes, grammar in grammars:
+                if excess > 0:
+                    grammar.evicted = True
+                    excess -= num_bytes
+            for key, known in list(self._known.items()):
+                if isinstance(known.outcome, Grammar) and known.outcome.evicted:
+                    del self._known[key]
 
     def _limit_cached(self) -> None:
         """Forget the grammars used least recently until those that are cached take no more than they may."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.restarts import Restarts
@@ -20,19 +21,21 @@ class CoreError(EngineDeadError):
 class WorkerSupervisor:
     """Supervises a group of workers. Time is monotonic, in seconds.
 
+    awaited: tells whether requests or calls wait for workers.
+
     Attributes:
         stopwatch: of the oldest step in flight. start_limit: seconds that a start may make no progress.
     """
 
-    def __init__(self, worker: WorkerGroup) -> None:
+    def __init__(self, worker: WorkerGroup, awaited: Callable[[], bool]) -> None:
         self.stopwatch = Stopwatch(env_float("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", 300.0))
         self.start_limit = env_float("PAGEWIRE_WORKER_START_TIMEOUT_S", 300.0)
-        self._worker, self._restarts = worker, Restarts()
+        self._worker, self._awaited, self._restarts = worker, awaited, Restarts()
 
     @property
     def next_start(self) -> float | None:
         """Time of the next start; None if the workers run."""
-        return self._restarts.due
+        return None if self._restarts.running else self._restarts.due(awaited=self._awaited())
 
     def start(self, now: float) -> str | None:
         """Start the workers. Returns why that failed: what the machine lacks now, it may have a moment later.
@@ -40,7 +43,7 @@ class WorkerSupervisor:
         Raises:
             CoreError: too many starts in a row have failed.
         """
-        self._restarts.due = None
+        self._restarts.started(now)
         try:
             self._worker.start()
         except (OSError, MemoryError) as error:
@@ -50,15 +53,20 @@ class WorkerSupervisor:
         return None
 
     def plan_restart(self, text: str, why: str, now: float) -> None:
-        """Date the next start, after a loss or a failed start. text: for the log. why: the cause alone.
+        """Date the next start, after a loss or a failed start: no step is in flight.
+
+        text: for the log. why: the cause alone.
 
         Raises:
             CoreError: too many starts in a row have failed.
         """
-        pause = self._restarts.lost(now)
+        self.stopwatch.restart(False)
+        self._restarts.lost(now)
         if self._restarts.hopeless:
             raise CoreError(f"the worker did not start: {why}")
-        logger.error("%s; starting another%s", text, f" in {pause:g} s" if pause else "")
+        awaited, idle = ((self._restarts.due(awaited=given) or now) - now for given in (True, False))
+        when = f", in {awaited:.1f} s if requests wait, else in {idle:g} s" if idle else ""
+        logger.error("%s; starting another%s", text, when)
 
     def ready(self, now: float) -> None:
         """Record that the workers are ready."""

@@ -32,6 +32,15 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def require_descriptors(needed: int, who: str) -> None:
+    """Raise ValueError if this process may have fewer open files than `who` needs."""
+    if (limit := descriptor_limit()) < needed:
+        raise ValueError(
+            f"{who} needs at least {needed} open files, and this process may have {limit}: raise the hard limit "
+            "(ulimit -Hn)"
+        )
+
+
 class SpareDescriptors:
     """Open files that are closed when their descriptors are needed elsewhere."""
 

@@ -21,8 +21,9 @@ def test_models_lists_the_families_of_the_table() -> None:
 
 
 def test_a_table_is_read_as_it_was_written() -> None:
-    text = families.document(SOME, "5.0")
+    text = families.document(SOME, [families.ModelRow("bert", "BertModel", "equal")], "5.0")
     assert "transformers 5.0" in text and "**2 equal, 1 refused, 1 untested**" in text
+    assert "## Encoders\n\n**1 equal**" in text
     assert families.read(text)[::2] == SOME[::2]
     assert families.read(text)[1].why == "no tiny model: ValueError: a / b"
     assert families.paragraph(families.read(text)) == "**Served** (2 model types):\n`llama`, `xlm-roberta`."

@@ -25,7 +25,7 @@ from tests.benchmarks.loading import load_from
 load = partial(load_from, "siege")
 attack, attackers, bodies, client = map(load, ("attack", "attackers", "bodies", "client"))
 fortress, report, values, watcher = map(load, ("fortress", "report", "values", "watcher"))
-attack_frames = load("frames")
+attack_frames, main = load("frames"), load("__main__")
 
 
 # ------------------------------------------------------------ attacks
@@ -141,7 +141,9 @@ def test_attackers_have_certificates_with_and_without_rights(tmp_path: Path) -> 
 
 
 class Processes:
-    """Processes under siege that are asleep."""
+    """Processes under siege that are asleep. Nothing listens at their address."""
+
+    url = "http://127.0.0.1:9"
 
     def __init__(self) -> None:
         self.started = {role: subprocess.Popen(["sleep", "60"]) for role in ("server", "core", "worker")}
@@ -155,6 +157,12 @@ class Processes:
     def memory(self) -> dict[str, float]:
         """In MiB."""
         return dict.fromkeys(self.roles(), self.held)
+
+    def stop(self) -> list[str]:
+        """End all; nothing goes wrong."""
+        for role in self.started:
+            self.kill(role)
+        return []
 
     def kill(self, role: str) -> None:
         """End one."""
@@ -174,8 +182,7 @@ def processes() -> Iterator[Processes]:
     """Three of them."""
     made = Processes()
     yield made
-    for role in made.started:
-        made.kill(role)
+    made.stop()
 
 
 def siege_of(processes: Processes) -> Any:
@@ -220,6 +227,49 @@ def test_the_client_is_not_late_by_what_its_own_process_was(processes: Processes
     assert "2.5 s for token" in found.failures[0]
     found.lag.note(11.0, 11.45)
     assert not found.failures
+
+
+def test_what_fails_of_a_siege_itself_is_named(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails, before the attacks and in their midst, and writes its report."""
+
+    async def nothing(*args: object) -> None:
+        pass
+
+    async def keeps_asking(made: Any, http: object) -> None:
+        asked.append(1)
+        raise KeyError("choices")
+
+    async def loses_its_way(made: Any) -> None:
+        raise KeyError("model_name")
+
+    options = main.arguments(["--minutes", "0.02", "--attackers", "strangers", "--target", "own"])
+    found = asyncio.run(main.Siege(processes, options).run())
+    assert any("before the attacks: ClientConnectorError" in text for text in found.failures)
+    asked: list[int] = []
+    processes = Processes()
+    processes.port, processes.address, processes.keys = 9, None, ""  # type: ignore[attr-defined]
+    for name, part in (("learn", nothing), ("ask_all", keeps_asking), ("follow_restarts", loses_its_way)):
+        monkeypatch.setattr(main.Client, name, part)
+    monkeypatch.setattr(main.Siege, "_warm_up", nothing)
+    found = asyncio.run(main.Siege(processes, options).run())
+    text = found.text()
+    assert asked and "FAILED: the client got" in text and "no answer: KeyError('choices')" in text
+    assert (
+        "FAILED: the siege itself failed: client's look for restarts: KeyError('model_name') (test_siege.py:"
+        in text
+    )
+
+
+def test_a_siege_that_cannot_begin_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def besieged(*args: object) -> None:
+        raise RuntimeError("the core did not start: too little memory")
+
+    monkeypatch.setattr(main, "besieged", besieged)
+    monkeypatch.setattr(sys, "argv", ["siege"])
+    assert main.main() == 1
+    assert "FAILED" in (text := capsys.readouterr().out) and "too little memory" in text
 
 
 @pytest.mark.parametrize("role", ["server", "core"])
@@ -336,23 +386,22 @@ def test_a_wait_without_an_end_counts() -> None:
 
 def test_a_restart_excuses_what_begins_before_the_next_worker_is_ready() -> None:
     """An answer that comes late from the killed worker is not one of the next worker."""
-    states = iter(
-        [(0, 1), None, (1, 0), (1, 1)]
-    )  # the kill is noticed, no answer, and the next worker starts
+    # Before the kill is noticed, no answer, none from the core, and the next worker starts.
+    states = iter([(0, 1), None, (), (1, 0), (1, 1)])
 
     async def metrics(request: web.Request) -> web.Response:
         state = next(states)
         made._waited("token", made._begin())
         if state is None:
             return web.Response(status=503)
-        restarts, ready = state
-        return web.Response(
-            text="".join(
-                f'pagewire:{name}{{model_name="{model}"}} {value}\n'
-                for name, value in (("worker_restarts_total", restarts), ("workers_ready", ready))
-                for model, value in (("demo", value), ("embedder", 0))
-            )
-        )
+        of_core = zip(("worker_restarts_total", "workers_ready"), state, strict=False)
+        samples = [
+            f'pagewire:{name}{{model_name="{model}"}} {value}\n'
+            for name, value in of_core
+            for model, value in (("demo", value), ("embedder", 0))
+        ]
+        of_server = 'pagewire:frontend_connections{state="open"} 1\n'
+        return web.Response(text="".join([of_server, *samples]))
 
     async def restarted() -> None:
         app = web.Application()
@@ -366,13 +415,13 @@ def test_a_restart_excuses_what_begins_before_the_next_worker_is_ready() -> None
         made.worker_killed()
         begin = made._begin()
         following = asyncio.create_task(made.follow_restarts())
-        while made._served_since is None:
+        while made._served_since is None and not following.done():
             await asyncio.sleep(0)
-        following.cancel()
+        assert following.cancel(), following.exception()
         await runner.cleanup()
         made._waited("first token", begin)
         made._waited("token", made._begin())
 
     made = client.Client("")
     asyncio.run(restarted())
-    assert [wait.restart for wait in made.waits] == [False, *[True] * 4, True, False]
+    assert [wait.restart for wait in made.waits] == [False, *[True] * 5, True, False]

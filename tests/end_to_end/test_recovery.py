@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,32 @@ def test_killed_workers_change_nothing(start_daemon: Callable, params: Callable)
             assert state["num_free_blocks"] == state["num_blocks"]
 
     asyncio.run(main())
+
+
+def test_streams_wait_for_starts_of_workers_and_hardly_for_pauses(
+    start_daemon: Callable, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With nobody waiting the pause after the sixth kill would be 8 s."""
+    daemon = start_daemon()
+    long = partial(sampled, max_tokens=120)
+
+    async def main() -> None:
+        async with AsyncLLM.attach(daemon.address) as llm:
+            expected = await asyncio.gather(*(collect(llm, i, None, long) for i in range(8)))
+            progress = Progress()
+            tasks = [asyncio.create_task(collect(llm, i, progress, long)) for i in range(8)]
+            for kill in range(6):
+                await wait_for_start(llm, kill + 1)
+                await progress.reach(progress.count + 120)  # each is cleared of crashes in eight steps alone
+                await kill_worker(llm)
+            assert await asyncio.gather(*tasks) == expected
+
+    asyncio.run(main())
+    pauses = re.findall(
+        r"starting another(?:, in ([\d.]+) s if requests wait, else in (\d+) s)?", capfd.readouterr().err
+    )
+    assert len(pauses) == 6
+    assert max(float(awaited or 0) for awaited, _ in pauses) <= 5
 
 
 def test_preemption_changes_nothing(start_daemon: Callable, llm: LLM) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.workers.versions import GROUPED_NORM, transformers_version
+from tests.workers.biting import bite
 
 VOCAB_SIZE = 128
 COMMON: dict[str, Any] = {
@@ -54,13 +55,14 @@ class Architecture:
         return mapping[type(self.config())].__name__  # type: ignore[no-any-return]
 
     def write(self, folder: Path, seed: int = 0, dtype: str = "float32") -> Path:
-        """A checkpoint with random weights in `folder`."""
+        """A checkpoint with random weights in `folder`, all of which have an effect."""
         import torch
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(self.config()).to(getattr(torch, dtype))
-        model.save_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(self.config())
+        bite(model, seed)
+        model.to(getattr(torch, dtype)).save_pretrained(folder)
         return folder
 
 
@@ -134,6 +136,8 @@ MINISTRAL_ROPE = {
     "mscale_all_dim": 1.0,
 }
 
+BOTH_WAYS = GROUPED | {"use_bidirectional_attention": True}
+DECODER = {"is_decoder": True, "pad_token_id": 1}  # whose positions begin behind that of the padding token
 DBRX = {
     "d_model": 64,
     "n_heads": 4,
@@ -376,6 +380,8 @@ ARCHITECTURES = [
     Architecture(
         "falcon with groups", {"new_decoder_architecture": True, "num_kv_heads": 2}, model_type="falcon"
     ),
+    Architecture("data2vec-text", DECODER),
+    Architecture("roberta", DECODER),
     Architecture("dbrx", DBRX),
     Architecture(
         "gpt_neo", {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 7}
@@ -391,6 +397,7 @@ ARCHITECTURES = [
         {"d_model": 64, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
         "decoder of an encoder-decoder model",
     ),
+    Architecture("gemma2 both ways", BOTH_WAYS, "attend both ways", model_type="gemma2"),
     Architecture("deepseek_v4", INDEXED | LATER_EXPERTS, "heavily_compressed_attention"),
     Architecture("openai-gpt", GPT2_SIZES, OWN_ATTENTION),
     Architecture(

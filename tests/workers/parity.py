@@ -60,5 +60,5 @@ def our_tokens(folder: Path, prompts: list[list[int]], num_tokens: int = NUM_TOK
     Raises:
         LoadError: the architecture is refused.
     """
-    runner, _ = load_runner(folder)
+    runner, _ = load_runner(folder, dtype="float32")
     return Driver(runner).generate(prompts, num_tokens)

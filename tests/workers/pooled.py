@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from pagewire.ipc.wire.items import Prompt
-from pagewire.ipc.wire.pooling import PoolingParams
+from pagewire.ipc.wire.pooling import PoolerConfig, PoolingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan
 from pagewire.workers.run.runner import Runner
 from tests.workers.architectures import COMMON, GROUPED
+from tests.workers.biting import bite
+from tests.workers.driver import load_runner
 from tests.workers.versions import skip_unless_known
 
 SIZES: dict[str, Any] = {
@@ -72,10 +74,7 @@ def write(
         model_type, **((ENCODERS | MORE_ENCODERS | CAUSAL)[model_type] | fields)
     )
     model = getattr(transformers, head).from_config(config).to(getattr(torch, dtype))
-    with torch.no_grad():  # norms and biases that are not 1 and 0 show whether they are read
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter += 0.1 * torch.randn(parameter.shape)
+    bite(model)
     model.save_pretrained(folder)
     return folder
 
@@ -156,6 +155,26 @@ def pool(
                 results[row.slot] = torch.tensor(result.pooled.tolist()).view(result.pooled.shape)
     runner.step(StepPlan(2, [], [], list(range(len(prompts)))))
     return results
+
+
+def hidden_states(folder: Path, prompts: Sequence[Sequence[int]], head: str = "AutoModel") -> list[Tensor]:
+    """transformers' hidden states [n, H] of each prompt in float32, or logits [L], one prompt at a time."""
+    import transformers
+
+    model = getattr(transformers, head).from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return [model(torch.tensor([list(prompt)]))[0][0] for prompt in prompts]
+
+
+def our_hidden_states(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The worker's hidden states [n, H] of each prompt in float32, all in one step.
+
+    Raises:
+        LoadError: the model is refused.
+    """
+    config = PoolerConfig(normalize=False)
+    runner, _ = load_runner(folder, dtype="float32", runner="pooling", pooler_config=config)
+    return pool(runner, prompts, PoolingParams(task="token_embed", all_tokens=True))
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

@@ -96,12 +96,15 @@ OTHERS: dict[str, dict[str, Any]] = {  # what the names do not tell
     "mamba2": {"num_heads": 8},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (32, 32), "axial_pos_shape": (8, 16)},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "step3p5": {"sliding_window": 7},
+    "xmod": {"default_language": "en_XX"},
     "xlm": {"n_words": VOCAB_SIZE, "emb_dim": 64},
     "zaya": {"num_experts_per_tok": 1},
 }
 KNOWN = {architecture.name: architecture for architecture in reversed(ARCHITECTURES)}
 NUM_TEXT_TOKENS = VOCAB_SIZE - 28  # those before the tokens that stand for media
-MAX_PARAMETERS = 20_000_000
+MAX_PARAMETERS = 80_000_000
 
 
 def shrunk(model_type: str) -> Any:

@@ -136,9 +136,11 @@ class ModelSettings:
             logger.info(
                 "%s is served for text only: pictures, videos and sound are not taken", config.model_type
             )
-        scales = kv_scales(worker_config, kv_dtype, num_decoder_layers(config))
-        if getattr(config, "is_encoder_decoder", False):
+        is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
+        if is_encoder_decoder:
             check_seq2seq(worker_config, config)
+        scales = kv_scales(worker_config, kv_dtype, num_decoder_layers(config))
+        if is_encoder_decoder:
             source = source_info(worker_config, config)
             max_len = filled(source.max_tokens, worker_config.block_size) + source.max_target_tokens
             return cls(config, spec, dtype, kv_dtype, scales, max_len, source, packed)
@@ -192,8 +194,7 @@ def load_model(
     base = module.get_submodule(base_path(module))
     shards = weights.shards or own_shards(module, collective, parallel)
     phases.end("weights")
-    if settings.encodes:
-        assert spec is not None
+    if settings.encodes or position_offset(base):
         settings = replace(settings, max_len=max_prompt(worker_config, config, spec, base))
     hears = settings.source is not None and settings.source.kind == SOUND
     features = sound_features(worker_config, config)[0] if hears else None
@@ -332,7 +333,7 @@ def reference(
         run, expected = saved.reference()
     else:
         check_served(module, settings, collective)
-        run = dry_run(module.config, base, settings)
+        run = dry_run(module.config, settings)
     num_positions = max(settings.max_len, run.end)
     if not settings.encodes:
         run = replace(run, short_length=short_length(module, num_positions))
@@ -343,12 +344,12 @@ def reference(
     return run, expected
 
 
-def dry_run(config: Any, base: Any, settings: ModelSettings) -> DryRun:
+def dry_run(config: Any, settings: ModelSettings) -> DryRun:
     """The requests by which a model is proven."""
     if settings.source is not None:
         return DryRun.with_sources(config.vocab_size, settings.source, settings.max_len)
     if settings.encodes:
-        return DryRun.whole(config.vocab_size, settings.max_len, position_offset(base))
+        return DryRun.whole(config.vocab_size, settings.max_len)
     return DryRun.make(config.get_text_config().vocab_size, settings.max_len)
 
 

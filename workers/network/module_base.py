@@ -78,6 +78,7 @@ class ModuleBase:
         self._arithmetic = arithmetic
         self._accepts = set(inspect.signature(module.forward).parameters)
         self._takes_types = takes_token_types(module)
+        self._first = 0 if encodes else position_offset(module)
 
     @property
     def name(self) -> str:
@@ -96,6 +97,7 @@ class ModuleBase:
                 return self._encoded(input_ids, positions, step)
 
             at = positions[None] if step.axes is None else step.axes.positions[:, None]
+            at = at + self._first if self._first else at
             deep = self._deep(step, input_ids)
 
             def forward() -> Any:

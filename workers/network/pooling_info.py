@@ -91,8 +91,8 @@ def max_length(worker_config: WorkerConfig, config: Any, spec: PoolingSpec | Non
     return resolve_max_model_len(worker_config, config)
 
 
-def max_prompt(worker_config: WorkerConfig, config: Any, spec: PoolingSpec, base: Any) -> int:
-    """Maximum tokens of a prompt of an encoder, whose base module has its positions.
+def max_prompt(worker_config: WorkerConfig, config: Any, spec: PoolingSpec | None, base: Any) -> int:
+    """Maximum tokens of a prompt of an encoder, or of a request of a decoder, whose base module has its positions.
 
     Raises:
         LoadError: `max_model_len` exceeds what the model has positions for.
@@ -102,13 +102,13 @@ def max_prompt(worker_config: WorkerConfig, config: Any, spec: PoolingSpec, base
         return max_length(worker_config, config, spec)
     if requested is not None and requested > limit:
         raise LoadError(f"max_model_len {requested} exceeds the model's limit of {limit} positions")
-    if requested is None and spec.max_length is not None:
+    if requested is None and spec is not None and spec.max_length is not None:
         return min(spec.max_length, limit)
     return requested or limit
 
 
 def max_positions(config: Any, base: Any) -> int | None:
-    """The tokens for which an encoder has positions; None where the configuration does not say."""
+    """The tokens for which a module has positions; None where the configuration does not say."""
     value = getattr(config, "max_position_embeddings", None)
     return value - position_offset(base) if isinstance(value, int) and value > 0 else None
 

@@ -60,6 +60,12 @@ RECURRENT = {"rwkv", "xlstm"}
 """Recurrent models whose modules do not let their states be replaced."""
 RELATIVE = {"inkling_text", "inkling2_text"}
 """Models with layers of a type that is served, whose attention is not."""
+BOTH_WAYS = (True, "all")
+"""Values of `use_bidirectional_attention` with which all tokens of a prompt attend to each other.
+
+Transformers' eager attention, with which models are proven, does not heed it in all of them, so that their logits
+would not show it.
+"""
 PLACED_DECODERS = {"whisper"}
 """Encoder-decoders whose decoder takes the positions of its tokens. The others count them by their own cache."""
 
@@ -99,6 +105,12 @@ def check_config(config: Any) -> None:
             "its attention adds logits of a query's own by distance, which the kernels do not have; transformers' "
             "generate runs it",
         )
+    if getattr(text, "use_bidirectional_attention", None) in BOTH_WAYS:
+        raise refuse(
+            config,
+            "all tokens of its prompts attend both ways, text as well (use_bidirectional_attention), so that keys "
+            "would depend on what follows; transformers' generate runs it",
+        )
     if (reason := wrong_arithmetic(text)) is not None:
         raise refuse(config, reason)
     if text.model_type == "doge" and text.is_moe:
@@ -130,8 +142,7 @@ def results(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]
         places = [torch.arange(d, d + n) for d, n in zip(done, lengths, strict=True)]
         done = [d + n for d, n in zip(done, lengths, strict=True)]
         ids = torch.cat([t[p] for t, p in zip(run.token_ids, places, strict=True)])
-        # A model that encodes counts from its own first position.
-        positions = torch.cat([p if model.encodes else run.rows(i, p) for i, p in enumerate(places)])
+        positions = torch.cat([run.rows(i, p) for i, p in enumerate(places)])
         batch = model.laid_out(dry_batch(places, done, run.num_blocks), positions)
         starts = batch.query_start_loc[:-1].tolist()
         states = dry_states(lengths, slots)

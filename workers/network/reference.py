@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import first_line
 from pagewire.workers.module.lockstep import Lockstep
 from pagewire.workers.module.refusals import refuse
+from pagewire.workers.module.text_base import base_path
 from pagewire.workers.module.weights import Weights
-from pagewire.workers.network.module_base import base_of
+from pagewire.workers.network.module_base import base_of, position_offset
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.mixers import keeps_states
 
@@ -35,6 +36,8 @@ LENGTHS = (20, 9)
 """Tokens of each request. The first starts at position 0, the second ends at the last possible position."""
 CHUNKS = ((12, 0), (5, 9), (3, 0))
 """Tokens of each request in each of the steps."""
+Places: TypeAlias = dict[str, Tensor]
+"""The argument of a module with the positions of tokens; empty at the beginning of a sequence."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -72,7 +75,8 @@ class DryRun:
     def make(cls, vocab_size: int, max_model_len: int) -> DryRun:
         """Random tokens at the first and last positions, since some models change behaviour at high positions."""
         generator = torch.Generator().manual_seed(0)
-        token_ids = [torch.randint(0, vocab_size, (n,), generator=generator) for n in LENGTHS]
+        first = first_token(vocab_size)
+        token_ids = [torch.randint(first, vocab_size, (n,), generator=generator) for n in LENGTHS]
         return cls(token_ids, [0, max(0, max_model_len - LENGTHS[1])])
 
     @classmethod
@@ -95,13 +99,18 @@ class DryRun:
         )
 
     @classmethod
-    def whole(cls, vocab_size: int, max_model_len: int, first_position: int) -> DryRun:
-        """Random prompts that run as a whole, in one step. first_position: of a prompt's first token."""
+    def whole(cls, vocab_size: int, max_model_len: int) -> DryRun:
+        """Random prompts that run as a whole, in one step."""
         generator = torch.Generator().manual_seed(0)
         lengths = tuple(min(length, max_model_len) for length in LENGTHS)
-        first = min(5, vocab_size - 1)  # those before it are special tokens as a rule
+        first = first_token(vocab_size)
         ids = [torch.randint(first, vocab_size, (n,), generator=generator) for n in lengths]
-        return cls(ids, [first_position] * len(ids), (lengths,))
+        return cls(ids, [0] * len(ids), (lengths,))
+
+
+def first_token(vocab_size: int) -> int:
+    """The first token of a dry run: those before it are special tokens as a rule, of which some are not counted."""
+    return min(5, vocab_size - 1)
 
 
 @dataclass(frozen=True)
@@ -150,9 +159,8 @@ def reference_logits(weights: Weights, run: DryRun) -> tuple[list[Tensor], list[
     """Logits [n, V] of each request by the original module, and their echoes; see `reference` and `Expected`."""
     causal = weights.causal
 
-    def forward(ids: Tensor, positions: Tensor) -> Tensor:
-        output = causal(input_ids=ids, position_ids=positions, use_cache=False)
-        return output.logits[0]  # type: ignore[no-any-return]
+    def forward(ids: Tensor, places: Places) -> Tensor:
+        return causal(input_ids=ids, use_cache=False, **places).logits[0]  # type: ignore[no-any-return]
 
     return with_echoes(weights, passes_of(weights, run, forward))
 
@@ -217,19 +225,22 @@ def target_logits(weights: Weights, run: DryRun, features: Features | None) -> l
 
 
 def passes_of(
-    weights: Weights, run: DryRun, forward: Callable[[Tensor, Tensor], Tensor]
+    weights: Weights, run: DryRun, forward: Callable[[Tensor, Places], Tensor]
 ) -> list[Callable[[], Tensor]]:
     """A pass of a module for each request.
 
-    forward: of the module, with token ids and positions int64 [1, n]; gives a tensor [n, ...].
+    forward: of the module, with token ids int64 [1, n] and where they are; gives a tensor [n, ...].
     """
     causal = weights.causal
+    first = position_offset(causal.get_submodule(base_path(causal)))
 
     @torch.inference_mode()
     def one_pass(ids: Tensor, offset: int) -> Tensor:
         device = causal.get_input_embeddings().weight.device
-        positions = torch.arange(offset, offset + len(ids), device=device)[None]
-        return forward(ids[None].to(device), positions).cpu()
+        positions = torch.arange(offset, offset + len(ids), device=device)[None] + first
+        # The module says itself where a sequence begins.
+        places = {"position_ids": positions} if offset else {}
+        return forward(ids[None].to(device), places).cpu()
 
     return [partial(one_pass, *request) for request in zip(run.token_ids, run.offsets, strict=True)]
 
@@ -279,8 +290,8 @@ def reference_states(weights: Weights, run: DryRun) -> tuple[list[Tensor], list[
     def keep(_: Any, __: Any, output: Any) -> None:
         states.append(output[0][0].cpu())
 
-    def forward(ids: Tensor, positions: Tensor) -> Tensor:
-        output = module(input_ids=ids, position_ids=positions)
+    def forward(ids: Tensor, places: Places) -> Tensor:
+        output = module(input_ids=ids, **places)
         if base is not module:
             scores.append(output.logits.reshape(-1, output.logits.shape[-1]).float().cpu())
         return states[-1]

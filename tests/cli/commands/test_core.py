@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from pagewire import LLM, EngineDeadError, LLMEngine, SamplingParams
-from tests.cli.command import PROMPT, SAMPLING, SMALL_KV, pagewire, start, start_core
+from tests.cli.command import COMMAND, PROMPT, SAMPLING, SMALL_KV, pagewire, start, start_core
 
 
 def add_long_requests(engine: LLMEngine, count: int, max_tokens: int) -> None:
@@ -112,6 +112,17 @@ def test_a_failure_is_status_1_and_one_cause(options: list[str], cause: str, tmp
     assert (done.returncode, done.stdout) == (1, "") and "Traceback" not in done.stderr
     (error,) = (line for line in done.stderr.splitlines() if line.startswith("E "))
     assert f"engine core failed: {cause}" in error and error == done.stderr.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_few_open_files_are_a_failure_with_the_reason(tmp_path: Path) -> None:
+    """ZeroMQ would end a core that has none left for a frontend."""
+    command = [*COMMAND, "core", "--listen", f"ipc://{tmp_path}/core.sock"]
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -n 40; exec "$@"', "sh", *command], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "needs at least 128 open files, and this process may have 40" in done.stderr.splitlines()[-1]
     assert not list(tmp_path.iterdir())
 
 

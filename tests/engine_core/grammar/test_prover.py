@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -27,10 +28,12 @@ from pagewire.engine_core.grammar.prover import (
     ConfinedProver,
     Proof,
     Prover,
+    resident_bytes,
     try_steps,
 )
 from pagewire.ipc.errors import EngineBusyError, EngineStalledError
 from pagewire.ipc.host.confined import JobTimeoutError, Limits, killed_error
+from pagewire.ipc.host.heap import release_spare_memory
 from pagewire.ipc.wire.params import StructuredOutputsParams
 
 FOLDER = Path(pagewire.demo.__path__[0])
@@ -329,6 +332,47 @@ def test_the_memory_of_cached_grammars_is_bounded(prover: ConfinedProver) -> Non
     again = [pool.submit(json=words(number)) for number in (3, 2, 0)]
     assert again[:2] == [compilations[3], compilations[2]] and again[2] is not compilations[0]
     pool.wait(again[2])
+
+
+def generate(grammar: Grammar, num_tokens: int) -> None:
+    """Draw tokens under a grammar, as a sequence would."""
+    draw, matcher = random.Random(1), grammar.matcher(ignore_eos=True)
+    for _ in range(num_tokens):
+        mask = int.from_bytes(matcher.mask(), "little")
+        allowed = mask >> (start := draw.randrange(mask.bit_length())) << start or mask
+        matcher.accept((allowed & -allowed).bit_length() - 1)
+
+
+def test_what_a_grammar_grows_by_in_use_is_counted(prover: ConfinedProver) -> None:
+    """Its first 40 letters, which are all that the prover tries, need few states."""
+    pool = Pool(prover, max_cached_bytes=1 << 20)
+    regex = "[a-z]{40}([a-z]*[aeiou][a-z]{12} )*"
+    grammar = pool.wait(pool.submit(regex=regex))
+    assert grammar.num_bytes < 1 << 20 and pool.submit(regex=regex).outcome is grammar
+    release_spare_memory()
+    before = resident_bytes()
+    generate(grammar, 400)
+    grown = resident_bytes() - before
+    assert grammar.num_bytes > 1 << 20
+    assert grown / 4 < grammar.num_bytes < 4 * grown
+    pool.grammars.limit_memory()
+    assert pool.submit(regex=regex).outcome is not grammar, "it is too large now to be cached"
+
+
+def test_grammars_in_use_that_grow_beyond_all_memory_end(prover: ConfinedProver) -> None:
+    """The largest of the tenant that has most."""
+    pool = Pool(prover, max_bytes=10 << 20)
+    names = (("a", "[a-z]*"), ("a", "[a-y]*"), ("b", "[a-x]*"))
+    large, small, other = [pool.wait(pool.submit(tenant, regex=regex)) for tenant, regex in names]
+    large.num_bytes, small.num_bytes, other.num_bytes = 4 << 20, 2 << 20, 5 << 20
+    pool.grammars.limit_memory()
+    generate(small, 1)
+    generate(other, 1)
+    with pytest.raises(GrammarError, match="no memory for its further growth"):
+        generate(large, 1)
+    assert pool.submit("a", regex="[a-z]*").outcome is not large, (
+        "others may have it again, once there is room"
+    )
 
 
 def test_a_choice_has_as_many_strings_as_its_limit_allows(prover: ConfinedProver) -> None:

@@ -176,6 +176,53 @@ def test_a_worker_that_was_started_early_is_the_first(
         core.stop()
 
 
+def test_a_long_pause_ends_once_somebody_waits(
+    start_core: StartCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A core with nothing to do leaves killed workers alone for a while: a request or a call brings the next."""
+    monkeypatch.setattr("pagewire.engine_core.workers.restarts.FIRST_PAUSE_SECONDS", 1e6)
+    monkeypatch.setattr("pagewire.engine_core.workers.restarts.LONGEST_PAUSE_SECONDS", 1e6)
+    monkeypatch.setattr("pagewire.engine_core.workers.restarts.LONGEST_AWAITED_SECONDS", 0.5)
+    core = start_core()
+    frontend = attached(core)
+
+    def kill_idle_worker() -> None:
+        os.kill(core.workers.pids[0], signal.SIGKILL)
+        while frontend.status()["worker_ready"]:
+            pass
+
+    kill_idle_worker()
+    frontend.wait_for_start(2)  # the first pause is none
+    assert frontend.call("collective_rpc", "echo", [1]).error is None
+    kill_idle_worker()
+    assert frontend.status()["worker_starts"] == 2
+    assert_runs(frontend, 1)
+    kill_idle_worker()
+    assert frontend.status()["worker_starts"] == 3
+    assert frontend.call("collective_rpc", "echo", [1]).result == [[1]]
+    assert frontend.status()["worker_starts"] == 4
+
+
+def test_kills_in_a_row_delay_a_stream_by_the_starts_alone(
+    start_core: StartCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pauses are over while workers load and serve."""
+    monkeypatch.setattr("pagewire.engine_core.workers.restarts.FIRST_PAUSE_SECONDS", 1e6)
+    monkeypatch.setattr("pagewire.engine_core.workers.restarts.LONGEST_PAUSE_SECONDS", 1e6)
+    monkeypatch.setattr("pagewire.engine_core.workers.restarts.LONGEST_AWAITED_SECONDS", 0.0)
+    core = start_core()
+    frontend = attached(core)
+    frontend.submit(1, [1, 2], max_tokens=120)
+    for kill in range(8):
+        while len(frontend.outputs.get((1, 0), [])) < 12 * (
+            kill + 1
+        ):  # in eight steps it is cleared of crashes
+            frontend.take(frontend.hear())
+        frontend.kill_worker()
+    frontend.finish((1, 0))
+    assert frontend.outputs[1, 0] == roll_out([1, 2], 120)
+
+
 # ---------------------------------------------------------------- calls
 
 

@@ -23,6 +23,15 @@ from pagewire.workers.estimate.figures import footprint
 from pagewire.workers.run.runner import Runner
 from tests.workers.architectures import ARCHITECTURES, SERVED, VOCAB_SIZE, Architecture
 from tests.workers.driver import Driver, load_runner
+from tests.workers.logprobs import (
+    LENGTHS,
+    PERMITTED,
+    continued_by,
+    difference,
+    flatness,
+    forward_logprobs,
+    loaded_in_float32,
+)
 from tests.workers.parity import NUM_TOKENS, make_prompts, our_tokens, transformers_tokens
 from tests.workers.scheduled import BLOCK_SIZE, MAX_MODEL_LEN, SETTINGS, run
 
@@ -63,6 +72,16 @@ def test_served(loaded: Loaded) -> None:
     assert sizes.weight_bytes * 2 == pytest.approx(ready.weight_bytes, rel=0.02)
     assert sizes.is_stack == runner.model.is_stack
     assert sizes.dimensions.vocab_size == ready.vocab_size
+
+
+def test_log_probabilities_are_those_of_transformers(loaded: Loaded) -> None:
+    """Of the whole vocabulary, where they are neither even nor the same after every prompt."""
+    model = loaded_in_float32(loaded.folder)
+    texts = continued_by(loaded.runner, loaded.ready.vocab_size, make_prompts(VOCAB_SIZE, LENGTHS))
+    for text in texts:
+        expected = forward_logprobs(model, text.token_ids)[:-1]
+        assert difference(text.logprobs, expected) < PERMITTED
+    assert flatness(model, [text.token_ids for text in texts]) == ""
 
 
 def test_every_setting_gives_the_tokens_of_transformers(loaded: Loaded) -> None:
