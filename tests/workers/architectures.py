@@ -295,7 +295,7 @@ ARCHITECTURES = [
     Architecture("biogpt"),
     Architecture("bitnet", GROUPED),
     Architecture("cohere", GROUPED | {"logit_scale": 0.5}),
-    Architecture("cohere2", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
+    Architecture("cohere2", GROUPED | {"logit_scale": 0.5, "sliding_window": 7, "layer_types": WINDOWED}),
     Architecture("deepseek_v2", MLA | LATER_EXPERTS),
     Architecture("deepseek_v3", MLA | LATER_EXPERTS),
     Architecture("axk2", INDEXED | LATER_EXPERTS | {"num_local_experts": 4}),

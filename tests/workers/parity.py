@@ -13,6 +13,8 @@ from tests.workers.versions import skip_unless_right
 
 PROMPT_LENGTHS = (23, 5, 17, 1)
 NUM_TOKENS = 10
+OWN_POSITIONS = {"data2vec-text", "roberta"}
+"""Types of models whose forward counts positions from behind the padding token, where `generate` counts from 0."""
 
 
 def make_prompts(vocab_size: int, lengths: Sequence[int] = PROMPT_LENGTHS, seed: int = 1) -> list[list[int]]:
@@ -34,11 +36,22 @@ def transformers_tokens(
     return [greedy_tokens(model, prompt, num_tokens) for prompt in prompts]
 
 
+def forward_tokens(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """What the model's plain forward gives, token by token."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        with torch.inference_mode():
+            tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
 def greedy_tokens(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     """What the `generate` of transformers' model, or of PEFT's around it, gives past any end of sequence."""
     skip_unless_right(model.config.model_type)
     if getattr(model.config, "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")  # PyTorch's, the default before 5.21, has no such limit
+    if model.config.model_type in OWN_POSITIONS:
+        return forward_tokens(model, prompt, num_tokens)
     model.generation_config.eos_token_id = None
     # The module of RecurrentGemma keeps states of the prompt before, which a prompt of one token goes on from.
     use_cache = model.config.model_type != "recurrent_gemma"
