@@ -105,18 +105,19 @@ class Stack:
             x = normed_by(self.input_norm, states)
         parts = zip(self.layers, self._experts, caches, strict=True)
         for number, (layer, experts, cache) in enumerate(parts, 1):
-            attended = _attend(layer, x, angles, batch, cache) if layer.mixer is None else layer.mixer(x)
-            if layer.parallel:
-                x = x if layer.attention_norm is None else normed_by(layer.attention_norm, states)
-            else:
-                x, states = self._add(
-                    attended, states, layer, layer.mixer, layer.attended_norm, layer.attention_norm
-                )
+            given = _attend(layer, x, angles, batch, cache) if layer.mixer is None else layer.mixer(x)
+            aside = given if layer.parallel else None
+            if aside is None:
+                norms = layer.attended_norm, layer.attention_norm
+                x, states = self._add(given, states, layer, layer.mixer, *norms)
+            elif layer.attention_norm is not None:
+                x = normed_by(layer.attention_norm, states)
+            del given  # its memory serves the products that follow
             if layer.feed_forward is not None:
                 x = layer.feed_forward(x)
             else:
                 x = _feed_forward(layer, x) if experts is None else _mixture(layer, x, experts)
-            x = x + attended if layer.parallel else x
+            x = x if aside is None else x + aside
             x, states = self._add(x, states, layer, layer.feed_forward, layer.fed_norm, layer.output_norm)
             if number in taps:
                 taps[number].copy_(states)

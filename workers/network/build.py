@@ -114,8 +114,8 @@ class _NetworkBuilder:
         if len(heads) > 1:
             return heads
         queries, keys = part.heads or (1, 1)
-        share = heads[0] // (queries + 2 * keys)
-        return [share * queries, share * keys, share * keys]
+        count = heads[0] * keys // (queries + 2 * keys)  # a rank has the same share of all
+        return [heads[0] - 2 * count, count, count]
 
     def _embedding(self) -> Embeddings | None:
         structure = self.structure
@@ -143,7 +143,7 @@ class _NetworkBuilder:
         if own is None:
             return Embeddings(words, scale=self.structure.embedding_scale(self.base, dtype))
         if words is module:
-            rows: Tensor = module.weight
+            rows: Any = module.weight
             words = nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
         return Embeddings(
             ScaledEmbedding(words, float(torch.tensor(own, dtype=dtype)))
