@@ -58,7 +58,7 @@ WHOLE = (
     "wg",
     "wpe",
     "embed_positions",
-    "token_type_embeddings",
+    *("position_embeddings", "token_type_embeddings"),
     *("wq_b", "wk", "weights_proj"),  # of indexers, which choose the same keys on all ranks
     *("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_input_gate", "per_layer_projection"),
     "proj",  # of Gemma 4's router
