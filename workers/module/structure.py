@@ -139,7 +139,9 @@ def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[s
     activation = text.get("hidden_act") or text.get("hidden_activation") or DEFAULT_ACTIVATION
     if model_type in OTHER_ARITHMETIC or activation not in ACTIVATIONS:
         return False
-    if any(name.endswith(("q_norm.bias", "k_norm.bias")) for name in names):  # of heads, which are layer norms
+    if any(
+        name.endswith(("q_norm.bias", "k_norm.bias")) for name in names
+    ):  # of heads, which are layer norms
         return False
     own = DECODERS.get(text.get("model_type") or model_type, LLAMA)
     inner = (name.partition("model.layers.")[2].split(".")[1:3] for name in names)

@@ -164,7 +164,11 @@ class _NetworkBuilder:
         return [LogitTerms.two_sided(part.window, bias) for part in parts]
 
     def _sinks(self, part: LayerParts) -> Tensor | None:
-        sinks = None if part.sinks is None else self.weights.part(part.sinks, "sinks")
+        if part.sinks is None:
+            return None
+        sinks = self.weights.read(part.sinks, "sinks")
+        if sinks is not None and len(sinks) > self._heads(part)[0]:  # in memory they are this rank's already
+            sinks = self.weights.part(part.sinks, "sinks")
         return None if sinks is None else sinks.to(self.device)
 
     def _tables(
