@@ -195,6 +195,22 @@ class Stretch:
         return [Stretch(0, ends[0], None), *(Stretch(a, b, halves[a]) for a, b in pairwise(ends))]
 
 
+def _compiled_dtypes(library: ctypes.CDLL, layer: Layer, *, norm_first: bool) -> set[torch.dtype] | None:
+    """The dtypes of a layer's weights and norms; None if stack.cpp does not compute it."""
+    linears = layer.linears().values()
+    if not all(map(is_packed, linears)) or layer.activation not in ACTIVATION_CODES:
+        return None
+    if not norm_first and any(isinstance(norm, Norm) for norm in layer.norms):
+        return None
+    dtypes = {part.dtype for part in linears}
+    if layer.mixture is not None:
+        experts = layer.mixture.experts
+        if CompiledExperts.of(library, experts) is None:
+            return None
+        dtypes |= {experts.up[0].dtype, experts.down[0].dtype}
+    return dtypes | {norm.weight.dtype for norm in (*layer.norms, *(layer.head_norms or ()))}
+
+
 class CompiledStack:
     """A stack of layers in one call, or in one from each half that computes itself to the next.
 
@@ -226,18 +242,9 @@ class CompiledStack:
         forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in attending}
         dtypes = set() if input_norm is None else {input_norm.weight.dtype}
         for layer in layers:
-            linears = layer.linears()
-            if not all(map(is_packed, linears.values())) or layer.activation not in ACTIVATION_CODES:
+            if (found := _compiled_dtypes(library, layer, norm_first=norm_first)) is None:
                 return None
-            if layer.mixture is not None:
-                experts = layer.mixture.experts
-                if CompiledExperts.of(library, experts) is None:
-                    return None
-                dtypes |= {experts.up[0].dtype, experts.down[0].dtype}
-            if not norm_first and any(isinstance(norm, Norm) for norm in layer.norms):
-                return None
-            dtypes |= {linear.dtype for linear in linears.values()}
-            dtypes |= {norm.weight.dtype for norm in (*layer.norms, *(layer.head_norms or ()))}
+            dtypes |= found
         if len(forms) > 1 or len(dtypes) > 1:
             return None
         return cls(library, input_norm, layers, norm_first=norm_first)

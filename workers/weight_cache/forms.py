@@ -129,12 +129,13 @@ FORMS: dict[type, Form] = {
     DividedEmbedding: Form(["rows", "own", "collective"], DividedEmbedding),
     PackedLinear: Form(
         ["packed", "bias", "out_features", "in_features"],
-        lambda packed, bias, out_features, in_features: cpu().of_packed(
-            packed, bias, (out_features, in_features)
+        lambda packed, bias, out_features, in_features: PackedLinear.of_packed(
+            *cpu().packing, packed, bias, (out_features, in_features)
         ),
     ),
     QuantisedLinear: Form(
-        ["packed", "form", "bias"], lambda packed, form, bias: cpu().of_packed(packed, bias, form)
+        ["packed", "form", "bias"],
+        lambda packed, form, bias: QuantisedLinear.of_packed(*cpu().packing, packed, form, bias),
     ),
     GatheredLinear: Form(["linear", "gather"], GatheredLinear),
     Gather: Form(["spans", "collective"], Gather),
