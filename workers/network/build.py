@@ -21,6 +21,7 @@ from pagewire.kernels.linear import Linear
 from pagewire.kernels.stack import Stack
 from pagewire.workers.caches.kv import KVShape
 from pagewire.workers.module.experts import grouped_experts, router_of
+from pagewire.workers.module.parallel_layers import DividedEmbedding
 from pagewire.workers.module.transforms import RotaryTable, ScaledEmbedding, embedding, pack_joined
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.hybrids import HYBRIDS, ModuleHalf
@@ -142,12 +143,12 @@ class _NetworkBuilder:
         words, dtype = self._table(module), module.weight.dtype
         if own is None:
             return Embeddings(words, scale=self.structure.embedding_scale(self.base, dtype))
-        if words is module:
-            rows: Any = module.weight
-            words = nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
-        return Embeddings(
-            ScaledEmbedding(words, float(torch.tensor(own, dtype=dtype)))
-        )  # as the module rounds it
+        if isinstance(words, DividedEmbedding):
+            words.rows = without_factor(words.rows)
+        else:
+            words = without_factor(words)
+        factor = float(torch.tensor(own, dtype=dtype))  # as the module rounds it
+        return Embeddings(ScaledEmbedding(words, factor))
 
     def _table(self, module: nn.Module) -> nn.Module:
         return embedding(module, self.weights, self.device).to(self.device)
@@ -280,6 +281,14 @@ class _NetworkBuilder:
         require(all(type(linear) is nn.Linear for linear in linears))
         require(len({linear.bias is None for linear in linears}) == 1)
         return pack_joined(linears, self.weights, self.device)
+
+
+def without_factor(table: Any) -> nn.Module:
+    """The rows of an embedding of transformers that scales them, as they are; another one itself."""
+    if not isinstance(table, nn.Embedding):
+        return table  # type: ignore[no-any-return]
+    rows: Any = table.weight
+    return nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
 
 
 def kv_shape(layer: Layer) -> KVShape:

@@ -191,12 +191,13 @@ def embedding_rows(network: Network) -> tuple[Weight, float] | None:
     embedding = network.embedding
     if embedding is None or embedding != type(embedding)(embedding.words, scale=embedding.scale):
         return None
-    words, factor = embedding.words, embedding.scale
-    if isinstance(words, ScaledEmbedding):
-        if factor != 1.0:
-            return None
-        words, factor = words.table, float(words.factor)
-    rows = rows_of(words)
+    words: Any = embedding.words
+    if not isinstance(words, ScaledEmbedding):
+        rows, factor = rows_of(words), embedding.scale
+    elif embedding.scale == 1.0:
+        rows, factor = rows_of(words.table), words.factor
+    else:
+        return None
     return None if rows is None else (rows, factor)
 
 
