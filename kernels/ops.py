@@ -11,6 +11,7 @@ from pagewire.kernels.reference.states import StateKernels
 paged_attention = dispatched(Kernels.paged_attention)
 store_kv = dispatched(Kernels.store_kv)
 rotate_and_store = dispatched(Kernels.rotate_and_store)
+rotary = dispatched(Kernels.rotary)
 
 rms_norm = dispatched(Kernels.rms_norm)
 add_rms_norm = dispatched(Kernels.add_rms_norm)
@@ -18,6 +19,7 @@ layer_norm = dispatched(Kernels.layer_norm)
 activate_each = dispatched(Kernels.activate_each)
 activate_and_mul = dispatched(Kernels.activate_and_mul)
 fixed_sums = dispatched(Kernels.fixed_sums)
+cap = dispatched(Kernels.cap)
 
 linear = dispatched(Kernels.linear)
 route = dispatched(Kernels.route)

@@ -4,8 +4,10 @@ x -> QKV in one product -> (norm of each head) -> (rotary) -> attention -> outpu
   -> up product (and gate) -> activation -> down product -> add and norm -> next layer
 
 With norms first, as in Llama, a norm is what the next product takes, and the sum itself goes on. With norms last,
-as in BERT, the normed sum goes on. In place of the feed-forward half, or beside it as a shared expert, a layer may
-have experts and a router. Either half may be one that computes itself (`Half`), as layers with states have.
+as in BERT, the normed sum goes on. What a half gives may be normed and scaled before it is added (Gemma 2,
+Granite), and both halves may take the same input (Cohere). In place of the feed-forward half, or beside it as a
+shared expert, a layer may have experts and a router. Either half may be one that computes itself (`Half`), as in
+layers with states.
 
 The loop over the layers is here, for every device, and for decoders and encoders. `cpu/stack.cpp` is the same loop
 compiled; it is used if all linear layers are packed weights, dense or quantised, and runs from each half that
@@ -20,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagewire.kernels.data.layer import Angles, Half, Layer, LayerNorm, Norm
+from pagewire.kernels.data.layer import Angles, Half, HeadNormForm, Layer, LayerNorm, Norm
 from pagewire.kernels.data.paging import AttentionBatch, Cache
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import GroupedExperts
@@ -32,6 +34,7 @@ from pagewire.kernels.ops import (
     layer_norm,
     paged_attention,
     rms_norm,
+    rotary,
     rotate_and_store,
     route,
 )
@@ -63,9 +66,11 @@ class Stack:
             raise ValueError("a norm before the first layer is one of layers that begin with a norm")
         if not norm_first and any(half is not None for layer in layers for half in layer.halves):
             raise ValueError("a half that computes itself is one of layers that begin with a norm")
+        if any(layer.parallel and not (norm_first and layer.halves == (None, None)) for layer in layers):
+            raise ValueError("halves are parallel in layers that begin with a norm and compute both of them")
         self.input_norm, self.layers, self.norm_first = input_norm, layers, norm_first
         self._pieces: list[Stack] | None = None
-        weight = layers[0].output_norm.weight
+        weight = layers[0].norms[0].weight
         self.compiled = implementation_for(weight).stack(input_norm, layers, norm_first=norm_first)
         self._experts = [
             None if layer.mixture is None else GroupedExperts(layer.mixture.experts, weight.device)
@@ -100,13 +105,20 @@ class Stack:
             x = normed_by(self.input_norm, states)
         parts = zip(self.layers, self._experts, caches, strict=True)
         for number, (layer, experts, cache) in enumerate(parts, 1):
-            x = _attend(layer, x, angles, batch, cache) if layer.mixer is None else layer.mixer(x)
-            x, states = self._add(layer, layer.mixer, x, states, layer.attention_norm)
+            given = _attend(layer, x, angles, batch, cache) if layer.mixer is None else layer.mixer(x)
+            aside = given if layer.parallel else None
+            if aside is None:
+                norms = layer.attended_norm, layer.attention_norm
+                x, states = self._add(given, states, layer, layer.mixer, *norms)
+            elif layer.attention_norm is not None:
+                x = normed_by(layer.attention_norm, states)
+            del given  # its memory serves the products that follow
             if layer.feed_forward is not None:
                 x = layer.feed_forward(x)
             else:
                 x = _feed_forward(layer, x) if experts is None else _mixture(layer, x, experts)
-            x, states = self._add(layer, layer.feed_forward, x, states, layer.output_norm)
+            x = x if aside is None else x + aside
+            x, states = self._add(x, states, layer, layer.feed_forward, layer.fed_norm, layer.output_norm)
             if number in taps:
                 taps[number].copy_(states)
         return x
@@ -150,7 +162,7 @@ class Stack:
     @property
     def hidden_size(self) -> int:
         """Numbers of a token's state."""
-        return len(self.layers[0].output_norm.weight)
+        return self.layers[0].hidden_size
 
     @property
     def num_bytes(self) -> int:
@@ -159,14 +171,24 @@ class Stack:
         return first + sum(layer.num_bytes for layer in self.layers)
 
     def _add(
-        self, layer: Layer, half: Half | None, x: Tensor, states: Tensor, norm: Norm | LayerNorm
+        self,
+        x: Tensor,
+        states: Tensor,
+        layer: Layer,
+        half: Half | None,
+        own: Norm | LayerNorm | None,
+        norm: Norm | LayerNorm | None,
     ) -> tuple[Tensor, Tensor]:
         """What the next product takes, and what the next sum begins with.
 
-        half: what has computed x itself, of all ranks; None: x is this rank's. states: overwritten.
+        x: what a half gives. states: overwritten. half: what has computed x itself, of all ranks; None: x is this
+        rank's. own: the norm of x. norm: of the sum.
         """
         if layer.ranks is not None and half is None:
             x = layer.ranks.all_reduce(x)
+        x = normed_by(own, x)
+        if layer.residual_scale != 1.0:
+            x = x * layer.residual_scale
         if isinstance(norm, Norm):
             x = add_rms_norm(x, states, norm.weight, norm.eps, offset=norm.offset)
         else:
@@ -210,5 +232,27 @@ def _attend(
     heads = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
     q, k, v = torch.split(heads, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
     own = None if layer.angles is None else angles[layer.angles]
-    q = rotate_and_store(q, k, v, own, layer.head_norms, cache, batch.slot_mapping)
+    norms, form = layer.head_norms, layer.head_norm_form
+    if norms is not None and form is HeadNormForm.TOGETHER:
+        q, k = (normed_by(norm, x.flatten(1)).view(x.shape) for norm, x in zip(norms, (q, k), strict=True))
+        norms = None
+    if own is not None and layer.interleaved:
+        if norms is not None and form is HeadNormForm.EACH:
+            q, k = (normed_by(norm, x) for norm, x in zip(norms, (q, k), strict=True))
+            norms = None
+        q, k = (by_halves(x, own[0].shape[-1]) for x in (q, k))
+    if own is not None and norms is not None and form is HeadNormForm.ROTATED:
+        rotary(q, k, *own)
+        own = None
+    q = rotate_and_store(q, k, v, own, norms, cache, batch.slot_mapping)
     return layer.out(paged_attention(q, cache, batch, layer.scale, layer.terms).view(num_tokens, -1))
+
+
+def by_halves(heads: Tensor, size: int) -> Tensor:
+    """Heads [T, heads, D] whose first `size` elements stand so that those that were neighbours are as far apart as
+    rotation expects: first all even ones, then all odd ones.
+
+    Products of queries and keys, both laid out so, are the same but for the order of their sums.
+    """
+    turned, rest = heads[..., :size], heads[..., size:]
+    return torch.cat([turned[..., ::2], turned[..., 1::2], rest], -1)

@@ -94,6 +94,8 @@ class Decoding {
     const AttentionCall& attention = stack_.attention;
     const void* const x = stack_.normed ? stack_.normed : stack_.states;
     multiply(call_.head, x, stack_.hidden, call_.logits, rows_, attention.dtype, attention.num_threads);
+    if (call_.logit_scale != 1 || call_.softcap != 0)
+      pagewire_cap(call_.logits, rows_ * vocab, call_.logit_scale, call_.softcap, attention.dtype, attention.num_threads);
     pagewire_largest(call_.logits, nullptr, peaks_.data(), chosen, rows_, vocab, vocab, attention.dtype,
                      attention.num_threads);
     for (const float peak : peaks_)

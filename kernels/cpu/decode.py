@@ -39,7 +39,8 @@ class SequenceArrays:
 class DecoderParts:
     """What a step runs: embeddings [V or more, H], dense or integers; layers with their caches; the output layer.
 
-    angles: cosines and sines [P, rot_dim] by position, of each kind.
+    factor: of the embeddings' numbers. angles: cosines and sines [P, rot_dim] by position, of each kind.
+    logit_scale, softcap: see `Kernels.cap`.
     """
 
     embeddings: Weight
@@ -47,6 +48,9 @@ class DecoderParts:
     stack: CompiledStack
     caches: Sequence[Cache | None]
     head: Linear
+    factor: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
 
     @property
     def fit(self) -> bool:
@@ -70,12 +74,14 @@ class CompiledDecoder:
     def __init__(self, parts: DecoderParts, sequences: SequenceArrays) -> None:
         self._parts = parts
         embeddings, angles, head = parts.embeddings, parts.angles, parts.head
-        self._rows, self._tables = RowTable(embeddings), angle_tables(angles)
+        self._rows, self._tables = RowTable(embeddings, parts.factor), angle_tables(angles)
         self._sequences = sequences
         self.slots = (DecodeSlot * len(sequences.tokens))()
         """How the sequence of each slot goes on; see `DecodeSlot` in kernels.h."""
         self._call = DecodeCall(
             head=matrix(head),
+            logit_scale=parts.logit_scale,
+            softcap=parts.softcap or 0.0,
             embeddings=self._rows.struct,
             tables=ctypes.addressof(self._tables),
             num_tables=len(angles),

@@ -4,18 +4,24 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "simd.h"
 
 // Writes row `number` of a table to `to` [hidden], as numbers of `dtype`.
 inline void embed(const EmbeddingRows& from, int64_t number, void* to, int64_t hidden, int32_t dtype) {
   const char* const numbers = static_cast<const char*>(from.rows) + number * from.row_bytes;
-  if (!from.form) {
+  if (from.form) {
+    const int64_t before = number * from.scale_bytes;
+    pagewire_dequantise(reinterpret_cast<const uint8_t*>(numbers), static_cast<const char*>(from.scales) + before,
+                        from.offsets ? static_cast<const char*>(from.offsets) + before : nullptr, to, 1, hidden,
+                        from.form, dtype, 1);
+  } else {
     std::memcpy(to, numbers, size_t(from.row_bytes));
-    return;
   }
-  const int64_t before = number * from.scale_bytes;
-  pagewire_dequantise(reinterpret_cast<const uint8_t*>(numbers), static_cast<const char*>(from.scales) + before,
-                      from.offsets ? static_cast<const char*>(from.offsets) + before : nullptr, to, 1, hidden, from.form,
-                      dtype, 1);
+  if (from.factor == 1) return;
+  dispatch(dtype, [&](auto element) {
+    auto* const x = static_cast<decltype(element)*>(to);
+    for (int64_t i = 0; i < hidden; i += kLanes) store(x + i, load(x + i, hidden - i) * from.factor, hidden - i);
+  });
 }
 
 // Points a stack's angles of token `row` to those of a position: copies them out of the tables of all positions.

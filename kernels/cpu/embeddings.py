@@ -29,7 +29,8 @@ def are_rows(tables: Sequence[Weight], angles: Sequence[Angles], dtype: torch.dt
 class RowTable:
     """A table of embeddings [V, H], dense or integers, for which `are_rows` holds, as an `EmbeddingRows`."""
 
-    def __init__(self, table: Weight) -> None:
+    def __init__(self, table: Weight, factor: float = 1.0) -> None:
+        """factor: of each number."""
         rows, *others = table.parts
         self._table, self._form = table, None
         if isinstance(table.scheme, Integers):
@@ -43,6 +44,7 @@ class RowTable:
             row_bytes=rows.stride(0) * rows.itemsize,
             scale_bytes=others[0].stride(0) * others[0].itemsize if others else 0,
             count=table.shape[0],
+            factor=factor,
         )
 
 

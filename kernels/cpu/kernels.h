@@ -75,6 +75,10 @@ EXPORT void pagewire_activate_each(const void* x, void* out, int64_t rows, int64
 EXPORT void pagewire_activate(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride,
                               int64_t out_stride, int32_t activation, int32_t dtype, int32_t num_threads);
 
+EXPORT void pagewire_by_halves(void* x, int64_t tokens, int64_t heads, int64_t half, int64_t token_stride,
+                               int64_t head_stride, int32_t dtype, int32_t num_threads);
+EXPORT void pagewire_cap(void* x, int64_t size, float scale, float softcap, int32_t dtype, int32_t num_threads);
+EXPORT void pagewire_add_scaled(const void* x, void* sum, int64_t size, float scale, int32_t dtype, int32_t num_threads);
 EXPORT void pagewire_rotary(void* x, const void* cos, const void* sin, int64_t tokens, int64_t heads, int64_t half,
                             int64_t token_stride, int64_t head_stride, int64_t cos_stride, int64_t sin_stride,
                             int32_t dtype, int32_t num_threads);
@@ -371,15 +375,22 @@ struct Angles {
 struct Layer {
   Matrix qkv, out, up, down;
   Mixture mixture;
-  Norm query_norm, key_norm, attention_norm, output_norm;
+  Norm query_norm, key_norm;
+  Norm attention_norm, output_norm;  // of sums; no weight: the next product takes the sum itself
+  Norm attended_norm, fed_norm;      // of what a half gives, before it is added; no weight: it is not normed
   void* k_cache;
   void* v_cache;
   void* tap;  // [tokens, hidden]: gets the states behind the layer; null: they are not kept
   LogitTerms terms;
   int64_t angles;  // the number of those that turn queries and keys; -1: none do
   float scale;
-  int32_t activation;  // of up; see layers.cpp
-  int32_t gated;       // up holds gates and then what they are multiplied with
+  float residual_scale;      // of what a half gives
+  int32_t activation;        // of up; see layers.cpp
+  int32_t gated;             // up holds gates and then what they are multiplied with
+  int32_t parallel;          // both halves take the layer's input, and their results are added together
+  int32_t interleaved;       // rotation turns neighbours
+  int32_t head_norms;        // of query_norm and key_norm: 0 each head, 1 all heads of a token, 2 each head that is turned
+  int32_t unused;
 };
 
 struct StackCall {
@@ -396,6 +407,7 @@ struct StackCall {
   void* shared;      // [tokens, hidden], the output of the shared experts
   void* logits;      // [tokens, experts]
   void* of_experts;  // see ExpertsCall
+  void* aside;       // [tokens, hidden], what attention gives in parallel layers
   int64_t* ids;      // [tokens, chosen]
   float* weights;    // [tokens, chosen]
   const Angles* angles;  // by number
@@ -432,11 +444,14 @@ struct EmbeddingRows {
   const Integers* form;  // null: numbers
   int64_t row_bytes, scale_bytes;  // from row to row
   int64_t count;           // of rows
+  float factor;            // of each number
+  int32_t unused;
 };
 
 struct DecodeCall {
   const StackCall* stack;        // but for what differs between steps
   Matrix head;
+  float logit_scale, softcap;    // see pagewire_cap
   EmbeddingRows embeddings;
   const Angles* tables;          // of all positions, of each kind
   int64_t num_tables;

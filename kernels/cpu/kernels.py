@@ -12,7 +12,7 @@ from pagewire.kernels.cpu.build import InstructionSet
 from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts, Matrices
 from pagewire.kernels.cpu.library import choose
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
-from pagewire.kernels.cpu.quantised import PackedForm, QuantisedLinear
+from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.cpu.stack import CompiledStack
 from pagewire.kernels.cpu.states import CpuStateKernels
 from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous, of_size
@@ -37,6 +37,8 @@ class CpuKernels(Kernels):
 
     def __init__(self, isa: InstructionSet, library: ctypes.CDLL) -> None:
         self.isa, self._library = isa, library
+        self.packing = library, isa.panels
+        """The first arguments of `PackedLinear`, `QuantisedLinear`, and their `of_packed`."""
         self.states = CpuStateKernels(library)
 
     def paged_attention(
@@ -167,6 +169,12 @@ class CpuKernels(Kernels):
         )
         return out
 
+    def cap(self, x: Tensor, scale: float, softcap: float | None) -> Tensor:
+        x = x.contiguous()
+        threads = torch.get_num_threads()
+        self._library.pagewire_cap(x.data_ptr(), x.numel(), scale, softcap or 0.0, DTYPES[x.dtype], threads)
+        return x
+
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         cos, sin = last_contiguous(cos), last_contiguous(sin)
         num_tokens, size = cos.shape
@@ -192,17 +200,8 @@ class CpuKernels(Kernels):
 
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         if isinstance(weight.scheme, Integers):
-            return QuantisedLinear(self._library, self.isa.panels, weight, bias)
-        return PackedLinear(self._library, self.isa.panels, weight, bias)
-
-    def of_packed(self, packed: Tensor, bias: Tensor | None, form: PackedForm | tuple[int, int]) -> Linear:
-        """A layer over what was packed before. form: of integers; or the shape of a dense weight.
-
-        See `QuantisedLinear.of_packed` and `PackedLinear.of_packed`.
-        """
-        if isinstance(form, PackedForm):
-            return QuantisedLinear.of_packed(self._library, self.isa.panels, packed, form, bias)
-        return PackedLinear.of_packed(self._library, self.isa.panels, packed, bias, form)
+            return QuantisedLinear(*self.packing, weight, bias)
+        return PackedLinear(*self.packing, weight, bias)
 
     def quantise(self, weight: Weight, scheme: Integers, scale_dtype: torch.dtype) -> Weight:
         return integers.quantise(self._library, weight, scheme, scale_dtype)

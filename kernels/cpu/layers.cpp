@@ -99,7 +99,7 @@ int64_t place_in_granule(const int64_t* slots, int64_t token, int64_t tokens) {
   return place;
 }
 
-thread_local Scratch thread_codes;
+thread_local Scratch thread_codes, thread_odd;
 
 // Stores a row as codes, and their scale.
 template <class T>
@@ -351,6 +351,73 @@ EXPORT void pagewire_activate(const void* x, void* out, int64_t rows, int64_t si
                    : activation == 3 ? activate<HalfByHalf<Gelu>>
                                      : activate<HalfByHalf<QuickGelu>>;
   run(x, out, rows, size, row_stride, out_stride, dtype, num_threads);
+}
+
+// x [tokens, heads, >= 2 half] in place: of the first 2 half elements of each head first all even ones, then all odd ones.
+EXPORT void pagewire_by_halves(void* x, int64_t tokens, int64_t heads, int64_t half, int64_t token_stride,
+                               int64_t head_stride, int32_t dtype, int32_t num_threads) {
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    for_rows(tokens, heads * 2 * half, num_threads, [&](int64_t token) {
+      thread_odd.reserve(Scratch::bytes_for<T>(half));
+      T* const odd = thread_odd.take<T>(half);
+      for (int64_t head = 0; head < heads; ++head) {
+        T* const own = static_cast<T*>(x) + token * token_stride + head * head_stride;
+        for (int64_t i = 0; i < half; ++i) {
+          odd[i] = own[2 * i + 1];
+          own[i] = own[2 * i];
+        }
+        std::copy_n(odd, half, own + half);
+      }
+    });
+  });
+}
+
+// By its series near 0, where the other form has lost its last digits.
+static INLINE Floats hyperbolic_tangent(Floats x) {
+  const Floats opened = sigmoid(2.0f * x), square = x * x;  // (1 + tanh) / 2
+  Floats series = fma(broadcast(-17.0f / 315), square, broadcast(2.0f / 15));
+  series = fma(fma(series, square, broadcast(-1.0f / 3)), square, broadcast(1.0f));
+  return select(square < broadcast(0.04f), x * series, opened - (1.0f - opened));
+}
+
+// x [size] in place: x * scale, and with a softcap then softcap * tanh(x / softcap); every step is rounded. softcap 0: none.
+EXPORT void pagewire_cap(void* x, int64_t size, float scale, float softcap, int32_t dtype, int32_t num_threads) {
+  constexpr int64_t kChunk = 4096;
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    if (size < kParallelElements) num_threads = 1;
+    parallel_for((size + kChunk - 1) / kChunk, num_threads, [&](int64_t chunk) {
+      T* const own = static_cast<T*>(x);
+      const int64_t end = std::min(size, (chunk + 1) * kChunk);
+      for (int64_t i = chunk * kChunk; i < end; i += kLanes) {
+        Floats v = load(own + i, end - i);
+        if (scale != 1) v = rounded_to<T>(v * scale);
+        if (softcap != 0) {
+          v = rounded_to<T>(hyperbolic_tangent(rounded_to<T>(v / softcap))) * softcap;
+        }
+        store(own + i, v, end - i);
+      }
+    });
+  });
+}
+
+// x, sum [size]: sum += x * scale, the product rounded before.
+EXPORT void pagewire_add_scaled(const void* x, void* sum, int64_t size, float scale, int32_t dtype, int32_t num_threads) {
+  constexpr int64_t kChunk = 4096;
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    if (size < kParallelElements) num_threads = 1;
+    parallel_for((size + kChunk - 1) / kChunk, num_threads, [&](int64_t chunk) {
+      const T* const from = static_cast<const T*>(x);
+      T* const to = static_cast<T*>(sum);
+      const int64_t end = std::min(size, (chunk + 1) * kChunk);
+      for (int64_t i = chunk * kChunk; i < end; i += kLanes) {
+        const Floats v = load(from + i, end - i);
+        store(to + i, load(to + i, end - i) + (scale == 1 ? v : rounded_to<T>(v * scale)), end - i);
+      }
+    });
+  });
 }
 
 // x [tokens, heads, >= 2 half] in place; cos, sin [tokens, 2 half].

@@ -52,8 +52,13 @@ class Requests {
     const void* x = call_.given ? add(half++, call_.given) : first_input();
     for (; half < call_.last_half; ++half) {
       const Layer& layer = call_.layers[half / 2];
-      if (const int failure = half % 2 ? feed_forward(layer, x) : attend(layer, x)) return failure;
-      x = add(half, result());
+      const bool aside = layer.parallel && half % 2 == 0;  // what attention gives waits for the other half
+      if (const int failure = half % 2 ? feed_forward(layer, x) : attend(layer, x, aside ? call_.aside : result()))
+        return failure;
+      if (aside)
+        x = layer.attention_norm.weight ? norm(layer.attention_norm, states_, normed()) : x;
+      else
+        x = add(half, result());
     }
     return 0;
   }
@@ -68,14 +73,14 @@ class Requests {
   // Adds what a half gives to the states, and norms the sum.
   const void* add(int64_t half, void* given) const {
     const Layer& layer = call_.layers[half / 2];
-    const void* const x = add_norm(half % 2 ? layer.output_norm : layer.attention_norm, given);
+    const void* const x = add_norm(layer, half % 2 != 0, given);
     const int64_t size = hidden_ * element_;
     if (half % 2 && layer.tap)
       std::copy_n(states_, tokens_ * size, static_cast<char*>(layer.tap) + first_token_ * size);
     return x;
   }
 
-  int attend(const Layer& layer, const void* x) {
+  int attend(const Layer& layer, const void* x, void* out) {
     multiply(layer.qkv, x, layer.qkv.k, call_.qkv);
     char* const q = static_cast<char*>(call_.qkv);
     char* const k = q + batch_.num_heads * batch_.head_dim * element_;
@@ -90,7 +95,7 @@ class Requests {
     batch_.terms = layer.terms;
     batch_.scale = layer.scale;
     if (const int failure = pagewire_attention(&batch_)) return failure;
-    multiply(layer.out, call_.attended, layer.out.k, result());
+    multiply(layer.out, call_.attended, layer.out.k, out);
     return 0;
   }
 
@@ -136,14 +141,28 @@ class Requests {
     pagewire_adapt(&adapt);
   }
 
-  // Norm of each head, where there is one, and rotary embedding, where the layer has angles.
+  // Norms of queries or keys, where there are some, and rotary embedding, where the layer has angles.
   void turn(const Layer& layer, const Norm& norm, char* heads, int64_t count) const {
+    if (layer.head_norms == 1)
+      norm_heads(norm, heads, 1, count * batch_.head_dim);
+    else if (layer.head_norms == 0)
+      norm_heads(norm, heads, count, batch_.head_dim);
+    if (layer.angles >= 0) rotate(layer, heads, count);
+    if (layer.head_norms == 2) norm_heads(norm, heads, count, batch_.head_dim);
+  }
+
+  void norm_heads(const Norm& norm, char* heads, int64_t count, int64_t size) const {
     if (norm.weight)
-      pagewire_rms_norm(heads, norm.weight, heads, tokens_, count, batch_.head_dim, qkv_width_, batch_.head_dim,
-                        qkv_width_, batch_.head_dim, norm.eps, norm.offset, batch_.dtype, batch_.num_threads);
-    if (layer.angles < 0) return;
+      pagewire_rms_norm(heads, norm.weight, heads, tokens_, count, size, qkv_width_, size, qkv_width_, size, norm.eps,
+                        norm.offset, batch_.dtype, batch_.num_threads);
+  }
+
+  void rotate(const Layer& layer, char* heads, int64_t count) const {
     const Angles& angles = call_.angles[layer.angles];
     const int64_t size = 2 * call_.rotary_half, before = first_token_ * size * element_;
+    if (layer.interleaved)
+      pagewire_by_halves(heads, tokens_, count, call_.rotary_half, qkv_width_, batch_.head_dim, batch_.dtype,
+                         batch_.num_threads);
     pagewire_rotary(heads, static_cast<const char*>(angles.cos) + before, static_cast<const char*>(angles.sin) + before,
                     tokens_, count, call_.rotary_half, qkv_width_, batch_.head_dim, size, size, batch_.dtype,
                     batch_.num_threads);
@@ -158,32 +177,41 @@ class Requests {
   // What the first product takes.
   const void* first_input() const {
     if (call_.x) return static_cast<const char*>(call_.x) + first_token_ * call_.layers[0].qkv.k * element_;
-    return call_.input_norm.weight ? first_norm(call_.input_norm) : states_;
+    return call_.input_norm.weight ? norm(call_.input_norm, states_, normed()) : states_;
   }
 
-  const void* first_norm(const Norm& norm) const {
+  // What a norm makes of x [tokens, hidden], in `out`, which may be x.
+  const void* norm(const Norm& norm, const void* x, void* out) const {
     if (norm.centred)
-      pagewire_layer_norm(states_, nullptr, norm.weight, norm.bias, nullptr, normed(), tokens_, hidden_, norm.eps,
-                          batch_.dtype, batch_.num_threads);
+      pagewire_layer_norm(x, nullptr, norm.weight, norm.bias, nullptr, out, tokens_, hidden_, norm.eps, batch_.dtype,
+                          batch_.num_threads);
     else
-      pagewire_rms_norm(states_, norm.weight, normed(), tokens_, 1, hidden_, hidden_, hidden_, hidden_, hidden_,
-                        norm.eps, norm.offset, batch_.dtype, batch_.num_threads);
-    return normed();
+      pagewire_rms_norm(x, norm.weight, out, tokens_, 1, hidden_, hidden_, hidden_, hidden_, hidden_, norm.eps,
+                        norm.offset, batch_.dtype, batch_.num_threads);
+    return out;
   }
 
   // Adds the result of a half, of all ranks, to the states, and norms the sum. An RMS norm never comes last. Halves
-  // that compute themselves give what is of all ranks already.
-  const void* add_norm(const Norm& norm, void* given) const {
+  // that compute themselves give what is of all ranks already. `fed`: it is the feed-forward half.
+  const void* add_norm(const Layer& layer, bool fed, void* given) const {
+    if (layer.parallel) pagewire_add_scaled(call_.aside, given, tokens_ * hidden_, 1, batch_.dtype, batch_.num_threads);
     if (call_.all_reduce && given != call_.given) {
       const auto all_reduce = reinterpret_cast<AllReduce>(const_cast<void*>(call_.all_reduce));
       all_reduce(call_.ranks, given, tokens_ * hidden_, batch_.dtype, batch_.num_threads);
     }
-    if (norm.centred)
-      pagewire_layer_norm(given, states_, norm.weight, norm.bias, normed_ ? states_ : nullptr, normed(), tokens_,
-                          hidden_, norm.eps, batch_.dtype, batch_.num_threads);
+    const Norm &own = fed ? layer.fed_norm : layer.attended_norm, &next = fed ? layer.output_norm : layer.attention_norm;
+    if (own.weight) norm(own, given, given);
+    const bool is_plain = layer.residual_scale == 1;
+    if (!next.weight || !is_plain)
+      pagewire_add_scaled(given, states_, tokens_ * hidden_, layer.residual_scale, batch_.dtype, batch_.num_threads);
+    if (!next.weight) return states_;
+    if (!is_plain) return norm(next, states_, normed());
+    if (next.centred)
+      pagewire_layer_norm(given, states_, next.weight, next.bias, normed_ ? states_ : nullptr, normed(), tokens_,
+                          hidden_, next.eps, batch_.dtype, batch_.num_threads);
     else
-      pagewire_add_rms_norm(given, states_, norm.weight, normed(), tokens_, hidden_, norm.eps, norm.offset,
-                            batch_.dtype, batch_.num_threads);
+      pagewire_add_rms_norm(given, states_, next.weight, normed(), tokens_, hidden_, next.eps, next.offset, batch_.dtype,
+                            batch_.num_threads);
     return normed();
   }
 

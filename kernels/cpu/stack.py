@@ -19,7 +19,7 @@ from pagewire.kernels.cpu.library import AttentionCall, structure
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, logit_terms
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.data.kv_codes import head_size
-from pagewire.kernels.data.layer import Angles, Half, Layer, LayerNorm, Mixture, Norm
+from pagewire.kernels.data.layer import Angles, Half, HeadNormForm, Layer, LayerNorm, Mixture, Norm
 from pagewire.kernels.data.paging import AttentionBatch, Cache, check_scales
 from pagewire.kernels.data.weight import Linear
 
@@ -28,8 +28,10 @@ GROUP_TOKENS = 768
 What lies between two kernels then stays in the processor's caches."""
 ALIGNMENT = 32
 """Elements: the scratch buffers begin at multiples, so at those of a cache line."""
-SCRATCH = ("qkv", "attended", "up", "shared", "logits", "of_experts")
+SCRATCH = ("qkv", "attended", "up", "shared", "logits", "of_experts", "aside")
 """The scratch buffers of `StackCall` for numbers of the layers' dtype."""
+HEAD_NORM_CODES = {HeadNormForm.EACH: 0, HeadNormForm.TOGETHER: 1, HeadNormForm.ROTATED: 2}
+"""The forms of head norms in kernels.h."""
 
 NormParameters, MixtureParameters, LayerParameters, AnglesParameters, StackCall = map(
     structure, ("Norm", "Mixture", "Layer", "Angles", "StackCall")
@@ -150,6 +152,7 @@ def _scratch_widths(
         hidden_size if is_shared else 0,
         max((mixture.router.linear.out_features for mixture in mixtures), default=0),
         max(of_experts, default=0),
+        hidden_size if any(layer.parallel for layer in layers) else 0,
     )
 
 
@@ -192,6 +195,22 @@ class Stretch:
         return [Stretch(0, ends[0], None), *(Stretch(a, b, halves[a]) for a, b in pairwise(ends))]
 
 
+def _compiled_dtypes(library: ctypes.CDLL, layer: Layer, *, norm_first: bool) -> set[torch.dtype] | None:
+    """The dtypes of a layer's weights and norms; None if stack.cpp does not compute it."""
+    linears = layer.linears().values()
+    if not all(map(is_packed, linears)) or layer.activation not in ACTIVATION_CODES:
+        return None
+    if not norm_first and any(isinstance(norm, Norm) for norm in layer.norms):
+        return None
+    dtypes = {part.dtype for part in linears}
+    if layer.mixture is not None:
+        experts = layer.mixture.experts
+        if CompiledExperts.of(library, experts) is None:
+            return None
+        dtypes |= {experts.up[0].dtype, experts.down[0].dtype}
+    return dtypes | {norm.weight.dtype for norm in (*layer.norms, *(layer.head_norms or ()))}
+
+
 class CompiledStack:
     """A stack of layers in one call, or in one from each half that computes itself to the next.
 
@@ -213,25 +232,19 @@ class CompiledStack:
         """
         if len({id(layer.ranks) for layer in layers}) > 1:
             return None
-        if len(Stretch.of(layers)) > 1 and input_norm is None:
-            return None
+        norms = [
+            input_norm,
+            *(norm for layer in layers for norm in (layer.attention_norm, layer.output_norm)),
+        ]
+        if layers[-1].output_norm is None or (len(Stretch.of(layers)) > 1 and None in norms):
+            return None  # the result, and what a half that computes itself takes, are a norm's
         attending = [layer for layer in layers if layer.mixer is None]
         forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in attending}
         dtypes = set() if input_norm is None else {input_norm.weight.dtype}
         for layer in layers:
-            linears = layer.linears()
-            if not all(map(is_packed, linears.values())) or layer.activation not in ACTIVATION_CODES:
+            if (found := _compiled_dtypes(library, layer, norm_first=norm_first)) is None:
                 return None
-            if layer.mixture is not None:
-                experts = layer.mixture.experts
-                if CompiledExperts.of(library, experts) is None:
-                    return None
-                dtypes |= {experts.up[0].dtype, experts.down[0].dtype}
-            norms = (layer.attention_norm, layer.output_norm)
-            if not norm_first and any(isinstance(norm, Norm) for norm in norms):
-                return None
-            dtypes |= {linear.dtype for linear in linears.values()}
-            dtypes |= {norm.weight.dtype for norm in (*norms, *(layer.head_norms or ()))}
+            dtypes |= found
         if len(forms) > 1 or len(dtypes) > 1:
             return None
         return cls(library, input_norm, layers, norm_first=norm_first)
@@ -252,9 +265,9 @@ class CompiledStack:
         self._num_kv_heads, self._head_dim = form.num_kv_heads, form.head_dim
         self._attended_size = form.num_heads * form.head_dim
         self._qkv_size = self._attended_size + 2 * form.num_kv_heads * form.head_dim
-        self._hidden_size = len(first.attention_norm.weight)
+        self._hidden_size = first.hidden_size
         self._input_size = self._hidden_size if first.qkv is None else first.qkv.in_features
-        self.dtype = first.attention_norm.weight.dtype
+        self.dtype = first.dtype
         self._experts = [
             None if layer.mixture is None else CompiledExperts.of(library, layer.mixture.experts)
             for layer in layers
@@ -306,9 +319,16 @@ class CompiledStack:
         matrices = {name: matrix(linear) for name, linear in linears.items()}
         if layer.mixture is not None and experts is not None:
             matrices["mixture"] = _mixture(layer.mixture, experts, hidden, matrices)
-        norms = {"attention_norm": (layer.attention_norm, hidden), "output_norm": (layer.output_norm, hidden)}
-        for name, norm in zip(("query_norm", "key_norm"), layer.head_norms or (), strict=False):
-            norms[name] = norm, self._head_dim
+        names = ("attention_norm", "output_norm", "attended_norm", "fed_norm")
+        norms = {name: (norm, hidden) for name in names if (norm := getattr(layer, name)) is not None}
+        for name, norm, heads in zip(
+            ("query_norm", "key_norm"),
+            layer.head_norms or (),
+            (layer.num_heads, layer.num_kv_heads),
+            strict=False,
+        ):
+            together = heads if layer.head_norm_form is HeadNormForm.TOGETHER else 1
+            norms[name] = norm, together * self._head_dim
         terms, owners = logit_terms(layer.terms, layer.num_heads)
         self._owners += owners
         return LayerParameters(
@@ -319,6 +339,10 @@ class CompiledStack:
             scale=layer.scale,
             activation=ACTIVATION_CODES[layer.activation],
             gated=layer.gated,
+            parallel=layer.parallel,
+            interleaved=layer.interleaved,
+            residual_scale=layer.residual_scale,
+            head_norms=HEAD_NORM_CODES[layer.head_norm_form],
         )
 
     def __call__(

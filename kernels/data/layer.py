@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from pagewire.kernels.data.paging import LogitTerms
@@ -53,7 +54,20 @@ class LayerNorm:
 
 
 HeadNorms = tuple[Norm, Norm]
-"""The norms of query heads and of key heads, before they are rotated."""
+"""The norms of queries and of keys."""
+
+
+class HeadNormForm(Enum):
+    """What the norms of queries and keys are taken over, and when."""
+
+    EACH = "each"
+    """Over each head, before it is rotated."""
+    TOGETHER = "together"
+    """Over all heads of a token, before they are rotated (OLMo 2)."""
+    ROTATED = "rotated"
+    """Over each head, after it is rotated (Hunyuan)."""
+
+
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines [T, rot_dim] of the angles by which heads are rotated, see `Kernels.rotary`."""
 
@@ -120,21 +134,27 @@ class Half(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of a stack. Each norm is of a sum; `pagewire.kernels.stack.Stack` says what it is for."""
+    """One layer of a stack.
+
+    `attention_norm` and `output_norm` are of a sum, as `pagewire.kernels.stack.Stack` says: what the next product
+    takes. Without one it takes the sum itself. The other norms and the scale are of what a half gives, before that
+    is added.
+    """
 
     qkv: Linear | None
     """[T, H] to [T, (Hq + 2 Hkv) D]; None where a `mixer` takes the place of attention."""
     out: Linear | None
     """[T, Hq D] to [T, H]; None likewise."""
-    attention_norm: Norm | LayerNorm
-    """After attention."""
+    attention_norm: Norm | LayerNorm | None
+    """Of the sum after attention. In a parallel layer: of the layer's input, for its feed-forward half; None: both
+    halves take the same."""
     up: Linear | None
     """[T, H] to [T, 2 I], gate and up together; not `gated`: to [T, I]. None where all of the feed-forward half is
     experts that a router chooses, or `feed_forward`."""
     down: Linear | None
     """[T, I] to [T, H]; None likewise."""
-    output_norm: Norm | LayerNorm
-    """After the feed-forward half."""
+    output_norm: Norm | LayerNorm | None
+    """Of the sum after the feed-forward half."""
     activation: Activation
     num_heads: int
     num_kv_heads: int
@@ -145,7 +165,18 @@ class Layer:
     gated: bool = True
     angles: int | None = 0
     """Which of the call's tables of angles turns queries and keys; None: none does."""
+    interleaved: bool = False
+    """Rotation turns neighbours in a head; else elements of its two halves."""
     head_norms: HeadNorms | None = None
+    head_norm_form: HeadNormForm = HeadNormForm.EACH
+    attended_norm: Norm | LayerNorm | None = None
+    """Of what attention gives."""
+    fed_norm: Norm | LayerNorm | None = None
+    """Of what the feed-forward half gives."""
+    residual_scale: float = 1.0
+    """What each half gives is multiplied by it."""
+    parallel: bool = False
+    """The feed-forward half takes the layer's input, not the sum after attention."""
     mixture: Mixture | None = None
     ranks: Sum | None = None
     """Adds up what `out` and the feed-forward half give, where every rank has a part of their inputs; None: all."""
@@ -155,12 +186,26 @@ class Layer:
     """In place of the feed-forward half."""
 
     @property
+    def norms(self) -> list[Norm | LayerNorm]:
+        """The norms of states [T, H]."""
+        found = (self.attention_norm, self.output_norm, self.attended_norm, self.fed_norm)
+        return [norm for norm in found if norm is not None]
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a token's state."""
+        return len(self.norms[0].weight)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of states."""
+        return self.norms[0].weight.dtype
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of the packed weights, and of the norms of sums."""
+        """Bytes of the packed weights, and of the norms of states."""
         parts = (self.qkv, self.out, self.mixer, self.up, self.down, self.mixture, self.feed_forward)
-        return sum(
-            part.num_bytes for part in (*parts, self.attention_norm, self.output_norm) if part is not None
-        )
+        return sum(part.num_bytes for part in (*parts, *self.norms) if part is not None)
 
     @property
     def halves(self) -> tuple[Half | None, Half | None]:

@@ -59,6 +59,17 @@ It takes queries [T, heads, size], weights float32 [T, heads], the scale of prod
 """
 
 
+def in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of x [..., K] by a weight [N, K], `ROWS` rows at a time: PyTorch orders sums by that number."""
+    rows = x.reshape(-1, x.shape[-1])
+    num_rows = len(rows)
+    blocks = functional.pad(rows, (0, 0, 0, -num_rows % ROWS)).view(-1, ROWS, x.shape[-1])
+    out = x.new_empty(len(blocks), ROWS, len(weight))
+    for block, result in zip(blocks, out, strict=True):
+        result.copy_(functional.linear(block, weight, bias))
+    return out.flatten(0, 1)[:num_rows].view(*x.shape[:-1], len(weight))
+
+
 class Kernels:
     """The kernels of a device. A row's bits depend on the row alone, unless a method says otherwise.
 
@@ -234,6 +245,14 @@ class Kernels:
         gate, up = x.chunk(2, dim=-1)
         return self.activate_each(gate, activation) * up
 
+    def cap(self, x: Tensor, scale: float, softcap: float | None) -> Tensor:
+        """Logits x [..., V] times `scale`, then `softcap * tanh(x / softcap)`, every step rounded.
+
+        x: may be overwritten. softcap: None: they are not capped.
+        """
+        x = x if scale == 1.0 else x * scale
+        return x if softcap is None else elementwise(torch.tanh, x / softcap) * softcap
+
     def fixed_sums(self, x: Tensor, ends: Tensor, one: float) -> Tensor | None:
         """See `pagewire.kernels.reference.sums.fixed_sums`."""
         return fixed_sums(x, ends, one)
@@ -260,16 +279,7 @@ class Kernels:
         Raises:
             ValueError: the shapes or dtypes do not fit.
         """
-        if x.device.type != "cpu":
-            return functional.linear(x, weight, bias)
-        rows = x.reshape(-1, x.shape[-1])
-        num_rows = len(rows)
-        # PyTorch sums in an order that depends on the number of rows, so there are always as many.
-        blocks = functional.pad(rows, (0, 0, 0, -num_rows % ROWS)).view(-1, ROWS, x.shape[-1])
-        out = x.new_empty(len(blocks), ROWS, len(weight))
-        for block, result in zip(blocks, out, strict=True):
-            result.copy_(functional.linear(block, weight, bias))
-        return out.flatten(0, 1)[:num_rows].view(*x.shape[:-1], len(weight))
+        return in_blocks(x, weight, bias) if x.device.type == "cpu" else functional.linear(x, weight, bias)
 
     def quantise(self, weight: Weight, scheme: Integers, scale_dtype: torch.dtype) -> Weight:
         """See `pagewire.kernels.linear.quantise`; scheme and shape are checked."""

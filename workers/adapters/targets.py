@@ -19,6 +19,7 @@ from pagewire.kernels.data.layer import Experts, Layer
 from pagewire.kernels.data.reduced import Reduced
 from pagewire.kernels.experts import GroupedExperts
 from pagewire.kernels.linear import Linear
+from pagewire.kernels.output import CappedOutput
 from pagewire.kernels.stack import Stack
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.division import whole_shape
@@ -147,16 +148,18 @@ class Targets:
     def _add_network(self, network: Network) -> None:
         whole = network.stack
         layers = []
-        for place, layer in zip(network.places, whole.layers, strict=True):
+        for place, layer, modules in zip(network.places, whole.layers, network.modules, strict=True):
             assert place is not None, "with adapters, hybrids run as modules"
-            layers.append(self._adapted_layer(f"{self.prefix}layers.{place.layer}", layer))
+            layers.append(self._adapted_layer(f"{self.prefix}layers.{place.layer}", layer, modules))
         network.stack = Stack(whole.input_norm, layers, norm_first=whole.norm_first)
         if network.embedding is not None:
             network.embedding.words = self._adapted_embedding("embed_tokens", network.words)
 
-    def _adapted_layer(self, name: str, layer: Layer) -> Layer:
-        """A stack's layer, of this name in transformers, whose linear layers ask for adapters."""
-        modules = modules_of(layer)
+    def _adapted_layer(self, name: str, layer: Layer, modules: dict[str, dict[str, int]]) -> Layer:
+        """A stack's layer, of this name in transformers, whose linear layers ask for adapters.
+
+        modules: see `Network.modules`.
+        """
 
         def change(field: str, linear: Linear) -> Linear:
             adapted, first = self._numbered(linear), 0
@@ -235,7 +238,7 @@ class Targets:
 
     def _adapted(self, name: str, linear: Linear, is_output: bool = False) -> Linear:
         """The layer that asks for adapters; over several ranks it does so before it puts their parts together."""
-        if isinstance(linear, Reduced | GatheredLinear):
+        if isinstance(linear, Reduced | GatheredLinear | CappedOutput):
             linear.linear = self._adapted(name, linear.linear, is_output)
             return linear
         return self._numbered_place(name, linear, is_output)
@@ -264,22 +267,6 @@ class Targets:
         self.embedding = f"{self.prefix}{name}"
         self.embedding_shape = whole_shape(adapted.shape, self.cuts.get(f"{self.embedding}.weight"))
         return adapted
-
-
-def modules_of(layer: Layer) -> dict[str, dict[str, int]]:
-    """The names in transformers of the modules in each linear layer of a stack's layer, with their outputs."""
-    heads, kv_heads = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    modules = {
-        "qkv": {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads},
-        "out": {"self_attn.o_proj": 0 if layer.out is None else layer.out.out_features},
-        "router": {"mlp.gate": 0 if layer.mixture is None else layer.mixture.router.linear.out_features},
-        "shared_gate": {"mlp.shared_expert_gate": 1},
-    }
-    if layer.down is not None:
-        mlp, size = "mlp" if layer.mixture is None else "mlp.shared_expert", layer.down.in_features
-        modules["up"] = {f"{mlp}.gate_proj": size, f"{mlp}.up_proj": size}
-        modules["down"] = {f"{mlp}.down_proj": layer.down.out_features}
-    return modules
 
 
 class StageExperts(msgspec.Struct, array_like=True):

@@ -141,7 +141,8 @@ def check_experts(grouped: GroupedExperts, device: torch.device) -> None:
 
 def router_of(gate: Any, weights: Weights, device: torch.device) -> Router | None:
     """The router that computes what a module does, a softmax of its logits; None if the module does not."""
-    if [name for name, _ in (*gate.named_parameters(), *gate.named_buffers())] != ["weight"]:
+    names = {name for name, _ in (*gate.named_parameters(), *gate.named_buffers())}
+    if names not in ({"weight"}, {"weight", "bias"}):
         return None
     weights.fill(gate)
     x = torch.randn(ROUTER_ROWS, gate.weight.shape[1], generator=torch.Generator().manual_seed(0))
@@ -149,7 +150,8 @@ def router_of(gate: Any, weights: Weights, device: torch.device) -> Router | Non
     if not isinstance(found, tuple) or len(found) != 3:
         return None
     logits, expected, ids = found
-    linear = packed(dense_weight(gate.weight.detach()), None, device)
+    bias = gate.bias.detach() if "bias" in names else None
+    linear = packed(dense_weight(gate.weight.detach()), bias, device)
     for normalised in (False, True):
         router = Router(linear, ids.shape[1], normalised, rounded=expected.dtype == logits.dtype)
         our_ids, ours = route(logits, router)

@@ -3,18 +3,111 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-HEAD_NORMS = {"q_norm", "k_norm"}
-MLP = {"gate_proj", "up_proj", "down_proj"}
-SPARSE = {"gate", "experts"}
+EXPERTS = "experts"
 SHARED = {"shared_expert", "shared_expert_gate"}
-NORMS = {"input_layernorm", "post_attention_layernorm"}
-OTHER_ARITHMETIC = {"alibi_llama", "ernie4_5", "granite", "helium", "ministral3", "smollm3"}
+
+
+@dataclass(frozen=True)
+class DecoderNames:
+    """How a family of decoders names the parts of its layers, and what these compute beside Llama's.
+
+    qkv, up: of linear layers that are joined to one; a single name is of one that is joined already.
+    norms: of the inputs of attention and of the feed-forward half; None: it takes the sum itself, or in parallel
+    layers what attention takes. own_norms: of what each half gives. head_norms: a layer may be without.
+    gated: the feed-forward half begins with gates, too. parallel: its input is the layer's. interleaved: rotation
+    turns neighbours. single_angles: its tables have an angle once, not for both elements that it turns.
+    head_norm_form: see `kernels.data.layer.HeadNormForm`.
+    unturned: an attribute of attention that is false where a layer has no rotation, if others have windows.
+    residual_scale: an attribute of a layer with a factor. embedding_scale: one of the base, or "hidden_size" for
+    the root of that; of a base whose embedding does not scale by itself.
+    """
+
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    head_norm_form: str = "each"
+    mlp: str = "mlp"
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    router: str = "gate"
+    gated: bool = True
+    norms: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm")
+    own_norms: tuple[str, str] | None = None
+    final_norm: str = "norm"
+    parallel: bool = False
+    interleaved: bool = False
+    single_angles: bool = False
+    unturned: str = ""
+    residual_scale: str = ""
+    embedding_scale: str = ""
+
+    @property
+    def all_norms(self) -> set[str]:
+        """The names of a layer's norms."""
+        return {name for name in (*self.norms, *(self.own_norms or ())) if name is not None}
+
+
+LLAMA = DecoderNames()
+GEMMA_2 = DecoderNames(
+    norms=("input_layernorm", "pre_feedforward_layernorm"),
+    own_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    embedding_scale="hidden_size",
+)
+OLMO_2 = DecoderNames(
+    norms=(None, None),
+    own_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    head_norm_form="together",
+)
+COHERE = DecoderNames(norms=("input_layernorm", None), parallel=True, interleaved=True)
+JOINED = DecoderNames(qkv=("qkv_proj",), up=("gate_up_proj",))
+GLM = DecoderNames(up=("gate_up_proj",), interleaved=True)
+DECODERS: dict[str, DecoderNames] = {
+    "cohere": COHERE,
+    "cohere2": replace(COHERE, unturned="sliding_window"),
+    "ernie4_5": DecoderNames(interleaved=True),
+    "exaone4": replace(OLMO_2, head_norm_form="each", unturned="is_sliding"),
+    "gemma": DecoderNames(embedding_scale="hidden_size"),
+    "gemma2": GEMMA_2,
+    "gemma3_text": GEMMA_2,
+    "glm": GLM,
+    "gpt_oss": DecoderNames(router="router", single_angles=True),
+    "glm4": replace(GLM, own_norms=("post_self_attn_layernorm", "post_mlp_layernorm")),
+    "granite": DecoderNames(residual_scale="residual_multiplier", embedding_scale="embedding_multiplier"),
+    "helium": DecoderNames(interleaved=True),
+    "hunyuan_v1_dense": DecoderNames(
+        head_norms=("query_layernorm", "key_layernorm"), head_norm_form="rotated"
+    ),
+    "olmo2": OLMO_2,
+    "olmoe": DecoderNames(head_norm_form="together"),
+    "olmo3": OLMO_2,
+    "phi": DecoderNames(
+        out="dense",
+        up=("fc1",),
+        down="fc2",
+        gated=False,
+        norms=("input_layernorm", None),
+        final_norm="final_layernorm",
+        parallel=True,
+    ),
+    "phi3": JOINED,
+    "smollm3": DecoderNames(unturned="use_rope"),
+    "starcoder2": DecoderNames(up=("c_fc",), down="c_proj", gated=False),
+    "vaultgemma": replace(
+        LLAMA, norms=("input_layernorm", "pre_feedforward_layernorm"), embedding_scale="hidden_size"
+    ),
+}
+"""By model type, of families whose layers are not Llama's."""
+OTHER_ARITHMETIC = {"alibi_llama", "ministral3"}
 """Model types with the structure of a stack that compute something else. The proof would refuse their stacks, too,
 but only after packing all of them."""
-SPARSE_MODELS = {"mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"}
+SPARSE_MODELS = {
+    *("gpt_oss", "mixtral", "olmoe"),
+    *("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
+}
 """Model types whose experts are chosen by the softmax of a router's logits. Others have the same structure, and
 other arithmetic."""
 STACKED_HYBRIDS = {
@@ -22,8 +115,6 @@ STACKED_HYBRIDS = {
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 }
 """Model types with states whose layers add what their halves make of normed states, and do nothing else."""
-OTHER_EMBEDDING = {"gemma"}
-"""Model types whose embedding does more than look rows up."""
 NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 """The names that families give the number of a layer's experts."""
 CHUNKED = "chunked_attention"
@@ -35,7 +126,7 @@ WINDOWS = {
 }
 """Types of layers whose queries see the keys of a window or a chunk, and the setting of its size."""
 DEFAULT_POSITIONS = 2048  # of a model that gives no limit
-ACTIVATIONS = {"silu", "swish", "gelu_pytorch_tanh"}
+ACTIVATIONS = {"silu", "swish", "gelu_pytorch_tanh", "gelu", "gelu_new"}
 DEFAULT_ACTIVATION = "silu"  # of a configuration that names none
 
 
@@ -44,21 +135,26 @@ def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[s
     text = {**config, **(config.get("text_config") or {})}
     if text.get("model_type") in STACKED_HYBRIDS:
         return True
-    activation = text.get("hidden_act") or text.get("hidden_activation") or DEFAULT_ACTIVATION
-    if model_type in OTHER_ARITHMETIC | OTHER_EMBEDDING or activation not in ACTIVATIONS:
-        return False
     names = [name for name in names if not name.endswith(".inv_freq")]  # in old checkpoints; not read
-    if any(name.endswith("norm.bias") for name in names):  # of a norm that is no RMSNorm
+    activation = text.get("hidden_act") or text.get("hidden_activation") or DEFAULT_ACTIVATION
+    if model_type in OTHER_ARITHMETIC or activation not in ACTIVATIONS:
         return False
+    if any(
+        name.endswith(("q_norm.bias", "k_norm.bias")) for name in names
+    ):  # of heads, which are layer norms
+        return False
+    own = DECODERS.get(text.get("model_type") or model_type, LLAMA)
     inner = (name.partition("model.layers.")[2].split(".")[1:3] for name in names)
     found = {
-        ".".join(path).replace("block_sparse_moe", "mlp").removesuffix(".weight") for path in inner if path
-    }
-    dense, experts = _within("mlp", MLP), _within("mlp", SPARSE)
+        ".".join(path).replace("block_sparse_moe", "mlp").removesuffix(".weight").removesuffix(".bias")
+        for path in inner
+        if path
+    } - {f"{own.attention}.sinks"}
+    dense, experts = _within(own.mlp, (*own.up, own.down)), _within(own.mlp, (own.router, EXPERTS))
     if model_type in SPARSE_MODELS and found >= experts:  # some layers may have experts, and others none
-        found = found - experts - _within("mlp", SHARED) | dense
-    parts, norms = _within("self_attn", ATTENTION) | dense | NORMS, _within("self_attn", HEAD_NORMS)
-    return found in (parts, parts | norms)
+        found = found - experts - _within(own.mlp, SHARED) | dense
+    parts = _within(own.attention, (*own.qkv, own.out)) | dense | own.all_norms
+    return found in (parts, parts | _within(own.attention, own.head_norms))
 
 
 def _within(module: str, names: Iterable[str]) -> set[str]:

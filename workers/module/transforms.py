@@ -119,6 +119,29 @@ class QuantisedEmbedding(nn.Module):
         return dense(self.rows.take(ids.flatten())).view(*ids.shape, self.embedding_dim)
 
 
+class ScaledEmbedding(nn.Module):
+    """An embedding whose rows are multiplied by a factor when they are looked up (Gemma 3)."""
+
+    def __init__(self, table: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.table = table
+        self.factor: float = factor
+
+    @property
+    def weight(self) -> Tensor:
+        """That of the table."""
+        return self.table.weight  # type: ignore[return-value]
+
+    @property
+    def embedding_dim(self) -> int:
+        """Numbers of an embedding."""
+        return self.table.embedding_dim  # type: ignore[return-value]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids int64 [...] to embeddings [..., H]."""
+        return self.table(ids) * self.factor  # type: ignore[no-any-return]
+
+
 def embedding(module: nn.Module, weights: Weights, device: torch.device) -> nn.Module:
     """An embedding with its weights, or this rank's part: itself, or on a CPU one over rows that stay quantised."""
     rows, shards, cut = weights.matrix(module), weights.shards, weights.cut(module)

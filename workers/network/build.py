@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pagewire.kernels.data.layer import Activation, Angles, Layer, LayerNorm, Mixture, Norm
+from pagewire.kernels.data.layer import Activation, Angles, HeadNormForm, Layer, LayerNorm, Mixture, Norm
 from pagewire.kernels.data.paging import LogitTerms
 from pagewire.kernels.data.reduced import Reduced, Sum
 from pagewire.kernels.linear import Linear
 from pagewire.kernels.stack import Stack
 from pagewire.workers.caches.kv import KVShape
 from pagewire.workers.module.experts import grouped_experts, router_of
-from pagewire.workers.module.transforms import RotaryTable, embedding, pack_joined
+from pagewire.workers.module.parallel_layers import DividedEmbedding
+from pagewire.workers.module.transforms import RotaryTable, ScaledEmbedding, embedding, pack_joined
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.hybrids import HYBRIDS, ModuleHalf
 from pagewire.workers.network.network import Embeddings, KVPlace, Network
@@ -56,7 +57,7 @@ def build_network(
         structure = structure_of(base, encodes=encodes) if names is None else names.structure(base)
         return _NetworkBuilder(base, structure, weights, device).network(stage)
     except (OtherStructureError, AttributeError) as error:
-        logger.debug("%s runs as a module: %s", type(base).__name__, str(error) or "it has another structure")
+        logger.info("the layers run as a module of transformers, not as a stack: %s", error)
         return None
 
 
@@ -88,8 +89,9 @@ class _NetworkBuilder:
         norms = [norm for part in parts for norm in part.norms]
         first = None
         if structure.final_norm is not None:
-            # A stage before the last has no final norm; one must be there, and what it makes is dropped.
-            first, *norms = *norms, structure.final_norm(base) if is_last else parts[-1].norms[0]
+            # A stage before the last has no final norm; what the one in its place makes is dropped.
+            last = structure.final_norm(base) if is_last else parts[-1].norms[0] or parts[-1].own_norms[0]
+            first, *norms = *norms, last
         kinds = [] if rotary is None else list(dict.fromkeys(part.kind for part in attending))
         terms = self._logit_terms(parts)
         packed = [self._norm(norm) for norm in norms]
@@ -98,25 +100,28 @@ class _NetworkBuilder:
             for i, part in enumerate(parts)
         ]
         # ModernBERT's first layer has no norm of its own: its input is normed already.
-        input_norm = None if first is None or isinstance(first, nn.Identity) else self._norm(first)
+        input_norm = None if isinstance(first, nn.Identity) else self._norm(first)
         stack = Stack(input_norm, layers, norm_first=structure.final_norm is not None)
         places = [
             KVPlace(part.index, kv_shape(layer), part.window) if part.mixer is None else None
             for part, layer in zip(parts, layers, strict=True)
         ]
-        angles = self._tables(rotary, kinds, layers[0].output_norm.weight.dtype)
-        return Network(embedding, angles, stack, places, is_last)
+        angles = self._tables(rotary, kinds, layers[0].dtype, parts[0])
+        return Network(embedding, angles, stack, places, self._modules(parts, layers), is_last)
 
     def _heads(self, part: LayerParts) -> list[int]:
         """The numbers of this rank's query, key and value heads of a layer."""
         heads = [self.weights.num_rows(linear) // part.head_dim for linear in part.qkv]
-        return [heads[0] // 3] * 3 if len(heads) == 1 else heads
+        if len(heads) > 1:
+            return heads
+        queries, keys = part.heads or (1, 1)
+        count = heads[0] * keys // (queries + 2 * keys)  # a rank has the same share of all
+        return [heads[0] - 2 * count, count, count]
 
     def _embedding(self) -> Embeddings | None:
         structure = self.structure
         if structure.causal:
-            module = getattr(self.base, structure.words)
-            return None if type(module) is nn.Identity else Embeddings(self._table(module))
+            return self._decoder_embedding(getattr(self.base, structure.words))
         module = self.base.embeddings
         require(children(module) <= {*TABLES, structure.words, structure.norm, "dropout", "drop"})
         norm = (
@@ -128,33 +133,63 @@ class _NetworkBuilder:
         words, positions, token_types = (None if table is None else self._table(table) for table in tables)
         return Embeddings(words, positions, token_types, norm)
 
+    def _decoder_embedding(self, module: Any) -> Embeddings | None:
+        if type(module) is nn.Identity:
+            return None
+        own: float | None = None
+        if type(module) is not nn.Embedding:
+            own = getattr(module, "scalar_embed_scale", None) or getattr(module, "embed_scale", None)
+            require(isinstance(module, nn.Embedding) and own is not None, "its embedding is no plain table")
+        words, dtype = self._table(module), module.weight.dtype
+        if own is None:
+            return Embeddings(words, scale=self.structure.embedding_scale(self.base, dtype))
+        if isinstance(words, DividedEmbedding):
+            words.rows = without_factor(words.rows)
+        else:
+            words = without_factor(words)
+        factor = float(torch.tensor(own, dtype=dtype))  # as the module rounds it
+        return Embeddings(ScaledEmbedding(words, factor))
+
     def _table(self, module: nn.Module) -> nn.Module:
         return embedding(module, self.weights, self.device).to(self.device)
 
-    def _norm(self, module: nn.Module) -> Norm | LayerNorm:
-        return self.structure.norm_of(module, self.weights, self.device)
+    def _norm(self, module: nn.Module | None) -> Norm | LayerNorm | None:
+        return None if module is None else self.structure.norm_of(module, self.weights, self.device)
 
     def _logit_terms(self, parts: Sequence[LayerParts]) -> list[LogitTerms]:
         """The terms of each layer's attention."""
         if self.structure.causal:
-            return [LogitTerms(part.window) for part in parts]
+            return [LogitTerms(part.window, softcap=part.softcap, sinks=self._sinks(part)) for part in parts]
         relative_bias = self.structure.relative_bias
         bias = None if relative_bias is None else relative_bias(self.base, self.weights).to(self.device)
         return [LogitTerms.two_sided(part.window, bias) for part in parts]
 
-    def _tables(self, rotary: Any, kinds: Sequence[str | None], dtype: torch.dtype) -> list[Angles]:
-        """Cosines and sines [P, rot_dim] of all positions, of each kind of angles."""
+    def _sinks(self, part: LayerParts) -> Tensor | None:
+        if part.sinks is None:
+            return None
+        sinks = self.weights.read(part.sinks, "sinks")
+        if sinks is not None and len(sinks) > self._heads(part)[0]:  # in memory they are this rank's already
+            sinks = self.weights.part(part.sinks, "sinks")
+        return None if sinks is None else sinks.to(self.device)
+
+    def _tables(
+        self, rotary: Any, kinds: Sequence[str | None], dtype: torch.dtype, form: LayerParts
+    ) -> list[Angles]:
+        """Cosines and sines [P, rot_dim] of all positions, of each kind of angles. form: a layer that uses them."""
         if rotary is None:
             return []
         rotary.to(self.device)
         like = torch.empty(1, 1, 1, dtype=dtype, device=self.device)
         tables = (rotary.table(like, *([] if kind is None else [kind])) for kind in kinds)
-        return [(cos[0], sin[0]) for cos, sin in tables]
+        found = [(cos[0], sin[0]) for cos, sin in tables]
+        if form.single_angles:
+            return [(torch.cat([cos, cos], 1), torch.cat([sin, sin], 1)) for cos, sin in found]
+        return [(halved(cos), halved(sin)) for cos, sin in found] if form.interleaved else found
 
     def _layer(
         self,
         part: LayerParts,
-        norms: tuple[Norm | LayerNorm, Norm | LayerNorm],
+        norms: tuple[Norm | LayerNorm | None, Norm | LayerNorm | None],
         activation: Activation,
         kinds: Sequence[str | None],
         terms: LogitTerms,
@@ -162,12 +197,13 @@ class _NetworkBuilder:
     ) -> Layer:
         """A layer of the stack, with joined and packed linear layers. norms: of the sums in it."""
         ranks = None if self.weights.shards is None else self.weights.shards.collective
-        mixture = None if part.mixture is None else self._mixture(part.mixture, ranks)
+        mixture = None if part.mixture is None else self._mixture(part.mixture, part.router, ranks)
         mixer, feed_forward = (
             None if module is None else ModuleHalf.of(module, rotary, self.weights, self.device)
             for module in (part.mixer, part.feed_forward)
         )
         num_heads, num_kv_heads, _ = self._heads(part) if mixer is None else (0, 0, 0)
+        attended_norm, fed_norm = map(self._norm, part.own_norms)
         return Layer(
             qkv=self._joined(part.qkv) if part.qkv else None,
             out=None if part.out is None else _of_rank(self._joined([part.out]), ranks),
@@ -181,8 +217,14 @@ class _NetworkBuilder:
             num_kv_heads=num_kv_heads,
             head_dim=part.head_dim,
             scale=(part.head_dim or 1) ** -0.5 if part.scale is None else part.scale,
-            angles=kinds.index(part.kind) if kinds and mixer is None else None,
+            angles=kinds.index(part.kind) if kinds and mixer is None and part.turned else None,
+            interleaved=part.interleaved,
             terms=terms,
+            attended_norm=attended_norm,
+            fed_norm=fed_norm,
+            residual_scale=part.residual_scale,
+            parallel=part.parallel,
+            head_norm_form=part.head_norm_form,
             head_norms=None if part.head_norms is None else self._head_norms(part),
             mixture=mixture,
             ranks=ranks,
@@ -193,21 +235,46 @@ class _NetworkBuilder:
     def _head_norms(self, part: LayerParts) -> tuple[Norm, Norm]:
         assert part.head_norms is not None
         query, key = (rms_norm_of(norm, self.weights, self.device) for norm in part.head_norms)
-        require(len(query.weight) == part.head_dim)
+        sizes = [part.head_dim] * 2
+        if part.head_norm_form is HeadNormForm.TOGETHER:
+            sizes = [part.head_dim * count for count in self._heads(part)[:2]]
+            # Each rank has some of the heads that are normed together.
+            require(self.weights.shards is None, "norms over all heads of a token are not divided over ranks")
+        require([len(query.weight), len(key.weight)] == sizes, "norms of heads have another size")
         return query, key
 
-    def _mixture(self, module: Any, ranks: Sum | None) -> Mixture:
+    def _mixture(self, module: Any, gate: Any, ranks: Sum | None) -> Mixture:
         """The feed-forward half of experts that a module holds, packed."""
         require((self.weights.cut(module.experts, "down_proj") is None) == (ranks is None))
-        router = router_of(module.gate, self.weights, self.device)
+        router = router_of(gate, self.weights, self.device)
         if router is None:
-            raise OtherStructureError
+            raise OtherStructureError("its router's choice is no softmax of logits")
         grouped = grouped_experts(module.experts, self.weights, self.device)
         require(grouped.experts.activation is not None and grouped.after is None)
         # On a GPU the host would wait within the stack for experts that have no kernel.
         require(self.device.type == "cpu" or grouped.compiled is not None)
         shared_gate = getattr(module, "shared_expert_gate", None)
         return Mixture(router, grouped.experts, None if shared_gate is None else self._joined([shared_gate]))
+
+    def _modules(
+        self, parts: Sequence[LayerParts], layers: Sequence[Layer]
+    ) -> list[dict[str, dict[str, int]]]:
+        """See `Network.modules`."""
+        names = {id(module): name for name, module in self.base.named_modules()}
+
+        def sizes(modules: Sequence[Any], total: int) -> dict[str, int]:
+            own = [names[id(module)].split(".", 2)[2] for module in modules]
+            rows = [total] if len(modules) == 1 else [self.weights.num_rows(module) for module in modules]
+            return dict(zip(own, rows, strict=True))
+
+        return [
+            {
+                field: sizes(modules, linear.out_features)
+                for field, linear in layer.linears().items()
+                if (modules := part.linears().get(field))
+            }
+            for part, layer in zip(parts, layers, strict=True)
+        ]
 
     def _joined(self, linears: Sequence[Any]) -> Linear:
         """One packed linear layer in place of several with the same input."""
@@ -216,9 +283,23 @@ class _NetworkBuilder:
         return pack_joined(linears, self.weights, self.device)
 
 
+def without_factor(table: Any) -> nn.Module:
+    """The rows of an embedding of transformers that scales them, as they are; another one itself."""
+    if not isinstance(table, nn.Embedding):
+        return table  # type: ignore[no-any-return]
+    rows: Any = table.weight
+    return nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
+
+
 def kv_shape(layer: Layer) -> KVShape:
     """The shape of a layer's keys and values."""
-    return KVShape(layer.num_kv_heads, layer.head_dim, layer.head_dim, layer.output_norm.weight.dtype)
+    return KVShape(layer.num_kv_heads, layer.head_dim, layer.head_dim, layer.dtype)
+
+
+def halved(table: Tensor) -> Tensor:
+    """A table [P, n] of cosines or sines whose neighbours are equal, with equal halves instead; others stay."""
+    even, odd = table[:, ::2], table[:, 1::2]
+    return torch.cat([even, even], 1) if torch.equal(even, odd) else table
 
 
 def _of_rank(linear: Linear, ranks: Sum | None) -> Linear:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pagewire.kernels.data.integers import Integers
-from pagewire.kernels.data.layer import Activation, Layer, LayerNorm, Norm
+from pagewire.kernels.data.layer import Activation, Layer
 from pagewire.kernels.data.paging import AttentionBatch, LogitTerms
 from pagewire.kernels.data.weight import dense_weight
 from pagewire.kernels.linear import Linear, dense
@@ -33,9 +33,8 @@ from pagewire.workers.network.proof import permitted_difference, relative_differ
 from pagewire.workers.network.structures import (
     LayerParts,
     OtherStructureError,
-    layer_norm_of,
+    norm_of,
     require,
-    rms_norm_of,
 )
 
 logger = logging.getLogger("pagewire.worker")
@@ -246,7 +245,7 @@ def attention_of_pytorch(layer: nn.Module) -> Iterator[None]:
 def _stack(layer: Any, weights: Weights) -> Stack:
     """A stack of one layer, whose sum is the layer's result."""
     parts, activation = parts_of(layer)
-    first, second = (norm_of(norm, weights) for norm in parts.norms)
+    first, second = (norm_of(norm, weights, CPU) for norm in parts.norms)
     num_heads = parts.out.in_features // parts.head_dim
     qkv, out, head_dim = around_attention(parts, weights)
     own = Layer(
@@ -291,11 +290,6 @@ def around_attention(parts: LayerParts, weights: Weights) -> tuple[Linear, Linea
     bias = functional.pad(torch.cat(biases).reshape(-1, size), (0, more)).flatten()
     qkv = packed(dense_weight(wider), bias, CPU)
     return qkv, packed(dense_weight(longer), weights.part(parts.out, "bias"), CPU), size + more
-
-
-def norm_of(module: nn.Module, weights: Weights) -> Norm | LayerNorm:
-    """The norm that a module computes. Raises OtherStructureError: the kernels lack it."""
-    return (layer_norm_of if type(module) is nn.LayerNorm else rms_norm_of)(module, weights, CPU)
 
 
 def activation_of(function: Callable[[Tensor], Tensor]) -> Activation:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pagewire.workers.module.attention import current_step
 from pagewire.workers.module.invariant import Invariant
 from pagewire.workers.module.recurrences import MIXERS
-from pagewire.workers.module.structure import SHARED, SPARSE, SPARSE_MODELS, STACKED_HYBRIDS
+from pagewire.workers.module.structure import EXPERTS, SHARED, SPARSE_MODELS, STACKED_HYBRIDS
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.parts import module_bytes, transform_parts
 from pagewire.workers.network.structures import (
@@ -111,9 +111,10 @@ def _mixer(module: Any, config: Any, norms: tuple[Any, Any]) -> LayerParts:
 def _with_feed_forward(parts: LayerParts, module: Any, config: Any) -> LayerParts:
     """The parts of a layer with this feed-forward half."""
     found = children(module) - {"act_fn"}
-    if config.model_type in SPARSE_MODELS and found in (SPARSE, SPARSE | SHARED):
+    sparse = {"gate", EXPERTS}
+    if config.model_type in SPARSE_MODELS and found in (sparse, sparse | SHARED):
         shared = getattr(module, "shared_expert", None)
-        return replace(parts if shared is None else _gated(parts, shared), mixture=module)
+        return replace(parts if shared is None else _gated(parts, shared), mixture=module, router=module.gate)
     if any(found == set(names) for names in GATED):
         return _gated(parts, module)
     return replace(parts, feed_forward=module)

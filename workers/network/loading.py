@@ -9,8 +9,8 @@ All models take this way, whether they generate, embed, classify or encode:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,11 @@ from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.kernels.data.paging import KVScales
 from pagewire.kernels.data.weight import UnpackedLinear
+from pagewire.kernels.output import CappedOutput
 from pagewire.workers.caches.sources import Features
 from pagewire.workers.checkpoint.kv_scales import kv_scales
 from pagewire.workers.device.interface import Device, KernelNeeds
-from pagewire.workers.errors import DisprovenError, LoadError
+from pagewire.workers.errors import DisprovenError, LoadError, first_line
 from pagewire.workers.module import attention
 from pagewire.workers.module.configuration import (
     end_of_sequence,
@@ -466,13 +467,13 @@ class Transformation:
         """
         parts = {} if self._behind is None else dict(self._behind.named_children())
         network = None
-        with suppress(LoadError), self.turn():
+        with self._disproven_is_logged(LoadError), self.turn():
             network = self._network()
         # What one rank cannot pack, such as groups of columns that only its part cuts, none runs as a network.
         if all_have(network is not None, self.collective, self.device.torch_device):
             assert network is not None
             # An error of one rank alone ends the group, for others wait for what this one would send.
-            with suppress(LoadError if self.collective.size == 1 else DisprovenError):
+            with self._disproven_is_logged(LoadError if self.collective.size == 1 else DisprovenError):
                 return self._proven(network)
         for name, child in parts.items():
             setattr(self._behind, name, child)
@@ -480,6 +481,14 @@ class Transformation:
             base = self._module_base()
             self._transform_behind()
         return self._proven(base)
+
+    @contextmanager
+    def _disproven_is_logged(self, kind: type[LoadError]) -> Iterator[None]:
+        """A context in which such an error says why the layers run as transformers' module, and is not raised."""
+        try:
+            yield
+        except kind as error:
+            logger.info("the layers run as a module of transformers, not as a stack: %s", first_line(error))
 
     def _network(self) -> Network | None:
         """The network, with what is behind it transformed; None if the module has another structure."""
@@ -563,6 +572,7 @@ def tied_bytes(model: Model) -> int:
     """Bytes of the dense output layer whose memory is that of the embedding; 0 if it has its own."""
     head, words = model.head, getattr(model.base.words, "weight", None)
     children = [] if not isinstance(head, ModuleHead) else head.module.children()
+    head = head.linear if isinstance(head, CappedOutput) else head
     products = [head, *(child.product for child in children if isinstance(child, LinearModule))]
     dense = [product.weight for product in products if isinstance(product, UnpackedLinear)]
     return sum(x.nbytes for x in dense if words is not None and x.data_ptr() == words.data_ptr())

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from pagewire.kernels.data.elementwise import elementwise
 from pagewire.kernels.linear import Linear
+from pagewire.kernels.output import CappedOutput
 from pagewire.workers.module.attention import StepContext
 from pagewire.workers.module.invariant import Invariant
 from pagewire.workers.module.overlay import input_embedding
 from pagewire.workers.module.stage_cut import CutBase
-from pagewire.workers.module.transforms import LinearModule
+from pagewire.workers.module.transforms import LinearModule, tolerance
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Tanh": torch.tanh,
@@ -157,7 +158,8 @@ class ModuleHead:
     def shortened(self, device: torch.device, dtype: torch.dtype) -> tuple[ModuleHead | Linear, str]:
         """The output layer alone where its product is all that the causal module does, to the bit; and its name.
 
-        That is tried on states of all sizes, since a cap leaves small logits nearly alone, and a limit all of them.
+        Or with the factor and the cap of logits that the configuration names, if that is all it does besides. Both
+        are tried on states of all sizes, since a cap leaves small logits nearly alone, and a limit all of them.
 
         dtype: of hidden states. An output layer of another one gets them from the module.
         """
@@ -172,8 +174,22 @@ class ModuleHead:
         states = sizes * torch.randn(len(sizes), linear.in_features, generator=generator)
         hidden = states.to(device, dtype)
         expected, short = self(hidden), linear.product(hidden)
-        is_all = short.dtype == expected.dtype and torch.equal(short, expected)
-        return (linear.product if is_all else self), name
+        if short.dtype != expected.dtype:
+            return self, name
+        if torch.equal(short, expected):
+            return linear.product, name
+        scale, softcap = logit_form(self.module.config.get_text_config())
+        output = CappedOutput(linear.product, scale, softcap)
+        close = torch.allclose(output(hidden), expected, rtol=tolerance(dtype), atol=1e-6)
+        return (output if close else self), name
+
+
+def logit_form(config: Any) -> tuple[float, float | None]:
+    """The factor of logits and their cap, as the settings of families name them; see `Kernels.cap`."""
+    scale = getattr(config, "logit_scale", None)  # of MPT it may be a word
+    if not isinstance(scale, int | float) or not scale:
+        scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return float(scale), getattr(config, "final_logit_softcapping", None)
 
 
 class ModuleScores:

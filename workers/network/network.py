@@ -32,10 +32,13 @@ class Embeddings:
     token_types: Any = None
     norm: LayerNorm | None = None
     """Of the sum; None: it is not normed."""
+    scale: float = 1.0
+    """The words' embeddings, or what was laid over them, are multiplied by it."""
 
     def __call__(self, ids: Tensor, positions: Tensor, step: StepContext) -> Tensor:
         """States [T, H] of tokens int64 [T] at positions int64 [T]."""
         x: Tensor = self.words(ids)
+        x = x if self.scale == 1.0 else x * self.scale
         if self.token_types is not None:
             types = step.token_types
             x = x + self.token_types(torch.zeros_like(ids[:1]) if types is None else types)
@@ -70,6 +73,8 @@ class Network:
     stack: Stack
     places: list[KVPlace | None]
     """Of each layer; None: a mixer takes the place of attention."""
+    modules: list[dict[str, dict[str, int]]] = field(default_factory=list)
+    """Of each layer, by the field of a linear layer: the names of its parts in transformers, with their outputs."""
     is_last: bool = True
     """It ends with the final norm; otherwise it gives the sum itself."""
     taps: Sequence[int] = field(default=(), init=False)

@@ -8,47 +8,51 @@ names them before anything is packed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.data.layer import Activation, LayerNorm, Norm
+from pagewire.kernels.data.layer import Activation, HeadNormForm, LayerNorm, Norm
+from pagewire.kernels.ops import layer_norm
 from pagewire.workers.module.structure import (
-    ATTENTION,
+    DECODERS,
     DEFAULT_ACTIVATION,
-    HEAD_NORMS,
-    MLP,
-    NORMS,
+    EXPERTS,
+    LLAMA,
     OTHER_ARITHMETIC,
     SHARED,
-    SPARSE,
     SPARSE_MODELS,
+    DecoderNames,
 )
-from pagewire.workers.module.transforms import norm_kernel
+from pagewire.workers.module.transforms import norm_kernel, tolerance
 from pagewire.workers.module.weights import Weights
 
 KV_TILE = 256
 """Tokens that attention rounds lengths up to, for which a bias by distance needs a place."""
 TABLES = ("position_embeddings", "token_type_embeddings")
 """The names of an encoder's tables beside that of its words."""
-DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
-WINDOW_EVERYWHERE = {"mistral", "mixtral"}
+WINDOW_EVERYWHERE = {"mistral", "mixtral", "phi3", "starcoder2"}
 """Model types whose every layer uses config.sliding_window."""
-SWIGLU = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
-"""The activations of decoders' gates by transformers' names."""
-ACTIVATIONS = {**SWIGLU, "gelu": Activation.GELU, "gelu_new": Activation.GELU_TANH}
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
+"""The activations by transformers' names."""
 
 
 class OtherStructureError(Exception):
     """A module has other parts than its structure says, so it is no network."""
 
 
-def require(condition: bool) -> None:
-    """Raise `OtherStructureError` unless the condition holds."""
+def require(condition: bool, why: str = "it has another structure") -> None:
+    """Raise `OtherStructureError` unless the condition holds; why: it says so of the model."""
     if not condition:
-        raise OtherStructureError
+        raise OtherStructureError(why)
 
 
 def children(module: nn.Module) -> set[str]:
@@ -65,8 +69,13 @@ class LayerParts:
     window: keys that a query sees, its own among them, in an encoder to each side; None: all.
     kind: of the layer's angles, an argument of the rotary module. index: of its KV cache.
     scale: of dot products; None: 1 / sqrt(head_dim). head_norms: of query and key heads.
-    mixture: a module with `gate`, `experts` and maybe a shared expert, of a layer that has experts. Then `up` and
-    `down` are the shared expert's, or there are none.
+    heads: the numbers of query and of key heads where one module makes all; None: as many of all three.
+    own_norms: of what each half gives. turned: its queries and keys are rotated.
+    softcap: of logits of attention. residual_scale, parallel, interleaved, head_norm_form: see `Layer`.
+    single_angles: see `DecoderNames`.
+    mixture: a module with `experts` and maybe a shared expert, of a layer that has experts, and router: the module
+    that chooses them. Then `up` and `down` are the shared expert's, or there are none.
+    sinks: a module with a parameter of this name, one more logit of each head.
     mixer, feed_forward: modules that run as they are, in place of attention and of the feed-forward half.
     """
 
@@ -83,8 +92,33 @@ class LayerParts:
     scale: float | None = None
     head_norms: tuple[Any, Any] | None = None
     mixture: Any = None
+    router: Any = None
+    sinks: Any = None
     mixer: Any = None
     feed_forward: Any = None
+    heads: tuple[int, int] | None = None
+    own_norms: tuple[Any, Any] = (None, None)
+    turned: bool = True
+    softcap: float | None = None
+    residual_scale: float = 1.0
+    parallel: bool = False
+    interleaved: bool = False
+    single_angles: bool = False
+    head_norm_form: HeadNormForm = HeadNormForm.EACH
+
+    def linears(self) -> dict[str, Sequence[Any]]:
+        """The modules of the linear layers of a `Layer`, by the name of its field."""
+        found: dict[str, Sequence[Any]] = {
+            "qkv": self.qkv,
+            "out": [self.out],
+            "up": self.up,
+            "down": [self.down],
+        }
+        if self.mixture is not None:
+            found |= {"router": [self.router]}
+            if hasattr(self.mixture, "shared_expert_gate"):
+                found |= {"shared_gate": [self.mixture.shared_expert_gate]}
+        return found
 
 
 Layers = Callable[[Any, Iterable[int] | None], Iterable[LayerParts]]
@@ -114,8 +148,34 @@ def rms_norm_of(module: nn.Module, weights: Weights, device: torch.device) -> No
     weights.fill(module)
     norm = norm_kernel(module)
     if norm is None:
-        raise OtherStructureError
+        raise OtherStructureError(f"{type(module).__name__} is no RMS norm that the kernels have")
     return Norm(norm.weight.to(device), norm.eps, norm.offset)
+
+
+def norm_of(module: nn.Module, weights: Weights, device: torch.device) -> Norm | LayerNorm:
+    """An RMS norm, or a layer norm of PyTorch or one that a trial shows to be like it (Cohere, Nemotron).
+
+    Raises:
+        OtherStructureError: the module is neither.
+    """
+    if "LayerNorm" not in type(module).__name__:
+        return rms_norm_of(module, weights, device)
+    if type(module) is nn.LayerNorm:
+        return layer_norm_of(module, weights, device)
+    weights.fill(module)
+    weight: Any = getattr(module, "weight", None)
+    bias: Any = getattr(module, "bias", None)
+    eps: Any = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
+    require(weight is not None and weight.dim() == 1 and isinstance(eps, float), "a norm has no weight")
+    x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
+    expected = module(x)
+    for scale in (weight, weight + 1):
+        close = torch.allclose(layer_norm(x, scale, bias, eps), expected, rtol=tolerance(x.dtype), atol=1e-5)
+        if expected.dtype == x.dtype and close:
+            return LayerNorm(
+                scale.detach().to(device), None if bias is None else bias.detach().to(device), eps
+            )
+    raise OtherStructureError(f"{type(module).__name__} is no layer norm that the kernels have")
 
 
 @dataclass(frozen=True)
@@ -127,6 +187,7 @@ class Structure:
     norm: the name of the norm of their sum; None: it is not normed. relative_bias: of a base and its weights,
     float32 [Hq, 2 R]; None: attention has none. causal: tokens attend to none behind them.
     rotary: the name of the module that makes angles, if the base has one; None: there are none.
+    embedding_scale: of a base and the dtype of its embeddings, what these are multiplied by.
     """
 
     layers: Layers
@@ -138,6 +199,7 @@ class Structure:
     activations: tuple[str, ...] = ("hidden_act", "activation", "hidden_activation")
     causal: bool = False
     rotary: str | None = "rotary_emb"
+    embedding_scale: Callable[[Any, torch.dtype], float] = lambda base, dtype: 1.0
 
     def activation(self, config: Any) -> Activation:
         """The activation that a configuration names.
@@ -147,9 +209,8 @@ class Structure:
         """
         names = (getattr(config, name, None) for name in self.activations)
         name = next((name for name in names if name is not None), DEFAULT_ACTIVATION if self.causal else None)
-        activations = SWIGLU if self.causal else ACTIVATIONS
-        require(name in activations)
-        return activations[str(name)]
+        require(name in ACTIVATIONS, f"the kernels have no activation like {name!r}")
+        return ACTIVATIONS[str(name)]
 
 
 def chosen(layers: Iterable[Any], numbers: Iterable[int] | None) -> list[Any]:
@@ -158,49 +219,121 @@ def chosen(layers: Iterable[Any], numbers: Iterable[int] | None) -> list[Any]:
     return own if numbers is None else [own[number] for number in numbers]
 
 
-def of_decoder(base: Any, numbers: Iterable[int] | None) -> Iterable[LayerParts]:
-    """The parts of a Llama-like decoder's layers."""
-    config = base.config
-    for layer in chosen(base.layers, numbers):
-        if type(layer) is nn.Identity:  # see `without_picture_layers`
-            continue
-        attention, mlp = layer.self_attn, layer.mlp
-        require(children(layer) == {"self_attn", "mlp"} | NORMS)
-        require(children(attention) in (ATTENTION, ATTENTION | HEAD_NORMS))
-        require(attention.q_proj.out_features == attention.o_proj.in_features)  # no gates among the queries
-        has_experts = config.model_type in SPARSE_MODELS and children(mlp) >= SPARSE
-        mixture = mlp if has_experts else None
-        if has_experts:
-            require(children(mlp) in (SPARSE, SPARSE | SHARED))
-            mlp = getattr(mlp, "shared_expert", None)
-        else:
-            require(children(mlp) - {"act_fn"} == MLP)
-        has_head_norms = children(attention) >= HEAD_NORMS
-        yield LayerParts(
-            qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
-            out=attention.o_proj,
-            up=() if mlp is None else (mlp.gate_proj, mlp.up_proj),
-            down=None if mlp is None else mlp.down_proj,
-            norms=(layer.input_layernorm, layer.post_attention_layernorm),
-            head_dim=attention.head_dim,
-            gated=True,
-            window=attention_window(attention, config),
-            index=attention.layer_idx,
-            scale=float(attention.scaling),
-            head_norms=(attention.q_norm, attention.k_norm) if has_head_norms else None,
-            mixture=mixture,
-        )
+def of_decoder(names: DecoderNames) -> Layers:
+    """The parts of the layers of decoders with these names."""
+
+    def layers(base: Any, numbers: Iterable[int] | None) -> Iterable[LayerParts]:
+        for layer in chosen(base.layers, numbers):
+            if type(layer) is not nn.Identity:  # see `without_picture_layers`
+                yield decoder_layer(layer, names, base.config)
+
+    return layers
+
+
+def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
+    """The parts of a decoder's layer.
+
+    Raises:
+        OtherStructureError: it has other ones.
+    """
+    plain = {name for name, child in layer.named_children() if type(child) is not nn.Dropout}
+    require(
+        plain == {names.attention, names.mlp} | names.all_norms, f"a layer has {', '.join(sorted(plain))}"
+    )
+    attention, mlp = getattr(layer, names.attention), getattr(layer, names.mlp)
+    inner = {*names.qkv, names.out}
+    found = children(attention)
+    require(found in (inner, inner | set(names.head_norms)), f"attention has {', '.join(sorted(found))}")
+    require(getattr(config, "clip_qkv", None) is None, "it clips queries, keys and values")
+    has_head_norms = found > inner
+    out = getattr(attention, names.out)
+    heads = None
+    if len(names.qkv) == 1:
+        heads = config.num_attention_heads, config.num_key_value_heads
+    else:  # no gates among the queries
+        require(getattr(attention, names.qkv[0]).out_features == out.in_features)
+    parts = LayerParts(
+        qkv=[getattr(attention, name) for name in names.qkv],
+        out=out,
+        up=(),
+        down=None,
+        norms=_named(layer, names.norms),
+        head_dim=attention.head_dim,
+        gated=names.gated,
+        window=attention_window(attention, config),
+        kind=rotation_kind(layer, attention, config),
+        index=attention.layer_idx,
+        scale=float(attention.scaling),
+        head_norms=_named(attention, names.head_norms) if has_head_norms else None,
+        head_norm_form=HeadNormForm(names.head_norm_form),
+        heads=heads,
+        own_norms=(None, None) if names.own_norms is None else _named(layer, names.own_norms),
+        turned=is_turned(attention, names),
+        sinks=attention if isinstance(getattr(attention, "sinks", None), Tensor) else None,
+        softcap=getattr(attention, "attn_logit_softcapping", None),
+        residual_scale=float(getattr(layer, names.residual_scale)) if names.residual_scale else 1.0,
+        parallel=names.parallel,
+        interleaved=names.interleaved,
+        single_angles=names.single_angles,
+    )
+    return with_feed_forward(parts, mlp, names, config)
+
+
+def with_feed_forward(parts: LayerParts, mlp: Any, names: DecoderNames, config: Any) -> LayerParts:
+    """A layer's parts with those of its feed-forward half: a dense one, or experts and maybe a shared one.
+
+    Raises:
+        OtherStructureError: it has other ones.
+    """
+    sparse = {names.router, EXPERTS}
+    if config.model_type in SPARSE_MODELS and children(mlp) >= sparse:
+        require(children(mlp) in (sparse, sparse | SHARED))
+        parts = replace(parts, mixture=mlp, router=getattr(mlp, names.router))
+        mlp = getattr(mlp, "shared_expert", None)
+    if mlp is None:
+        return parts
+    found = {name for name, child in mlp.named_children() if any(True for _ in child.parameters())}
+    require(found == {*names.up, names.down}, f"its feed-forward half has {', '.join(sorted(found))}")
+    return replace(
+        parts,
+        up=[getattr(mlp, name) for name in names.up],
+        down=getattr(mlp, names.down),
+    )
+
+
+def is_turned(attention: Any, names: DecoderNames) -> bool:
+    """True if a layer rotates queries and keys."""
+    if names.unturned == "is_sliding" and attention.sliding_window is None:  # no layer has a window
+        return True
+    return not names.unturned or bool(getattr(attention, names.unturned))
+
+
+def rotation_kind(layer: Any, attention: Any, config: Any) -> str | None:
+    """The kind of a layer's angles, where its base makes some for each type of layers; None: all have the same."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    kind = getattr(attention, "layer_type", None) or getattr(attention, "attention_type", None)
+    return kind if isinstance(settings.get(kind), dict) else None
+
+
+def _named(module: Any, names: tuple[str | None, str | None]) -> tuple[Any, Any]:
+    first, second = (None if name is None else getattr(module, name) for name in names)
+    return first, second
 
 
 def attention_window(attention: Any, config: Any) -> int | None:
     """Keys that a query of a decoder's layer attends to; None for all."""
+    if getattr(attention, "is_sliding", None) is False:
+        return None
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window  # type: ignore[no-any-return]
     window: int | None = getattr(config, "sliding_window", None)
     if window is None or config.model_type in WINDOW_EVERYWHERE:
         return window
     kinds = getattr(config, "layer_types", None)
-    require(kinds is not None and kinds[attention.layer_idx] == "full_attention")
+    require(
+        kinds is not None and kinds[attention.layer_idx] == "full_attention",
+        "its configuration has a window, and its attention does not say whether it uses it",
+    )
     return None
 
 
@@ -319,14 +452,31 @@ STRUCTURES: dict[str, Structure] = {
 }
 """By model type, of encoders."""
 LLAMA_LIKE = Structure(
-    of_decoder,
+    of_decoder(LLAMA),
     final_norm=lambda base: base.norm,
     words="embed_tokens",
     norm=None,
-    norm_of=rms_norm_of,
+    norm_of=norm_of,
     activations=("hidden_act", "hidden_activation"),
     causal=True,
 )
+
+
+def decoder_structure(names: DecoderNames) -> Structure:
+    """The structure of decoders with these names."""
+    return replace(
+        LLAMA_LIKE,
+        layers=of_decoder(names),
+        final_norm=lambda base: getattr(base, names.final_norm),
+        embedding_scale=lambda base, dtype: embedding_scale(base, names, dtype),
+    )
+
+
+def embedding_scale(base: Any, names: DecoderNames, dtype: torch.dtype) -> float:
+    """What embeddings are multiplied by. Gemma's factor is the root of their size, rounded to their dtype."""
+    if names.embedding_scale == "hidden_size":
+        return float(torch.tensor(base.config.hidden_size**0.5, dtype=dtype))
+    return float(getattr(base, names.embedding_scale)) if names.embedding_scale else 1.0
 
 
 def structure_of(base: Any, *, encodes: bool) -> Structure:
@@ -337,8 +487,13 @@ def structure_of(base: Any, *, encodes: bool) -> Structure:
     """
     model_type = base.config.model_type
     if encodes:
-        require(model_type in STRUCTURES)
+        require(model_type in STRUCTURES, f"the parts of an encoder of type {model_type!r} are not described")
         return STRUCTURES[model_type]
-    require(children(base) == DECODER and type(base.embed_tokens) in (nn.Embedding, nn.Identity))
-    require(model_type not in OTHER_ARITHMETIC)
-    return LLAMA_LIKE
+    names = DECODERS.get(model_type, LLAMA)
+    parts = {name for name, child in base.named_children() if type(child) is not nn.Dropout}
+    require(
+        parts == {"embed_tokens", "layers", names.final_norm, "rotary_emb"},
+        f"the base has {', '.join(sorted(parts))}",
+    )
+    require(model_type not in OTHER_ARITHMETIC, "its layers are Llama's, and compute something else")
+    return LLAMA_LIKE if names is LLAMA else decoder_structure(names)

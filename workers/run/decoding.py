@@ -22,9 +22,10 @@ from pagewire.kernels.cpu.drawing import parameters
 from pagewire.kernels.cpu.stack import CompiledStack
 from pagewire.kernels.data.paging import Cache
 from pagewire.kernels.data.weight import Weight, dense_weight
+from pagewire.kernels.output import CappedOutput
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.interface import Device
-from pagewire.workers.module.transforms import QuantisedEmbedding
+from pagewire.workers.module.transforms import QuantisedEmbedding, ScaledEmbedding
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.module_base import ModuleHead
 from pagewire.workers.network.network import Network
@@ -166,26 +167,38 @@ def open_decoder(runner: ModelToDecode) -> CompiledDecoder | None:
     network, head = model.base, model.head
     if not isinstance(network, Network) or model.stage is not None or model.encodes:
         return None
-    compiled, rows = network.stack.compiled, embedding_rows(network)
+    compiled, begins = network.stack.compiled, embedding_rows(network)
     if (
-        rows is None
+        begins is None
         or head is None
         or isinstance(head, ModuleHead)
         or not isinstance(compiled, CompiledStack)
     ):
         return None
+    rows, factor = begins
+    output = head if isinstance(head, CappedOutput) else CappedOutput(head)
     caches = [None if place is None else runner.caches[place.layer] for place in network.places]
     slots = runner.slots
     arrays = SequenceArrays(slots.tokens, slots.num_tokens, slots.long_from, slots.block_table)
-    return CompiledDecoder.of(DecoderParts(rows, network.angles, compiled, caches, head), arrays)
+    parts = DecoderParts(
+        rows, network.angles, compiled, caches, output.linear, factor, output.scale, output.softcap
+    )
+    return CompiledDecoder.of(parts, arrays)
 
 
-def embedding_rows(network: Network) -> Weight | None:
-    """The embeddings [V, H] that tokens begin with, if they are nothing but the rows of a table."""
+def embedding_rows(network: Network) -> tuple[Weight, float] | None:
+    """The table [V, H] whose rows tokens begin with, and their factor; None if there is more to it."""
     embedding = network.embedding
-    if embedding is None or embedding != type(embedding)(embedding.words):
+    if embedding is None or embedding != type(embedding)(embedding.words, scale=embedding.scale):
         return None
-    return rows_of(embedding.words)
+    words: Any = embedding.words
+    if not isinstance(words, ScaledEmbedding):
+        rows, factor = rows_of(words), embedding.scale
+    elif embedding.scale == 1.0:
+        rows, factor = rows_of(words.table), words.factor
+    else:
+        return None
+    return None if rows is None else (rows, factor)
 
 
 def rows_of(module: Any) -> Weight | None:

@@ -28,7 +28,7 @@ from pagewire.workers.network.build import build_network
 from pagewire.workers.network.build_module import module_on_meta
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.network import Network
-from pagewire.workers.network.structures import SWIGLU, rms_norm_of
+from pagewire.workers.network.structures import ACTIVATIONS, rms_norm_of
 from pagewire.workers.ranks.interface import Collective
 
 LAYER_NAMES = ("midlayer.", "layers.0.")
@@ -76,10 +76,10 @@ class EagleSettings(msgspec.Struct):
             settings = msgspec.convert(read_json(Path(folder) / "config.json"), cls)
         except (OSError, ValueError) as error:
             raise LoadError(f"config.json of the EAGLE-3 head {folder} cannot be used: {error}") from error
-        if settings.num_hidden_layers != 1 or settings.hidden_act not in SWIGLU:
+        if settings.num_hidden_layers != 1 or settings.hidden_act not in ACTIVATIONS:
             raise LoadError(
                 f"the EAGLE-3 head {folder} has {settings.num_hidden_layers} layers and the activation "
-                f"{settings.hidden_act!r}; served are one layer, and {', '.join(SWIGLU)}"
+                f"{settings.hidden_act!r}; served are one layer, and {', '.join(ACTIVATIONS)}"
             )
         return settings
 

@@ -28,15 +28,25 @@ from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.quantised import PackedForm, QuantisedLinear
 from pagewire.kernels.data.integers import Integers
-from pagewire.kernels.data.layer import Activation, Experts, Layer, LayerNorm, Mixture, Norm, Router
+from pagewire.kernels.data.layer import (
+    Activation,
+    Experts,
+    HeadNormForm,
+    Layer,
+    LayerNorm,
+    Mixture,
+    Norm,
+    Router,
+)
 from pagewire.kernels.data.paging import LogitTerms
 from pagewire.kernels.data.weight import Weight
+from pagewire.kernels.output import CappedOutput
 from pagewire.kernels.stack import Stack
 from pagewire.workers.adapters.embedding import AdaptedEmbedding
 from pagewire.workers.caches.kv import KVShape
 from pagewire.workers.module.parallel_layers import DividedEmbedding, Gather, GatheredLinear
 from pagewire.workers.module.shards import Axis, Cut
-from pagewire.workers.module.transforms import QuantisedEmbedding
+from pagewire.workers.module.transforms import QuantisedEmbedding, ScaledEmbedding
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.model import Model
 from pagewire.workers.network.module_base import Dense
@@ -83,6 +93,7 @@ def embedding_of(weight: Tensor) -> nn.Embedding:
 
 
 STORED = (
+    CappedOutput,
     Cut,
     Dense,
     Embeddings,
@@ -109,20 +120,22 @@ STORED = (
 """Dataclasses that are stored by their fields."""
 FORMS: dict[type, Form] = {
     **{kind: by_fields(kind) for kind in STORED},
-    **{kind: Form(["value"], kind) for kind in (Activation, Axis)},
+    **{kind: Form(["value"], kind) for kind in (Activation, Axis, HeadNormForm)},
     range: Form(["start", "stop"], lambda start, stop: range(start, stop)),
     torch.device: Form(["type"], torch.device),
     nn.Embedding: Form(["weight"], embedding_of),
     QuantisedEmbedding: Form(["rows"], QuantisedEmbedding),
+    ScaledEmbedding: Form(["table", "factor"], ScaledEmbedding),
     DividedEmbedding: Form(["rows", "own", "collective"], DividedEmbedding),
     PackedLinear: Form(
         ["packed", "bias", "out_features", "in_features"],
-        lambda packed, bias, out_features, in_features: cpu().of_packed(
-            packed, bias, (out_features, in_features)
+        lambda packed, bias, out_features, in_features: PackedLinear.of_packed(
+            *cpu().packing, packed, bias, (out_features, in_features)
         ),
     ),
     QuantisedLinear: Form(
-        ["packed", "form", "bias"], lambda packed, form, bias: cpu().of_packed(packed, bias, form)
+        ["packed", "form", "bias"],
+        lambda packed, form, bias: QuantisedLinear.of_packed(*cpu().packing, packed, form, bias),
     ),
     GatheredLinear: Form(["linear", "gather"], GatheredLinear),
     Gather: Form(["spans", "collective"], Gather),

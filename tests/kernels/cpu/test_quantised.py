@@ -186,13 +186,13 @@ def test_packed_bytes_are_used_again(best_kernels: CpuKernels) -> None:
     bias = torch.randn(1100).bfloat16()
     first = best_kernels.pack(weight, bias)
     assert isinstance(first, QuantisedLinear)
-    again = best_kernels.of_packed(first.packed.clone(), bias, first.form)
+    again = QuantisedLinear.of_packed(*best_kernels.packing, first.packed.clone(), first.form, bias)
     x = random_rows(9, 64, torch.bfloat16)
     assert (
         torch.equal(again(x), first(x)) and again.num_bytes == first.num_bytes == first.packed.nbytes + 2200
     )
     with pytest.raises(ValueError, match="packed bytes expected"):
-        best_kernels.of_packed(first.packed[:-1], bias, first.form)
+        QuantisedLinear.of_packed(*best_kernels.packing, first.packed[:-1], first.form, bias)
 
 
 def test_what_does_not_fit_is_refused(best_kernels: CpuKernels) -> None:

@@ -64,7 +64,7 @@ def test_stacked_parameters(name: str, tmp_path: Path) -> None:
     model = SERVED[name].write(tmp_path / "model")
     adapter = write_adapter(model, tmp_path / "adapter", 1, 0.5, r=4, **KINDS[name])
     runner = AdaptedRunner(model)
-    assert runner.runner.model.is_stack == (name in ("mixtral", "qwen2_moe"))
+    assert runner.runner.model.is_stack == (name in ("gpt_oss", "mixtral", "olmoe", "qwen2_moe"))
     runner.load_all([adapter])
     expected = peft_tokens(model, [adapter, None, adapter], PROMPTS, NUM_TOKENS)
     assert generate(runner, [1, 0, 1]) == expected

@@ -18,7 +18,7 @@ from pagewire.workers.errors import LoadError
 from pagewire.workers.module.experts import activation_of, router_of
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.network import Network
-from tests.workers.architectures import EXPERTS, GROUPED, Architecture
+from tests.workers.architectures import EXPERTS, GROUPED, SERVED, Architecture
 from tests.workers.driver import load_runner
 
 CPU = torch.device("cpu")
@@ -112,10 +112,9 @@ def test_layers_of_experts_run_in_one_call(name: str, fields: dict[str, Any], tm
 
 @pytest.mark.usefixtures("compiled")
 def test_other_routers_keep_their_modules_and_call_all_experts_at_once(tmp_path: Path) -> None:
-    architecture = Architecture("gpt_oss", GROUPED | EXPERTS | {"num_local_experts": 4})
-    runner, _ = load_runner(architecture.write(tmp_path, dtype="bfloat16"))
+    runner, _ = load_runner(SERVED["minimax_m2"].write(tmp_path, dtype="bfloat16"))
     experts = runner.model.model.base.module.layers[1].mlp.experts.grouped
-    assert experts.compiled is not None and experts.experts.activation is Activation.CLAMPED_SWIGLU
+    assert experts.compiled is not None and experts.experts.activation is Activation.SILU
     assert runner.model.weight_bytes > experts.num_bytes > 0
 
 

@@ -18,18 +18,20 @@ from pagewire.ipc.options.engine_args import EngineArgs
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
+from pagewire.kernels.output import CappedOutput
 from pagewire.workers.device import machine
 from pagewire.workers.device.cpu import bind_threads
 from pagewire.workers.device.kv_size import GIB, cache_size, kv_budget, num_kv_blocks
 from pagewire.workers.device.machine import bound_cpus, default_threads, parse_cpus
 from pagewire.workers.errors import DisprovenError, LoadError
-from pagewire.workers.module.structure import OTHER_ARITHMETIC
+from pagewire.workers.module.structure import DECODERS, OTHER_ARITHMETIC
 from pagewire.workers.module.weights import CheckpointWeights
 from pagewire.workers.network import build_module as modules
 from pagewire.workers.network import loading, proof, structures
 from pagewire.workers.network.module_base import ModuleBase, ModuleHead
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.proof import prove
+from pagewire.workers.run.decoding import open_decoder
 from tests.workers.architectures import ARCHITECTURES, GROUPED, SERVED, VOCAB_SIZE, Architecture
 from tests.workers.driver import Driver, load_runner
 from tests.workers.parity import NUM_TOKENS, make_prompts, our_tokens, transformers_tokens
@@ -42,13 +44,24 @@ def architecture_named(name: str) -> Architecture:
     return next(architecture for architecture in ARCHITECTURES if architecture.name == name)
 
 
-STACKED = ("llama", "llama with biases", "mistral", "qwen2", "qwen3", "seed_oss", "internlm3", "cwm")
+STACKED = (
+    "llama",
+    "llama with biases",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "internlm3",
+    "cwm",
+    *DECODERS,
+)
 
 
 @pytest.mark.parametrize("name", STACKED)
 def test_plain_models_run_as_a_stack(name: str, tmp_path: Path) -> None:
     runner, _ = load_runner(architecture_named(name).write(tmp_path))
     assert runner.model.is_stack
+    assert open_decoder(runner) is not None
 
 
 @pytest.mark.parametrize("name", ["kimi_linear", "lfm2_moe", "qwen3_5_text"])
@@ -93,8 +106,11 @@ def test_models_of_that_structure_with_other_arithmetic_do_not(
 def test_the_output_layer_is_called_alone_where_it_is_all_there_is(
     name: str, alone: bool, tmp_path: Path
 ) -> None:
+    """Or with a factor and a cap that the configuration names."""
     runner, _ = load_runner(architecture_named(name).write(tmp_path))
-    assert isinstance(runner.model.model.head, ModuleHead) != alone
+    head = runner.model.model.head
+    assert not isinstance(head, ModuleHead)
+    assert isinstance(head, CappedOutput) != alone
 
 
 @pytest.mark.parametrize(
