@@ -24,20 +24,23 @@ NOTHING_TO_ACCEPT = (BlockingIOError, InterruptedError, ConnectionAbortedError)
 class Handshake:
     """The peer of a connection that is not HTTP yet: a task, which ends early if the connection has to go.
 
-    accepted: the socket, until the event loop takes it over. refusal: for it, if it has to go; empty: none.
+    accepted: the socket, until the event loop has it. is_handed_over: the loop has begun to take it, and closes it.
+    refusal: for it, if it has to go; empty: none.
     """
 
     def __init__(self, accepted: socket.socket, refusal: bytes) -> None:
         self.accepted: socket.socket | None = accepted
+        self.is_handed_over = False
         self._refusal = refusal
         self.task: asyncio.Task[None] | None = None
 
     def evict(self) -> None:
-        """End it."""
+        """End it, also while the event loop takes it over: with an answer, where one can be sent."""
         if self.accepted is not None:
             if self._refusal:
                 refuse(self.accepted, self._refusal)
-            self.accepted.close()
+            if not self.is_handed_over:
+                self.accepted.close()
         if self.task is not None:
             self.task.cancel()
 
@@ -120,8 +123,9 @@ class HttpListener:
 
     async def _connect(self, handshake: Handshake, connection: HttpConnection) -> None:
         """Make a connection one of HTTP. If that fails, the event loop closes the socket."""
-        accepted, handshake.accepted = handshake.accepted, None
+        accepted = handshake.accepted
         assert accepted is not None
+        handshake.is_handed_over = True
         protocol = self._new_protocol(connection)
         try:
             accepted.setblocking(False)
@@ -137,6 +141,8 @@ class HttpListener:
             # Cancelled late, uvloop closes a connection that the protocol already has, without notice to it.
             protocol.connection_lost(ConnectionAbortedError())
             logger.debug("a connection ended in its handshake: %r", error)
+        finally:
+            handshake.accepted = None
 
     def _end(self, handshake: Handshake, task: asyncio.Task[None]) -> None:
         self._handshakes.discard(handshake)

@@ -23,6 +23,7 @@ from pagewire.frontend.server.http.limits import (
     MAX_TARGET_BYTES,
     MAX_UNREAD_BYTES,
 )
+from pagewire.frontend.server.http.listener import Handshake
 from pagewire.frontend.server.http.options import ServerOptions
 from pagewire.frontend.server.http.uvicorn_server import bound
 from pagewire.ipc.wire.messages import Abort, Submit
@@ -296,6 +297,18 @@ def test_requests_on_their_way_get_an_answer_when_their_place_is_taken(listening
             assert read_all(kept) == b""
             for client in others:
                 client.close()
+
+
+@pytest.mark.parametrize("is_handed_over", [False, True])
+def test_a_connection_that_the_event_loop_takes_over_gets_an_answer_too(is_handed_over: bool) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(HEAD)  # unread, it would reset a connection that is closed
+        handshake = Handshake(ours, b"HTTP/1.1 503 no place")
+        handshake.is_handed_over = is_handed_over
+        handshake.evict()
+        assert read_all(theirs) == b"HTTP/1.1 503 no place"
+        assert (ours.fileno() >= 0) == is_handed_over
 
 
 def test_over_the_limit_new_connections_are_refused(listening: Callable[..., Any], core: FakeCore) -> None:
