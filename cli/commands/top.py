@@ -15,6 +15,7 @@ from pagewire.cli.console.parser import UsageError
 from pagewire.cli.console.running import running_cores, table
 from pagewire.cli.console.terminal import show
 from pagewire.ipc.errors import EngineDeadError
+from pagewire.ipc.quoting import quoted
 
 if TYPE_CHECKING:
     from pagewire.frontend.core.client import CoreClient
@@ -58,6 +59,9 @@ def interval(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     """Show the live view until the user quits, or print one snapshot."""
     once = options.once or options.json
+    check_curve(options)
+    if not once:
+        check_terminal()
     if options.attach is None:
         cores = running_cores()
         if len(cores) > 1:
@@ -69,8 +73,6 @@ def run(options: argparse.Namespace) -> int:
                 "no core of this user runs here: `pagewire serve MODEL` starts one; --attach ADDRESS finds others"
             )
         options.attach = cores[0].address
-    if not once:
-        check_terminal()
     client = attach(options)
     try:
         if once:
@@ -102,22 +104,35 @@ def check_terminal() -> None:
         raise UsageError("the live view needs a terminal; use --once or --json")
 
 
+def check_curve(options: argparse.Namespace) -> None:
+    """Check that the files of CURVE keys are given both or not at all.
+
+    Raises:
+        UsageError: only one of them is given.
+    """
+    if bool(options.curve_secret) != bool(options.curve_server):
+        raise UsageError("CURVE needs both --curve-secret and --curve-server")
+
+
 def attach(options: argparse.Namespace) -> CoreClient:
     """Connect to the core without loading a tokenizer.
 
     Raises:
         EngineDeadError: no core answers. ProtocolError: the core has another version. ValueError: a bad address.
-        UsageError: only one of the two CURVE files is given.
     """
     from pagewire.frontend.core.client import CoreClient
     from pagewire.ipc.wire.sockets import CurveKeys, runtime_dir
 
-    if bool(options.curve_secret) != bool(options.curve_server):
-        raise UsageError("CURVE needs both --curve-secret and --curve-server")
     keys = None
     if options.curve_secret:
         keys = CurveKeys.load(Path(options.curve_secret), Path(options.curve_server))
-    address = options.attach if "://" in options.attach else f"ipc://{runtime_dir() / options.attach}"
+    address: str = options.attach
+    if "://" not in address:
+        if not (path := runtime_dir() / address).exists():
+            raise ValueError(
+                f"{quoted(address)} must begin with ipc:// or tcp://, or name a socket of a core here"
+            )
+        address = f"ipc://{path}"
 
     def ignore(_: object) -> None:
         """Do nothing: this frontend has no requests, and after a lost core the next call raises."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PATIENCE_SECONDS = 2.0  # for a core to say what it serves; one that loads its model takes longer
+WORKERS = "worker-"  # how the names of sockets begin on which cores wait for their workers
 COLUMNS = "{:<32}{:>8}  {}"
 
 
@@ -29,8 +30,10 @@ def running_cores() -> list[RunningCore]:
     from pagewire.ipc.host.address_lock import listening
     from pagewire.ipc.wire.sockets import runtime_dir
 
-    found = listening(runtime_dir())
-    return [RunningCore(f"ipc://{path}", pid) for path, pid in sorted(found.items())]
+    found = sorted(listening(runtime_dir()).items())
+    return [
+        RunningCore(f"ipc://{path}", pid) for path, pid in found if not Path(path).name.startswith(WORKERS)
+    ]
 
 
 def model_of(core: RunningCore) -> str:

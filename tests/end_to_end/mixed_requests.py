@@ -121,7 +121,7 @@ async def undisturbed(llm: AsyncLLM, request: MixedRequest) -> Answer:
         if request.is_chat:
             tokenizer = await llm.get_tokenizer()
             assert tokenizer is not None
-            prompt = chat_prompt(tokenizer, given)
+            prompt = chat_prompt(tokenizer.tokenizer, given)
         async for output in llm.generate(prompt, params):
             final = output
         for part in final.outputs:

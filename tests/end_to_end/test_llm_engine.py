@@ -208,11 +208,11 @@ def test_ctrl_c_leaves_no_process_behind(address: str) -> None:
     assert program.stdout is not None
     core = psutil.Process(int(program.stdout.readline()))
     family = [core, *core.children(recursive=True)]
-    assert len(family) == 2
+    assert len(family) >= 2  # core and worker, and what compiles grammars once it has started
     errors = interrupt(program)
     assert program.returncode in (-signal.SIGINT, 130, 1) and "\nKeyboardInterrupt\n" in errors, errors
     gone, alive = psutil.wait_procs(family, timeout=60)
-    assert len(gone) == 2 and not alive
+    assert len(gone) >= 2 and not alive
 
 
 def test_shutdown_ends_the_processes() -> None:
@@ -222,4 +222,4 @@ def test_shutdown_ends_the_processes() -> None:
     engine.shutdown()
     engine.shutdown()
     _, alive = psutil.wait_procs(family, timeout=60)
-    assert len(family) == 2 and not alive
+    assert len(family) >= 2 and not alive

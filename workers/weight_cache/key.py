@@ -50,6 +50,7 @@ LIMITS = frozenset(
         "enforce_eager",
         "batch_invariant",
         "trust_remote_code",
+        "allowed_save_path",
         "max_num_seqs",
         "max_num_batched_tokens",
         "block_size",

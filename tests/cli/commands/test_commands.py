@@ -152,7 +152,7 @@ def test_ctrl_c_ends_it_quietly_with_its_engine(loaded: bool) -> None:
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, "") and len(family) == 2
+    assert (process.returncode, errors) == (130, "") and len(family) >= 2
     assert loaded or out == ""
     assert not psutil.wait_procs(family, timeout=60)[1]
 

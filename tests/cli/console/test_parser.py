@@ -32,4 +32,4 @@ def test_options_are_made_for_the_command_that_is_given() -> None:
 def test_a_word_that_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["genrate"])
-    assert "invalid choice: 'genrate' (choose from" in capsys.readouterr().err
+    assert "unknown command 'genrate'; did you mean 'generate'?" in capsys.readouterr().err

@@ -276,14 +276,12 @@ ORIGINALS = [
         named("OrionForCausalLM", "orion", num_key_value_heads=2),
         llama_shapes(2, norm_bias=True),
         plain_torch.orion,
-        stack=False,
     ),
     Original(
         "minicpm",
         named("MiniCPMForCausalLM", "minicpm", **MINICPM),
         llama_shapes(2, tied=True),
         plain_torch.minicpm,
-        stack=False,
     ),
     Original("baichuan 7B", named("BaiChuanForCausalLM", "baichuan"), baichuan_shapes(), FUSED),
     Original(
@@ -314,12 +312,11 @@ ORIGINALS = [
         plain_torch.internlm2,
     ),
     Original("qwen", QWEN, qwen_shapes(), plain_torch.qwen),
-    Original("chatglm", CHATGLM, chatglm_shapes(2, bias=True), plain_torch.chatglm, stack=False),
+    Original("chatglm", CHATGLM, chatglm_shapes(2, bias=True), plain_torch.chatglm),
     Original(
         "glm-4",
         CHATGLM | {"multi_query_attention": False, "rope_ratio": 500, "add_qkv_bias": False},
         chatglm_shapes(HEADS, bias=False),
         plain_torch.chatglm,
-        stack=False,
     ),
 ]

@@ -31,7 +31,7 @@ TAKEN = [
     Architecture("mistral", GROUPED | {"sliding_window": 7}),
     Architecture("qwen3", GROUPED),
 ]
-LEFT = ["gpt2", "gemma3_text", "mamba2"]
+LEFT = ["gpt2", "nemotron", "mamba2"]
 PARAMS = [
     GREEDY,
     SamplingParams(temperature=1.0),
