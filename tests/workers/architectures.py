@@ -54,14 +54,18 @@ class Architecture:
         mapping = AutoModelForCausalLM._model_mapping
         return mapping[type(self.config())].__name__  # type: ignore[no-any-return]
 
-    def write(self, folder: Path, seed: int = 0, dtype: str = "float32") -> Path:
-        """A checkpoint with random weights in `folder`, all of which have an effect."""
+    def write(self, folder: Path, seed: int = 0, dtype: str = "float32", *, bites: bool = True) -> Path:
+        """A checkpoint with random weights in `folder`, all of which have an effect.
+
+        bites: False leaves norms at 1 and biases at 0, for tests of how far 16 bits round: less is magnified then.
+        """
         import torch
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(self.config())
-        bite(model, seed)
+        if bites:
+            bite(model, seed)
         model.to(getattr(torch, dtype)).save_pretrained(folder)
         return folder
 

@@ -622,7 +622,7 @@ def test_kernels_of_packed_weights_are_compiled_where_some_may_be(
 def test_heads_of_two_sizes(tmp_path: Path, load: Callable[..., Runner]) -> None:
     """In bfloat16 by the kernels of each size, beside PyTorch's own attention in float32."""
     fields = GEMMA4 | {"head_dim": 32, "global_head_dim": 64, "num_key_value_heads": 1}
-    folder = Architecture("gemma4_text", fields).write(tmp_path)
+    folder = Architecture("gemma4_text", fields).write(tmp_path, bites=False)
     wide, kernels = (load(folder, dtype=dtype) for dtype in ("float32", "bfloat16"))
     sizes = [(shape.head_dim, shape.source) for shape in kernels.model.kv_shapes]
     assert sizes == [(32, None), (64, None), (32, None), (32, 2), (64, 1)]

@@ -48,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def write(folder: Path, name: str, **fields: Any) -> Path:
     """A model with experts of sizes that the kernels have, but for other fields."""
-    return Architecture(name, HEADS | MODELS[name] | fields).write(folder, dtype="bfloat16")
+    return Architecture(name, HEADS | MODELS[name] | fields).write(folder, dtype="bfloat16", bites=False)
 
 
 def load(folder: Path, **fields: Any) -> Runner:
@@ -138,7 +138,7 @@ def test_a_wrong_kernel_of_experts_is_noticed(
 
 def test_other_routers_keep_their_modules(tmp_path: Path, device: EmulatedCudaDevice) -> None:
     """Their experts are one call all the same, and steps are replayed."""
-    folder = Architecture("olmoe", HEADS | EXPERTS).write(tmp_path, dtype="bfloat16")
+    folder = Architecture("flex_olmo", HEADS | EXPERTS).write(tmp_path, dtype="bfloat16")
     plans = make_plans(make_prompts(VOCAB_SIZE, (9, 20, 1)), 5, [PLAIN, GREEDY, PLAIN])
     found = []
     for call in (CudaExperts, type(None)):

@@ -18,6 +18,7 @@ from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Row, StepPlan, WorkerConfig
 from pagewire.workers.device.waits import WaitFinder, WaitsError
+from pagewire.workers.module.structure import DECODERS
 from pagewire.workers.network.network import Network
 from pagewire.workers.run import runner as runner_module
 from pagewire.workers.run.graphs import recorded_shapes
@@ -73,10 +74,10 @@ def num_replayed(runner: Runner) -> int:
 @pytest.mark.parametrize(
     "name", ["granite", "gpt_neox", "cohere2", "opt", "phi", "bloom", "starcoder2", "bitnet", "gpt_bigcode"]
 )
-def test_models_that_run_as_modules_are_replayed(tmp_path: Path, load: Load, name: str) -> None:
+def test_models_of_other_families_are_replayed(tmp_path: Path, load: Load, name: str) -> None:
     folder, most = write(tmp_path, name), {"max_num_batched_tokens": 64}
     recorded, plain = load(folder, **most), load(folder, **most, enforce_eager=True)
-    assert not recorded.model.is_stack and plain.graphs is None
+    assert recorded.model.is_stack == (name in DECODERS) and plain.graphs is None
     plans = make_plans(make_prompts(VOCAB_SIZE, (9, 20, 1)), 6, [PLAIN, EDITED, GREEDY])
     expected = [outcome(plain.step(plan)) for plan in plans]
     assert [outcome(result) for result in Core(recorded).run(plans)] == expected
@@ -123,7 +124,7 @@ def of_modules(model: Path, folder: Path, rank: int, modules: Sequence[str]) -> 
         ("qwen3_5_text", {}, ["in_proj_qkv", "q_proj", "up_proj"]),
     ],
 )
-def test_modules_with_adapters_are_replayed(
+def test_other_families_with_adapters_are_replayed(
     tmp_path: Path, load: Load, name: str, sizes: dict[str, int], modules: Sequence[str]
 ) -> None:
     """Prompts, too, and in batches that are padded; adapters of other ranks come, and some requests have none."""
@@ -135,7 +136,7 @@ def test_modules_with_adapters_are_replayed(
     prompts, found = make_prompts(VOCAB_SIZE, (9, 20, 1)), []
     for eager in (True, False):
         adapted = Adapted(partial(load, folder), enforce_eager=eager, max_num_batched_tokens=64)
-        assert not adapted.runner.model.is_stack
+        assert adapted.runner.model.is_stack == (name in DECODERS)
         for index, each in enumerate(folders, 1):
             adapted.load(index, each)
         driver = Driver(adapted.runner, 16)

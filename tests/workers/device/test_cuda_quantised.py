@@ -123,7 +123,8 @@ def test_rows_are_rounded_where_the_checkpoint_rounds_activations(
     monkeypatch.setattr(device, "launcher", launcher := EmulatedLauncher(capability=(8, 9)))
     monkeypatch.setattr(device.kernels, "launcher", launcher)
     sizes = HEADS | {"hidden_size": 128, "intermediate_size": 192}
-    folder, options = Architecture("llama", sizes).write(tmp_path / "dense", dtype="bfloat16"), SIZES
+    architecture, options = Architecture("llama", sizes), SIZES
+    folder = architecture.write(tmp_path / "dense", dtype="bfloat16", bites=False)
     if kind == "w8a8":
         folder = write_quantised(folder, tmp_path / kind, RECIPES[kind](64)).folder
     elif kind.startswith("fp8"):
