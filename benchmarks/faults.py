@@ -168,7 +168,7 @@ class Streams:
                 self.num_whole += 1
 
     async def all_go_on(self, num_tokens: int) -> None:
-        """Wait until each has got so many tokens more."""
+        """Wait until each stream has that many more tokens."""
         goals = [number + num_tokens for number in self.num_tokens]
         while any(number < goal for number, goal in zip(self.num_tokens, goals, strict=True)):
             await asyncio.sleep(0.01)

@@ -29,7 +29,7 @@ DEAD_END = "NoExtension"  # in llguidance's message if no token of the vocabular
 MASK_ALLOWANCE = 0.0005  # processor time of a mask, in seconds, that is not counted: most take a tenth of it
 SHARE = 0.4  # of all time, which the masks of a grammar may take beyond that for as long as they like
 MAX_EXCESS_SECONDS = 0.5  # that they may take beyond both: others wait as long
-MEASURED = 8  # of so many masks one is measured for all: to look takes some of the microseconds of a mask
+MEASURED = 8  # one mask in so many is measured and counts for all: measuring takes a part of a mask's time
 # Less growth by a mask is not counted: a few pages come again each time that spare memory was given back, which
 # would add up under a grammar that is used for days. Most of what grammars grow by comes in larger pieces.
 NOTED_BYTES = 16 << 10

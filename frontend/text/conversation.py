@@ -102,7 +102,7 @@ def render_source(source: str, special_tokens: Mapping[str, Any], conversation: 
 
 
 def hides_tools(source: str, variables: dict[str, Any], text: str) -> bool:
-    """Return True if a template writes the same without the tools. text: what it has written with them."""
+    """Return True if a template renders the same text without the tools. text: the one with them."""
     if "tools" not in variables_of(source):
         return True
     functions = [tool.get("function", tool) for tool in variables["tools"]]

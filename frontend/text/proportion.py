@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 MOST = 64  # times as long as a text: known tokenizers have up to 4
-UNICODE = 18  # characters of the longest compatibility form of one, U+FDFA: nobody's rule, and not counted
+UNICODE = 18  # characters that Unicode makes of U+FDFA, its longest form; no rule of a tokenizer, not counted
 LISTS = ("normalizers", "decoders", "processors")  # the parts of a sequence, by what it is of
 
 

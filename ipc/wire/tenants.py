@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from contextvars import ContextVar
 
-# For whom work is done that has no request yet, such as to decode its pictures; "" if for nobody that has a name.
+# The tenant of work that is done before there is a request, such as decoding pictures; "" for one without a name.
 current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
 
 NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")

@@ -77,7 +77,7 @@ def test_files_and_resuming(address: str, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_full_disk_ends_the_run_and_leaves_whole_lines(address: str, tmp_path: Path) -> None:
-    """Here a file may have so many bytes. The run goes on when there is room."""
+    """No file may become larger than a limit. The run goes on once it is lifted."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(LINES)
     command = ("run-batch", "--attach", address, "-i", str(source), "--no-progress")
