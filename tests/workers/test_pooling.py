@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pagewire.ipc.wire.pooling import PoolerConfig, PoolingInfo, PoolingParams
 from pagewire.workers.errors import LoadError
+from pagewire.workers.network.encoder_structures import STRUCTURES
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.pooler import Pooler, PoolingSlot
 from pagewire.workers.network.pooling_spec import PoolingSpec
-from pagewire.workers.network.structures import STRUCTURES
 from tests.frontend.word_pieces import write_tokenizer
 from tests.workers import pooled
 from tests.workers.architectures import SERVED, VOCAB_SIZE

@@ -24,10 +24,10 @@ from pagewire.workers.module.experts import grouped_experts, router_of
 from pagewire.workers.module.parallel_layers import DividedEmbedding
 from pagewire.workers.module.transforms import RotaryTable, ScaledEmbedding, embedding, pack_joined
 from pagewire.workers.module.weights import Weights
+from pagewire.workers.network.encoder_structures import TABLES, encoder_structure
 from pagewire.workers.network.hybrids import HYBRIDS, ModuleHalf
 from pagewire.workers.network.network import Embeddings, KVPlace, Network
 from pagewire.workers.network.structures import (
-    TABLES,
     LayerParts,
     OtherStructureError,
     Structure,
@@ -53,12 +53,16 @@ def build_network(
         LoadError: a packed product is wrong.
     """
     try:
-        names = None if encodes else HYBRIDS.get(base.config.model_type)
-        structure = structure_of(base, encodes=encodes) if names is None else names.structure(base)
+        structure = encoder_structure(base) if encodes else _decoder_structure(base)
         return _NetworkBuilder(base, structure, weights, device).network(stage)
     except (OtherStructureError, AttributeError) as error:
         logger.info("the layers run as a module of transformers, not as a stack: %s", error)
         return None
+
+
+def _decoder_structure(base: Any) -> Structure:
+    names = HYBRIDS.get(base.config.model_type)
+    return structure_of(base) if names is None else names.structure(base)
 
 
 @dataclass

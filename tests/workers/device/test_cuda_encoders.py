@@ -13,8 +13,8 @@ from pagewire.ipc.wire.pooling import PoolerConfig, PoolingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, StepResult
 from pagewire.workers.device.cuda import CudaDevice
 from pagewire.workers.errors import LoadError
+from pagewire.workers.network.encoder_structures import STRUCTURES
 from pagewire.workers.network.network import Network
-from pagewire.workers.network.structures import STRUCTURES
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice

@@ -15,7 +15,7 @@ from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.workers.errors import DisprovenError, LoadError
-from pagewire.workers.network import loading, pooling_spec, structures
+from pagewire.workers.network import encoder_structures, loading, pooling_spec, structures
 from pagewire.workers.network.module_base import ModuleBase
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.pooling_info import spec_of
@@ -43,7 +43,7 @@ def code_of_the_page() -> str:
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Random weights of a family that transformers has and that no structure names; all tables are copies."""
-    monkeypatch.setattr(structures, "STRUCTURES", dict(structures.STRUCTURES))
+    monkeypatch.setattr(encoder_structures, "STRUCTURES", dict(encoder_structures.STRUCTURES))
     monkeypatch.setattr(pooling_spec, "ENCODERS", set(pooling_spec.ENCODERS))
     monkeypatch.setitem(pooled.MORE_ENCODERS, NAME, pooled.SIZES | {"pad_token_id": 0})
     return pooled.write(tmp_path / "model", NAME)
@@ -121,8 +121,8 @@ def test_a_wrong_part_is_refused_and_the_module_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exec(code_of_the_page(), {})
-    right = structures.STRUCTURES[NAME]
-    structures.STRUCTURES[NAME] = replace(
+    right = encoder_structures.STRUCTURES[NAME]
+    encoder_structures.STRUCTURES[NAME] = replace(
         right, layers=lambda base, numbers: map(change, right.layers(base, numbers))
     )
     prove, refused = loading.prove, []
