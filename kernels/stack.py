@@ -208,9 +208,12 @@ def _mixture(layer: Layer, x: Tensor, experts: GroupedExperts) -> Tensor:
     """The feed-forward half [T, H] of the experts that the layer's router chooses for x [T, H]."""
     mixture = layer.mixture
     assert mixture is not None
-    out = experts(x, *route(mixture.router.linear(x), mixture.router))
+    router = mixture.router
+    out = experts(x, *route(router.linear(x.to(router.linear.dtype)), router))
     if mixture.shared_gate is not None:
         add_gated(out, _feed_forward(layer, x), mixture.shared_gate(x))
+    elif layer.up is not None:
+        out += _feed_forward(layer, x)
     return out
 
 

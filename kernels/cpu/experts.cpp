@@ -7,6 +7,7 @@
 // bits depend on nothing but the token.
 
 #include <algorithm>
+#include <cmath>
 
 #include "kernels.h"
 #include "parallel.h"
@@ -139,6 +140,83 @@ void softmax(const T* logits, float* to, int64_t size) {
   for (int64_t i = 0; i < size; i += kLanes) store(to + i, load(to + i, size - i) / sum, size - i);
 }
 
+// How a router chooses the experts of a row.
+class Choice {
+ public:
+  Choice(const Routing& routing, int64_t experts) : routing_(routing), experts_(experts) {
+    thread_local Scratch scratch;
+    scratch.reserve(3 * Scratch::bytes_for<float>(experts) + Scratch::bytes_for<float>(routing.groups));
+    logits_ = scratch.take<float>(experts);
+    scores_ = scratch.take<float>(experts);
+    left_ = scratch.take<float>(experts);
+    of_groups_ = scratch.take<float>(routing.groups);
+  }
+
+  // The experts of a row of logits, and their weights.
+  template <class T>
+  void run(const T* logits, int64_t* ids, float* weights) const {
+    score(logits);
+    for (int64_t i = 0; i < experts_; ++i) left_[i] = routing_.bias ? scores_[i] + routing_.bias[i] : scores_[i];
+    if (routing_.kept_groups < routing_.groups) leave_out_groups();
+    float sum = 0;
+    for (int64_t c = 0; c < routing_.num_chosen; ++c) {
+      ids[c] = std::max_element(left_, left_ + experts_) - left_;
+      sum += weights[c] = routing_.margin > 0 ? near_share(ids[c]) : scores_[ids[c]];
+      left_[ids[c]] = -INFINITY;
+    }
+    for (int64_t c = 0; c < routing_.num_chosen; ++c) {
+      const float share = routing_.normalised ? weights[c] / (sum + routing_.epsilon) : weights[c];
+      dispatch(routing_.weight_dtype, [&](auto element) {
+        weights[c] = rounded_to<decltype(element)>(broadcast(share * routing_.factor))[0];
+      });
+    }
+  }
+
+ private:
+  template <class T>
+  void score(const T* logits) const {
+    if (routing_.margin > 0)
+      for (int64_t i = 0; i < experts_; i += kLanes) store(logits_ + i, load(logits + i, experts_ - i), experts_ - i);
+    if (!routing_.sigmoid) return softmax(logits, scores_, experts_);
+    for (int64_t i = 0; i < experts_; i += kLanes)
+      store(scores_ + i, sigmoid(load(logits + i, experts_ - i)), experts_ - i);
+  }
+
+  // Leaves out all groups but the best; of equal ones those with the least numbers are kept.
+  void leave_out_groups() const {
+    const int64_t size = experts_ / routing_.groups;
+    for (int64_t g = 0; g < routing_.groups; ++g) {
+      float first = -INFINITY, second = -INFINITY;
+      for (int64_t i = g * size; i < (g + 1) * size; ++i) {
+        second = std::max(second, std::min(first, left_[i]));
+        first = std::max(first, left_[i]);
+      }
+      of_groups_[g] = routing_.best > 1 ? first + second : first;
+    }
+    for (int64_t g = 0; g < routing_.groups; ++g) {
+      int64_t better = 0;
+      for (int64_t other = 0; other < routing_.groups; ++other)
+        better += of_groups_[other] > of_groups_[g] || (of_groups_[other] == of_groups_[g] && other < g);
+      if (better >= routing_.kept_groups) std::fill_n(left_ + g * size, size, -INFINITY);
+    }
+  }
+
+  // The score of an expert that is chosen next, where there is a margin.
+  float near_share(int64_t id) const {
+    const float own = logits_[id];
+    float total = 0;
+    for (int64_t i = 0; i < experts_; ++i) {
+      const bool is_far = (own - logits_[i]) / std::max(std::fabs(logits_[i]), own) > routing_.margin;
+      if (left_[i] != -INFINITY && !is_far) total += std::exp(logits_[i] - own);
+    }
+    return 1 / total;
+  }
+
+  const Routing& routing_;
+  const int64_t experts_;
+  float *logits_, *scores_, *left_, *of_groups_;
+};
+
 }  // namespace
 
 // Rows of matrices, dense and quantised ones.
@@ -152,29 +230,28 @@ EXPORT void pagewire_grouped(const GroupedCall* call) {
 // Returns 1 if an id is of no expert; nothing is written then.
 EXPORT int pagewire_experts(const Experts* experts, const ExpertsCall* call) { return ExpertRows(*experts, *call).run(); }
 
-// logits [rows, experts], contiguous, to the `chosen` most probable experts of each row, the most probable first (of
-// equal ones that with the least number), and to their probabilities: divided by their sum if `normalised`, and then
-// rounded to the logits' type if `rounded`. Where a logit is NaN, so are all weights, and the ids are of experts.
+// logits [rows, experts], contiguous, to the experts of each row, the first choice first (of equal ones that with the
+// least number), and to their weights. Where a logit is NaN, so are all weights, and the ids are of experts.
 EXPORT void pagewire_route(const void* logits, int64_t* ids, float* weights, int64_t rows, int64_t experts,
-                           int64_t chosen, int32_t normalised, int32_t rounded, int32_t dtype) {
-  thread_local Scratch scratch;
-  scratch.reserve(Scratch::bytes_for<float>(experts));
-  float* const shares = scratch.take<float>(experts);
+                           const Routing* routing, int32_t dtype) {
+  const Choice choice(*routing, experts);
+  const int64_t chosen = routing->num_chosen;
   dispatch(dtype, [&](auto element) {
-    using T = decltype(element);
-    for (int64_t row = 0; row < rows; ++row, ids += chosen, weights += chosen) {
-      softmax(static_cast<const T*>(logits) + row * experts, shares, experts);
-      float sum = 0;
-      for (int64_t c = 0; c < chosen; ++c) {
-        ids[c] = std::max_element(shares, shares + experts) - shares;
-        sum += weights[c] = shares[ids[c]];
-        shares[ids[c]] = -1;
-      }
-      for (int64_t c = 0; c < chosen; ++c) {
-        const float weight = normalised ? weights[c] / sum : weights[c];
-        weights[c] = rounded ? rounded_to<T>(broadcast(weight))[0] : weight;
-      }
-    }
+    const auto* const from = static_cast<const decltype(element)*>(logits);
+    for (int64_t row = 0; row < rows; ++row) choice.run(from + row * experts, ids + row * chosen, weights + row * chosen);
+  });
+}
+
+// x [size] as float32.
+EXPORT void pagewire_floats(const void* x, float* out, int64_t size, int32_t dtype, int32_t num_threads) {
+  constexpr int64_t kChunk = 4096;
+  if (size < kParallelElements) num_threads = 1;
+  dispatch(dtype, [&](auto element) {
+    const auto* const from = static_cast<const decltype(element)*>(x);
+    parallel_for((size + kChunk - 1) / kChunk, num_threads, [&](int64_t chunk) {
+      const int64_t end = std::min(size, (chunk + 1) * kChunk);
+      for (int64_t i = chunk * kChunk; i < end; i += kLanes) store(out + i, load(from + i, end - i), end - i);
+    });
   });
 }
 

@@ -15,11 +15,12 @@ from pagewire.kernels.cpu.linear import PackedLinear, as_rows
 from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.data.deltas import AdaptedLinear, first_adapted, plain
-from pagewire.kernels.data.layer import Activation, Experts
+from pagewire.kernels.data.layer import Activation, Experts, Router
+from pagewire.kernels.data.routing import ExpertGroups
 from pagewire.kernels.data.weight import Linear, check_rows
 
-Matrix, GroupedCall, ExpertsStruct, ExpertsCall = map(
-    structure, ("Matrix", "GroupedCall", "Experts", "ExpertsCall")
+Matrix, GroupedCall, ExpertsStruct, ExpertsCall, RoutingStruct = map(
+    structure, ("Matrix", "GroupedCall", "Experts", "ExpertsCall", "Routing")
 )
 ACTIVATION_CODES = {
     Activation.SILU: 0,
@@ -29,6 +30,35 @@ ACTIVATION_CODES = {
     Activation.GELU_QUICK: 4,
 }
 """The numbers of activations in layers.cpp."""
+
+
+def routing_struct(router: Router, num_experts: int) -> ctypes.Structure:
+    """How a router chooses from this many experts, as the library takes it; its bias must live as long.
+
+    Raises:
+        ValueError: see `Routing.check`, or the bias is none of theirs.
+    """
+    routing, bias = router.routing, router.bias
+    routing.check(num_experts)
+    if bias is not None and not (
+        bias.shape == (num_experts,) and bias.dtype == torch.float32 and bias.is_contiguous()
+    ):
+        raise ValueError(f"a bias float32 [{num_experts}] expected")
+    groups = routing.groups or ExpertGroups(1, 1)
+    return RoutingStruct(
+        bias=None if bias is None else bias.data_ptr(),
+        num_chosen=routing.num_chosen,
+        groups=groups.count,
+        kept_groups=groups.kept,
+        best=groups.best,
+        epsilon=routing.epsilon,
+        factor=routing.factor,
+        margin=routing.margin,
+        sigmoid=routing.sigmoid,
+        normalised=routing.normalised,
+        weight_dtype=DTYPES[routing.dtype],
+        logit_dtype=DTYPES[router.linear.dtype],
+    )
 
 
 def is_packed(linear: Linear) -> bool:

@@ -223,8 +223,21 @@ struct ExpertsCall {
 
 EXPORT int pagewire_experts(const Experts* experts, const ExpertsCall* call);
 
+// How a router chooses experts; kernels/data/routing.py says what the numbers mean.
+struct Routing {
+  const float* bias;  // [experts] or null
+  int64_t num_chosen;
+  int64_t groups, kept_groups, best;  // one group: there are none
+  float epsilon, factor, margin;
+  int32_t sigmoid, normalised;
+  int32_t weight_dtype, logit_dtype;  // as in AttentionCall
+  int32_t unused;
+};
+
 EXPORT void pagewire_route(const void* logits, int64_t* ids, float* weights, int64_t rows, int64_t experts,
-                           int64_t chosen, int32_t normalised, int32_t rounded, int32_t dtype);
+                           const Routing* routing, int32_t dtype);
+
+EXPORT void pagewire_floats(const void* x, float* out, int64_t size, int32_t dtype, int32_t num_threads);
 
 EXPORT void pagewire_add_gated(void* out, const void* x, const void* gate, int64_t rows, int64_t size, int32_t dtype,
                                int32_t num_threads);
@@ -357,13 +370,12 @@ struct Norm {
   int32_t centred;  // it is a layer norm
 };
 
-// A feed-forward half of experts. The `up` and `down` of its layer are those of a shared expert.
+// A feed-forward half of experts. The `up` and `down` of its layer, if there are some, are those of a shared expert.
 struct Mixture {
   Matrix router;  // null: there is none
-  Matrix shared_gate;
+  Matrix shared_gate;  // null: the shared expert is added as it is
   Experts experts;
-  int64_t num_chosen;
-  int32_t normalised, rounded;
+  Routing routing;
 };
 
 // Cosines and sines of the tokens of a call.
@@ -405,7 +417,8 @@ struct StackCall {
   void* attended;    // [tokens, heads head_dim]
   void* up;          // [tokens, up.n]
   void* shared;      // [tokens, hidden], the output of the shared experts
-  void* logits;      // [tokens, experts]
+  void* logits;      // [tokens, experts], of routers' dtype
+  float* floats;     // [tokens, hidden], what routers of float32 take in layers of another dtype
   void* of_experts;  // see ExpertsCall
   void* aside;       // [tokens, hidden], what attention gives in parallel layers
   int64_t* ids;      // [tokens, chosen]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagewire.kernels.cpu import adapters, attention, drawing, integers
 from pagewire.kernels.cpu.build import InstructionSet
-from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts, Matrices
+from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts, Matrices, routing_struct
 from pagewire.kernels.cpu.library import choose
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
 from pagewire.kernels.cpu.quantised import QuantisedLinear
@@ -228,21 +228,18 @@ class CpuKernels(Kernels):
         return Matrices.of(self._library, linears)
 
     def route(self, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-        (num_tokens, num_experts), num_chosen = logits.shape, router.num_chosen
-        if not 0 < num_chosen <= num_experts:
-            raise ValueError(f"{num_chosen} of {num_experts} experts cannot be chosen")
+        num_tokens, num_experts = logits.shape
+        routing = routing_struct(router, num_experts)
         logits = logits.contiguous()
-        ids = torch.empty(num_tokens, num_chosen, dtype=torch.int64)
-        weights = torch.empty(num_tokens, num_chosen)
+        ids = torch.empty(num_tokens, router.routing.num_chosen, dtype=torch.int64)
+        weights = torch.empty(ids.shape)
         self._library.pagewire_route(
             logits.data_ptr(),
             ids.data_ptr(),
             weights.data_ptr(),
             num_tokens,
             num_experts,
-            num_chosen,
-            router.normalised,
-            router.rounded,
+            ctypes.byref(routing),
             DTYPES[logits.dtype],
         )
         return ids, weights

@@ -117,19 +117,31 @@ class Requests {
   }
 
   int run_mixture(const Layer& layer, const Mixture& mixture, const void* x) const {
-    const bool is_shared = mixture.shared_gate.packed;
+    const bool is_shared = layer.up.packed, is_gated = mixture.shared_gate.packed;
     if (is_shared) run_feed_forward(layer, x, call_.shared);
-    multiply(mixture.router, x, hidden_, call_.logits);
-    pagewire_route(call_.logits, call_.ids, call_.weights, tokens_, mixture.experts.count, mixture.num_chosen,
-                   mixture.normalised, mixture.rounded, batch_.dtype);
-    if (is_shared) multiply(mixture.shared_gate, x, hidden_, call_.logits);
+    route(mixture, x);
+    if (is_gated) multiply(mixture.shared_gate, x, hidden_, call_.logits);
     const ExpertsCall experts{x, call_.ids, call_.weights, result(), call_.of_experts,
-                              tokens_, mixture.num_chosen, batch_.dtype, batch_.num_threads,
+                              tokens_, mixture.routing.num_chosen, batch_.dtype, batch_.num_threads,
                               call_.adapters};
     const int failure = pagewire_experts(&mixture.experts, &experts);
-    if (is_shared)
+    if (is_gated)
       pagewire_add_gated(result(), call_.shared, call_.logits, tokens_, hidden_, batch_.dtype, batch_.num_threads);
+    else if (is_shared)
+      pagewire_add_scaled(call_.shared, result(), tokens_ * hidden_, 1, batch_.dtype, batch_.num_threads);
     return failure;
+  }
+
+  // Chooses experts. Routers of float32 have no adapters in layers of another dtype.
+  void route(const Mixture& mixture, const void* x) const {
+    const Routing& routing = mixture.routing;
+    if (routing.logit_dtype == batch_.dtype) {
+      multiply(mixture.router, x, hidden_, call_.logits);
+    } else {
+      pagewire_floats(x, call_.floats, tokens_ * hidden_, batch_.dtype, batch_.num_threads);
+      ::multiply(mixture.router, call_.floats, hidden_, call_.logits, tokens_, routing.logit_dtype, batch_.num_threads);
+    }
+    pagewire_route(call_.logits, call_.ids, call_.weights, tokens_, mixture.experts.count, &routing, routing.logit_dtype);
   }
 
   // A product, with what adapters change in it.

@@ -14,9 +14,16 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.adapters import RunningRows
 from pagewire.kernels.cpu.all_reduce import AllReduce
-from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts, is_packed, matrix
+from pagewire.kernels.cpu.experts import (
+    ACTIVATION_CODES,
+    CompiledExperts,
+    is_packed,
+    matrix,
+    routing_struct,
+)
 from pagewire.kernels.cpu.library import AttentionCall, structure
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, logit_terms
+from pagewire.kernels.data.deltas import AdaptedLinear
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.data.kv_codes import head_size
 from pagewire.kernels.data.layer import Angles, Half, HeadNormForm, Layer, LayerNorm, Mixture, Norm
@@ -28,8 +35,8 @@ GROUP_TOKENS = 768
 What lies between two kernels then stays in the processor's caches."""
 ALIGNMENT = 32
 """Elements: the scratch buffers begin at multiples, so at those of a cache line."""
-SCRATCH = ("qkv", "attended", "up", "shared", "logits", "of_experts", "aside")
-"""The scratch buffers of `StackCall` for numbers of the layers' dtype."""
+SCRATCH = ("qkv", "attended", "up", "shared", "logits", "floats", "of_experts", "aside")
+"""The scratch buffers of `StackCall` whose widths are counted in numbers of the layers' dtype."""
 HEAD_NORM_CODES = {HeadNormForm.EACH: 0, HeadNormForm.TOGETHER: 1, HeadNormForm.ROTATED: 2}
 """The forms of head norms in kernels.h."""
 
@@ -88,19 +95,13 @@ def _mixture(
     """The experts of a layer; matrices: of the layer, of which those that are the mixture's are taken out.
 
     Raises:
-        ValueError: they do not fit the states, or there are too few.
+        ValueError: they do not fit the states, or cannot be chosen from as the router says.
     """
-    router = mixture.router
-    if experts.hidden_size != hidden_size or not 0 < router.num_chosen <= len(mixture.experts.up):
-        raise ValueError(f"{router.num_chosen} experts of states of {experts.hidden_size} cannot be chosen")
+    if experts.hidden_size != hidden_size:
+        raise ValueError(f"experts of states of {experts.hidden_size} for states of {hidden_size}")
     gates = {name: matrices.pop(name) for name in ("router", "shared_gate") if name in matrices}
-    return MixtureParameters(
-        **gates,
-        experts=experts.struct,
-        num_chosen=router.num_chosen,
-        normalised=router.normalised,
-        rounded=router.rounded,
-    )
+    routing = routing_struct(mixture.router, len(mixture.experts.up))
+    return MixtureParameters(**gates, experts=experts.struct, routing=routing)
 
 
 def _check_shapes(layer: Layer, linears: Mapping[str, Linear], sizes: tuple[int, int, int, int]) -> None:
@@ -139,18 +140,22 @@ def _scratch_widths(
     of_layers: the experts of each. sizes: of the result of the first product, of attention, and of a state.
     """
     qkv_size, attended_size, hidden_size = sizes
+    itemsize = layers[0].dtype.itemsize
     mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
+    routers = [mixture.router.linear for mixture in mixtures]
     of_experts = (
-        mixture.router.num_chosen * experts.scratch_width
+        mixture.router.routing.num_chosen * experts.scratch_width
         for mixture, experts in zip(mixtures, filter(None, of_layers), strict=True)
     )
-    is_shared = any(mixture.shared_gate is not None for mixture in mixtures)
+    is_shared = any(layer.mixture is not None and layer.up is not None for layer in layers)
+    is_wide = any(router.dtype.itemsize > itemsize for router in routers)
     return (
         qkv_size if norm_first else max(qkv_size, hidden_size),
         attended_size,
         max((layer.up.out_features for layer in layers if layer.up is not None), default=0),
         hidden_size if is_shared else 0,
-        max((mixture.router.linear.out_features for mixture in mixtures), default=0),
+        max((router.out_features * router.dtype.itemsize // itemsize for router in routers), default=0),
+        hidden_size * torch.float32.itemsize // itemsize if is_wide else 0,
         max(of_experts, default=0),
         hidden_size if any(layer.parallel for layer in layers) else 0,
     )
@@ -197,12 +202,16 @@ class Stretch:
 
 def _compiled_dtypes(library: ctypes.CDLL, layer: Layer, *, norm_first: bool) -> set[torch.dtype] | None:
     """The dtypes of a layer's weights and norms; None if stack.cpp does not compute it."""
-    linears = layer.linears().values()
-    if not all(map(is_packed, linears)) or layer.activation not in ACTIVATION_CODES:
+    linears = layer.linears()
+    if not all(map(is_packed, linears.values())) or layer.activation not in ACTIVATION_CODES:
         return None
+    if (router := linears.get("router")) is not None and router.dtype is torch.float32:
+        if isinstance(router, AdaptedLinear) and layer.dtype is not torch.float32:
+            return None
+        del linears["router"]
     if not norm_first and any(isinstance(norm, Norm) for norm in layer.norms):
         return None
-    dtypes = {part.dtype for part in linears}
+    dtypes = {part.dtype for part in linears.values()}
     if layer.mixture is not None:
         experts = layer.mixture.experts
         if CompiledExperts.of(library, experts) is None:
@@ -279,7 +288,7 @@ class CompiledStack:
             norm_first=norm_first,
         )
         mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
-        self._num_chosen = max((mixture.router.num_chosen for mixture in mixtures), default=0)
+        self._num_chosen = max((mixture.router.routing.num_chosen for mixture in mixtures), default=0)
         num_tables = 1 + max(-1 if layer.angles is None else layer.angles for layer in layers)
         self._tables = (AnglesParameters * num_tables)()
         self._in_groups = any(layer.terms.future > 0 for layer in layers)  # so all prompts are whole

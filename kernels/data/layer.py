@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagewire.kernels.data.paging import LogitTerms
 from pagewire.kernels.data.reduced import Sum
+from pagewire.kernels.data.routing import Routing
 from pagewire.kernels.data.weight import Linear
 
 
@@ -91,15 +92,13 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Chooses the experts of a token, by the softmax of its logits."""
+    """Chooses the experts of a token."""
 
     linear: Linear
-    """[T, H] to logits [T, E]."""
-    num_chosen: int
-    normalised: bool
-    """The chosen experts' probabilities are divided by their sum."""
-    rounded: bool
-    """They are rounded to the dtype of the logits; else they stay float32."""
+    """[T, H] to logits [T, E]. In layers of another dtype it may be of float32, and is given states of float32."""
+    routing: Routing
+    bias: Tensor | None = None
+    """float32 [E], contiguous: added to scores for the choice alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,8 @@ class Mixture:
     router: Router
     experts: Experts
     shared_gate: Linear | None
-    """[T, H] to [T, 1]: its sigmoid weights an expert that every token gets, the layer's `up` and `down`."""
+    """[T, H] to [T, 1]: its sigmoid weights an expert that every token gets, the layer's `up` and `down`. None:
+    that expert, if there is one, is added as it is."""
 
     @property
     def num_bytes(self) -> int:

@@ -31,7 +31,7 @@ from pagewire.kernels.data.layer import (
 )
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight
-from pagewire.kernels.reference import attention, drawing
+from pagewire.kernels.reference import attention, drawing, routing
 from pagewire.kernels.reference.quantised import UnpackedQuantisedLinear
 from pagewire.kernels.reference.states import StateKernels
 from pagewire.kernels.reference.sums import fixed_sums
@@ -311,16 +311,16 @@ class Kernels:
         """Chooses the experts of each token, and their weights.
 
         Args:
-            logits: [T, E].
-            router: how many are chosen, and what becomes of their probabilities.
+            logits: [T, E], in any float dtype.
+            router: how many are chosen, by what, and what their weights are.
 
         Returns:
-            ids int64 [T, C] of the most probable experts, the most probable first, and weights float32 [T, C].
+            ids int64 [T, C] of the experts, the first choice first, and weights float32 [T, C].
+
+        Raises:
+            ValueError: see `Routing.check`.
         """
-        weights, ids = torch.softmax(logits.float(), -1).topk(router.num_chosen)
-        if router.normalised:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return ids, weights.to(logits.dtype).float() if router.rounded else weights
+        return routing.choose(logits, router.routing, router.bias)
 
     def add_gated(self, out: Tensor, x: Tensor, gate: Tensor) -> None:
         """`out += sigmoid(gate) * x` in place, each step rounded. out [T, H], contiguous; x [T, H]; gate [T, 1]."""

@@ -17,6 +17,7 @@ from pagewire.kernels.data.integers import Integers, quantise
 from pagewire.kernels.data.layer import Activation, Angles, Experts, Layer, Mixture, Norm, Router
 from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.reduced import Sum
+from pagewire.kernels.data.routing import Routing
 from pagewire.kernels.linear import Linear, dense_weight, pack
 from pagewire.kernels.stack import Stack
 from tests.kernels.batches import allocate_kv
@@ -55,7 +56,8 @@ def make_stack(
         scheme = Integers(8, 16, 0) if quantised else None
         sizes = {"up": (2 * WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
         linears = {name: [linear(random(*size), scheme) for _ in range(5)] for name, size in sizes.items()}
-        router = Router(linear(4 * random(5, HIDDEN)), 1 + is_shared, normalised=is_shared, rounded=is_shared)
+        routing = Routing(1 + is_shared, is_shared, dtype if is_shared else torch.float32)
+        router = Router(linear(4 * random(5, HIDDEN)), routing)
         gate = linear(random(1, HIDDEN)) if is_shared else None
         return Mixture(router, Experts(linears["up"], linears["down"], activation), gate)
 
@@ -216,7 +218,8 @@ def test_experts_of_another_dtype_or_activation_run_kernel_by_kernel(served_kern
         changed = dataclasses.replace(first, mixture=dataclasses.replace(mixture, experts=experts))
         assert served_kernels.stack(stack.input_norm, [changed], norm_first=True) is None
     for number in (0, 6):
-        router = dataclasses.replace(mixture.router, num_chosen=number)
+        routing = dataclasses.replace(mixture.router.routing, num_chosen=number)
+        router = dataclasses.replace(mixture.router, routing=routing)
         changed = dataclasses.replace(first, mixture=dataclasses.replace(mixture, router=router))
         with pytest.raises(ValueError, match="cannot be chosen"):
             served_kernels.stack(stack.input_norm, [changed], norm_first=True)

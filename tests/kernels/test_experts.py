@@ -15,11 +15,11 @@ from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.data.integers import Integers, integer_weight, quantise
-from pagewire.kernels.data.layer import Activation, Experts, Router
+from pagewire.kernels.data.layer import Activation, Experts
 from pagewire.kernels.data.weight import Linear, Weight
 from pagewire.kernels.experts import GroupedExperts, one_by_one
 from pagewire.kernels.linear import dense_weight, pack
-from pagewire.kernels.ops import add_gated, route
+from pagewire.kernels.ops import add_gated
 from pagewire.kernels.reference.kernels import reference
 
 CPU = torch.device("cpu")
@@ -315,38 +315,6 @@ def test_what_does_not_fit_is_refused(best_kernels: CpuKernels, monkeypatch: pyt
         best_kernels.experts(Experts([*held.up[:5], held.down[0]], held.down, Activation.SILU))
     with pytest.raises(ValueError, match="wide"):
         best_kernels.experts(Experts(held.down, held.up, Activation.SILU))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_routing(served_kernels: CpuKernels, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(3)
-    for num_experts, num_chosen in ((4, 1), (16, 2), (60, 4), (128, 8), (3, 3)):
-        # No two are equal, in any dtype: which of equal ones PyTorch takes is its own choice.
-        order = torch.stack([torch.randperm(num_experts, generator=generator) for _ in range(40)])
-        logits = (order / 16).to(dtype)
-        for normalised, rounded in ((False, False), (True, False), (True, True)):
-            router = Router(pack(dense_weight(logits[:, :1])), num_chosen, normalised, rounded)
-            ids, weights = route(logits, router)
-            expected = reference.route(logits, router)
-            assert torch.equal(ids, expected[0])
-            torch.testing.assert_close(weights, expected[1], rtol=2**-8 if rounded else 1e-5, atol=1e-7)
-            alone = [route(row[None], router) for row in logits[:5]]
-            assert torch.equal(torch.cat([a[0] for a in alone]), ids[:5])
-            assert torch.equal(torch.cat([a[1] for a in alone]), weights[:5])
-    with pytest.raises(ValueError, match="cannot be chosen"):
-        served_kernels.route(logits, dataclasses.replace(router, num_chosen=4))
-
-
-@pytest.mark.usefixtures("served_kernels")
-def test_routing_of_equal_and_of_broken_logits() -> None:
-    logits = torch.zeros(4, 20)
-    logits[1, 7] = torch.nan
-    logits[2] = torch.inf
-    logits[3, 5:] = -torch.inf
-    ids, weights = route(logits, Router(pack(dense_weight(logits[:, :1])), 4, True, False))
-    assert ids[0].tolist() == ids[3].tolist() == [0, 1, 2, 3]
-    assert weights[0].tolist() == weights[3].tolist() == [0.25] * 4
-    assert weights[1:3].isnan().all() and ids.min() >= 0 and ids.max() < 20
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -162,6 +162,8 @@ class Targets:
         """
 
         def change(field: str, linear: Linear) -> Linear:
+            if linear.dtype != self.dtype:  # a router of float32 in a model of another dtype
+                return linear
             adapted, first = self._numbered(linear), 0
             for module, num_out in modules.get(field, {}).items():
                 full = f"{name}.{module}"
@@ -175,7 +177,8 @@ class Targets:
 
         layer = layer.replaced(change)
         if layer.mixture is not None:
-            self._add_experts(f"{name}.mlp.experts", layer.mixture.experts)
+            (experts,) = modules["experts"]
+            self._add_experts(f"{name}.{experts}", layer.mixture.experts)
         return layer
 
     def _add_experts(

@@ -1,7 +1,7 @@
 """Experts of transformers' modules, as products of all experts of a layer in one call.
 
-The activation between an expert's two products, and how a router makes weights of its logits, are found by trying:
-one that the kernels have is taken where its results are those of the module, on random input.
+The activation between an expert's two products is found by trying: one that the kernels have is taken where its
+results are those of the module, on random input.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.data.joining import with_rounded_rows
-from pagewire.kernels.data.layer import Activation, Experts, Router
+from pagewire.kernels.data.layer import Activation, Experts
 from pagewire.kernels.data.weight import UnpackedLinear
 from pagewire.kernels.experts import GroupedExperts
-from pagewire.kernels.linear import Linear, dense_weight
-from pagewire.kernels.ops import activate_and_mul, route
+from pagewire.kernels.linear import Linear
+from pagewire.kernels.ops import activate_and_mul
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.attention import NAME
 from pagewire.workers.module.matrices import is_experts
@@ -27,7 +27,6 @@ from pagewire.workers.module.weights import Weights
 from pagewire.workers.versions import has_post_expert_norm
 
 MAGNITUDES = (0.1, 1.0, 10.0, 100.0)  # of inputs that are tried: limits leave small ones alone
-ROUTER_ROWS = 64
 
 
 def pack_experts(module: nn.Module, weights: Weights, device: torch.device) -> None:
@@ -137,29 +136,3 @@ def check_experts(grouped: GroupedExperts, device: torch.device) -> None:
         is_right = bool(difference <= tolerance(first.dtype) * expected.float().norm())
     if not is_right:
         raise LoadError(f"the grouped product of {num_experts} experts differs from that of each")
-
-
-def router_of(gate: Any, weights: Weights, device: torch.device) -> Router | None:
-    """The router that computes what a module does, a softmax of its logits; None if the module does not."""
-    names = {name for name, _ in (*gate.named_parameters(), *gate.named_buffers())}
-    if names not in ({"weight"}, {"weight", "bias"}):
-        return None
-    weights.fill(gate)
-    x = torch.randn(ROUTER_ROWS, gate.weight.shape[1], generator=torch.Generator().manual_seed(0))
-    found = gate(x.to(gate.weight.device, gate.weight.dtype))
-    if not isinstance(found, tuple) or len(found) != 3:
-        return None
-    logits, expected, ids = found
-    bias = gate.bias.detach() if "bias" in names else None
-    linear = packed(dense_weight(gate.weight.detach()), bias, device)
-    for normalised in (False, True):
-        router = Router(linear, ids.shape[1], normalised, rounded=expected.dtype == logits.dtype)
-        our_ids, ours = route(logits, router)
-        # Of experts with equal logits either may be chosen.
-        same = torch.equal(logits.gather(1, our_ids).sort(1).values, logits.gather(1, ids).sort(1).values)
-        close = torch.allclose(
-            ours.sort(1).values, expected.float().sort(1).values, rtol=tolerance(expected.dtype), atol=1e-6
-        )
-        if same and close:
-            return router
-    return None

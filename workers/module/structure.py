@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 EXPERTS = "experts"
-SHARED = {"shared_expert", "shared_expert_gate"}
+SHARED = {"shared_expert", "shared_experts", "shared_mlp"}
+"""The names, in a half of experts, of those that every token gets."""
+SHARED_GATE = "shared_expert_gate"
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class DecoderNames:
     gated: the feed-forward half begins with gates, too. parallel: its input is the layer's. interleaved: rotation
     turns neighbours. single_angles: its tables have an angle once, not for both elements that it turns.
     head_norm_form: see `kernels.data.layer.HeadNormForm`.
+    shared: beside a half of experts, the one that every token gets, if it is not within that.
     unturned: an attribute of attention that is false where a layer has no rotation, if others have windows.
     residual_scale: an attribute of a layer with a factor. embedding_scale: one of the base, or "hidden_size" for
     the root of that; of a base whose embedding does not scale by itself.
@@ -33,7 +36,7 @@ class DecoderNames:
     mlp: str = "mlp"
     up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
-    router: str = "gate"
+    shared: str = ""
     gated: bool = True
     norms: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm")
     own_norms: tuple[str, str] | None = None
@@ -65,25 +68,29 @@ OLMO_2 = DecoderNames(
 COHERE = DecoderNames(norms=("input_layernorm", None), parallel=True, interleaved=True)
 JOINED = DecoderNames(qkv=("qkv_proj",), up=("gate_up_proj",))
 GLM = DecoderNames(up=("gate_up_proj",), interleaved=True)
+GRANITE = DecoderNames(residual_scale="residual_multiplier", embedding_scale="embedding_multiplier")
+GRANITE_MOE = replace(GRANITE, mlp="block_sparse_moe")
 DECODERS: dict[str, DecoderNames] = {
     "cohere": COHERE,
     "cohere2": replace(COHERE, unturned="sliding_window"),
-    "ernie4_5": DecoderNames(interleaved=True),
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), DecoderNames(interleaved=True)),
     "exaone4": replace(OLMO_2, head_norm_form="each", unturned="is_sliding"),
     "gemma": DecoderNames(embedding_scale="hidden_size"),
     "gemma2": GEMMA_2,
     "gemma3_text": GEMMA_2,
     "glm": GLM,
-    "gpt_oss": DecoderNames(router="router", single_angles=True),
+    "gpt_oss": DecoderNames(single_angles=True),
     "glm4": replace(GLM, own_norms=("post_self_attn_layernorm", "post_mlp_layernorm")),
-    "granite": DecoderNames(residual_scale="residual_multiplier", embedding_scale="embedding_multiplier"),
+    "granite": GRANITE,
+    "granitemoe": GRANITE_MOE,
+    "granitemoeshared": replace(GRANITE_MOE, shared="shared_mlp", up=("input_linear",), down="output_linear"),
     "helium": DecoderNames(interleaved=True),
-    "hunyuan_v1_dense": DecoderNames(
-        head_norms=("query_layernorm", "key_layernorm"), head_norm_form="rotated"
+    **dict.fromkeys(
+        ("hunyuan_v1_dense", "hunyuan_v1_moe"),
+        DecoderNames(head_norms=("query_layernorm", "key_layernorm"), head_norm_form="rotated"),
     ),
-    "olmo2": OLMO_2,
-    "olmoe": DecoderNames(head_norm_form="together"),
-    "olmo3": OLMO_2,
+    **dict.fromkeys(("minimax_m2", "olmoe"), DecoderNames(head_norm_form="together")),
+    **dict.fromkeys(("flex_olmo", "olmo2", "olmo3"), OLMO_2),
     "phi": DecoderNames(
         out="dense",
         up=("fc1",),
@@ -104,12 +111,6 @@ DECODERS: dict[str, DecoderNames] = {
 OTHER_ARITHMETIC = {"alibi_llama", "ministral3"}
 """Model types with the structure of a stack that compute something else. The proof would refuse their stacks, too,
 but only after packing all of them."""
-SPARSE_MODELS = {
-    *("gpt_oss", "mixtral", "olmoe"),
-    *("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
-}
-"""Model types whose experts are chosen by the softmax of a router's logits. Others have the same structure, and
-other arithmetic."""
 STACKED_HYBRIDS = {
     *("bailing_hybrid", "bamba", "jamba", "kimi_linear", "lfm2", "lfm2_moe"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
@@ -144,16 +145,23 @@ def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[s
     ):  # of heads, which are layer norms
         return False
     own = DECODERS.get(text.get("model_type") or model_type, LLAMA)
-    inner = (name.partition("model.layers.")[2].split(".")[1:3] for name in names)
+    inner = [name.partition("model.layers.")[2].split(".") for name in names]
+    last = text.get("num_hidden_layers") or len(
+        inner
+    )  # behind it there may be layers that only predict tokens ahead
     found = {
-        ".".join(path).replace("block_sparse_moe", "mlp").removesuffix(".weight").removesuffix(".bias")
+        ".".join(path[1:3]).replace("block_sparse_moe", own.mlp).removesuffix(".weight").removesuffix(".bias")
         for path in inner
-        if path
+        if len(path) > 1 and not (path[0].isdecimal() and int(path[0]) >= last)
     } - {f"{own.attention}.sinks"}
-    dense, experts = _within(own.mlp, (*own.up, own.down)), _within(own.mlp, (own.router, EXPERTS))
-    if model_type in SPARSE_MODELS and found >= experts:  # some layers may have experts, and others none
-        found = found - experts - _within(own.mlp, SHARED) | dense
+    dense = _within(own.mlp, (*own.up, own.down))
+    if any(
+        text.get(name) for name in NUM_EXPERTS
+    ):  # a half of experts, if its router is known, is one as well
+        found = {name for name in found if not name.startswith(f"{own.mlp}.")} | dense
     parts = _within(own.attention, (*own.qkv, own.out)) | dense | own.all_norms
+    if own.shared:
+        parts |= _within(own.shared, (*own.up, own.down))
     return found in (parts, parts | _within(own.attention, own.head_norms))
 
 

@@ -20,13 +20,14 @@ from pagewire.kernels.data.reduced import Reduced, Sum
 from pagewire.kernels.linear import Linear
 from pagewire.kernels.stack import Stack
 from pagewire.workers.caches.kv import KVShape
-from pagewire.workers.module.experts import grouped_experts, router_of
+from pagewire.workers.module.experts import grouped_experts
 from pagewire.workers.module.parallel_layers import DividedEmbedding
 from pagewire.workers.module.transforms import RotaryTable, ScaledEmbedding, embedding, pack_joined
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.encoder_structures import TABLES, encoder_structure
 from pagewire.workers.network.hybrids import HYBRIDS, ModuleHalf
 from pagewire.workers.network.network import Embeddings, KVPlace, Network
+from pagewire.workers.network.routers import RouterParts
 from pagewire.workers.network.structures import (
     LayerParts,
     OtherStructureError,
@@ -201,13 +202,14 @@ class _NetworkBuilder:
     ) -> Layer:
         """A layer of the stack, with joined and packed linear layers. norms: of the sums in it."""
         ranks = None if self.weights.shards is None else self.weights.shards.collective
-        mixture = None if part.mixture is None else self._mixture(part.mixture, part.router, ranks)
         mixer, feed_forward = (
             None if module is None else ModuleHalf.of(module, rotary, self.weights, self.device)
             for module in (part.mixer, part.feed_forward)
         )
         num_heads, num_kv_heads, _ = self._heads(part) if mixer is None else (0, 0, 0)
         attended_norm, fed_norm = map(self._norm, part.own_norms)
+        dtype = next(norm.weight.dtype for norm in (*norms, attended_norm, fed_norm) if norm is not None)
+        mixture = None if part.router is None else self._mixture(part, part.router, ranks, dtype)
         return Layer(
             qkv=self._joined(part.qkv) if part.qkv else None,
             out=None if part.out is None else _of_rank(self._joined([part.out]), ranks),
@@ -247,18 +249,19 @@ class _NetworkBuilder:
         require([len(query.weight), len(key.weight)] == sizes, "norms of heads have another size")
         return query, key
 
-    def _mixture(self, module: Any, gate: Any, ranks: Sum | None) -> Mixture:
-        """The feed-forward half of experts that a module holds, packed."""
+    def _mixture(
+        self, part: LayerParts, router: RouterParts, ranks: Sum | None, dtype: torch.dtype
+    ) -> Mixture:
+        """The feed-forward half of experts that a layer has, packed. dtype: of states."""
+        module = part.mixture
         require((self.weights.cut(module.experts, "down_proj") is None) == (ranks is None))
-        router = router_of(gate, self.weights, self.device)
-        if router is None:
-            raise OtherStructureError("its router's choice is no softmax of logits")
+        own = router.packed(self.weights, self.device, dtype)
         grouped = grouped_experts(module.experts, self.weights, self.device)
         require(grouped.experts.activation is not None and grouped.after is None)
         # On a GPU the host would wait within the stack for experts that have no kernel.
         require(self.device.type == "cpu" or grouped.compiled is not None)
-        shared_gate = getattr(module, "shared_expert_gate", None)
-        return Mixture(router, grouped.experts, None if shared_gate is None else self._joined([shared_gate]))
+        gate = part.shared_gate
+        return Mixture(own, grouped.experts, None if gate is None else self._joined([gate]))
 
     def _modules(
         self, parts: Sequence[LayerParts], layers: Sequence[Layer]
@@ -271,14 +274,18 @@ class _NetworkBuilder:
             rows = [total] if len(modules) == 1 else [self.weights.num_rows(module) for module in modules]
             return dict(zip(own, rows, strict=True))
 
-        return [
-            {
-                field: sizes(modules, linear.out_features)
-                for field, linear in layer.linears().items()
-                if (modules := part.linears().get(field))
+        found = []
+        for part, layer in zip(parts, layers, strict=True):
+            linears = layer.linears()
+            own = {
+                field: sizes(modules, linears[field].out_features)
+                for field, modules in part.linears().items()
+                if field in linears and modules
             }
-            for part, layer in zip(parts, layers, strict=True)
-        ]
+            if layer.mixture is not None:
+                own["experts"] = sizes([part.mixture.experts], len(layer.mixture.experts.up))
+            found.append(own)
+        return found
 
     def _joined(self, linears: Sequence[Any]) -> Linear:
         """One packed linear layer in place of several with the same input."""

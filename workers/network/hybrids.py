@@ -18,21 +18,21 @@ from torch import Tensor, nn
 from pagewire.workers.module.attention import current_step
 from pagewire.workers.module.invariant import Invariant
 from pagewire.workers.module.recurrences import MIXERS
-from pagewire.workers.module.structure import EXPERTS, SHARED, SPARSE_MODELS, STACKED_HYBRIDS
+from pagewire.workers.module.structure import LLAMA, STACKED_HYBRIDS, DecoderNames
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.parts import module_bytes, transform_parts
 from pagewire.workers.network.structures import (
     LLAMA_LIKE,
     LayerParts,
+    OtherStructureError,
     Structure,
     attention_window,
     children,
     chosen,
     require,
+    with_feed_forward,
 )
 
-GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""Names of the linear layers of a gated feed-forward half: gates, what they are multiplied with, and the last."""
 HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 OUTPUTS = ("o_proj", "out_proj")
 ROTARIES = ("rotary_emb", "pos_emb")
@@ -42,13 +42,14 @@ ROTARIES = ("rotary_emb", "pos_emb")
 class HybridNames:
     """How a family names the parts of its layers and its last norm.
 
-    mixers: of which each layer has one. norms: before each half.
+    mixers: of which each layer has one. norms: before each half. inner: the names within feed-forward halves.
     """
 
     mixers: tuple[str, ...] = ("linear_attn", "self_attn")
     feed_forward: str = "mlp"
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     final_norm: str = "norm"
+    inner: DecoderNames = LLAMA
 
     def layers(self, base: Any, numbers: Iterable[int] | None) -> Iterable[LayerParts]:
         """The parts of a base's layers of these numbers; None: of all."""
@@ -57,7 +58,14 @@ class HybridNames:
             require(mixer in self.mixers and len(children(layer)) == 4)
             norms = getattr(layer, self.norms[0]), getattr(layer, self.norms[1])
             parts = _mixer(getattr(layer, mixer), base.config, norms)
-            yield _with_feed_forward(parts, getattr(layer, self.feed_forward), base.config)
+            yield self._with_feed_forward(parts, getattr(layer, self.feed_forward))
+
+    def _with_feed_forward(self, parts: LayerParts, half: Any) -> LayerParts:
+        """A layer's parts with its feed-forward half, which runs as it is if its parts are others."""
+        try:
+            return with_feed_forward(parts, half, self.inner)
+        except OtherStructureError:
+            return replace(parts, feed_forward=half)
 
     def structure(self, base: Any) -> Structure:
         """The structure of a base with these names."""
@@ -71,7 +79,13 @@ class HybridNames:
         )
 
 
-OF_LFM2 = HybridNames(("conv", "self_attn"), "feed_forward", ("operator_norm", "ffn_norm"), "embedding_norm")
+OF_LFM2 = HybridNames(
+    ("conv", "self_attn"),
+    "feed_forward",
+    ("operator_norm", "ffn_norm"),
+    "embedding_norm",
+    DecoderNames(up=("w1", "w3"), down="w2"),
+)
 OF_MAMBA = HybridNames(
     ("mamba", "self_attn"), "feed_forward", ("input_layernorm", "pre_ff_layernorm"), "final_layernorm"
 )
@@ -106,26 +120,6 @@ def _mixer(module: Any, config: Any, norms: tuple[Any, Any]) -> LayerParts:
         scale=float(module.scaling),
         head_norms=tuple(getattr(module, name) for name in head_norms) or None,
     )
-
-
-def _with_feed_forward(parts: LayerParts, module: Any, config: Any) -> LayerParts:
-    """The parts of a layer with this feed-forward half."""
-    found = children(module) - {"act_fn"}
-    sparse = {"gate", EXPERTS}
-    if config.model_type in SPARSE_MODELS and found in (sparse, sparse | SHARED):
-        shared = getattr(module, "shared_expert", None)
-        return replace(parts if shared is None else _gated(parts, shared), mixture=module, router=module.gate)
-    if any(found == set(names) for names in GATED):
-        return _gated(parts, module)
-    return replace(parts, feed_forward=module)
-
-
-def _gated(parts: LayerParts, module: Any) -> LayerParts:
-    names = next((names for names in GATED if children(module) - {"act_fn"} == set(names)), None)
-    require(names is not None)
-    assert names is not None
-    gate, up, down = (getattr(module, name) for name in names)
-    return replace(parts, up=(gate, up), down=down)
 
 
 class ModuleHalf:

@@ -210,10 +210,8 @@ def load_model(
         weights, spec, run, expected, settings.max_len, device, collective, stage, turn, apart, features
     )
     model, shapes = parts.proven_model()
-    if worker_config.batch_invariant and device.asynchronous and not isinstance(model.base, Network):
-        raise depends_on_batch(
-            "layers of this model run as modules of transformers, whose sums may depend on it"
-        )
+    if worker_config.batch_invariant and device.asynchronous:
+        check_sums(model)
     num_bytes = weight_bytes(model, parts.scores)
     forget_mapped_files(worker_config.model_path)
     release_spare_memory()
@@ -272,6 +270,21 @@ def check_invariant(worker_config: WorkerConfig, device: Device) -> None:
         raise depends_on_batch("PyTorch may add adapters, and its sums depend on the batch (enable_lora)")
     if worker_config.parallel.num_shards > 1:
         raise depends_on_batch("NCCL's sums over several GPUs depend on the batch (tensor_parallel_size)")
+
+
+def check_sums(model: Model) -> None:
+    """Refuse a model with sums that PyTorch computes on a GPU, whose bits may depend on the batch.
+
+    Raises:
+        LoadError: names them.
+    """
+    if not isinstance(model.base, Network):
+        raise depends_on_batch(
+            "layers of this model run as modules of transformers, whose sums may depend on it"
+        )
+    mixtures = ((layer.mixture, layer.dtype) for layer in model.base.stack.layers)
+    if any(mixture is not None and mixture.router.linear.dtype != dtype for mixture, dtype in mixtures):
+        raise depends_on_batch("its routers compute in float32, in which PyTorch's sums may depend on it")
 
 
 def depends_on_batch(reason: str) -> LoadError:

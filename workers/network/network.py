@@ -74,7 +74,10 @@ class Network:
     places: list[KVPlace | None]
     """Of each layer; None: a mixer takes the place of attention."""
     modules: list[dict[str, dict[str, int]]] = field(default_factory=list)
-    """Of each layer, by the field of a linear layer: the names of its parts in transformers, with their outputs."""
+    """Of each layer, by the field of a linear layer: the names of its parts in transformers, with their outputs.
+
+    By "experts": the name of the module of all of them, with their number.
+    """
     is_last: bool = True
     """It ends with the final norm; otherwise it gives the sum itself."""
     taps: Sequence[int] = field(default=(), init=False)

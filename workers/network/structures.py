@@ -25,13 +25,14 @@ from pagewire.workers.module.structure import (
     LLAMA,
     OTHER_ARITHMETIC,
     SHARED,
-    SPARSE_MODELS,
+    SHARED_GATE,
     DecoderNames,
 )
 from pagewire.workers.module.transforms import norm_kernel, tolerance
 from pagewire.workers.module.weights import Weights
+from pagewire.workers.network.routers import RouterParts, router_parts
 
-WINDOW_EVERYWHERE = {"mistral", "mixtral", "phi3", "starcoder2"}
+WINDOW_EVERYWHERE = {"mistral", "mixtral", "phi3", "phimoe", "starcoder2"}
 """Model types whose every layer uses config.sliding_window."""
 ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -71,8 +72,8 @@ class LayerParts:
     own_norms: of what each half gives. turned: its queries and keys are rotated.
     softcap: of logits of attention. residual_scale, parallel, interleaved, head_norm_form: see `Layer`.
     single_angles: see `DecoderNames`.
-    mixture: a module with `experts` and maybe a shared expert, of a layer that has experts, and router: the module
-    that chooses them. Then `up` and `down` are the shared expert's, or there are none.
+    mixture: a module with `experts`, of a layer that has some, and router: what chooses them. Then `up` and `down`
+    are those of the expert that every token gets, or there are none.
     sinks: a module with a parameter of this name, one more logit of each head.
     mixer, feed_forward: modules that run as they are, in place of attention and of the feed-forward half.
     """
@@ -90,7 +91,7 @@ class LayerParts:
     scale: float | None = None
     head_norms: tuple[Any, Any] | None = None
     mixture: Any = None
-    router: Any = None
+    router: RouterParts | None = None
     sinks: Any = None
     mixer: Any = None
     feed_forward: Any = None
@@ -112,11 +113,16 @@ class LayerParts:
             "up": self.up,
             "down": [self.down],
         }
-        if self.mixture is not None:
-            found |= {"router": [self.router]}
-            if hasattr(self.mixture, "shared_expert_gate"):
-                found |= {"shared_gate": [self.mixture.shared_expert_gate]}
+        if self.router is not None:
+            found |= {"router": [self.router.linear]}
+        if self.shared_gate is not None:
+            found |= {"shared_gate": [self.shared_gate]}
         return found
+
+    @property
+    def shared_gate(self) -> Any:
+        """The module of the gate of the expert that every token gets; None: there is none."""
+        return getattr(self.mixture, SHARED_GATE, None)
 
 
 Layers = Callable[[Any, Iterable[int] | None], Iterable[LayerParts]]
@@ -236,7 +242,8 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
     """
     plain = {name for name, child in layer.named_children() if type(child) is not nn.Dropout}
     require(
-        plain == {names.attention, names.mlp} | names.all_norms, f"a layer has {', '.join(sorted(plain))}"
+        plain - {names.shared} == {names.attention, names.mlp} | names.all_norms,
+        f"a layer has {', '.join(sorted(plain))}",
     )
     attention, mlp = getattr(layer, names.attention), getattr(layer, names.mlp)
     inner = {*names.qkv, names.out}
@@ -274,29 +281,35 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         interleaved=names.interleaved,
         single_angles=names.single_angles,
     )
-    return with_feed_forward(parts, mlp, names, config)
+    parts = with_feed_forward(parts, mlp, names)
+    shared = getattr(layer, names.shared) if names.shared else None
+    return parts if shared is None else with_dense(parts, shared, names)
 
 
-def with_feed_forward(parts: LayerParts, mlp: Any, names: DecoderNames, config: Any) -> LayerParts:
-    """A layer's parts with those of its feed-forward half: a dense one, or experts and maybe a shared one.
+def with_feed_forward(parts: LayerParts, half: Any, names: DecoderNames) -> LayerParts:
+    """A layer's parts with those of its feed-forward half: a dense one, or experts and maybe one for every token.
 
     Raises:
         OtherStructureError: it has other ones.
     """
-    sparse = {names.router, EXPERTS}
-    if config.model_type in SPARSE_MODELS and children(mlp) >= sparse:
-        require(children(mlp) in (sparse, sparse | SHARED))
-        parts = replace(parts, mixture=mlp, router=getattr(mlp, names.router))
-        mlp = getattr(mlp, "shared_expert", None)
-    if mlp is None:
-        return parts
-    found = {name for name, child in mlp.named_children() if any(True for _ in child.parameters())}
+    if getattr(half, EXPERTS, None) is None:
+        return with_dense(parts, half, names)
+    router = router_parts(half)
+    require(router is not None, "its router chooses or weighs experts in a way that the kernels do not have")
+    parts = replace(parts, mixture=half, router=router)
+    shared = [child for name, child in half.named_children() if name in SHARED]
+    return with_dense(parts, shared[0], names) if shared else parts
+
+
+def with_dense(parts: LayerParts, half: Any, names: DecoderNames) -> LayerParts:
+    """A layer's parts with those of a feed-forward half that every token gets.
+
+    Raises:
+        OtherStructureError: it has other ones.
+    """
+    found = {name for name, child in half.named_children() if any(True for _ in child.parameters())}
     require(found == {*names.up, names.down}, f"its feed-forward half has {', '.join(sorted(found))}")
-    return replace(
-        parts,
-        up=[getattr(mlp, name) for name in names.up],
-        down=getattr(mlp, names.down),
-    )
+    return replace(parts, up=[getattr(half, name) for name in names.up], down=getattr(half, names.down))
 
 
 def is_turned(attention: Any, names: DecoderNames) -> bool:

@@ -39,6 +39,7 @@ from pagewire.kernels.data.layer import (
     Router,
 )
 from pagewire.kernels.data.paging import LogitTerms
+from pagewire.kernels.data.routing import ExpertGroups, Routing
 from pagewire.kernels.data.weight import Weight
 from pagewire.kernels.output import CappedOutput
 from pagewire.kernels.stack import Stack
@@ -97,6 +98,7 @@ STORED = (
     Cut,
     Dense,
     Embeddings,
+    ExpertGroups,
     Experts,
     Integers,
     KVPlace,
@@ -113,6 +115,7 @@ STORED = (
     Pooler,
     PoolingSpec,
     Router,
+    Routing,
     Stage,
     TokenHead,
     Weight,

@@ -136,9 +136,9 @@ def test_a_wrong_kernel_of_experts_is_noticed(
             load(write(tmp_path, "mixtral"), quantization=quantization)
 
 
-def test_other_routers_keep_their_modules(tmp_path: Path, device: EmulatedCudaDevice) -> None:
+def test_experts_of_modules(tmp_path: Path, device: EmulatedCudaDevice) -> None:
     """Their experts are one call all the same, and steps are replayed."""
-    folder = Architecture("flex_olmo", HEADS | EXPERTS).write(tmp_path, dtype="bfloat16")
+    folder = Architecture("afmoe", HEADS | WIDE).write(tmp_path, dtype="bfloat16")
     plans = make_plans(make_prompts(VOCAB_SIZE, (9, 20, 1)), 5, [PLAIN, GREEDY, PLAIN])
     found = []
     for call in (CudaExperts, type(None)):

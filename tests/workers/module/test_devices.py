@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from pagewire.kernels.data.integers import Integers, integer_weight
 from pagewire.kernels.data.weight import Weight, dense_weight
 from pagewire.workers.module import latent
-from pagewire.workers.module.experts import router_of
 from pagewire.workers.module.products import check_product
 
 OTHER = torch.device("meta")
@@ -35,28 +34,6 @@ def test_a_product_of_weights_that_were_quantised_on_the_device() -> None:
         product: Any = Product()
         with pytest.raises(DataDependentOutputException):
             check_product(product, weight, torch.zeros(64, device=OTHER), OTHER)
-
-
-def test_a_router_whose_weights_lie_on_the_device() -> None:
-    """Up to where its weights are packed."""
-
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(4, 16, device=OTHER))
-
-        def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            logits = nn.functional.linear(hidden, self.weight)
-            weights, ids = logits.softmax(-1).topk(2)
-            return logits, weights, ids
-
-    class Filled:
-        def fill(self, module: nn.Module) -> None:
-            """Nothing: the weights are there."""
-
-    filled: Any = Filled()
-    with FakeTensorMode(), pytest.raises(NotImplementedError, match="no kernels for device 'meta'"):
-        router_of(Gate(), filled, OTHER)
 
 
 def test_latents_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

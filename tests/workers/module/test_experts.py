@@ -1,4 +1,4 @@
-"""Experts of transformers' modules: which activation and router they have, and the proof of their products."""
+"""Experts of transformers' modules: which activation they have, and the proof of their products."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.experts import CompiledExperts
 from pagewire.kernels.data.layer import Activation
 from pagewire.workers.errors import LoadError
-from pagewire.workers.module.experts import activation_of, router_of
-from pagewire.workers.module.weights import Weights
+from pagewire.workers.module.experts import activation_of
 from pagewire.workers.network.network import Network
 from tests.workers.architectures import EXPERTS, GROUPED, SERVED, Architecture
 from tests.workers.driver import load_runner
 
-CPU = torch.device("cpu")
 SHARED = {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 1}
 
 
@@ -60,38 +58,6 @@ def test_activations_are_found(function: Callable[[Tensor], Tensor], expected: A
     assert activation_of(function, 72) is expected
 
 
-class Gate(nn.Module):
-    """A router of 8 experts, 3 of them chosen."""
-
-    def __init__(self, shares: Callable[[Tensor], Tensor], normalised: bool, rounded: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).bfloat16())
-        self.shares, self.normalised, self.rounded = shares, normalised, rounded
-
-    def get_input_embeddings(self) -> None:
-        """None: it is no whole model."""
-
-    def forward(self, x: Tensor) -> Any:
-        logits = functional.linear(x, self.weight)
-        scores, ids = self.shares(logits.float()).topk(3)
-        if self.normalised:
-            scores = scores / scores.sum(-1, keepdim=True)
-        return logits, scores.to(x.dtype) if self.rounded else scores, ids
-
-
-@pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("normalised", [False, True])
-def test_routers_are_found(normalised: bool, rounded: bool) -> None:
-    gate = Gate(lambda logits: logits.softmax(-1), normalised, rounded)
-    router = router_of(gate, Weights(gate), CPU)
-    assert router is not None
-    assert (router.num_chosen, router.normalised, router.rounded) == (3, normalised, rounded)
-    other = Gate(torch.sigmoid, normalised, rounded)
-    assert router_of(other, Weights(other), CPU) is None
-    gate.register_buffer("e_score_correction_bias", torch.zeros(8))
-    assert router_of(gate, Weights(gate), CPU) is None
-
-
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -111,9 +77,9 @@ def test_layers_of_experts_run_in_one_call(name: str, fields: dict[str, Any], tm
 
 
 @pytest.mark.usefixtures("compiled")
-def test_other_routers_keep_their_modules_and_call_all_experts_at_once(tmp_path: Path) -> None:
-    runner, _ = load_runner(SERVED["minimax_m2"].write(tmp_path, dtype="bfloat16"))
-    experts = runner.model.model.base.module.layers[1].mlp.experts.grouped
+def test_modules_call_all_experts_at_once(tmp_path: Path) -> None:
+    runner, _ = load_runner(SERVED["afmoe"].write(tmp_path, dtype="bfloat16"))
+    experts = runner.model.model.base.module.layers[-1].mlp.experts.grouped
     assert experts.compiled is not None and experts.experts.activation is Activation.SILU
     assert runner.model.weight_bytes > experts.num_bytes > 0
 

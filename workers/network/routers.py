@@ -1,0 +1,260 @@
+"""Routers of transformers' mixtures of experts as numbers (`Routing`), found by trying.
+
+A feed-forward half runs as it is, but with a router's weights of ours, and with parts in place of its experts that
+keep what they are given. A form is taken if it makes of the same logits what the half makes of them, whatever a
+family names its numbers and wherever it computes with them. No weights are read for it, so it does not matter which
+values those of a checkpoint have.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pagewire.kernels.data.layer import Router
+from pagewire.kernels.data.routing import ExpertGroups, Routing
+from pagewire.kernels.data.weight import dense_weight
+from pagewire.kernels.reference.routing import choose, for_choice, scores_of
+from pagewire.workers.module.products import packed
+from pagewire.workers.module.structure import EXPERTS, SHARED, SHARED_GATE
+from pagewire.workers.module.transforms import tolerance
+from pagewire.workers.module.weights import Weights
+
+logger = logging.getLogger("pagewire.worker")
+
+SPREADS = ((1.0, 0.0), (4.0, 0.0), (1.0, -20.0), (1.0, -120.0))
+"""How far logits that are tried lie apart, and around which number: the sigmoids of some are almost 0, or 0."""
+ROWS = 16  # of each of them
+EPSILONS = (0.0, 1e-20, 1e-6)  # that stand in no configuration
+EXPERTS_GIVE, SHARED_GIVES, GATE_GIVES = 2.0, 1.0, 0.0
+"""What stands in for the parts of a half gives its input times. The sigmoid of the last one is a half."""
+FACTOR = ("routed_scaling_factor", "route_scale", "router_scaling_factor")
+GROUPS, KEPT_GROUPS = ("num_group", "n_group"), ("topk_group",)
+EPSILON, JITTER = ("norm_min",), ("router_jitter_noise",)
+"""The names that families give the numbers of their routers."""
+
+Place = tuple[Any, str]
+"""A module, and the name of a parameter or a buffer of its own."""
+
+
+class StandIn(nn.Module):
+    """In place of a part of a half: keeps what it is given beside states, and gives these times a factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+        self.others: tuple[Any, ...] = ()
+
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
+        """x [..., H] to [..., H]."""
+        self.others = (*others, *named.values())
+        return self.factor * x
+
+
+@dataclass(frozen=True)
+class RouterRun:
+    """What a half makes of logits of ours.
+
+    states: [T, H]. matrix: [E, H]. logit_bias: [E], or None. bias: float32 [E], of the choice, or None.
+    ids, weights: [T, C], of the experts that are chosen, in any order.
+    """
+
+    states: Tensor
+    matrix: Tensor
+    logit_bias: Tensor | None
+    bias: Tensor | None
+    ids: Tensor
+    weights: Tensor
+
+    def logits(self, dtype: torch.dtype) -> Tensor:
+        """The logits [T, E] of a product in a dtype."""
+        bias = None if self.logit_bias is None else self.logit_bias.to(dtype)
+        return functional.linear(self.states.to(dtype), self.matrix.to(dtype), bias)
+
+    def is_of(self, routing: Routing) -> bool:
+        """True if these numbers make the same of the logits; of experts that are equal, either may be chosen."""
+        logits = self.logits(torch.float32)
+        ids, weights = choose(logits, routing, self.bias)
+        by = for_choice(scores_of(logits, routing), self.bias, routing.groups)
+        pairs = [(by.gather(1, ids), by.gather(1, self.ids)), (weights, self.weights.float())]
+        return all(
+            torch.allclose(
+                ours.sort(1).values, theirs.sort(1).values, tolerance(torch.float32), 1e-6, equal_nan=True
+            )
+            for ours, theirs in pairs
+        )
+
+    def difference(self, routing: Routing, dtype: torch.dtype) -> float:
+        """How far these numbers are from the half's, with logits of a product in a dtype."""
+        ids, weights = choose(self.logits(dtype).float(), routing, self.bias)
+        ours, theirs = (
+            torch.zeros(len(ids), len(self.matrix)).scatter(1, at, values.float().nan_to_num())
+            for at, values in ((ids, weights), (self.ids, self.weights))
+        )
+        return float((ours - theirs).abs().mean())
+
+
+@dataclass(frozen=True)
+class RouterParts:
+    """A router of a half of experts, and where its weights are.
+
+    half: the module of all of it. gate: the name of what has the router's weights in it.
+    routing: what it computes, in float32. linear: the module with the matrix of the logits, `weight` [E, H], and
+    their `bias`, if it has one. bias: that of the choice; None: it has none.
+    """
+
+    half: Any
+    gate: str
+    routing: Routing
+    linear: Any
+    bias: Place | None
+
+    def packed(self, weights: Weights, device: torch.device, dtype: torch.dtype) -> Router:
+        """The router with its weights, packed on a device, in the dtypes in which the half computes it.
+
+        dtype: of the layer's states.
+        """
+        read: dict[Place, Tensor] = {}
+        for module, name, _ in owned(self.half, self.gate):
+            tensor = weights.read(module, name)
+            assert tensor is not None
+            read[module, name] = tensor
+        outcome = run(self, lambda place: read[place].dtype, dtype)
+        routing = replace(self.routing, dtype=outcome.weights.dtype)
+        own, wide = (outcome.difference(routing, each) for each in (dtype, torch.float32))
+        matrix = dense_weight(read[self.linear, "weight"].to(dtype if own <= wide else torch.float32))
+        linear = packed(matrix, read.get((self.linear, "bias")), device)
+        weights.let_go()
+        bias = None if self.bias is None else read[self.bias].flatten().to(device, torch.float32)
+        return Router(linear, routing, bias)
+
+
+def router_parts(half: Any) -> RouterParts | None:
+    """The router of a feed-forward half with experts; None if it computes what no numbers say."""
+    try:
+        with torch.no_grad():
+            return _found(half)
+    except Exception as error:  # what nobody has seen may fail in any way
+        logger.debug("a %s cannot be tried: %r", type(half).__name__, error)
+        return None
+
+
+def _found(half: Any) -> RouterParts | None:
+    apart = {EXPERTS, SHARED_GATE, *SHARED}
+    (gate,) = {name for name, child in half.named_children() if any(True for _ in child.parameters())} - apart
+    (linear,) = (m for m in getattr(half, gate).modules() if getattr(m, "weight", None) is not None)
+    of_linear = {(linear, "weight"), (linear, "bias")}
+    others = {(module, name): tensor for module, name, tensor in owned(half, gate)}
+    others = {place: tensor for place, tensor in others.items() if place not in of_linear}
+    if len(others) > 1 or any(tensor.numel() != len(linear.weight) for tensor in others.values()):
+        return None
+    routing = Routing(1, False, torch.float32)
+    parts = RouterParts(half, gate, routing, linear, next(iter(others), None))
+    outcome = run(parts, lambda _: torch.float32, torch.float32)
+    modules = [half, *getattr(half, gate).modules()]
+    forms = routings(modules, outcome.ids.shape[1], len(outcome.matrix))
+    found = next((form for form in forms if outcome.is_of(form)), None)
+    return None if found is None else replace(parts, routing=found)
+
+
+def owned(half: Any, gate: str) -> Iterator[tuple[Any, str, Tensor]]:
+    """The parameters and buffers of a half itself and of all within its router, with their modules and names."""
+    for module in (half, *getattr(half, gate).modules()):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield module, name, tensor
+
+
+def routings(modules: list[Any], num_chosen: int, num_experts: int) -> Iterator[Routing]:
+    """What a router may compute by the numbers that its modules have as attributes, in float32."""
+
+    def numbers(names: tuple[str, ...], *usual: float) -> list[float]:
+        found = (getattr(module, name, None) for name in names for module in modules)
+        return list(dict.fromkeys([*(float(n) for n in found if isinstance(n, int | float)), *usual]))
+
+    count, kept = (int(numbers(names, 1)[0]) for names in (GROUPS, KEPT_GROUPS))
+    groups: list[ExpertGroups | None] = [None]
+    if kept < count:
+        groups += [ExpertGroups(count, kept, best) for best in (1, 2) if best <= num_experts // count]
+    for group, sigmoid, normalised, epsilon, factor, jitter in product(
+        groups,
+        (False, True),
+        (False, True),
+        numbers(EPSILON, *EPSILONS),
+        numbers(FACTOR, 1.0),
+        numbers(JITTER, 0.0),
+    ):
+        if normalised or epsilon == 0:
+            yield Routing(
+                num_chosen, normalised, torch.float32, sigmoid, group, epsilon, factor, margin=2 * jitter
+            )
+
+
+def run(parts: RouterParts, dtype_of: Callable[[Place], torch.dtype], dtype: torch.dtype) -> RouterRun:
+    """Run a half with weights and states of ours. dtype_of: of a weight. dtype: of states.
+
+    Raises:
+        ValueError: it does not add up what its parts give.
+    """
+    generator = torch.Generator().manual_seed(0)
+    num_experts, size = parts.linear.weight.shape
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    matrix = random(num_experts, size) / size**0.5
+    matrix[:, 0] = 1.0
+    values = {
+        (module, name): matrix.to(dtype_of((module, name)))
+        if (module, name) == (parts.linear, "weight")
+        else (0.3 * random(*tensor.shape)).to(dtype_of((module, name)))
+        for module, name, tensor in owned(parts.half, parts.gate)
+    }
+    states = torch.cat([spread * random(ROWS, size) for spread, _ in SPREADS])
+    states[:, 0] = torch.tensor([centre for _, centre in SPREADS]).repeat_interleave(ROWS)
+    states = states.to(dtype)
+    half = _with_values(parts.half, values)
+    half._modules[parts.gate] = _with_values_below(getattr(parts.half, parts.gate), values)
+    experts, expected = StandIn(EXPERTS_GIVE), EXPERTS_GIVE
+    half._modules[EXPERTS] = experts
+    for name in SHARED & half._modules.keys():
+        if half._modules[name] is not None:
+            is_gated = half._modules.get(SHARED_GATE) is not None
+            half._modules[name] = StandIn(SHARED_GIVES)
+            expected += SHARED_GIVES / 2 if is_gated else SHARED_GIVES
+    if half._modules.get(SHARED_GATE) is not None:
+        half._modules[SHARED_GATE] = StandIn(GATE_GIVES)
+    result = half(states[None])
+    result = result[0] if isinstance(result, tuple) else result
+    if not torch.allclose(result.view_as(states), expected * states, rtol=tolerance(dtype)):
+        raise ValueError("it does not add up what its parts give")
+    ids, weights = experts.others
+    bias = None if parts.bias is None else values[parts.bias].flatten().float()
+    return RouterRun(
+        states, values[parts.linear, "weight"], values.get((parts.linear, "bias")), bias, ids, weights
+    )
+
+
+def _with_values(module: Any, values: dict[Place, Tensor]) -> Any:
+    """A module with these parameters and buffers of its own, and the same modules within."""
+    twin = copy(module)
+    twin._parameters = {name: values.get((module, name)) for name in module._parameters}
+    twin._buffers = {name: values.get((module, name)) for name in module._buffers}
+    twin._modules, twin.training = dict(module._modules), False
+    return twin
+
+
+def _with_values_below(module: Any, values: dict[Place, Tensor]) -> Any:
+    """The same with those of all modules within."""
+    twin = _with_values(module, values)
+    for name, child in module.named_children():
+        twin._modules[name] = _with_values_below(child, values)
+    return twin
