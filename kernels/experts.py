@@ -81,7 +81,16 @@ class GroupedExperts:
             return rows if self.after is None else self.after(rows)
 
         assert self.between is not None
-        return weighted_experts(x, ids, weights, len(self.experts.up), up, self.between, last)
+        return weighted_experts(
+            x,
+            ids,
+            weights,
+            len(self.experts.up),
+            up,
+            self.between,
+            last,
+            weighs_inputs=self.experts.weighs_inputs,
+        )
 
 
 def kernels_of(linears: Sequence[Linear], device: torch.device) -> Kernels:
@@ -127,8 +136,10 @@ def weighted_experts(
     up: RoutedProduct,
     between: Callable[[Tensor], Tensor],
     down: RoutedProduct,
+    *,
+    weighs_inputs: bool = False,
 ) -> Tensor:
-    """See `GroupedExperts`; `between` is the activation.
+    """See `GroupedExperts`; `between` is the activation, and `weighs_inputs` that of `Experts`.
 
     Raises:
         ValueError: an id is of no expert.
@@ -138,7 +149,11 @@ def weighted_experts(
     if len(counts) > num_experts:
         raise ValueError(f"an id is of none of {num_experts} experts")
     sources = order // ids.shape[1]
-    rows = down(between(up(x[sources], counts, sources)), counts, sources)
+    rows = x[sources]
+    if weighs_inputs:
+        rows = (rows.float() * weights.flatten()[order, None].float()).to(x.dtype)
+        weights = torch.ones_like(weights)
+    rows = down(between(up(rows, counts, sources)), counts, sources)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)

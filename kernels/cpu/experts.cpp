@@ -48,7 +48,10 @@ class ExpertRows {
       const int num_threads = rows_ * hidden < kParallelElements ? 1 : call_.num_threads;
       parallel_for(rows_, num_threads, [&](int64_t place) {
         const T* const x = static_cast<const T*>(call_.x) + order_[place] / call_.num_chosen * hidden;
-        std::memcpy(states + place * hidden, x, size_t(hidden) * sizeof(T));
+        T* const to = states + place * hidden;
+        if (!experts_.weighs_inputs) return void(std::memcpy(to, x, size_t(hidden) * sizeof(T)));
+        const float weight = call_.weights[order_[place]];
+        for (int64_t i = 0; i < hidden; i += kLanes) store(to + i, load(x + i, hidden - i) * weight, hidden - i);
       });
       multiply(experts_.up, states, hidden, between);
       pagewire_activate(between, between, rows_, size, width, width, experts_.activation, call_.dtype, call_.num_threads);
@@ -108,8 +111,10 @@ class ExpertRows {
     const int64_t* const places = places_ + token * call_.num_chosen;
     for (int64_t i = 0; i < size; i += kLanes) {
       Floats sum = {};
-      for (int64_t c = 0; c < call_.num_chosen; ++c)
-        sum = sum + load(rows + places[c] * size + i, size - i) * call_.weights[order_[places[c]]];
+      for (int64_t c = 0; c < call_.num_chosen; ++c) {
+        const float weight = experts_.weighs_inputs ? 1.0f : call_.weights[order_[places[c]]];
+        sum = sum + load(rows + places[c] * size + i, size - i) * weight;
+      }
       store(out + i, sum, size - i);
     }
   }

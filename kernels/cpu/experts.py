@@ -139,9 +139,16 @@ class CompiledExperts:
         up, down = (Matrices.of(library, linears) for linears in (experts.up, experts.down))
         if up is None or down is None or experts.activation is None:
             return None
-        return cls(library, up, down, experts.activation)
+        return cls(library, up, down, experts.activation, experts.weighs_inputs)
 
-    def __init__(self, library: ctypes.CDLL, up: Matrices, down: Matrices, activation: Activation) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        up: Matrices,
+        down: Matrices,
+        activation: Activation,
+        weighs_inputs: bool = False,
+    ) -> None:
         self._library, self._up, self._down = library, up, down
         self.hidden_size, self.scratch_width = up.in_features, up.in_features + up.out_features
         self._dtype, self._rows = up.dtype, RunningRows((*up.linears, *down.linears))
@@ -153,6 +160,7 @@ class CompiledExperts:
             down=ctypes.addressof(down.structs),
             count=len(up.linears),
             activation=ACTIVATION_CODES[activation],
+            weighs_inputs=weighs_inputs,
         )
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

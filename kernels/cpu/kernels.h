@@ -206,6 +206,7 @@ struct Experts {
   const Matrix* down;  // [count]
   int64_t count;
   int32_t activation;
+  int32_t weighs_inputs;  // weights are of what experts take, not of what they give
 };
 
 struct AdapterRows;

@@ -83,6 +83,8 @@ class Experts:
     """[n, I] to [n, H]."""
     activation: Activation | None
     """None: one that the kernels do not have, see `experts.GroupedExperts`."""
+    weighs_inputs: bool = False
+    """Weights are of what experts take, not of what they give: states are multiplied by them before (Llama 4)."""
 
     @property
     def num_bytes(self) -> int:

@@ -319,6 +319,22 @@ def test_what_does_not_fit_is_refused(best_kernels: CpuKernels, monkeypatch: pyt
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("served_kernels")
+def test_weights_of_what_experts_take(dtype: torch.dtype) -> None:
+    plain = make_experts(dtype)
+    experts = GroupedExperts(dataclasses.replace(plain.experts, weighs_inputs=True), CPU)
+    assert experts.compiled is not None
+    for num_chosen in (1, 2):
+        x, ids, weights = make_rows(40, dtype, num_chosen)
+        found = experts(x, ids, weights)
+        assert torch.equal(found, experts.one_by_one(x, ids, weights))
+        if num_chosen == 1:
+            weighed = (x.float() * weights).to(dtype)
+            assert torch.equal(found, plain(weighed, ids, torch.ones_like(weights)))
+            assert not torch.equal(found, plain(x, ids, weights))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("served_kernels")
 def test_adding_a_shared_expert(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
     out, x = (torch.randn(400, 100, generator=generator).to(dtype) for _ in range(2))

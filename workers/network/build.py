@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -259,9 +259,11 @@ class _NetworkBuilder:
         grouped = grouped_experts(module.experts, self.weights, self.device)
         require(grouped.experts.activation is not None and grouped.after is None)
         # On a GPU the host would wait within the stack for experts that have no kernel.
-        require(self.device.type == "cpu" or grouped.compiled is not None)
+        has_kernel = grouped.compiled is not None and not router.weighs_inputs
+        require(self.device.type == "cpu" or has_kernel)
+        experts = replace(grouped.experts, weighs_inputs=router.weighs_inputs)
         gate = part.shared_gate
-        return Mixture(own, grouped.experts, None if gate is None else self._joined([gate]))
+        return Mixture(own, experts, None if gate is None else self._joined([gate]))
 
     def _modules(
         self, parts: Sequence[LayerParts], layers: Sequence[Layer]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import product
+from types import MethodType
 from typing import Any
 
 import torch
@@ -46,16 +47,17 @@ Place = tuple[Any, str]
 
 
 class StandIn(nn.Module):
-    """In place of a part of a half: keeps what it is given beside states, and gives these times a factor."""
+    """In place of a part of a half: keeps what it is given, and gives the first of it, states, times a factor."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor = factor
+        self.states = torch.empty(0)
         self.others: tuple[Any, ...] = ()
 
     def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
         """x [..., H] to [..., H]."""
-        self.others = (*others, *named.values())
+        self.states, self.others = x, (*others, *named.values())
         return self.factor * x
 
 
@@ -64,7 +66,7 @@ class RouterRun:
     """What a half makes of logits of ours.
 
     states: [T, H]. matrix: [E, H]. logit_bias: [E], or None. bias: float32 [E], of the choice, or None.
-    ids, weights: [T, C], of the experts that are chosen, in any order.
+    ids, weights: [T, C], of the experts that are chosen, in any order. weighs_inputs: see `Experts`.
     """
 
     states: Tensor
@@ -73,6 +75,7 @@ class RouterRun:
     bias: Tensor | None
     ids: Tensor
     weights: Tensor
+    weighs_inputs: bool
 
     def logits(self, dtype: torch.dtype) -> Tensor:
         """The logits [T, E] of a product in a dtype."""
@@ -108,7 +111,7 @@ class RouterParts:
 
     half: the module of all of it. gate: the name of what has the router's weights in it.
     routing: what it computes, in float32. linear: the module with the matrix of the logits, `weight` [E, H], and
-    their `bias`, if it has one. bias: that of the choice; None: it has none.
+    their `bias`, if it has one. bias: that of the choice; None: it has none. weighs_inputs: see `Experts`.
     """
 
     half: Any
@@ -116,6 +119,7 @@ class RouterParts:
     routing: Routing
     linear: Any
     bias: Place | None
+    weighs_inputs: bool = False
 
     def packed(self, weights: Weights, device: torch.device, dtype: torch.dtype) -> Router:
         """The router with its weights, packed on a device, in the dtypes in which the half computes it.
@@ -162,7 +166,7 @@ def _found(half: Any) -> RouterParts | None:
     modules = [half, *getattr(half, gate).modules()]
     forms = routings(modules, outcome.ids.shape[1], len(outcome.matrix))
     found = next((form for form in forms if outcome.is_of(form)), None)
-    return None if found is None else replace(parts, routing=found)
+    return None if found is None else replace(parts, routing=found, weighs_inputs=outcome.weighs_inputs)
 
 
 def owned(half: Any, gate: str) -> Iterator[tuple[Any, str, Tensor]]:
@@ -223,24 +227,35 @@ def run(parts: RouterParts, dtype_of: Callable[[Place], torch.dtype], dtype: tor
     states = states.to(dtype)
     half = _with_values(parts.half, values)
     half._modules[parts.gate] = _with_values_below(getattr(parts.half, parts.gate), values)
-    experts, expected = StandIn(EXPERTS_GIVE), EXPERTS_GIVE
+    experts, shared = StandIn(EXPERTS_GIVE), 0.0
     half._modules[EXPERTS] = experts
     for name in SHARED & half._modules.keys():
         if half._modules[name] is not None:
             is_gated = half._modules.get(SHARED_GATE) is not None
             half._modules[name] = StandIn(SHARED_GIVES)
-            expected += SHARED_GIVES / 2 if is_gated else SHARED_GIVES
+            shared += SHARED_GIVES / 2 if is_gated else SHARED_GIVES
     if half._modules.get(SHARED_GATE) is not None:
         half._modules[SHARED_GATE] = StandIn(GATE_GIVES)
     result = half(states[None])
     result = result[0] if isinstance(result, tuple) else result
-    if not torch.allclose(result.view_as(states), expected * states, rtol=tolerance(dtype)):
+    given = experts.states.view(-1, *states.shape)  # of each expert, where all get their own
+    expected = EXPERTS_GIVE * given.sum(0) + shared * states
+    if not torch.allclose(result.view_as(states), expected, rtol=tolerance(dtype)):
         raise ValueError("it does not add up what its parts give")
-    ids, weights = experts.others
+    weighs_inputs = not experts.others
+    ids, weights = _shares(given, states) if weighs_inputs else experts.others
     bias = None if parts.bias is None else values[parts.bias].flatten().float()
-    return RouterRun(
-        states, values[parts.linear, "weight"], values.get((parts.linear, "bias")), bias, ids, weights
-    )
+    matrix, logit_bias = (values.get((parts.linear, name)) for name in ("weight", "bias"))
+    assert matrix is not None
+    return RouterRun(states, matrix, logit_bias, bias, ids, weights, weighs_inputs)
+
+
+def _shares(given: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """The experts int64 [T, C] that get states [T, H] times weights [T, C], by what each is given, [E, T, H]."""
+    rows, own = given.float(), states.float()
+    shares = ((rows * own).sum(-1) / (own * own).sum(-1)).T
+    weights, ids = shares.topk(int((shares > 0).sum(1).max()))
+    return ids, weights.to(states.dtype)
 
 
 def _with_values(module: Any, values: dict[Place, Tensor]) -> Any:
@@ -249,6 +264,9 @@ def _with_values(module: Any, values: dict[Place, Tensor]) -> Any:
     twin._parameters = {name: values.get((module, name)) for name in module._parameters}
     twin._buffers = {name: values.get((module, name)) for name in module._buffers}
     twin._modules, twin.training = dict(module._modules), False
+    for name, method in vars(module).items():
+        if isinstance(method, MethodType) and method.__self__ is module:  # see `replaced_methods.py`
+            setattr(twin, name, MethodType(method.__func__, twin))
     return twin
 
 
