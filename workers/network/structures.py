@@ -281,12 +281,12 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         interleaved=names.interleaved,
         single_angles=names.single_angles,
     )
-    parts = with_feed_forward(parts, mlp, names)
+    parts = with_feed_forward(parts, mlp, names, config)
     shared = getattr(layer, names.shared) if names.shared else None
     return parts if shared is None else with_dense(parts, shared, names)
 
 
-def with_feed_forward(parts: LayerParts, half: Any, names: DecoderNames) -> LayerParts:
+def with_feed_forward(parts: LayerParts, half: Any, names: DecoderNames, _: Any = None) -> LayerParts:
     """A layer's parts with those of its feed-forward half: a dense one, or experts and maybe one for every token.
 
     Raises:
