@@ -108,8 +108,8 @@ NUMBERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "deepseek_v2",
         MLA
         | DEEPSEEK
-        | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0, "norm_topk_prob": False},
-        {"normalised": False, "groups": ExpertGroups(4, 2, 1), "factor": 16.0},
+        | {"topk_method": "group_limited_greedy", "topk_group": 1, "routed_scaling_factor": 16.0},
+        {"normalised": False, "groups": ExpertGroups(4, 1, 1), "factor": 16.0},
     ),
     "deepseek_v3": (
         "deepseek_v3",
