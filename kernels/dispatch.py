@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cpu import kernels as cpu_kernels
-from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.data.paging import Cache
 from pagewire.kernels.reference.kernels import Kernels, reference
 from pagewire.kernels.reference.states import StateKernels
@@ -34,14 +32,11 @@ def implementation_for(*tensors: Tensor) -> Kernels:
     """
     first = tensors[0]
     if first.is_cpu:
-        dtype = first.dtype
-        if dtype in DTYPES and {tensor.dtype for tensor in tensors} <= {dtype, KV_CODES}:
-            return cpu_kernels.load() or reference
-        return reference
+        compiled = _of_cpus()
+        return (compiled.load() if compiled.serves(tensors) else None) or reference
     if first.is_cuda:
-        from pagewire.kernels.cuda import kernels as cuda_kernels  # never imported where there is no GPU
-
-        return cuda_kernels.load(first.device.index) if cuda_kernels.serves(tensors) else reference
+        compiled = _of_gpus()
+        return compiled.load(first.device.index) if compiled.serves(tensors) else reference  # type: ignore[no-any-return]
     raise NotImplementedError(f"no kernels for device {first.device.type!r}: 'cpu' and 'cuda' are served")
 
 
@@ -53,9 +48,23 @@ def states_for(first: Tensor) -> StateKernels:
     """
     if not first.is_cuda:
         return implementation_for(first).states
-    from pagewire.kernels.cuda import kernels as cuda_kernels  # never imported where there is no GPU
+    return _of_gpus().load(first.device.index).states  # type: ignore[no-any-return]
 
-    return cuda_kernels.load(first.device.index).states
+
+# A step's code reaches this file, and what runs on one kind of device is not read to understand it, nor imported
+# where there is none.
+@functools.cache
+def _of_cpus() -> ModuleType:
+    from pagewire.kernels.cpu import kernels
+
+    return kernels
+
+
+@functools.cache
+def _of_gpus() -> ModuleType:
+    from pagewire.kernels.cuda import kernels
+
+    return kernels
 
 
 def dispatched(method: Callable[Concatenate[Kernels, Arguments], Result]) -> Callable[Arguments, Result]:

@@ -19,6 +19,7 @@ from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous, of_size
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.drawing import Draw
 from pagewire.kernels.data.integers import Integers
+from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.data.layer import Activation, Experts, Layer, LayerNorm, Norm, Router
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.weight import Linear, Weight
@@ -30,6 +31,12 @@ def load() -> "CpuKernels | None":
     """The kernels for this CPU; None where there is no library, see `library.choose`."""
     library = choose()
     return CpuKernels(library.isa, library.functions) if library else None
+
+
+def serves(tensors: Sequence[Tensor]) -> bool:
+    """True if the kernels support these tensors: one dtype of floats, and 8-bit codes for cached K and V."""
+    dtype = tensors[0].dtype
+    return dtype in DTYPES and {tensor.dtype for tensor in tensors} <= {dtype, KV_CODES}
 
 
 class CpuKernels(Kernels):

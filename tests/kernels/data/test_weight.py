@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagewire.kernels import dispatch
+from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.data.integers import Integers, quantise
 from pagewire.kernels.data.joining import column_slice
@@ -103,7 +103,7 @@ def test_blocks_of_any_size_are_packed_together(sizes: tuple[int, ...]) -> None:
 def test_a_linear_knows_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, bias = dense_weight(torch.zeros(10, 6), torch.bfloat16), torch.zeros(10)
     assert pack(weight, bias).num_bytes == 2 * (60 + 10)
-    monkeypatch.setattr(dispatch.cpu_kernels, "load", lambda: None)
+    monkeypatch.setattr(cpu_kernels, "load", lambda: None)
     assert pack(weight, bias).num_bytes == 2 * (60 + 10)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels import dispatch
+from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cuda.kernels import CudaKernels, serves
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.cuda.variants import Launches
@@ -117,7 +118,7 @@ def emulated(kernels: EmulatedLauncher | CudaKernels) -> Iterator[None]:
     """A context in which the CUDA kernels compute on CPU tensors of the dtypes that they support."""
     if isinstance(kernels, EmulatedLauncher):
         kernels = CudaKernels(kernels, "cpu")
-    for_cpu = dispatch.implementation_for
+    for_cpu, served_on_cpus = dispatch.implementation_for, cpu_kernels.serves
 
     def for_cuda(*tensors: Tensor) -> Kernels:
         return kernels if tensors[0].is_cpu and serves(tensors) else for_cpu(*tensors)
@@ -125,6 +126,6 @@ def emulated(kernels: EmulatedLauncher | CudaKernels) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "implementation_for", for_cuda)  # also for keys and values of 8 bits
         patch.setattr(dispatch, "states_for", lambda first: kernels.states)
-        patch.setattr(dispatch, "DTYPES", tuple(DTYPES))
-        patch.setattr(dispatch.cpu_kernels, "load", lambda: kernels)
+        patch.setattr(cpu_kernels, "serves", lambda tensors: tensors[0].dtype in DTYPES and served_on_cpus(tensors))
+        patch.setattr(cpu_kernels, "load", lambda: kernels)
         yield
