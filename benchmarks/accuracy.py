@@ -39,13 +39,13 @@ from pagewire.ipc.quantization import ONLINE
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.workers.device.cpu import CpuDevice
-from pagewire.workers.module.attention import DryRunRecorder
 from pagewire.workers.module.configuration import load_config
 from pagewire.workers.module.transforms import tabulate_rotary
 from pagewire.workers.network.build_module import build_module
 from pagewire.workers.network.loaded import Phases
 from pagewire.workers.network.loading import load_model
 from pagewire.workers.network.model import Model
+from pagewire.workers.network.recorder import DryRunRecorder
 from pagewire.workers.ranks.single import SingleRank
 from tests.workers.checkpoint.formats.checkpoints import QUANTISED, RECIPES, write_quantised
 

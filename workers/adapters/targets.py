@@ -28,7 +28,6 @@ from pagewire.workers.adapters.experts import ExpertPlaces, FoundExperts, later_
 from pagewire.workers.adapters.files import file_bytes
 from pagewire.workers.adapters.place import Place
 from pagewire.workers.errors import LoadError
-from pagewire.workers.module.attention import current_adapters
 from pagewire.workers.module.experts import up_name
 from pagewire.workers.module.latent import LatentHeads
 from pagewire.workers.module.parallel_layers import DividedEmbedding, GatheredLinear
@@ -38,6 +37,7 @@ from pagewire.workers.network.encoder_decoder import EncoderDecoder
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.module_base import ModuleBase, ModuleHead, ModuleScores
 from pagewire.workers.network.network import Network
+from pagewire.workers.network.step import current_adapters
 from pagewire.workers.ranks.agreement import from_rank
 from pagewire.workers.ranks.interface import Collective
 

@@ -16,8 +16,8 @@ from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.kernels.data.states import StateBatch
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.caches.sources import SourceBatch
-from pagewire.workers.module.attention import Axes
-from pagewire.workers.module.overlay import Overlay, overlay_of
+from pagewire.workers.module.overlay import overlay_of
+from pagewire.workers.network.step import Axes, Overlay
 
 
 @dataclass(frozen=True, slots=True)

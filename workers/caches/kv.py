@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.data.kv_codes import row_width
 from pagewire.kernels.data.paging import UNSCALED, AttentionBatch, Cache, KVScales, kv_block_bytes
-from pagewire.workers.device.interface import Device
+
+if TYPE_CHECKING:
+    from pagewire.workers.device.interface import Device
 
 PAGE = 16  # tokens
 

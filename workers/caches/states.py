@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.data.states import StateBatch
-from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
+
+if TYPE_CHECKING:
+    from pagewire.workers.device.interface import Device
 
 StateShape: TypeAlias = tuple[int, ...]
 """The shape of a state after one token; its numbers are float32."""

@@ -19,8 +19,7 @@ from pagewire.workers.batch.flat_batch import Laid
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.errors import first_line
 from pagewire.workers.media.tower import EncodedMedium, Tower
-from pagewire.workers.module.attention import Axes
-from pagewire.workers.module.overlay import Overlay
+from pagewire.workers.network.step import Axes, Overlay
 
 
 @dataclass(frozen=True)

@@ -4,32 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pagewire.ipc.wire.worker_messages import Row
-
-
-@dataclass(frozen=True, slots=True)
-class Overlay:
-    """Embeddings float32 [n, E], and the places int64 [n] of their tokens in the batch.
-
-    deep: [n, E] for each of a model's first layers, which is added to its result at these places.
-    """
-
-    places: Tensor
-    rows: Tensor
-    deep: Sequence[Tensor] = ()
-
-    def over(self, embedded: Tensor) -> Tensor:
-        """A copy of the embeddings [..., T, E] of a batch with these in their places, rounded to the same dtype."""
-        laid = embedded.reshape(-1, embedded.shape[-1]).index_copy(
-            0, self.places, self.rows.to(embedded.dtype)
-        )
-        return laid.view(embedded.shape)
+from pagewire.workers.network.step import Overlay
 
 
 def both(brought: Overlay | None, encoded: Overlay | None) -> Overlay | None:

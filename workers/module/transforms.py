@@ -16,7 +16,6 @@ from pagewire.kernels.dispatch import as_they_are
 from pagewire.kernels.linear import Linear, Weight, dense
 from pagewire.kernels.ops import rms_norm
 from pagewire.workers.errors import LoadError
-from pagewire.workers.module.attention import step_axes
 from pagewire.workers.module.matrices import is_linear, is_plain_embedding
 from pagewire.workers.module.parallel_layers import (
     DividedEmbedding,
@@ -27,6 +26,7 @@ from pagewire.workers.module.parallel_layers import (
 from pagewire.workers.module.products import packed
 from pagewire.workers.module.shards import Axis
 from pagewire.workers.module.weights import Weights
+from pagewire.workers.network.step import step_axes
 from pagewire.workers.versions import rotary_positions
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"

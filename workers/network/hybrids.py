@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire.workers.module.attention import current_step
 from pagewire.workers.module.invariant import Invariant
 from pagewire.workers.module.recurrences import MIXERS
 from pagewire.workers.module.structure import LLAMA, STACKED_HYBRIDS, DecoderNames
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.parts import module_bytes, transform_parts
+from pagewire.workers.network.step import current_step
 from pagewire.workers.network.structures import (
     LLAMA_LIKE,
     LayerParts,

@@ -11,11 +11,11 @@ from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.kernels.linear import Linear
 from pagewire.workers.caches.kv import Pages, in_pages
-from pagewire.workers.module.attention import RowsContext, StepContext
 from pagewire.workers.module.overlay import embedding_size, laid_over
 from pagewire.workers.network.encoder_decoder import EncoderDecoder
 from pagewire.workers.network.module_base import ModuleBase, ModuleHead
 from pagewire.workers.network.network import Network
+from pagewire.workers.network.step import RowsContext, StepContext
 from pagewire.workers.ranks.stages import Stage
 
 Head: TypeAlias = ModuleHead | Linear

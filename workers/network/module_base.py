@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from pagewire.kernels.data.elementwise import elementwise
 from pagewire.kernels.linear import Linear
 from pagewire.kernels.output import CappedOutput
-from pagewire.workers.module.attention import StepContext
 from pagewire.workers.module.invariant import Invariant
 from pagewire.workers.module.overlay import input_embedding
 from pagewire.workers.module.stage_cut import CutBase
 from pagewire.workers.module.transforms import LinearModule, tolerance
+from pagewire.workers.network.step import StepContext
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Tanh": torch.tanh,

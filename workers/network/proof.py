@@ -26,7 +26,6 @@ from pagewire.workers.caches.sources import SourceBatch
 from pagewire.workers.caches.states import StateShape
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
-from pagewire.workers.module.attention import AttentionCalls, DryRunRecorder
 from pagewire.workers.module.configuration import (
     ATTENTION_LAYERS,
     FEED_FORWARD_LAYERS,
@@ -40,6 +39,7 @@ from pagewire.workers.module.transforms import tolerance
 from pagewire.workers.network.model import Model
 from pagewire.workers.network.module_base import ModuleScores
 from pagewire.workers.network.pooling_spec import PoolingSpec
+from pagewire.workers.network.recorder import AttentionCalls, DryRunRecorder
 from pagewire.workers.network.reference import BLOCK, LENGTHS, DryRun, Expected
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.versions import INDEXED_KINDS, wrong_arithmetic

@@ -23,7 +23,6 @@ from pagewire.workers.caches.kv import KVShape
 from pagewire.workers.caches.states import StateShape
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.module import attention
-from pagewire.workers.module.attention import AttentionCalls, StepContext
 from pagewire.workers.module.configuration import state_layers
 from pagewire.workers.module.invariant import OTHER_PRODUCT
 from pagewire.workers.module.matrices import is_experts, is_linear, is_transposed
@@ -31,6 +30,8 @@ from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.replaced_methods import METHODS
 from pagewire.workers.network.module_base import ModuleHead, arithmetic
 from pagewire.workers.network.proof import NOT_REPLACED, check_calls, check_windows
+from pagewire.workers.network.recorder import AttentionCalls
+from pagewire.workers.network.step import StepContext
 from pagewire.workers.versions import name_attention
 
 logger = logging.getLogger("pagewire.worker")

@@ -24,9 +24,9 @@ from pagewire.workers.device.interface import Device, PendingTokens
 from pagewire.workers.device.kv_size import ledger
 from pagewire.workers.device.open import open_device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.module.attention import StepContext
 from pagewire.workers.module.overlay import both
 from pagewire.workers.network.loaded import LoadedModel, Phases
+from pagewire.workers.network.step import StepContext
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.single import SingleRank
 from pagewire.workers.run.decoding import Decoding, Quiet

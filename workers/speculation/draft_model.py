@@ -21,8 +21,8 @@ from pagewire.kernels.data.paging import Cache
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.errors import LoadError
-from pagewire.workers.module.attention import StepContext
 from pagewire.workers.network.loaded import LoadedModel, Phases
+from pagewire.workers.network.step import StepContext
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.speculation.coverage import Coverage
 from pagewire.workers.speculation.interface import RowOver

@@ -27,10 +27,10 @@ from torch import Tensor
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.workers.device.interface import Device
-from pagewire.workers.module.attention import StepContext
 from pagewire.workers.module.invariant import Invariant
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.model import Model
+from pagewire.workers.network.step import StepContext
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.speculation.mtp_checkpoint import MtpLayers, read_layers
 from pagewire.workers.speculation.state_drafter import Caches

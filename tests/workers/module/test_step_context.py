@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pagewire.kernels.linear import Linear
 from pagewire.workers.module import attention
-from pagewire.workers.module.attention import current_step
 from pagewire.workers.module.transforms import LinearModule
 from pagewire.workers.network.network import Network
+from pagewire.workers.network.step import StepContext, current_step
 from pagewire.workers.run.runner import Runner
 from tests.workers.architectures import GROUPED, VOCAB_SIZE, Architecture
 from tests.workers.driver import Driver, load_runner
@@ -79,7 +79,7 @@ def test_outside_of_a_step_there_is_no_context() -> None:
 
 
 def test_a_step_that_fails_leaves_no_context(runner: Runner) -> None:
-    step = attention.StepContext(None, torch.zeros(1).long(), [])  # type: ignore[arg-type]
+    step = StepContext(None, torch.zeros(1).long(), [])  # type: ignore[arg-type]
     with pytest.raises(IndexError):
         runner.model.model.hidden_states(torch.zeros(1).long(), step)
     with pytest.raises(RuntimeError, match="outside of a step"):

@@ -13,12 +13,12 @@ from pagewire.kernels.data.layer import Angles
 from pagewire.kernels.data.paging import AttentionBatch, Cache
 from pagewire.kernels.reference.kernels import Kernels
 from pagewire.workers.caches.kv import in_pages
-from pagewire.workers.module.attention import StepContext
 from pagewire.workers.module.transforms import tabulate_rotary
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.build import build_network
 from pagewire.workers.network.model import Model
 from pagewire.workers.network.pooler import normalized_rows
+from pagewire.workers.network.step import StepContext
 from tests.workers.pooled import ENCODERS
 
 META = torch.device("meta")

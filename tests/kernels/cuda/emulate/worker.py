@@ -126,6 +126,8 @@ def emulated(kernels: EmulatedLauncher | CudaKernels) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "implementation_for", for_cuda)  # also for keys and values of 8 bits
         patch.setattr(dispatch, "states_for", lambda first: kernels.states)
-        patch.setattr(cpu_kernels, "serves", lambda tensors: tensors[0].dtype in DTYPES and served_on_cpus(tensors))
+        patch.setattr(
+            cpu_kernels, "serves", lambda tensors: tensors[0].dtype in DTYPES and served_on_cpus(tensors)
+        )
         patch.setattr(cpu_kernels, "load", lambda: kernels)
         yield
