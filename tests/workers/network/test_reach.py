@@ -10,7 +10,8 @@ import pytest
 LOADED = """
 import importlib, sys
 importlib.import_module(sys.argv[1])
-print(*(name for name, module in sys.modules.items() if name.startswith("pagewire.") and not hasattr(module, "__path__")))
+ours = [(name, module) for name, module in sys.modules.items() if name.startswith("pagewire.")]
+print(*(name for name, module in ours if not hasattr(module, "__path__")))
 """
 
 
