@@ -1,10 +1,13 @@
 """docs/families.md, which `python -m benchmarks.parity --all --write` makes, and the list of it in docs/models.md.
 
-python -m benchmarks.families
+python -m benchmarks.families                            # makes the list anew
+python -m benchmarks.families --roads [NAME ...]         # how each decoder runs: as a stack, or why as a module
+python -m benchmarks.families --roads --write            # and keeps the table in docs/families.md
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import textwrap
 from collections import Counter
@@ -33,10 +36,18 @@ untied output layer.
 - **untested**: there is nothing to compare with, for this reason; no model counts as equal whose log probabilities
   are even, always highest for the same few tokens, or do not depend on the order of tokens
 
-This file is made by `python -m benchmarks.parity --all --write` (with Pillow, scipy, timm and torchvision), and the
-list in [Models](models.md) by `python -m benchmarks.families`.
+This file is made by `python -m benchmarks.parity --all --write` (with Pillow, scipy, timm and torchvision), its last
+section by `python -m benchmarks.families --roads --write`, and the list in [Models](models.md) by
+`python -m benchmarks.families`.
 """
 ENCODERS = "## Encoders"
+ROADS = """\
+## How decoders run
+
+A stack is plain data, which the compiled kernels run in one call ([ARCHITECTURE.md](../ARCHITECTURE.md)). What no
+stack describes yet runs as transformers' module, layer by layer: the same tokens, more slowly. On the CPU, in
+float32.
+"""
 
 
 class ModelRow(NamedTuple):
@@ -59,10 +70,23 @@ def summary(families: Sequence[ModelRow]) -> str:
     return ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
 
 
-def document(families: Sequence[ModelRow], encoders: Sequence[ModelRow], version: str) -> str:
-    """The text of docs/families.md. version: of transformers."""
+def document(
+    families: Sequence[ModelRow], encoders: Sequence[ModelRow], version: str, roads: str = ""
+) -> str:
+    """The text of docs/families.md. version: of transformers. roads: its last section."""
     introduction = INTRODUCTION.format(version=version)
-    return f"{introduction}\n{table(families)}\n{ENCODERS}\n\n{table(encoders)}"
+    return f"{introduction}\n{table(families)}\n{ENCODERS}\n\n{table(encoders)}{roads}"
+
+
+def roads_section(text: str) -> str:
+    """The last section of docs/families.md, given its text."""
+    _, title, section = text.partition(f"\n{ROADS}")
+    return title + section
+
+
+def with_roads(text: str, roads: str) -> str:
+    """The text of docs/families.md with another table of roads."""
+    return f"{text.removesuffix(roads_section(text))}\n{ROADS}\n{roads}"
 
 
 def table(families: Sequence[ModelRow]) -> str:
@@ -91,9 +115,37 @@ def with_list(page: str, families: Sequence[ModelRow]) -> str:
     return PARAGRAPH.sub(lambda _: paragraph(families), page, count=1)
 
 
-def main() -> None:
+def show_roads(names: Sequence[str], *, write: bool) -> None:
+    """Print how decoders run, all or those of these names; write: keep it in docs/families.md."""
+    from benchmarks import roads  # loads models
+
+    found = []
+    for road in roads.roads(names):
+        found.append(road)
+        print(road.line, flush=True)
+    print(roads.summary(found))
+    if write:
+        PATH.write_text(with_roads(PATH.read_text(), roads.table(found)))
+
+
+def make_list() -> None:
     """Make the list in docs/models.md anew."""
     MODELS.write_text(with_list(MODELS.read_text(), read(PATH.read_text())))
+
+
+def main() -> None:
+    """Make the list in docs/models.md anew, or show how decoders run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--roads", action="store_true", help="show how each decoder runs")
+    parser.add_argument("--write", action="store_true", help="keep it in docs/families.md")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    options = parser.parse_args()
+    if options.roads:
+        show_roads(options.names, write=options.write and not options.names)
+    else:
+        make_list()
 
 
 if __name__ == "__main__":

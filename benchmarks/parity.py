@@ -77,9 +77,10 @@ def every(names: Iterable[str], log: Log, num_processes: int, *, write: bool) ->
     print(f"\n{families.summary(rows[CAUSAL])}", f"encoders: {families.summary(rows[ENCODER])}", sep="\n")
     print(*complaints, sep="\n")
     if write:
-        page = families.document(rows[CAUSAL], rows[ENCODER], transformers.__version__)
+        roads = families.roads_section(families.PATH.read_text())
+        page = families.document(rows[CAUSAL], rows[ENCODER], transformers.__version__, roads)
         families.PATH.write_text(page)
-        families.main()
+        families.make_list()
     return 1 if complaints else 0
 
 

@@ -33,3 +33,11 @@ def test_a_new_list_takes_the_place_of_the_old_one() -> None:
     page = "## Models\n\n**Served** (1 model types):\n`gpt2`.\n\n**Others**\n\nNo list.\n"
     made = families.with_list(page, SOME)
     assert made == page.replace("(1 model", "(2 model").replace("`gpt2`", "`llama`, `xlm-roberta`")
+
+
+def test_the_section_of_roads_outlives_the_other_tables() -> None:
+    text = families.document(SOME, SOME[:1], "5.0")
+    once = families.with_roads(text, "| llama | stack |\n")
+    assert families.with_roads(once, "| llama | stack |\n") == once
+    assert families.document(SOME, SOME[:1], "5.0", families.roads_section(once)) == once
+    assert families.read(once) == families.read(text)

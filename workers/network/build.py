@@ -6,7 +6,6 @@ the module computes (`proof.py`).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +19,7 @@ from pagewire.kernels.data.reduced import Reduced, Sum
 from pagewire.kernels.linear import Linear
 from pagewire.kernels.stack import Stack
 from pagewire.workers.caches.kv import KVShape
+from pagewire.workers.errors import first_line
 from pagewire.workers.module.experts import grouped_experts
 from pagewire.workers.module.parallel_layers import DividedEmbedding
 from pagewire.workers.module.transforms import RotaryTable, ScaledEmbedding, embedding, pack_joined
@@ -40,25 +40,23 @@ from pagewire.workers.network.structures import (
 )
 from pagewire.workers.ranks.stages import Stage
 
-logger = logging.getLogger("pagewire.worker")
-
 
 def build_network(
     base: Any, weights: Weights, device: torch.device, stage: Stage | None = None, *, encodes: bool = False
-) -> Network | None:
-    """The network of a base model, with its weights packed on `device`; None if it has another structure.
+) -> Network:
+    """The network of a base model, with its weights packed on `device`.
 
     stage: of a pipeline, whose layers alone are packed. encodes: tokens attend to later ones, too.
 
     Raises:
+        OtherStructureError: it has another structure; the text says which.
         LoadError: a packed product is wrong.
     """
     try:
         structure = encoder_structure(base) if encodes else _decoder_structure(base)
         return _NetworkBuilder(base, structure, weights, device).network(stage)
-    except (OtherStructureError, AttributeError) as error:
-        logger.info("the layers run as a module of transformers, not as a stack: %s", error)
-        return None
+    except AttributeError as error:
+        raise OtherStructureError(f"a part is missing: {first_line(error)}") from error
 
 
 def _decoder_structure(base: Any) -> Structure:

@@ -71,3 +71,12 @@ class LoadedModel:
     def is_stack(self) -> bool:
         """True if its layers run as the stack of a `Network`."""
         return isinstance(self.model.base, Network)
+
+    @property
+    def road(self) -> str:
+        """How its layers run: as a stack, as one with halves that are modules, or why as a module of transformers."""
+        base = self.model.base
+        if not isinstance(base, Network):
+            return f"module: {getattr(base, 'why', 'an encoder-decoder')}"
+        mixed = sum(half is not None for layer in base.stack.layers for half in layer.halves)
+        return f"stack with {mixed} halves that are modules" if mixed else "stack"

@@ -83,6 +83,7 @@ from pagewire.workers.network.proof import (
 )
 from pagewire.workers.network.reference import DryRun, Expected
 from pagewire.workers.network.sharded_state import ShardedState
+from pagewire.workers.network.structures import OtherStructureError, require
 from pagewire.workers.ranks.agreement import all_have, own_turn
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.shares import stage_layers
@@ -437,6 +438,7 @@ class Transformation:
     _head: ModuleHead | None = None
     _coders: tuple[Any, Any] | None = None
     _is_fit: bool = False
+    _why_module: str = ""
     _path: str = field(init=False)
     _base: Any = field(init=False)
     _dtype: torch.dtype = field(init=False)
@@ -480,13 +482,13 @@ class Transformation:
         """
         parts = {} if self._behind is None else dict(self._behind.named_children())
         network = None
-        with self._disproven_is_logged(LoadError), self.turn():
+        with self._module_runs_after(LoadError), self.turn():
             network = self._network()
         # What one rank cannot pack, such as groups of columns that only its part cuts, none runs as a network.
         if all_have(network is not None, self.collective, self.device.torch_device):
             assert network is not None
             # An error of one rank alone ends the group, for others wait for what this one would send.
-            with self._disproven_is_logged(LoadError if self.collective.size == 1 else DisprovenError):
+            with self._module_runs_after(LoadError if self.collective.size == 1 else DisprovenError):
                 return self._proven(network)
         for name, child in parts.items():
             setattr(self._behind, name, child)
@@ -496,23 +498,28 @@ class Transformation:
         return self._proven(base)
 
     @contextmanager
-    def _disproven_is_logged(self, kind: type[LoadError]) -> Iterator[None]:
-        """A context in which such an error says why the layers run as transformers' module, and is not raised."""
+    def _module_runs_after(self, kind: type[LoadError]) -> Iterator[None]:
+        """A context in which such an error, or another structure, is why the layers run as transformers' module."""
         try:
             yield
-        except kind as error:
-            logger.info("the layers run as a module of transformers, not as a stack: %s", first_line(error))
+        except (kind, OtherStructureError) as error:
+            self._why_module = first_line(error)
+            logger.info("the layers run as a module of transformers, not as a stack: %s", self._why_module)
 
-    def _network(self) -> Network | None:
-        """The network, with what is behind it transformed; None if the module has another structure."""
+    def _network(self) -> Network:
+        """The network, with what is behind it transformed.
+
+        Raises:
+            OtherStructureError: the module has another structure.
+            LoadError: a packed product is wrong.
+        """
         device = self.device.torch_device
-        if self.apart or self._coders is not None:
-            return None
+        require(self._coders is None, "an encoder-decoder is no single stack")
+        require(not self.apart, "it is loaded layer by layer")
         if self._base.config.model_type in HYBRIDS:
             self._fit()
         network = build_network(self._base, self.weights, device, self.stage, encodes=self._encodes)
-        if network is not None:
-            self._transform_behind()
+        self._transform_behind()
         return network
 
     def _fit(self) -> None:
@@ -533,7 +540,14 @@ class Transformation:
         if self.stage is not None:
             cut = CutBase(self._base, self._base.get_input_embeddings(), self.stage)
         transform_parts(self._base, self.weights, self.device.torch_device)
-        return ModuleBase(self._base, self._arithmetic, cut, encodes=self._encodes, packed=self._packed)
+        return ModuleBase(
+            self._base,
+            self._arithmetic,
+            cut,
+            encodes=self._encodes,
+            packed=self._packed,
+            why=self._why_module,
+        )
 
     def _transform_behind(self) -> None:
         """Transform what makes logits or scores of hidden states; a stage before the last drops it."""

@@ -62,7 +62,8 @@ class ModuleBase:
     """A base model of transformers with its own forward, in place of a `Network`.
 
     module: the base. cut: of a base that runs as a stage of a pipeline. encodes: its tokens attend to later ones,
-    too. packed: all prompts of a step are one sequence; otherwise it encodes prompt by prompt.
+    too. packed: all prompts of a step are one sequence; otherwise it encodes prompt by prompt. why: it is no
+    `Network`.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class ModuleBase:
         *,
         encodes: bool = False,
         packed: bool = True,
+        why: str = "",
     ) -> None:
+        self.why = why
         self.module, self.cut, self.encodes, self.packed = module, cut, encodes, packed
         self._arithmetic = arithmetic
         self._accepts = set(inspect.signature(module.forward).parameters)

@@ -28,7 +28,7 @@ from pagewire.workers.network.build import build_network
 from pagewire.workers.network.build_module import module_on_meta
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.network import Network
-from pagewire.workers.network.structures import ACTIVATIONS, rms_norm_of
+from pagewire.workers.network.structures import ACTIVATIONS, OtherStructureError, rms_norm_of
 from pagewire.workers.ranks.interface import Collective
 
 LAYER_NAMES = ("midlayer.", "layers.0.")
@@ -202,12 +202,14 @@ def read_layer(
             weights.divide(shards)
         tabulate_rotary(causal.model, target.max_model_len)
         network = build_network(causal.model, weights, device)
-        if network is None:
-            raise LoadError(f"the layer of the EAGLE-3 head {folder} is not one of Llama's with wider inputs")
         fc, head = (pack_joined([linear], weights, device) for linear in (causal.fc, causal.lm_head))
         return EagleLayer(fc, rms_norm_of(causal.hidden_norm, weights, device), network, head, target_ids)
     except LoadError:
         raise
+    except OtherStructureError as error:
+        raise LoadError(
+            f"the layer of the EAGLE-3 head {folder} is not one of Llama's with wider inputs: {error}"
+        ) from error
     except (ValueError, RuntimeError) as error:
         raise LoadError(
             f"the weights of the EAGLE-3 head {folder} do not fit: {first_line(error)}"
