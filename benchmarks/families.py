@@ -36,8 +36,8 @@ untied output layer.
 - **untested**: there is nothing to compare with, for this reason; no model counts as equal whose log probabilities
   are even, always highest for the same few tokens, or do not depend on the order of tokens
 
-This file is made by `python -m benchmarks.parity --all --write` (with Pillow, scipy, timm and torchvision), its last
-section by `python -m benchmarks.families --roads --write`, and the list in [Models](models.md) by
+This file is made by `python -m benchmarks.parity --all --write` (with Pillow, scipy, timm and torchvision), its
+last section by `python -m benchmarks.families --roads --write`, and the list in [Models](models.md) by
 `python -m benchmarks.families`.
 """
 ENCODERS = "## Encoders"

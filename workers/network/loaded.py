@@ -74,7 +74,7 @@ class LoadedModel:
 
     @property
     def road(self) -> str:
-        """How its layers run: as a stack, as one with halves that are modules, or why as a module of transformers."""
+        """How its layers run: as a stack, as one with halves that are modules, or why as a module."""
         base = self.model.base
         if not isinstance(base, Network):
             return f"module: {getattr(base, 'why', 'an encoder-decoder')}"
