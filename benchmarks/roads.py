@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pagewire.workers.run.decoding import open_decoder
 from tests.workers.architectures import ARCHITECTURES, Architecture
 from tests.workers.driver import load_runner
 
@@ -32,7 +31,7 @@ def road_of(architecture: Architecture) -> Road:
     """The road of a tiny model on this CPU."""
     with tempfile.TemporaryDirectory() as folder:
         runner, _ = load_runner(architecture.write(Path(folder, "model")), dtype="float32")
-        return Road(architecture.name, runner.model.road, open_decoder(runner) is not None)
+        return Road(architecture.name, runner.model.road, not runner.decoding.why_not)
 
 
 def roads(names: Iterable[str] = ()) -> Iterator[Road]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 
 from pagewire.engine_core.clients.metrics import Metrics
 from pagewire.engine_core.clients.outbox import DeltaOutbox
@@ -11,7 +12,7 @@ from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.stopwatch import Stopwatch
 from pagewire.ipc.wire.tasks import name_tasks_once
-from pagewire.ipc.wire.worker_messages import StepResult
+from pagewire.ipc.wire.worker_messages import StepResult, Way
 
 logger = logging.getLogger("pagewire.core")
 
@@ -23,6 +24,7 @@ class StepDriver:
 
     Attributes:
         busy_us: microseconds in which the workers ran steps. idle_us: those between, while there were requests.
+        by_way: steps by what ran them in the workers.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class StepDriver:
         self._outbox, self._metrics = outbox, metrics
         self._was_busy = False
         self.busy_us = self.idle_us = 0
+        self.by_way: Counter[Way] = Counter()
 
     def launch(self) -> None:
         """Send plans until as many steps are in flight as may be, or there is nothing to run."""
@@ -63,13 +66,14 @@ class StepDriver:
             logger.error("unexpected step result from the worker, killing it: %s", error)
             self._worker.kill()
             return
+        assert step is not None, "a result of no step is unexpected"
         self._outbox.add_step(outcomes)
         self._send_masks(now)
         self._stopwatch.restart(bool(scheduler.in_flight))
         self.busy_us += result.busy_us
+        self.by_way[result.way] += step.num_run(result)
         self.idle_us += result.idle_us if self._was_busy else 0
         self._was_busy = scheduler.num_unfinished > 0
-        assert step is not None, "a result of no step is unexpected"
         self._metrics.step(outcomes, step.num_prompt_tokens, result.busy_us, now, step.num_run(result))
 
     def _send_masks(self, now: float) -> None:

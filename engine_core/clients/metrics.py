@@ -27,6 +27,7 @@ from pagewire.engine_core.schedule.state_slots import StateSlots
 from pagewire.engine_core.schedule.step import SchedulerStats, StepOutcomes
 from pagewire.ipc.distribution import Distribution
 from pagewire.ipc.wire.pooling import ENGINE_TASKS
+from pagewire.ipc.wire.worker_messages import Way
 
 Row = dict[str, Any]
 TOKEN_GAP = attrgetter("token_gap")
@@ -486,6 +487,9 @@ def internals(core: MeasuredEngine) -> Iterator[Row]:
     yield counter("pagewire:worker_busy_seconds_total", text, core.steps.busy_us / 1e6)
     text = "Time the worker waited for its next step while requests were unfinished."
     yield counter("pagewire:worker_idle_seconds_total", text, core.steps.idle_us / 1e6)
+    text = "Steps by what ran them in the worker: one compiled call, a recorded graph, or operation by operation."
+    for way in Way:
+        yield counter("pagewire:worker_steps_total", text, core.steps.by_way[way], {"way": way})
     text = "Duration of each step in the worker."
     yield histogram("pagewire:worker_step_seconds", text, metrics.step_seconds)
     text = (

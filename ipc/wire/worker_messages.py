@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any, TypeAlias
 
 import msgspec
@@ -329,6 +330,15 @@ class RowResult(Item):
 NO_TOKEN = -1
 
 
+class Way(StrEnum):
+    """What runs a step in a worker, see `pagewire.workers.run.route`."""
+
+    DECODING = "decoding"
+    ENCODING = "encoding"
+    RECORDED = "recorded"
+    GENERAL = "general"
+
+
 class StepResult(Message, tag="result"):
     """The result of a step: of each row, or by columns. A stage before the last samples nothing, and has neither.
 
@@ -336,6 +346,7 @@ class StepResult(Message, tag="result"):
     busy_us: duration of the step in the worker, in microseconds. idle_us: time the worker had waited for it.
     token_ids: by columns: the token of each row that has one token and nothing else, `NO_TOKEN` for the other rows.
     others: by columns: the results of these other rows, by index.
+    way: what has run it.
     """
 
     step_id: int
@@ -344,6 +355,7 @@ class StepResult(Message, tag="result"):
     idle_us: int = 0
     token_ids: list[int] = []
     others: dict[int, RowResult] = {}
+    way: Way = Way.GENERAL
 
     @property
     def num_rows(self) -> int:
@@ -368,7 +380,7 @@ class StepResult(Message, tag="result"):
         if len(others) == len(self.rows):
             return self
         token_ids = [NO_TOKEN if i in others else row.token_ids[0] for i, row in enumerate(self.rows)]
-        return StepResult(self.step_id, [], self.busy_us, self.idle_us, token_ids, others)
+        return StepResult(self.step_id, [], self.busy_us, self.idle_us, token_ids, others, self.way)
 
 
 class WorkerReply(Message, tag="reply"):

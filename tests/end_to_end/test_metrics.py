@@ -66,6 +66,7 @@ COUNTERS: dict[str, set[str]] = {
     "pagewire:worker_restarts_total": set(),
     "pagewire:worker_busy_seconds_total": set(),
     "pagewire:worker_idle_seconds_total": set(),
+    "pagewire:worker_steps_total": {"way"},
 }
 HISTOGRAMS: dict[str, list[float]] = {
     "vllm:time_to_first_token_seconds": FIRST_TOKEN,

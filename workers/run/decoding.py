@@ -2,21 +2,20 @@
 
 It takes plans in which each row runs one token and samples the next one, without drafts, masks, adapters and media,
 and whose logits are changed by penalties and min_tokens alone; of a model that is one compiled stack between a
-table of embeddings and an output layer. All others go the way of `Runner.launch` and `RunningStep`, which is the
-reference: the tokens are the same.
+table of embeddings and an output layer (`route.py` has the other ways).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagewire.ipc.wire.worker_messages import Row, RowResult, StepPlan, StepResult, WorkerConfig
+from pagewire.ipc.wire.worker_messages import Row, RowResult, StepPlan, StepResult, Way, WorkerConfig
 from pagewire.kernels.cpu.decode import CompiledDecoder, DecoderParts, SequenceArrays
 from pagewire.kernels.cpu.drawing import parameters
 from pagewire.kernels.cpu.stack import CompiledStack
@@ -27,6 +26,7 @@ from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.interface import Device
 from pagewire.workers.module.transforms import QuantisedEmbedding, ScaledEmbedding
 from pagewire.workers.network.loaded import LoadedModel
+from pagewire.workers.network.model import Model
 from pagewire.workers.network.module_base import ModuleHead
 from pagewire.workers.network.network import Network
 from pagewire.workers.run.step import FinishedStep
@@ -34,22 +34,6 @@ from pagewire.workers.sample.sampler import SamplingSlot
 
 if TYPE_CHECKING:
     from pagewire.workers.media.entries import MediaEntries
-
-
-class ModelToDecode(Protocol):
-    """The part of a runner that decoding needs."""
-
-    config: WorkerConfig
-    device: Device
-    slots: Slots
-    loaded: LoadedModel | None
-    caches: list[Cache]
-    media: MediaEntries | None
-    profile: Any
-
-    @property
-    def model(self) -> LoadedModel:
-        """The loaded model."""
 
 
 @dataclass(frozen=True)
@@ -72,55 +56,68 @@ class KnownSlot(NamedTuple):
 
 
 class Decoding:
-    """Runs the plans of a runner that it takes."""
+    """Runs plans of a model.
 
-    def __init__(self, runner: ModelToDecode) -> None:
-        self._runner = runner
-        self._of: tuple[object, object] = (None, None)
-        self._decoder: CompiledDecoder | None = None
+    media: what encodes pictures and sounds; None: there are none.
+    """
+
+    def __init__(
+        self, config: WorkerConfig, device: Device, slots: Slots, media: MediaEntries | None
+    ) -> None:
+        self._config, self._device, self._slots, self._media = config, device, slots, media
+        self._decoder: CompiledDecoder | str = "no model is loaded"
         self._known: dict[int, KnownSlot] = {}
 
+    def use(self, loaded: LoadedModel, caches: Sequence[Cache]) -> None:
+        """Decode with this model from now on, and with these caches of its layers."""
+        self._decoder = open_decoder(self._config, self._device, self._slots, loaded.model, caches)
+        self._known.clear()
+
+    @property
+    def why_not(self) -> str:
+        """Why it takes no plan of this model; empty: it takes some."""
+        return self._decoder if isinstance(self._decoder, str) else ""
+
+    def refusal(self, plan: StepPlan) -> str:
+        """Why it does not take a plan that was applied to the slots; empty: it does."""
+        decoder = self._decoder
+        if isinstance(decoder, str):
+            return decoder
+        if plan.masked:
+            return "a grammar masks tokens"
+        if not all(map(decodes, plan.rows)):
+            return "a row runs other than one token, to sample the next one"
+        if not all(self._takes(decoder, row) for row in plan.rows):
+            return "a sequence has an adapter, or changes its logits by other than penalties and min_tokens"
+        return ""
+
     def run(self, plan: StepPlan, quiet: Quiet | None) -> FinishedStep | None:
-        """Run a plan that was applied to the slots; None if it is for the other way. quiet: None: it stays so."""
-        rows, slots = plan.rows, self._runner.slots
-        if not rows or plan.masked or not all(map(decodes, rows)):
-            return None
-        decoder = self._current()
-        if decoder is None or not all(self._takes(decoder, row) for row in rows):
-            return None
-        begin = self._runner.device.record_event()
+        """Run a plan that it does not refuse; None if no token was sampled. quiet: None: it stays so."""
+        rows, slots, decoder = plan.rows, self._slots, self._decoder
+        assert not isinstance(decoder, str), decoder
+        begin = self._device.record_event()
         num_steps = plan.num_steps if quiet is None or quiet.check() else 1
         about = np.array([[row.slot for row in rows], [row.start for row in rows]], np.int64)
         descriptors = np.array([] if quiet is None else quiet.descriptors, np.int32)
         chosen = decoder(about[0], about[1], num_steps, descriptors)
         if not len(chosen):
             return None
-        result = StepResult(plan.step_id, [RowResult(tokens) for tokens in chosen.T.tolist()])
+        rows_of_tokens = [RowResult(tokens) for tokens in chosen.T.tolist()]
+        result = StepResult(plan.step_id, rows_of_tokens, way=Way.DECODING)
         for row, own in zip(rows, result.rows, strict=True):
             sequence = slots.sampling[row.slot]
             for token_id in own.token_ids:
                 sequence.append(token_id)
-        return FinishedStep(plan, result, begin, self._runner.device.record_event())
+        return FinishedStep(plan, result, begin, self._device.record_event())
 
     def forget(self) -> None:
         """Let go of the model and its caches."""
-        self._of, self._decoder = (None, None), None
+        self._decoder = "no model is loaded"
         self._known.clear()
-
-    def _current(self) -> CompiledDecoder | None:
-        """The decoder of the model with its present caches; None if the model has none, or a profiler looks on."""
-        runner = self._runner
-        if runner.profile is not None:
-            return None
-        if self._of[0] is not runner.loaded or self._of[1] is not runner.caches:
-            self._of = runner.loaded, runner.caches
-            self._decoder = open_decoder(runner)
-            self._known.clear()
-        return self._decoder
 
     def _takes(self, decoder: CompiledDecoder, row: Row) -> bool:
         """True if the sequence of a row is sampled from the model's own logits, and has the row's token."""
-        sequence = self._runner.slots.sampling[row.slot]
+        sequence = self._slots.sampling[row.slot]
         known = self._known.get(row.slot)
         if known is None or known.sequence is not sequence:
             known = self._known[row.slot] = self._describe(decoder, row.slot, sequence)
@@ -138,9 +135,8 @@ class Decoding:
         described.draw = parameters(sequence.draw)
         if not sequence.stages.draw:
             described.draw.temperature = 0.0
-        media = self._runner.media
-        moved = media is not None and media.moves(slot)
-        is_plain = sequence.is_plain and not self._runner.slots.adapters[slot] and not moved
+        moved = self._media is not None and self._media.moves(slot)
+        is_plain = sequence.is_plain and not self._slots.adapters[slot] and not moved
         return KnownSlot(sequence, is_plain, ends)
 
 
@@ -156,34 +152,35 @@ def decodes(row: Row) -> bool:
     )
 
 
-def open_decoder(runner: ModelToDecode) -> CompiledDecoder | None:
-    """The decoder of a runner's model; None if it has none."""
-    config = runner.config
-    if runner.device.asynchronous or config.logits_processors:
-        return None
-    if config.speculative is not None and not config.speculative.in_core:
-        return None  # the drafter sees every step
-    model = runner.model.model
+def open_decoder(
+    config: WorkerConfig, device: Device, slots: Slots, model: Model, caches: Sequence[Cache]
+) -> CompiledDecoder | str:
+    """The decoder of a model with caches of its layers, or why it has none."""
     network, head = model.base, model.head
-    if not isinstance(network, Network) or model.stage is not None or model.encodes:
-        return None
-    compiled, begins = network.stack.compiled, embedding_rows(network)
-    if (
-        begins is None
-        or head is None
-        or isinstance(head, ModuleHead)
-        or not isinstance(compiled, CompiledStack)
-    ):
-        return None
+    if device.asynchronous:
+        return "steps are not recorded on this device"
+    if config.logits_processors:
+        return "logits processors look at every step"
+    if config.speculative is not None and not config.speculative.in_core:
+        return "the drafter looks at every step"
+    if not isinstance(network, Network):
+        return "the layers run as a module of transformers"
+    if model.stage is not None or model.encodes:
+        return "the model is a stage of a pipeline, or encodes"
+    if not isinstance(compiled := network.stack.compiled, CompiledStack):
+        return "the layers have no compiled stack"
+    if (begins := embedding_rows(network)) is None:
+        return "a token begins with more than a row of a table"
+    if head is None or isinstance(head, ModuleHead):
+        return "the output layer is a module"
     rows, factor = begins
     output = head if isinstance(head, CappedOutput) else CappedOutput(head)
-    caches = [None if place is None else runner.caches[place.layer] for place in network.places]
-    slots = runner.slots
+    of_layers = [None if place is None else caches[place.layer] for place in network.places]
     arrays = SequenceArrays(slots.tokens, slots.num_tokens, slots.long_from, slots.block_table)
     parts = DecoderParts(
-        rows, network.angles, compiled, caches, output.linear, factor, output.scale, output.softcap
+        rows, network.angles, compiled, of_layers, output.linear, factor, output.scale, output.softcap
     )
-    return CompiledDecoder.of(parts, arrays)
+    return CompiledDecoder.of(parts, arrays) or "layers, table and output layer are not of one kind"
 
 
 def embedding_rows(network: Network) -> tuple[Weight, float] | None:

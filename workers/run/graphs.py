@@ -187,18 +187,19 @@ class StepGraphs:
         difference = (self.replay(shape, batch)[:count].float() - expected).norm()
         return bool(difference <= TOLERANCE * expected.norm())
 
-    def shape_for(self, plan: StepPlan, slots: Slots, adapters: Adapters | None) -> RecordedShape | None:
-        """The recorded shape to which the requests of a plan are padded; None if no recorded step can run it."""
+    def shape_for(self, plan: StepPlan, slots: Slots, adapters: Adapters | None) -> RecordedShape | str:
+        """The recorded shape to which the requests of a plan are padded, or why no recorded step can run it."""
         # What is pooled is read when the step finishes; by then the next replay may have overwritten the hidden
         # states of a graph. A graph looks up tokens only.
-        if not plan.rows or any(row.pool or row.media or row.entries for row in plan.rows):
-            return None
+        if any(row.pool or row.media or row.entries for row in plan.rows):
+            return "a row is pooled, or brings more than tokens"
         used = slots.adapters[[row.slot for row in plan.rows]]
         if used.any() and (adapters is None or not adapters.can_replay(used)):
-            return None
+            return "an adapter is larger than those of recorded steps"
         lengths = [row.num_tokens for row in plan.rows]
         needed = RecordedShape(sum(lengths), len(lengths), max(lengths))
-        return next((shape for shape in self.shapes if shape.has_room(needed)), None)
+        fitting = (shape for shape in self.shapes if shape.has_room(needed))
+        return next(fitting, "no recorded step has room for as many tokens")
 
     def replay(self, shape: RecordedShape, batch: Batch, adapters: AdapterRows | None = None) -> Tensor:
         """Hidden states [tokens, H] of a batch that is padded to a shape. The next replay overwrites them.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from pagewire.ipc.wire.worker_messages import Masks, Ready, StepPlan, StepResult, WorkerConfig
+from pagewire.ipc.wire.worker_messages import Masks, Ready, StepPlan, StepResult, Way, WorkerConfig
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.paging import Cache
 from pagewire.workers.batch.flat_batch import AdapterOrder, Batch, build_batch
@@ -36,6 +36,7 @@ from pagewire.workers.run.graphs import RecordedShape, StepGraphs
 from pagewire.workers.run.launch import go_on
 from pagewire.workers.run.processors import LogitsProcessors
 from pagewire.workers.run.room import records_steps, size_kv
+from pagewire.workers.run.route import Routes
 from pagewire.workers.run.step import FinishedStep, RunningStep
 from pagewire.workers.run.trial_steps import GREEDY, TrialSteps, of_first_stage
 from pagewire.workers.sample.typical import TypicalAcceptance
@@ -166,7 +167,9 @@ class Runner:
         self.states: list[Tensor] = []
         self.graphs: StepGraphs | None = None
         self.profile: Any = None
-        self.decoding, self.encoding = Decoding(self), Encoding(self)
+        self.decoding = Decoding(config, self.device, self.slots, self.media)
+        self.encoding = Encoding(self.device, self.slots)
+        self.routes = Routes(self.decoding, self.encoding, self.slots, self.adapters)
         self.embedding_size = 0
         self.records = records_steps(self)
         self.num_blocks, self.num_states = size_kv(self)
@@ -262,29 +265,36 @@ class Runner:
         self.slots.apply(plan, with_tokens=not model.is_last)
         if self.media is not None:
             self.media.apply(plan)
-        return self.decoding.run(plan, quiet) or self.encoding.run(plan) or self._launch(plan)
+        route = self.routes.of(plan, self.graphs, profiled=self.profile is not None)
+        if route.way is Way.DECODING and (decoded := self.decoding.run(plan, quiet)) is not None:
+            return decoded
+        return self.encoding.run(plan) if route.way is Way.ENCODING else self._launch(plan, route.shape)
 
     @torch.inference_mode()
-    def _launch(self, plan: StepPlan) -> RunningStep:
+    def _launch(self, plan: StepPlan, shape: RecordedShape | None) -> RunningStep:
+        """Launch operation by operation, or a replay. shape: of that; None: there is none."""
         model = self.model.model
         self.drafter.apply(plan)
         received = model.received(sum(row.num_tokens for row in plan.rows)) if plan.rows else None
-        step = RunningStep(self, plan, self.device.record_event())
+        way = Way.GENERAL if shape is None else Way.RECORDED
+        step = RunningStep(self, plan, self.device.record_event(), way)
         if plan.rows:
-            batch, hidden = self._run(plan, received, step)
+            batch, hidden = self._run(plan, shape, received, step)
             if model.is_last:
                 step.run(batch, hidden)
             else:
                 step.pass_on()
         return step
 
-    def _run(self, plan: StepPlan, received: Tensor | None, step: RunningStep) -> tuple[Batch, Tensor]:
+    def _run(
+        self, plan: StepPlan, shape: RecordedShape | None, received: Tensor | None, step: RunningStep
+    ) -> tuple[Batch, Tensor]:
         """Launch the model; returns the batch on the device and its hidden states.
 
-        received: see `Model.received`. step: gets the errors of rows.
+        shape: of a replay; None: nothing is replayed. received: see `Model.received`. step: gets the errors of
+        rows.
         """
         model, graphs = self.model.model, self.graphs
-        shape = None if graphs is None else graphs.shape_for(plan, self.slots, self.adapters)
         batch = self._batch(plan, shape)
         if shape is not None and batch.media is not None and batch.media.axes is not None:
             shape, batch = None, self._batch(plan, None)  # tokens of a recorded step have one position each
@@ -409,6 +419,8 @@ class Runner:
             self.drafter.allocate(num_blocks)
             self.caches = self.model.allocate(num_blocks, self.config.block_size, self.device)
             self.states = allocate_states(self.model.state_shapes, num_states, self.device)
+            self.decoding.use(self.model, self.caches)
+            self.encoding.use(self.model)
         except OSError as error:
             size = num_blocks * self.block_bytes + num_states * self.state_bytes
             raise LoadError(f"cannot allocate {size} bytes of KV memory: {error}") from error

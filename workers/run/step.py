@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pagewire.ipc.wire.items import LogprobRows
-from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, StepPlan, StepResult
+from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, StepPlan, StepResult, Way
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.workers.batch.flat_batch import AdapterOrder, Batch
 from pagewire.workers.batch.slots import Slots
@@ -82,8 +82,8 @@ class RunningStep:
     errors: of rows whose media could not be encoded, by row. num_further: steps of the plan that are left.
     """
 
-    def __init__(self, runner: ModelOnDevice, plan: StepPlan, begin: Event) -> None:
-        self._runner, self.plan, self._begin = runner, plan, begin
+    def __init__(self, runner: ModelOnDevice, plan: StepPlan, begin: Event, way: Way) -> None:
+        self._runner, self.plan, self._begin, self._way = runner, plan, begin, way
         self._end = begin
         self.errors: Mapping[int, str] = {}
         self._sampled: PendingTokens | None = None
@@ -159,7 +159,7 @@ class RunningStep:
     def finish(self, since: Event | None = None) -> StepResult:
         """Wait for the step and append its tokens to their slots. since: the end of the previous step."""
         rows = [] if self._passed_on else self.plan.rows
-        result = StepResult(self.plan.step_id, [RowResult() for _ in rows])
+        result = StepResult(self.plan.step_id, [RowResult() for _ in rows], way=self._way)
         if self._sampled is not None:
             self._take(self._sampled.finish(), result)
         for row, logprobs in self._prompt_logprobs.items():

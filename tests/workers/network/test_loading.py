@@ -31,7 +31,6 @@ from pagewire.workers.network import loading, proof, structures
 from pagewire.workers.network.module_base import ModuleBase, ModuleHead
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.proof import prove
-from pagewire.workers.run.decoding import open_decoder
 from tests.workers.architectures import ARCHITECTURES, GROUPED, SERVED, VOCAB_SIZE, Architecture
 from tests.workers.driver import Driver, load_runner
 from tests.workers.parity import NUM_TOKENS, make_prompts, our_tokens, transformers_tokens
@@ -61,7 +60,7 @@ STACKED = (
 def test_plain_models_run_as_a_stack(name: str, tmp_path: Path) -> None:
     runner, _ = load_runner(architecture_named(name).write(tmp_path))
     assert runner.model.is_stack
-    assert open_decoder(runner) is not None
+    assert not runner.decoding.why_not
 
 
 @pytest.mark.parametrize("name", ["kimi_linear", "lfm2_moe", "qwen3_5_text"])

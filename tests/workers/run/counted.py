@@ -22,15 +22,21 @@ class Count:
         self.taken = self.left = 0
         self.is_on = True
         run: Any = kind.run
+        refusal: Any = kind.refusal
 
         def counted(way: Decoding | Encoding, plan: StepPlan, *others: Any) -> FinishedStep | None:
-            step: FinishedStep | None = run(way, plan, *others) if self.is_on else None
-            if plan.rows:
-                self.taken += step is not None
-                self.left += step is None
+            step: FinishedStep | None = run(way, plan, *others)
+            self.taken += step is not None
+            self.left += step is None
             return step
 
+        def refused(way: Decoding | Encoding, plan: StepPlan) -> str:
+            why: str = refusal(way, plan) if self.is_on else "it is off"
+            self.left += why != ""
+            return why
+
         monkeypatch.setattr(kind, "run", counted)
+        monkeypatch.setattr(kind, "refusal", refused)
 
     def load(self, folder: Path, **options: Any) -> Runner:
         """A runner whose warm-up does not count."""
