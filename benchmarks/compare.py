@@ -11,6 +11,10 @@ the same options; `--peer 'pagewire:bf16=/path/to/python,MODEL_FOLDER'` one with
     LLAMA_BATCHED_BENCH=/path/to/it python -m benchmarks.compare gguf MODEL.gguf --bits 4.5 \\
         --peer llama_cpp=python,MODEL.gguf
 
+Of families, each model in a folder of `benchmarks.make_families` is measured in turn with the Llama in it:
+
+    python -m benchmarks.compare families FOLDER
+
 Every engine runs in a process of its own, started once and stopped while it is not its turn; each work is done
 `--runs` times by each, in turn, with prompts that no engine has seen. The table gives medians, their spread, ours
 over theirs, and how near our runs came to what the machine gave just before each. Everything goes to
@@ -21,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import signal
 import statistics
@@ -33,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from safetensors import safe_open
 
 from benchmarks.limits import Limits, floor_seconds, measure_limits, processor
 
@@ -75,6 +81,7 @@ WORKS = {
     ),
     "llama-mini": (Work("out/s", 256, 32, 128), Work("tpot", 1, 32, 128)),
     "llama-1b": (Work("out/s", 16, 128, 64),),
+    "families": (Work("tpot", 1, 128, 128), Work("out/s", 32, 128, 128), Work("ttft", 1, 2048, 1)),
     "quantised": (Work("tpot", 1, 128, 128), Work("out/s", 32, 128, 128), Work("ttft", 1, 512, 1)),
     "gguf": (
         Work("tpot", 1, 128, 128),
@@ -264,6 +271,56 @@ def table(results: dict[Work, dict[str, Measured]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
+def num_read_weights(folder: Path) -> int:
+    """Weights of a checkpoint that a token reads: all in matrices, of experts those that a token gets."""
+    config, total = json.loads((folder / "config.json").read_text()), 0
+    chosen = config.get("num_experts_per_tok", 1) / config.get("num_local_experts", 1)
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                shape = file.get_slice(name).get_shape()
+                total += (
+                    round(math.prod(shape) * (chosen if ".experts." in name else 1)) if len(shape) > 1 else 0
+                )
+    return total
+
+
+def compare_families(folder: Path, works: tuple[Work, ...], runs: int, options: dict[str, Any]) -> None:
+    """Measure each model in a folder in turn with the Llama there; print the table and write the JSON.
+
+    A family's time for an operation, relative to Llama's, is its time over the weights that a token reads.
+    """
+    more = json.dumps({"skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 30, **options})
+    llama, read = (
+        Engine("pagewire", sys.executable, str(folder / "llama"), more),
+        num_read_weights(folder / "llama"),
+    )
+    rows = [["family", *(f"{work.label}, Llama's" for work in works), "weights", "start, s"]]
+    rows.append(["---"] * len(rows[0]))
+    written: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "machine": processor(), "options": options}
+    for own in sorted(path for path in folder.iterdir() if path.name != "llama"):
+        engine = Engine(f"pagewire:{own.name}", sys.executable, str(own), more)
+        found = compare([engine, llama], works, runs, lambda work: math.nan)
+        engine.close()
+        size = num_read_weights(own) / read
+        cells = []
+        for work, by_engine in found.items():
+            ours, theirs = by_engine[engine.name].median, by_engine["pagewire"].median
+            ratio = 1 / speed_ratio(work, ours, theirs) / size
+            cells.append(f"{shown(work, ours)}, {shown(work, theirs)} (**{ratio:.2f}** an operation)")
+        rows.append([own.name, *cells, f"{size:.2f}", f"{engine.start_s:.1f}"])
+        written[own.name] = {
+            "weights": size,
+            "start_s": engine.start_s,
+            "works": {work.label: {name: m.values for name, m in row.items()} for work, row in found.items()},
+        }
+    llama.close()
+    print(processor())
+    print("\n".join("| " + " | ".join(row) + " |" for row in rows))
+    named = "-".join(["compare-families", *re.findall(r"\w+", json.dumps(options)), written["date"]])
+    (RESULTS / f"{named}.json").write_text(json.dumps(written, indent=1) + "\n")
+
+
 def main() -> None:
     """Start the engines, measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description="Compare pagewire with other engines.")
@@ -283,6 +340,9 @@ def main() -> None:
     options = parser.parse_args()
     options.model = options.model.resolve()
     works = tuple(work for work in WORKS[options.works] if (options.only or "") in work.label)
+    if options.works == "families":
+        compare_families(options.model, works, options.runs, json.loads(options.options or "{}"))
+        return
     engines = [Engine("pagewire", sys.executable, str(options.model), options.options)]
     for peer in options.peer:
         name, _, rest = peer.partition("=")
