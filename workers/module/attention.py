@@ -9,54 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional
 
-from pagewire.kernels.data.paging import LogitTerms
-from pagewire.kernels.dispatch import implementation_for
-from pagewire.kernels.ops import paged_attention, store_kv
-from pagewire.workers.caches.kv import KVShape
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.indexed import IndexedTokens
-from pagewire.workers.network.step import StepContext, current_step
+from pagewire.workers.network.step import current_step
 
 NAME = "pagewire"
-
-
-def attend_in(
-    step: StepContext,
-    layer: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    alibi: Tensor | None = None,
-    index: IndexedTokens | None = None,
-    chunk: int | None = None,
-    relative_bias: Tensor | None = None,
-) -> Tensor:
-    """Store k [T, Hkv, D] and v [T, Hkv, Dv] of a layer, then attend with q [T, Hq, D]. Returns [T, Hq, Dv].
-
-    v may be a view of k's first elements, which are then cached once. index: chooses the keys that tokens see,
-    of this layer or of one before it.
-    """
-    step.note_keys(layer, k, v)
-    own_index = None if index is None or index.layer != layer else index.keys
-    size, key_size = v.shape[-1], k.shape[-1]
-    latents = implementation_for(q, k, v).latents if size < key_size else None
-    if latents is not None and (key_size, size) not in latents:
-        # The cache has zeros behind values, and so have the weighted sums.
-        v = functional.pad(v, (0, key_size - size))
-    shape = KVShape.of(k, v, own_index)
-    cache = step.cache(layer, shape, window or chunk)
-    store_kv(k, v, cache, step.batch.slot_mapping)
-    chosen = None if index is None else index.choose(layer, cache, step.batch)
-    future = step.future(window)
-    terms = LogitTerms(window, future, softcap, sinks, alibi, relative_bias, chosen=chosen, chunk=chunk)
-    out = paged_attention(q, cache, step.batch, scale, terms)
-    return out if out.shape[-1] == size else out[..., :size]
 
 
 def attend(
@@ -93,8 +51,7 @@ def attend(
     layer: Any = getattr(module, "layer_idx", -1)  # some encoders do not number their layers
     heads: Any = getattr(module, "latent_heads", None)
     q = q if heads is None else heads.queries(q)
-    out = attend_in(
-        current_step(),
+    out = current_step().attend(
         layer,
         q,
         k,

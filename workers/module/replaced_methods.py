@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from pagewire.workers.module import recurrences
-from pagewire.workers.module.attention import attend_in
 from pagewire.workers.module.indexed import IndexedTokens, index_tokens
 from pagewire.workers.module.recurrences import in_steps, replace_functions
 from pagewire.workers.module.structure import CHUNKED
@@ -105,9 +104,7 @@ def paged(
     """
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     step = current_step()
-    return attend_in(step, layer, q, k, v, scale, window=window, softcap=softcap, alibi=alibi, chunk=chunk)[
-        None
-    ]
+    return step.attend(layer, q, k, v, scale, window=window, softcap=softcap, alibi=alibi, chunk=chunk)[None]
 
 
 def heads_first(x: Tensor, num_heads: int) -> Tensor:

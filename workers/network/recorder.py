@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -106,14 +107,15 @@ class _RecordingContext(StepContext):
         self.recorder = recorder
         self._keys: dict[tuple[object, ...], tuple[int, Tensor, Tensor]] = {}
 
-    def note_keys(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.pages is not None:
-            return
+            return super().attend(layer, q, k, v, *args, **kwargs)
         # A layer that shares another one's keys and values gets the same tensors; here all stay in memory.
-        place = (keys.data_ptr(), values.data_ptr(), keys.shape, keys.stride())
-        source = self._keys.setdefault(place, (layer, keys, values))[0]
+        place = (k.data_ptr(), v.data_ptr(), k.shape, k.stride())
+        source = self._keys.setdefault(place, (layer, k, v))[0]
         if self.recorder.sources.setdefault(layer, source) != source:
             raise LoadError(f"layer {layer} does not always read the keys and values of the same layer")
+        return super().attend(layer, q, k, v, *args, **kwargs)
 
     def cache(self, layer: int, shape: KVShape, window: int | None) -> Cache:
         if self.pages is not None:

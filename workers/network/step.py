@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms
-from pagewire.kernels.ops import store_kv
+from pagewire.kernels.dispatch import implementation_for
+from pagewire.kernels.ops import paged_attention, store_kv
 from pagewire.workers.caches.kv import PAGE, KVShape, Pages
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from pagewire.kernels.data.states import StateBatch
     from pagewire.workers.caches.sources import SourceBatch
     from pagewire.workers.caches.states import StateShape, StepStates
+    from pagewire.workers.module.indexed import IndexedTokens
 
 
 @dataclass(frozen=True)
@@ -178,9 +181,6 @@ class StepContext(RowsContext):
         """Store keys [n, Hkv, D] and values [n, Hkv, Dv] of a layer to which only later calls attend."""
         store_kv(keys, values, self.caches[layer - self.first_layer], kv_slots)
 
-    def note_keys(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Told of what each call of attention by a module attends to, which a dry run looks at."""
-
     def future(self, window: int | None) -> int:
         """How many keys after its own a query sees, given the layer's window.
 
@@ -197,6 +197,41 @@ class StepContext(RowsContext):
         """
         assert self.states is not None, "the model's layers keep states"
         return kernel(self.states.take(shape), self.states.batch)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
+        index: IndexedTokens | None = None,
+        chunk: int | None = None,
+        relative_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Store k [T, Hkv, D] and v [T, Hkv, Dv] of a layer, then attend with q [T, Hq, D]. Returns [T, Hq, Dv].
+
+        v may be a view of k's first elements, which are then cached once. index: chooses the keys that tokens see,
+        of this layer or of one before it.
+        """
+        own_index = None if index is None or index.layer != layer else index.keys
+        size, key_size = v.shape[-1], k.shape[-1]
+        latents = implementation_for(q, k, v).latents if size < key_size else None
+        if latents is not None and (key_size, size) not in latents:
+            # The cache has zeros behind values, and so have the weighted sums.
+            v = functional.pad(v, (0, key_size - size))
+        shape = KVShape.of(k, v, own_index)
+        cache = self.cache(layer, shape, window or chunk)
+        store_kv(k, v, cache, self.batch.slot_mapping)
+        chosen = None if index is None else index.choose(layer, cache, self.batch)
+        future = self.future(window)
+        terms = LogitTerms(window, future, softcap, sinks, alibi, relative_bias, chosen=chosen, chunk=chunk)
+        out = paged_attention(q, cache, self.batch, scale, terms)
+        return out if out.shape[-1] == size else out[..., :size]
 
 
 class _Running(threading.local):
