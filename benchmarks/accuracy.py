@@ -45,8 +45,8 @@ from pagewire.workers.network.build_module import build_module
 from pagewire.workers.network.loaded import Phases
 from pagewire.workers.network.loading import load_model
 from pagewire.workers.network.model import Model
-from pagewire.workers.network.recorder import DryRunRecorder
 from pagewire.workers.ranks.single import SingleRank
+from pagewire.workers.step.recorder import DryRunRecorder
 from tests.workers.checkpoint.formats.checkpoints import QUANTISED, RECIPES, write_quantised
 
 TEXTS = ("compound", "execmodel")

@@ -36,7 +36,7 @@ def implementation_for(*tensors: Tensor) -> Kernels:
         return (compiled.load() if compiled.serves(tensors) else None) or reference
     if first.is_cuda:
         compiled = _of_gpus()
-        return compiled.load(first.device.index) if compiled.serves(tensors) else reference  # type: ignore[no-any-return]
+        return compiled.load(first.device.index) if compiled.serves(tensors) else reference
     raise NotImplementedError(f"no kernels for device {first.device.type!r}: 'cpu' and 'cuda' are served")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.ipc.wire.messages import EngineInfo
+from pagewire.ipc.wire.worker_messages import Way
 
 
 class Switches(Protocol):
@@ -30,6 +32,7 @@ class StepTimes(Protocol):
 
     busy_us: int
     idle_us: int
+    by_way: Counter[Way]
 
 
 class ReportedEngine(Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pagewire.kernels.ops import linear
-from pagewire.workers.network.step import current_adapters
+from pagewire.workers.step.context import current_adapters
 
 
 class AdaptedEmbedding(nn.Module):

@@ -37,9 +37,9 @@ from pagewire.workers.network.encoder_decoder import EncoderDecoder
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.module_base import ModuleBase, ModuleHead, ModuleScores
 from pagewire.workers.network.network import Network
-from pagewire.workers.network.step import current_adapters
 from pagewire.workers.ranks.agreement import from_rank
 from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.step.context import current_adapters
 
 EMBEDDINGS = (nn.Embedding, QuantisedEmbedding)
 """Types of embeddings that adapters can change."""

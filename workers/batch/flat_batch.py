@@ -17,7 +17,7 @@ from pagewire.kernels.data.states import StateBatch
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.caches.sources import SourceBatch
 from pagewire.workers.module.overlay import overlay_of
-from pagewire.workers.network.step import Axes, Overlay
+from pagewire.workers.step.context import Axes, Overlay
 
 
 @dataclass(frozen=True, slots=True)

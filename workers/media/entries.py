@@ -19,7 +19,7 @@ from pagewire.workers.batch.flat_batch import Laid
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.errors import first_line
 from pagewire.workers.media.tower import EncodedMedium, Tower
-from pagewire.workers.network.step import Axes, Overlay
+from pagewire.workers.step.context import Axes, Overlay
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.indexed import IndexedTokens
-from pagewire.workers.network.step import current_step
+from pagewire.workers.step.context import current_step
 
 NAME = "pagewire"
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.replaced_methods import own_slopes, paged
-from pagewire.workers.network.step import is_in_step
+from pagewire.workers.step.context import is_in_step
 
 
 class Attention(nn.Module):

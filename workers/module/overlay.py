@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.ipc.wire.worker_messages import Row
-from pagewire.workers.network.step import Overlay
+from pagewire.workers.step.context import Overlay
 
 
 def both(brought: Overlay | None, encoded: Overlay | None) -> Overlay | None:

@@ -29,7 +29,7 @@ from pagewire.kernels.ops import (
     state_space,
 )
 from pagewire.workers.errors import LoadError
-from pagewire.workers.network.step import current_step, is_in_step
+from pagewire.workers.step.context import current_step, is_in_step
 from pagewire.workers.versions import norm_group
 
 NORM_EPS = 1e-6

@@ -22,7 +22,7 @@ from pagewire.workers.module import recurrences
 from pagewire.workers.module.indexed import IndexedTokens, index_tokens
 from pagewire.workers.module.recurrences import in_steps, replace_functions
 from pagewire.workers.module.structure import CHUNKED
-from pagewire.workers.network.step import current_step
+from pagewire.workers.step.context import current_step
 
 
 @cache

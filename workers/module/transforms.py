@@ -26,7 +26,7 @@ from pagewire.workers.module.parallel_layers import (
 from pagewire.workers.module.products import packed
 from pagewire.workers.module.shards import Axis
 from pagewire.workers.module.weights import Weights
-from pagewire.workers.network.step import step_axes
+from pagewire.workers.step.context import step_axes
 from pagewire.workers.versions import rotary_positions
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"

@@ -12,8 +12,8 @@ from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.workers.caches.kv import Pages, in_pages
 from pagewire.workers.caches.sources import EncodedRow, Features, SourceBatch
 from pagewire.workers.network.module_base import Arithmetic
-from pagewire.workers.network.step import StepContext
 from pagewire.workers.seq2seq.methods import cross_heads, cross_layers
+from pagewire.workers.step.context import StepContext
 
 
 class EncoderDecoder:

@@ -20,7 +20,6 @@ from pagewire.workers.module.recurrences import MIXERS
 from pagewire.workers.module.structure import LLAMA, STACKED_HYBRIDS, DecoderNames
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.parts import module_bytes, transform_parts
-from pagewire.workers.network.step import current_step
 from pagewire.workers.network.structures import (
     LLAMA_LIKE,
     LayerParts,
@@ -32,6 +31,7 @@ from pagewire.workers.network.structures import (
     require,
     with_feed_forward,
 )
+from pagewire.workers.step.context import current_step
 
 HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 OUTPUTS = ("o_proj", "out_proj")

@@ -15,8 +15,8 @@ from pagewire.workers.module.overlay import embedding_size, laid_over
 from pagewire.workers.network.encoder_decoder import EncoderDecoder
 from pagewire.workers.network.module_base import ModuleBase, ModuleHead
 from pagewire.workers.network.network import Network
-from pagewire.workers.network.step import RowsContext, StepContext
 from pagewire.workers.ranks.stages import Stage
+from pagewire.workers.step.context import RowsContext, StepContext
 
 Head: TypeAlias = ModuleHead | Linear
 

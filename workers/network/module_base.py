@@ -19,7 +19,7 @@ from pagewire.workers.module.invariant import Invariant
 from pagewire.workers.module.overlay import input_embedding
 from pagewire.workers.module.stage_cut import CutBase
 from pagewire.workers.module.transforms import LinearModule, tolerance
-from pagewire.workers.network.step import StepContext
+from pagewire.workers.step.context import StepContext
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Tanh": torch.tanh,

@@ -19,7 +19,7 @@ from pagewire.kernels.data.layer import Angles, LayerNorm
 from pagewire.kernels.ops import layer_norm
 from pagewire.kernels.stack import Additions, Stack
 from pagewire.workers.caches.kv import KVShape
-from pagewire.workers.network.step import Axes, StepContext
+from pagewire.workers.step.context import Axes, StepContext
 
 
 @dataclass

@@ -39,9 +39,9 @@ from pagewire.workers.module.transforms import tolerance
 from pagewire.workers.network.model import Model
 from pagewire.workers.network.module_base import ModuleScores
 from pagewire.workers.network.pooling_spec import PoolingSpec
-from pagewire.workers.network.recorder import AttentionCalls, DryRunRecorder
 from pagewire.workers.network.reference import BLOCK, LENGTHS, DryRun, Expected
 from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.step.recorder import AttentionCalls, DryRunRecorder
 from pagewire.workers.versions import INDEXED_KINDS, wrong_arithmetic
 
 logger = logging.getLogger("pagewire.worker")

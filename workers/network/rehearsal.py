@@ -30,8 +30,8 @@ from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.replaced_methods import METHODS
 from pagewire.workers.network.module_base import ModuleHead, arithmetic
 from pagewire.workers.network.proof import NOT_REPLACED, check_calls, check_windows
-from pagewire.workers.network.recorder import AttentionCalls
-from pagewire.workers.network.step import StepContext
+from pagewire.workers.step.context import StepContext
+from pagewire.workers.step.recorder import AttentionCalls
 from pagewire.workers.versions import name_attention
 
 logger = logging.getLogger("pagewire.worker")

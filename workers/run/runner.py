@@ -26,7 +26,6 @@ from pagewire.workers.device.open import open_device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.overlay import both
 from pagewire.workers.network.loaded import LoadedModel, Phases
-from pagewire.workers.network.step import StepContext
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.single import SingleRank
 from pagewire.workers.run.decoding import Decoding, Quiet
@@ -41,6 +40,7 @@ from pagewire.workers.run.step import FinishedStep, RunningStep
 from pagewire.workers.run.trial_steps import GREEDY, TrialSteps, of_first_stage
 from pagewire.workers.sample.typical import TypicalAcceptance
 from pagewire.workers.speculation.interface import Drafter, NoDrafter
+from pagewire.workers.step.context import StepContext
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import load
 
@@ -276,8 +276,7 @@ class Runner:
         model = self.model.model
         self.drafter.apply(plan)
         received = model.received(sum(row.num_tokens for row in plan.rows)) if plan.rows else None
-        way = Way.GENERAL if shape is None else Way.RECORDED
-        step = RunningStep(self, plan, self.device.record_event(), way)
+        step = RunningStep(self, plan, self.device.record_event(), Way.RECORDED if shape else Way.GENERAL)
         if plan.rows:
             batch, hidden = self._run(plan, shape, received, step)
             if model.is_last:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pagewire.kernels.data.paging import LogitTerms
 from pagewire.kernels.ops import paged_attention
 from pagewire.workers.module.recurrences import in_steps
-from pagewire.workers.network.step import current_step
+from pagewire.workers.step.context import current_step
 
 BIAS_TILE = 256
 """Distances that a bias is rounded up to a multiple of, see `LogitTerms.relative_bias`."""

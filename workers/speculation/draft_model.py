@@ -22,12 +22,12 @@ from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.errors import LoadError
 from pagewire.workers.network.loaded import LoadedModel, Phases
-from pagewire.workers.network.step import StepContext
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.speculation.coverage import Coverage
 from pagewire.workers.speculation.interface import RowOver
 from pagewire.workers.speculation.places import Places
 from pagewire.workers.speculation.sampling import Draft, extend_drafts
+from pagewire.workers.step.context import StepContext
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import keep_in_background, load
 

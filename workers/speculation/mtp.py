@@ -30,10 +30,10 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.module.invariant import Invariant
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.model import Model
-from pagewire.workers.network.step import StepContext
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.speculation.mtp_checkpoint import MtpLayers, read_layers
 from pagewire.workers.speculation.state_drafter import Caches
+from pagewire.workers.step.context import StepContext
 
 
 class Mtp:

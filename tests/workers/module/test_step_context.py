@@ -14,8 +14,8 @@ from pagewire.kernels.linear import Linear
 from pagewire.workers.module import attention
 from pagewire.workers.module.transforms import LinearModule
 from pagewire.workers.network.network import Network
-from pagewire.workers.network.step import StepContext, current_step
 from pagewire.workers.run.runner import Runner
+from pagewire.workers.step.context import StepContext, current_step
 from tests.workers.architectures import GROUPED, VOCAB_SIZE, Architecture
 from tests.workers.driver import Driver, load_runner
 from tests.workers.parity import make_prompts

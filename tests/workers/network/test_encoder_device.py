@@ -18,7 +18,7 @@ from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.build import build_network
 from pagewire.workers.network.model import Model
 from pagewire.workers.network.pooler import normalized_rows
-from pagewire.workers.network.step import StepContext
+from pagewire.workers.step.context import StepContext
 from tests.workers.pooled import ENCODERS
 
 META = torch.device("meta")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from pagewire.kernels.data.states import StateBatch
     from pagewire.workers.caches.sources import SourceBatch
     from pagewire.workers.caches.states import StateShape, StepStates
-    from pagewire.workers.module.indexed import IndexedTokens
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,20 @@ class RowsContext:
     def __exit__(self, *_: object) -> None:
         """Make the context before it the current one again, as a rule none."""
         _running.rows = self._outer
+
+
+class KeyIndex(Protocol):
+    """Chooses the keys that a step's tokens see, see `pagewire.workers.module.indexed`.
+
+    layer: whose indexer it is. keys: [T, size], which are cached there.
+    """
+
+    layer: int
+    keys: Tensor
+
+    def choose(self, layer: int, cache: Cache, batch: AttentionBatch) -> Tensor | None:
+        """What tokens see in a layer, as `LogitTerms.chosen`; None: all keys before them."""
+        ...
 
 
 class StepContext(RowsContext):
@@ -209,7 +222,7 @@ class StepContext(RowsContext):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
-        index: IndexedTokens | None = None,
+        index: KeyIndex | None = None,
         chunk: int | None = None,
         relative_bias: Tensor | None = None,
     ) -> Tensor:

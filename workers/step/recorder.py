@@ -15,7 +15,7 @@ from pagewire.workers.caches.sources import SourceBatch
 from pagewire.workers.caches.states import RecordedStates
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.network.step import StepContext
+from pagewire.workers.step.context import StepContext
 
 
 @dataclass
