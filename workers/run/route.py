@@ -33,7 +33,7 @@ class StepRoute(NamedTuple):
 
 
 class Routes:
-    """Finds the routes of a worker's steps. Each new reason for the general way is logged once.
+    """Finds the routes of a worker's steps. Each new reason for the general way is logged once, at debug level.
 
     adapters: None where they are not served.
     """
@@ -63,5 +63,5 @@ class Routes:
     def _general(self, why: str) -> StepRoute:
         if why not in self._reasons:
             self._reasons.add(why)
-            logger.info("some steps run operation by operation: %s", why)
+            logger.debug("some steps run operation by operation: %s", why)
         return StepRoute(Way.GENERAL, why)
