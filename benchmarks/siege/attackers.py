@@ -19,7 +19,7 @@ from pagewire.ipc.host.lifeline import die_with_parent
 from pagewire.ipc.host.priority import go_behind
 
 from . import bodies, combined, frames, grammars, greedy, pictures, raw_http, responses, slow, templates
-from .attack import UNANSWERED, Attacker, Target
+from .attack import UNANSWERED, Attacker, Target, awaited
 
 ATTACKERS = {
     attacker.name: attacker
@@ -106,7 +106,7 @@ class Attacking:
     async def _attack(self, attacker: Attacker, number: int) -> str:
         rng = random.Random(f"{self._seed}/{attacker.name}/{number}")
         try:
-            return await asyncio.wait_for(attacker.attack(self._target, rng), LONGEST_SECONDS)
+            return str(await awaited(attacker.attack(self._target, rng), LONGEST_SECONDS))
         except asyncio.TimeoutError:
             return UNANSWERED
         except OSError as error:

@@ -15,7 +15,9 @@ from .fortress import JOB, Fortress
 
 SAMPLE_SECONDS = 0.25
 GROWTH_MIB = 300.0  # most that server, core and worker together may grow
-MEMORY_LIMIT_MIB = 3000.0  # of all processes: over it the siege is called off, for the machine's sake
+MEMORY_LIMIT_MIB = (
+    3000.0  # of jobs, and of all others: over it the siege is called off, for the machine's sake
+)
 KILL_SECONDS = 30.0  # between two kills of workers, on average
 LAG_SECONDS = 0.05  # between two looks whether this process is awake
 
@@ -59,9 +61,9 @@ class Watcher:
         self.others = self._usage.share_of_others()
         sizes = self.sample()
         self.peak = {role: max(size, self.peak.get(role, 0.0)) for role, size in (self.peak | sizes).items()}
-        if (total := sizes["all"] + sizes.get(JOB, 0.0)) > MEMORY_LIMIT_MIB:
+        if max(sizes["all"], sizes.get(JOB, 0.0)) > MEMORY_LIMIT_MIB:
             held = ", ".join(f"{role} {size:.0f}" for role, size in sizes.items())
-            self.overflow = f"called off with {total:.0f} MiB in all: {held}"
+            self.overflow = f"called off with this many MiB: {held}"
         roles = self._fortress.roles()
         self._jobs |= set(roles.get(JOB, ()))
         self.num_jobs = len(self._jobs)

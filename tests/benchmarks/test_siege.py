@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -285,6 +286,28 @@ def test_growth_is_seen_and_too_much_of_it_calls_the_siege_off(processes: Proces
     processes.held = 100.0 + watcher.MEMORY_LIMIT_MIB
     asyncio.run(asyncio.wait_for(found.watcher.watch(), 20))
     assert "called off" in found.failures[0] and "memory grew by 9000 MiB" in found.failures[1]
+
+
+def test_an_attack_has_the_seconds_in_which_its_process_runs() -> None:
+    """What is there after the loop stood still for longer than the limit is in time; what never comes is not."""
+
+    async def late() -> str:
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.1, time.sleep, 2.5)  # the process stands still
+        return await attack.awaited(asyncio.sleep(1.5, "done"), 2)
+
+    assert asyncio.run(late()) == "done"
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(attack.awaited(asyncio.sleep(60), 1))
+
+
+def test_pictures_may_be_kept(processes: Processes) -> None:
+    found = siege_of(processes)
+    processes.held = 250.0
+    found.watcher._look()
+    assert any("memory grew" in failure for failure in found.failures)
+    found.options = found.options | {"pictures": "demo-vision"}
+    assert not any("memory grew" in failure for failure in found.failures)
 
 
 def test_attackers_that_stand_still_are_seen(processes: Processes) -> None:
