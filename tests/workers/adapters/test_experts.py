@@ -30,9 +30,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"down_proj": 24},
     },
     "gpt_oss": {"target_modules": ["o_proj"], "target_parameters": STACKED},
+    "granitemoe": {
+        "target_modules": ["q_proj"],
+        "target_parameters": [name.replace("mlp", "block_sparse_moe") for name in STACKED],
+    },
+    "glm4_moe": {"target_modules": ["q_proj"], "target_parameters": [*STACKED, "mlp.gate.weight"]},
     "olmoe": {"target_modules": [], "target_parameters": STACKED[1:], "use_rslora": True},
 }
-"""Compiled stacks, and modules of transformers; matrices that lie transposed with biases; one parameter of two."""
+"""Matrices that lie transposed with biases; one parameter of two; other names; experts that every token gets."""
 SEPARATE = {
     "mixtral": ("model.layers.{}.block_sparse_moe", ("w1", "w3", "w2"), 100, "gate"),
     "qwen3_moe": ("model.layers.{}.mlp", ("gate_proj", "up_proj", "down_proj"), 36, None),
@@ -64,7 +69,7 @@ def test_stacked_parameters(name: str, tmp_path: Path) -> None:
     model = SERVED[name].write(tmp_path / "model")
     adapter = write_adapter(model, tmp_path / "adapter", 1, 0.5, r=4, **KINDS[name])
     runner = AdaptedRunner(model)
-    assert runner.runner.model.is_stack == (name in ("gpt_oss", "mixtral", "olmoe", "qwen2_moe"))
+    assert runner.runner.model.is_stack
     runner.load_all([adapter])
     expected = peft_tokens(model, [adapter, None, adapter], PROMPTS, NUM_TOKENS)
     assert generate(runner, [1, 0, 1]) == expected
