@@ -19,7 +19,7 @@ from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.source import Variant
 from pagewire.workers.device.interface import KernelNeeds
 from pagewire.workers.errors import LoadError
-from pagewire.workers.network.loading import check_invariant
+from pagewire.workers.network.loading import check_invariant, check_sums
 from pagewire.workers.run import runner as runner_module
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
@@ -111,6 +111,15 @@ def test_what_depends_on_the_batch_is_refused(tmp_path: Path, load: Load) -> Non
         config = WorkerConfig(str(folder), batch_invariant=True, **changed)
         with pytest.raises(LoadError, match=reason):
             check_invariant(config, device)
+
+
+def test_routers_of_float32_are_refused(tmp_path: Path, load: Load) -> None:
+    fields = SERVED["glm4_moe"].fields | HEADS | {"moe_intermediate_size": 32}
+    folder = Architecture("glm4_moe", fields).write(tmp_path, dtype="bfloat16")
+    model = load(folder).model.model
+    with pytest.raises(LoadError, match="batch_invariant: its routers compute in float32"):
+        check_sums(model)
+    check_sums(load(written(tmp_path / "mixtral", "mixtral")).model.model)
 
 
 def test_a_device_that_gets_a_kernel_wrong_is_refused(load: Load) -> None:
