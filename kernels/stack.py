@@ -6,8 +6,8 @@ x -> QKV in one product -> (norm of each head) -> (rotary) -> attention -> outpu
 With norms first, as in Llama, a norm is what the next product takes, and the sum itself goes on. With norms last,
 as in BERT, the normed sum goes on. What a half gives may be normed and scaled before it is added (Gemma 2,
 Granite), and both halves may take the same input (Cohere). In place of the feed-forward half, or beside it as a
-shared expert, a layer may have experts and a router. Either half may be one that computes itself (`Half`), as in
-layers with states.
+shared expert, a layer may have experts and a router. Attention may be to latents, of which keys and values are
+products. Either half may be one that computes itself (`Half`), as in layers with states.
 
 The loop over the layers is here, for every device, and for decoders and encoders. `cpu/stack.cpp` is the same loop
 compiled; it is used if all linear layers are packed weights, dense or quantised, and runs from each half that
@@ -17,15 +17,18 @@ computes itself to the next one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pagewire.kernels.data.layer import Angles, Half, HeadNormForm, Layer, LayerNorm, Norm
+from pagewire.kernels.data.layer import Angles, Half, HeadNormForm, Indexer, Layer, LayerNorm, Norm
 from pagewire.kernels.data.paging import AttentionBatch, Cache
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import GroupedExperts
+from pagewire.kernels.indexed import IndexedTokens
+from pagewire.kernels.latents import GroupedHeads
 from pagewire.kernels.ops import (
     activate_and_mul,
     activate_each,
@@ -37,6 +40,7 @@ from pagewire.kernels.ops import (
     rotary,
     rotate_and_store,
     route,
+    store_kv,
 )
 
 
@@ -76,6 +80,11 @@ class Stack:
             None if layer.mixture is None else GroupedExperts(layer.mixture.experts, weight.device)
             for layer in layers
         ]
+        self._heads = [
+            None if layer.latents is None else GroupedHeads(layer.latents.heads, weight.device)
+            for layer in layers
+        ]
+        self._adapted_heads = [heads for heads in self._heads if heads is not None and heads.is_adapted]
 
     def __call__(
         self,
@@ -99,13 +108,19 @@ class Stack:
         Returns:
             [T, H], normed by the last layer's `output_norm`.
         """
-        if self.compiled is not None:
+        if self.compiled is not None and not any(heads.is_changed for heads in self._adapted_heads):
             return self.compiled(states, batch, caches, angles, x, taps)
         if x is None:
             x = normed_by(self.input_norm, states)
-        parts = zip(self.layers, self._experts, caches, strict=True)
-        for number, (layer, experts, cache) in enumerate(parts, 1):
-            given = _attend(layer, x, angles, batch, cache) if layer.mixer is None else layer.mixer(x)
+        chosen: Tensor | None = None
+        parts = zip(self.layers, self._experts, self._heads, caches, strict=True)
+        for number, (layer, experts, heads, cache) in enumerate(parts, 1):
+            if layer.mixer is not None:
+                given = layer.mixer(x)
+            elif heads is None:
+                given = _attend(layer, x, angles, batch, cache)
+            else:
+                given, chosen = _attend_to_latents(layer, heads, x, angles, batch, cache, chosen)
             aside = given if layer.parallel else None
             if aside is None:
                 norms = layer.attended_norm, layer.attention_norm
@@ -249,6 +264,62 @@ def _attend(
         own = None
     q = rotate_and_store(q, k, v, own, norms, cache, batch.slot_mapping)
     return layer.out(paged_attention(q, cache, batch, layer.scale, layer.terms).view(num_tokens, -1))
+
+
+def _attend_to_latents(
+    layer: Layer,
+    heads: GroupedHeads,
+    x: Tensor,
+    angles: Sequence[Angles],
+    batch: AttentionBatch,
+    cache: Cache | None,
+    chosen: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention half [T, H] of x [T, H], see `Latents`; and what its indexer, or the last one, has chosen.
+
+    chosen: by the indexer of a layer before, see `LogitTerms`; None: all keys, or there was none.
+    """
+    latents = layer.latents
+    assert layer.qkv is not None and layer.out is not None and latents is not None and cache is not None
+    num_tokens, rank = len(x), latents.rank
+    first, key = layer.qkv(x).tensor_split([-layer.head_dim], 1)
+    first = normed_by(latents.query_norm, first)
+    queries = first if latents.queries is None else latents.queries(first)
+    queries = queries.view(num_tokens, layer.num_heads, -1)
+    plain, turned = queries.tensor_split([heads.sizes.nope], 2)
+    latent, rotated = normed_by(latents.norm, key[:, :rank]), key[:, None, rank:]
+    own = None if layer.angles is None else angles[layer.angles]
+    turned, rotated = _turned(turned, rotated, own, interleaved=layer.interleaved)
+    keys = torch.cat([latent[:, None], rotated], 2)
+    store_kv(keys, keys[..., :rank], cache, batch.slot_mapping)
+    q, terms = torch.cat([heads.queries(plain), turned], 2), layer.terms
+    if latents.indexer is not None:
+        chosen = _index(latents.indexer, x, first, own).choose(0, cache, batch)
+    if latents.indexer is not None or latents.follows:
+        terms = replace(terms, chosen=chosen)
+    attended = paged_attention(q, cache, batch, layer.scale, terms)
+    return layer.out(heads.outputs(attended).flatten(1)), chosen
+
+
+def _index(indexer: Indexer, x: Tensor, queries: Tensor, angles: Angles | None) -> IndexedTokens:
+    """What an indexer makes of x [T, H]. queries: [T, Q], what the layer's queries are made of."""
+    norm, given = indexer.norm, indexer.keys(x)
+    keys = layer_norm(given.to(norm.weight.dtype), norm.weight, norm.bias, norm.eps).to(x.dtype)
+    heads = indexer.queries(queries).view(len(x), -1, indexer.size)
+    heads, turned = _turned(heads, keys[:, None], angles, interleaved=indexer.interleaved)
+    num_heads = heads.shape[1]
+    weights = indexer.weights(x.to(indexer.weights.dtype)).float() * num_heads**-0.5
+    return IndexedTokens(0, heads, turned[:, 0], weights, indexer.size**-0.5, indexer.num_chosen)
+
+
+def _turned(q: Tensor, k: Tensor, angles: Angles | None, *, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Heads q, k [T, heads, D], whose first elements are rotated, as a rule in place."""
+    if angles is None:
+        return q, k
+    if interleaved:
+        q, k = (by_halves(x, angles[0].shape[-1]) for x in (q, k))
+    rotary(q, k, *angles)
+    return q, k
 
 
 def by_halves(heads: Tensor, size: int) -> Tensor:

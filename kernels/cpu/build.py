@@ -33,6 +33,8 @@ SOURCES = (  # the slowest to compile first
     "state_channels.cpp",
     "adapters.cpp",
     "experts.cpp",
+    "latents.cpp",
+    "indexer.cpp",
     "stack.cpp",
     "decode.cpp",
     "encode.cpp",

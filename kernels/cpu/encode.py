@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.embeddings import RowTable, angle_tables, are_rows
 from pagewire.kernels.cpu.library import structure
-from pagewire.kernels.cpu.stack import CompiledStack, norm_struct
+from pagewire.kernels.cpu.stack import CompiledStack
+from pagewire.kernels.cpu.tensors import norm_struct
 from pagewire.kernels.data.layer import Angles, LayerNorm
 from pagewire.kernels.data.paging import Cache
 from pagewire.kernels.data.weight import DENSE, Weight

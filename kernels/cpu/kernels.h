@@ -243,6 +243,43 @@ EXPORT void pagewire_floats(const void* x, float* out, int64_t size, int32_t dty
 EXPORT void pagewire_add_gated(void* out, const void* x, const void* gate, int64_t rows, int64_t size, int32_t dtype,
                                int32_t num_threads);
 
+// ---- latents.cpp ----
+
+// The product of each head's rows with a matrix of its own, all of equal n and k.
+struct HeadsCall {
+  const Matrix* matrices;  // [heads]
+  const void* x;           // [tokens, heads, k + rest]
+  void* out;               // [tokens, heads, n + rest]; not x
+  void* scratch;           // [tokens, heads, k + n]
+  int64_t tokens, heads;
+  int64_t x_token_stride, x_head_stride, out_token_stride, out_head_stride;
+  int64_t rest;  // elements that stay as they are
+  int32_t dtype, num_threads;
+};
+
+EXPORT void pagewire_heads(const HeadsCall* call);
+
+// ---- indexer.cpp ----
+
+// What an indexer makes of the tokens of a batch, and the keys that it has cached; kernels/indexed.py says what it chooses.
+struct ChooseCall {
+  const void* queries;  // [tokens, heads, size]
+  const void* keys;     // [tokens, size]
+  const void* weights;  // [tokens, heads]
+  void* index;          // [blocks, block_size, size]
+  int32_t* chosen;      // [tokens, num_chosen]
+  const int64_t* slots;
+  const int32_t* query_start_loc;
+  const int32_t* seq_lens;
+  const int32_t* block_table;
+  int64_t block_table_stride;
+  int64_t tokens, requests, heads, size, num_chosen, num_blocks, block_size, max_blocks;
+  float scale, weight_scale;  // of products, and of weights
+  int32_t dtype, num_threads;
+};
+
+EXPORT int pagewire_choose(const ChooseCall* call);
+
 // ---- adapters.cpp ----
 
 // What a LoRA adapter changes in some outputs of a product; kernels/data/deltas.py says how.
@@ -379,6 +416,26 @@ struct Mixture {
   Routing routing;
 };
 
+// Chooses the keys that a token sees, by keys of its own.
+struct Indexer {
+  Matrix keys, queries, weights;
+  Norm norm;           // of keys
+  int64_t num_chosen;  // 0: there is no indexer
+  int32_t interleaved;
+  int32_t unused;
+};
+
+// Attention to latents. The layer's qkv makes queries, or what they are made of, a latent, and the rotated part of a key.
+struct Latents {
+  Norm query_norm, norm;  // of what queries are made of, and of latents
+  Matrix queries;         // makes them; null: qkv does
+  const Matrix* keys;     // of each head: queries that are not rotated to those of latents; null: there are no latents
+  const Matrix* values;   // of each head: sums of latents to those of values
+  Indexer indexer;
+  int32_t follows;        // tokens see what the indexer of a layer before has chosen
+  int32_t unused;
+};
+
 // Cosines and sines of the tokens of a call.
 struct Angles {
   const void* cos;  // [tokens, 2 rotary_half]
@@ -387,12 +444,14 @@ struct Angles {
 
 struct Layer {
   Matrix qkv, out, up, down;
+  Latents latents;
   Mixture mixture;
   Norm query_norm, key_norm;
   Norm attention_norm, output_norm;  // of sums; no weight: the next product takes the sum itself
   Norm attended_norm, fed_norm;      // of what a half gives, before it is added; no weight: it is not normed
   void* k_cache;
   void* v_cache;
+  void* index_cache;  // [blocks, block_size, size] of its indexer's keys
   void* tap;  // [tokens, hidden]: gets the states behind the layer; null: they are not kept
   LogitTerms terms;
   int64_t angles;  // the number of those that turn queries and keys; -1: none do
@@ -414,8 +473,12 @@ struct StackCall {
   void* normed;     // [tokens, hidden]: in the end the norm of the last sum; null: norms come last
   void* given;      // [tokens, hidden]: what the first half gives, which is then only added; null: it is computed
   // Scratch, of all tokens or those of a group.
-  void* qkv;         // [tokens, (heads + 2 kv_heads) head_dim], and where norms come last [tokens, hidden]
-  void* attended;    // [tokens, heads head_dim]
+  void* qkv;         // [tokens, qkv.n], and where norms come last [tokens, hidden]
+  void* attended;    // [tokens, heads v_head_dim]; with latents also [tokens, heads, k + n] of their keys
+  void* queries;     // with latents: [tokens, queries.n], and [tokens, out.k]
+  void* absorbed;    // with latents: [tokens, heads, head_dim], queries of them; and [tokens, heads, k + n] of values
+  void* index;       // with an indexer: [tokens, size], [tokens, heads, size] and [tokens, heads]
+  int32_t* chosen;   // with an indexer: [tokens, num_chosen], until the next one chooses
   void* up;          // [tokens, up.n]
   void* shared;      // [tokens, hidden], the output of the shared experts
   void* logits;      // [tokens, experts], of routers' dtype

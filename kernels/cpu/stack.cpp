@@ -3,6 +3,7 @@
 // The same kernels in the same order as `Stack.__call__` in Python, so the bits are the same.
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "kernels.h"
@@ -22,11 +23,9 @@ class Requests {
         tokens_(batch_.num_tokens),
         hidden_(call.hidden),
         element_(batch_.dtype == 0 ? 4 : 2),
-        qkv_width_((batch_.num_heads + 2 * batch_.num_kv_heads) * batch_.head_dim),
         states_(static_cast<char*>(call.states)),
         normed_(static_cast<char*>(call.normed)),
         slots_(call.slots) {
-    batch_.q = call.qkv;
     batch_.out = call.attended;
   }
 
@@ -82,21 +81,95 @@ class Requests {
 
   int attend(const Layer& layer, const void* x, void* out) {
     multiply(layer.qkv, x, layer.qkv.k, call_.qkv);
+    if (layer.latents.keys) return attend_to_latents(layer, layer.latents, x, out);
     char* const q = static_cast<char*>(call_.qkv);
     char* const k = q + batch_.num_heads * batch_.head_dim * element_;
     char* const v = k + batch_.num_kv_heads * batch_.head_dim * element_;
     turn(layer, layer.query_norm, q, batch_.num_heads);
     turn(layer, layer.key_norm, k, batch_.num_kv_heads);
-    if (keep(k, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, false) ||
-        keep(v, layer.v_cache, batch_.v_block_stride, batch_.v_head_stride, true))
+    if (keep(layer, k, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, false) ||
+        keep(layer, v, layer.v_cache, batch_.v_block_stride, batch_.v_head_stride, true))
       return 2;
+    if (const int failure = attend_to_cache(layer, q)) return failure;
+    multiply(layer.out, call_.attended, layer.out.k, out);
+    return 0;
+  }
+
+  int attend_to_latents(const Layer& layer, const Latents& latents, const void* x, void* out) {
+    const int64_t heads = batch_.num_heads, size = batch_.head_dim, rank = latents.keys->n, nope = latents.keys->k;
+    const int64_t before = layer.qkv.n - size;  // what stands before a token's latent in qkv
+    char* const latent = static_cast<char*>(call_.qkv) + before * element_;
+    char* queries = static_cast<char*>(call_.qkv);
+    int64_t stride = layer.qkv.n;
+    norm_heads(latents.query_norm, queries, 1, before, stride);
+    if (latents.indexer.num_chosen && !choose(layer, latents.indexer, x)) return 1;
+    if (latents.queries.packed) {
+      multiply(latents.queries, queries, stride, call_.queries);
+      queries = static_cast<char*>(call_.queries);
+      stride = latents.queries.n;
+    }
+    const int64_t rope = size - rank, head_stride = nope + rope;
+    norm_heads(latents.norm, latent, 1, rank, layer.qkv.n);
+    if (layer.angles >= 0) {
+      rotate(layer, queries + nope * element_, heads, stride, head_stride, layer.interleaved);
+      rotate(layer, latent + rank * element_, 1, layer.qkv.n, rope, layer.interleaved);
+    }
+    if (keep(layer, latent, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, false)) return 2;
+    multiply_heads(latents.keys, queries, stride, head_stride, rope, call_.attended, call_.absorbed);
+    if (const int failure = attend_to_cache(layer, call_.absorbed)) return failure;
+    multiply_heads(latents.values, call_.attended, heads * rank, rank, 0, call_.absorbed, call_.queries);
+    multiply(layer.out, call_.queries, layer.out.k, out);
+    return 0;
+  }
+
+  // Lets an indexer choose what tokens see in this layer, and in those that follow it; false if the batch does not fit.
+  // The layer's qkv begins with what queries are made of.
+  bool choose(const Layer& layer, const Indexer& indexer, const void* x) {
+    const int64_t size = indexer.keys.n, heads = indexer.weights.n;
+    char* const keys = static_cast<char*>(call_.index);
+    char* const queries = keys + tokens_ * size * element_;
+    char* const weights = queries + tokens_ * heads * size * element_;
+    multiply(indexer.keys, x, layer.qkv.k, keys);
+    pagewire_layer_norm(keys, nullptr, indexer.norm.weight, indexer.norm.bias, nullptr, keys, tokens_, size,
+                        indexer.norm.eps, batch_.dtype, batch_.num_threads);
+    multiply(indexer.queries, call_.qkv, layer.qkv.n, queries);
+    multiply(indexer.weights, x, layer.qkv.k, weights);
+    if (layer.angles >= 0) {
+      rotate(layer, queries, heads, heads * size, size, indexer.interleaved);
+      rotate(layer, keys, 1, size, size, indexer.interleaved);
+    }
+    const ChooseCall call{queries, keys, weights, layer.index_cache, call_.chosen, slots_, batch_.query_start_loc,
+                          batch_.seq_lens, batch_.block_table, batch_.block_table_stride, tokens_, batch_.num_requests,
+                          heads, size, indexer.num_chosen, batch_.num_blocks, batch_.block_size, batch_.max_blocks,
+                          float(std::pow(double(size), -0.5)), float(std::pow(double(heads), -0.5)), batch_.dtype,
+                          batch_.num_threads};
+    const int found = pagewire_choose(&call);
+    chosen_ = found > 0 ? call_.chosen : nullptr;
+    num_chosen_ = indexer.num_chosen;
+    return found >= 0;
+  }
+
+  // From queries to the result of `batch_`.
+  int attend_to_cache(const Layer& layer, const void* q) {
+    batch_.q = q;
     batch_.k_cache = layer.k_cache;
     batch_.v_cache = layer.v_cache;
     batch_.terms = layer.terms;
+    if (layer.latents.indexer.num_chosen || layer.latents.follows) {
+      batch_.terms.chosen = chosen_;
+      batch_.terms.num_chosen = num_chosen_;
+    }
     batch_.scale = layer.scale;
-    if (const int failure = pagewire_attention(&batch_)) return failure;
-    multiply(layer.out, call_.attended, layer.out.k, out);
-    return 0;
+    return pagewire_attention(&batch_);
+  }
+
+  // x [tokens, heads, k + rest] times a matrix of each head, to `out` [tokens, heads, n + rest], contiguous.
+  void multiply_heads(const Matrix* matrices, const void* x, int64_t x_stride, int64_t x_head_stride, int64_t rest,
+                      void* scratch, void* out) const {
+    const int64_t heads = batch_.num_heads, size = matrices->n + rest;
+    const HeadsCall call{matrices, x, out, scratch, tokens_, heads, x_stride, x_head_stride, heads * size, size,
+                         rest, batch_.dtype, batch_.num_threads};
+    pagewire_heads(&call);
   }
 
   int feed_forward(const Layer& layer, const void* x) const {
@@ -155,33 +228,37 @@ class Requests {
 
   // Norms of queries or keys, where there are some, and rotary embedding, where the layer has angles.
   void turn(const Layer& layer, const Norm& norm, char* heads, int64_t count) const {
+    const int64_t stride = layer.qkv.n, size = batch_.head_dim;
     if (layer.head_norms == 1)
-      norm_heads(norm, heads, 1, count * batch_.head_dim);
+      norm_heads(norm, heads, 1, count * size, stride);
     else if (layer.head_norms == 0)
-      norm_heads(norm, heads, count, batch_.head_dim);
-    if (layer.angles >= 0) rotate(layer, heads, count);
-    if (layer.head_norms == 2) norm_heads(norm, heads, count, batch_.head_dim);
+      norm_heads(norm, heads, count, size, stride);
+    if (layer.angles >= 0) rotate(layer, heads, count, stride, size, layer.interleaved);
+    if (layer.head_norms == 2) norm_heads(norm, heads, count, size, stride);
   }
 
-  void norm_heads(const Norm& norm, char* heads, int64_t count, int64_t size) const {
+  // Heads [tokens, count, size], tokens `stride` apart; without a weight they stay as they are.
+  void norm_heads(const Norm& norm, char* heads, int64_t count, int64_t size, int64_t stride) const {
     if (norm.weight)
-      pagewire_rms_norm(heads, norm.weight, heads, tokens_, count, size, qkv_width_, size, qkv_width_, size, norm.eps,
+      pagewire_rms_norm(heads, norm.weight, heads, tokens_, count, size, stride, size, stride, size, norm.eps,
                         norm.offset, batch_.dtype, batch_.num_threads);
   }
 
-  void rotate(const Layer& layer, char* heads, int64_t count) const {
+  void rotate(const Layer& layer, char* heads, int64_t count, int64_t stride, int64_t head_stride,
+              bool interleaved) const {
     const Angles& angles = call_.angles[layer.angles];
     const int64_t size = 2 * call_.rotary_half, before = first_token_ * size * element_;
-    if (layer.interleaved)
-      pagewire_by_halves(heads, tokens_, count, call_.rotary_half, qkv_width_, batch_.head_dim, batch_.dtype,
+    if (interleaved)
+      pagewire_by_halves(heads, tokens_, count, call_.rotary_half, stride, head_stride, batch_.dtype,
                          batch_.num_threads);
     pagewire_rotary(heads, static_cast<const char*>(angles.cos) + before, static_cast<const char*>(angles.sin) + before,
-                    tokens_, count, call_.rotary_half, qkv_width_, batch_.head_dim, size, size, batch_.dtype,
+                    tokens_, count, call_.rotary_half, stride, head_stride, size, size, batch_.dtype,
                     batch_.num_threads);
   }
 
-  int keep(const char* heads, void* cache, int64_t block_stride, int64_t head_stride, bool values) const {
-    return pagewire_store(heads, cache, slots_, tokens_, batch_.num_kv_heads, batch_.head_dim, qkv_width_,
+  int keep(const Layer& layer, const char* heads, void* cache, int64_t block_stride, int64_t head_stride,
+           bool values) const {
+    return pagewire_store(heads, cache, slots_, tokens_, batch_.num_kv_heads, batch_.head_dim, layer.qkv.n,
                           batch_.head_dim, block_stride, head_stride, batch_.num_blocks, batch_.block_size, values,
                           batch_.dtype, batch_.cache_dtype, batch_.num_threads);
   }
@@ -230,9 +307,11 @@ class Requests {
   const StackCall& call_;
   AttentionCall batch_;
   std::vector<int32_t> starts_;
-  int64_t first_token_ = 0, tokens_, hidden_, element_, qkv_width_;
+  int64_t first_token_ = 0, tokens_, hidden_, element_;
   char *states_, *normed_;
   const int64_t* slots_;
+  const int32_t* chosen_ = nullptr;  // what tokens see, see `LogitTerms`; null: all keys
+  int64_t num_chosen_ = 0;
 };
 
 }  // namespace

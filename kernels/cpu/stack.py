@@ -21,8 +21,9 @@ from pagewire.kernels.cpu.experts import (
     matrix,
     routing_struct,
 )
+from pagewire.kernels.cpu.latents import AttentionSizes, CompiledLatents, common_sizes, index_address
 from pagewire.kernels.cpu.library import AttentionCall, structure
-from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, logit_terms
+from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, logit_terms, norm_struct
 from pagewire.kernels.data.deltas import AdaptedLinear
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.data.kv_codes import head_size
@@ -35,30 +36,17 @@ GROUP_TOKENS = 768
 What lies between two kernels then stays in the processor's caches."""
 ALIGNMENT = 32
 """Elements: the scratch buffers begin at multiples, so at those of a cache line."""
-SCRATCH = ("qkv", "attended", "up", "shared", "logits", "floats", "of_experts", "aside")
+SCRATCH = (
+    *("qkv", "attended", "queries", "absorbed", "index"),
+    *("up", "shared", "logits", "floats", "of_experts", "aside"),
+)
 """The scratch buffers of `StackCall` whose widths are counted in numbers of the layers' dtype."""
 HEAD_NORM_CODES = {HeadNormForm.EACH: 0, HeadNormForm.TOGETHER: 1, HeadNormForm.ROTATED: 2}
 """The forms of head norms in kernels.h."""
 
-NormParameters, MixtureParameters, LayerParameters, AnglesParameters, StackCall = map(
-    structure, ("Norm", "Mixture", "Layer", "Angles", "StackCall")
+MixtureParameters, LayerParameters, AnglesParameters, StackCall = map(
+    structure, ("Mixture", "Layer", "Angles", "StackCall")
 )
-
-
-def norm_struct(norm: Norm | LayerNorm, size: int, dtype: torch.dtype) -> ctypes.Structure:
-    bias = None if isinstance(norm, Norm) else norm.bias
-    for vector in (norm.weight, bias):
-        if vector is not None and not (
-            vector.shape == (size,) and vector.dtype == dtype and vector.is_contiguous()
-        ):
-            raise ValueError(f"a norm's weight and bias [{size}] of {dtype} expected")
-    return NormParameters(
-        weight=norm.weight.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        eps=norm.eps,
-        offset=norm.offset if isinstance(norm, Norm) else 0.0,
-        centred=isinstance(norm, LayerNorm),
-    )
 
 
 def _set_batch(attention: ctypes.Structure, batch: AttentionBatch, num_tokens: int) -> int:
@@ -104,18 +92,17 @@ def _mixture(
     return MixtureParameters(**gates, experts=experts.struct, routing=routing)
 
 
-def _check_shapes(layer: Layer, linears: Mapping[str, Linear], sizes: tuple[int, int, int, int]) -> None:
+def _check_shapes(
+    layer: Layer, linears: Mapping[str, Linear], sizes: AttentionSizes, hidden: int, input_size: int
+) -> None:
     """Check the weights of a layer, given by name.
 
-    sizes: of the result of the first product, of attention, of a state, and of what the first product takes.
+    sizes: of its attention. hidden: of a state. input_size: of what the first product takes.
 
     Raises:
         ValueError: one has another shape.
     """
-    qkv_size, attended_size, hidden, input_size = sizes
-    shapes: dict[str, tuple[int, int]] = {}
-    if layer.mixer is None:
-        shapes |= {"qkv": (qkv_size, input_size), "out": (hidden, attended_size)}
+    shapes = {} if layer.mixer is not None else sizes.shapes(hidden, input_size)
     if "up" in linears:
         inner = linears["down"].in_features
         shapes |= {"up": ((2 if layer.gated else 1) * inner, hidden), "down": (hidden, inner)}
@@ -131,15 +118,15 @@ def _check_shapes(layer: Layer, linears: Mapping[str, Linear], sizes: tuple[int,
 def _scratch_widths(
     layers: Sequence[Layer],
     of_layers: Sequence[CompiledExperts | None],
-    sizes: tuple[int, int, int],
+    sizes: AttentionSizes,
+    hidden_size: int,
     *,
     norm_first: bool,
 ) -> tuple[int, ...]:
     """Elements per token of the buffers in `SCRATCH`.
 
-    of_layers: the experts of each. sizes: of the result of the first product, of attention, and of a state.
+    of_layers: the experts of each. sizes: of attention. hidden_size: of a state.
     """
-    qkv_size, attended_size, hidden_size = sizes
     itemsize = layers[0].dtype.itemsize
     mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
     routers = [mixture.router.linear for mixture in mixtures]
@@ -150,8 +137,8 @@ def _scratch_widths(
     is_shared = any(layer.mixture is not None and layer.up is not None for layer in layers)
     is_wide = any(router.dtype.itemsize > itemsize for router in routers)
     return (
-        qkv_size if norm_first else max(qkv_size, hidden_size),
-        attended_size,
+        sizes.qkv if norm_first else max(sizes.qkv, hidden_size),
+        *sizes.scratch,
         max((layer.up.out_features for layer in layers if layer.up is not None), default=0),
         hidden_size if is_shared else 0,
         max((router.out_features * router.dtype.itemsize // itemsize for router in routers), default=0),
@@ -162,11 +149,16 @@ def _scratch_widths(
 
 
 def _set_scratch(
-    call: ctypes.Structure, widths: Sequence[int], num_chosen: int, num_tokens: int, states: Tensor
+    call: ctypes.Structure,
+    widths: Sequence[int],
+    num_chosen: tuple[int, int],
+    num_tokens: int,
+    states: Tensor,
 ) -> tuple[Tensor, ...]:
     """Point a `StackCall` to scratch for tokens; returns what must live until it is over.
 
-    widths: see `SCRATCH`. num_chosen: experts of a token. states: a tensor of the layers' dtype.
+    widths: see `SCRATCH`. num_chosen: experts of a token, and keys that it sees by an indexer. states: a tensor of
+    the layers' dtype.
     """
     sizes = [-(-num_tokens * width // ALIGNMENT) * ALIGNMENT for width in widths]
     scratch = states.new_empty(sum(sizes))
@@ -174,10 +166,12 @@ def _set_scratch(
     for name, size in zip(SCRATCH, sizes, strict=True):
         setattr(call, name, place)
         place += size * scratch.itemsize
-    ids = torch.empty(num_tokens, num_chosen, dtype=torch.int64)
-    weights = torch.empty(num_tokens, num_chosen)
-    call.ids, call.weights = ids.data_ptr(), weights.data_ptr()
-    return scratch, ids, weights
+    num_experts, num_keys = num_chosen
+    ids = torch.empty(num_tokens, num_experts, dtype=torch.int64)
+    weights = torch.empty(num_tokens, num_experts)
+    chosen = torch.empty(num_tokens, num_keys, dtype=torch.int32)
+    call.ids, call.weights, call.chosen = ids.data_ptr(), weights.data_ptr(), chosen.data_ptr()
+    return scratch, ids, weights, chosen
 
 
 @dataclass(frozen=True)
@@ -202,22 +196,38 @@ class Stretch:
 
 def _compiled_dtypes(library: ctypes.CDLL, layer: Layer, *, norm_first: bool) -> set[torch.dtype] | None:
     """The dtypes of a layer's weights and norms; None if stack.cpp does not compute it."""
-    linears = layer.linears()
+    own = {} if layer.latents is None else layer.latents.linears()
+    linears = {name: linear for name, linear in layer.linears().items() if name not in own}
     if not all(map(is_packed, linears.values())) or layer.activation not in ACTIVATION_CODES:
         return None
     if (router := linears.get("router")) is not None and router.dtype is torch.float32:
         if isinstance(router, AdaptedLinear) and layer.dtype is not torch.float32:
             return None
         del linears["router"]
-    if not norm_first and any(isinstance(norm, Norm) for norm in layer.norms):
+    if not norm_first and (layer.latents is not None or any(isinstance(norm, Norm) for norm in layer.norms)):
         return None
     dtypes = {part.dtype for part in linears.values()}
+    if layer.latents is not None:
+        if (latents := CompiledLatents.of(library, layer.latents)) is None:
+            return None
+        dtypes |= latents.dtypes
     if layer.mixture is not None:
         experts = layer.mixture.experts
         if CompiledExperts.of(library, experts) is None:
             return None
         dtypes |= {experts.up[0].dtype, experts.down[0].dtype}
     return dtypes | {norm.weight.dtype for norm in (*layer.norms, *(layer.head_norms or ()))}
+
+
+def _norms(layer: Layer, hidden: int) -> dict[str, tuple[Norm | LayerNorm, int]]:
+    """The norms of a layer by the names of fields of `LayerParameters`, and the sizes of their rows."""
+    names = ("attention_norm", "output_norm", "attended_norm", "fed_norm")
+    norms = {name: (norm, hidden) for name in names if (norm := getattr(layer, name)) is not None}
+    counts = layer.num_heads, layer.num_kv_heads
+    for name, norm, count in zip(("query_norm", "key_norm"), layer.head_norms or (), counts, strict=False):
+        together = count if layer.head_norm_form is HeadNormForm.TOGETHER else 1
+        norms[name] = norm, together * layer.head_dim
+    return norms
 
 
 class CompiledStack:
@@ -247,14 +257,15 @@ class CompiledStack:
         ]
         if layers[-1].output_norm is None or (len(Stretch.of(layers)) > 1 and None in norms):
             return None  # the result, and what a half that computes itself takes, are a norm's
-        attending = [layer for layer in layers if layer.mixer is None]
-        forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in attending}
+        # What an indexer has chosen is not kept from one call to the next.
+        if len(Stretch.of(layers)) > 1 and any(layer.latents and layer.latents.follows for layer in layers):
+            return None
         dtypes = set() if input_norm is None else {input_norm.weight.dtype}
         for layer in layers:
             if (found := _compiled_dtypes(library, layer, norm_first=norm_first)) is None:
                 return None
             dtypes |= found
-        if len(forms) > 1 or len(dtypes) > 1:
+        if common_sizes(layers) is None or len(dtypes) > 1:
             return None
         return cls(library, input_norm, layers, norm_first=norm_first)
 
@@ -270,10 +281,9 @@ class CompiledStack:
         self._stretches = Stretch.of(layers)
         self._is_mixed = [layer.mixer is not None for layer in layers]
         first = layers[0]
-        form = next((layer for layer in layers if layer.mixer is None), first)
-        self._num_kv_heads, self._head_dim = form.num_kv_heads, form.head_dim
-        self._attended_size = form.num_heads * form.head_dim
-        self._qkv_size = self._attended_size + 2 * form.num_kv_heads * form.head_dim
+        sizes = common_sizes(layers)
+        assert sizes is not None
+        self._sizes = sizes
         self._hidden_size = first.hidden_size
         self._input_size = self._hidden_size if first.qkv is None else first.qkv.in_features
         self.dtype = first.dtype
@@ -282,13 +292,11 @@ class CompiledStack:
             for layer in layers
         ]
         self._widths = _scratch_widths(
-            layers,
-            self._experts,
-            (self._qkv_size, self._attended_size, self._hidden_size),
-            norm_first=norm_first,
+            layers, self._experts, self._sizes, self._hidden_size, norm_first=norm_first
         )
         mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
-        self._num_chosen = max((mixture.router.routing.num_chosen for mixture in mixtures), default=0)
+        num_experts = max((mixture.router.routing.num_chosen for mixture in mixtures), default=0)
+        self._num_chosen = num_experts, self._sizes.num_chosen
         num_tables = 1 + max(-1 if layer.angles is None else layer.angles for layer in layers)
         self._tables = (AnglesParameters * num_tables)()
         self._in_groups = any(layer.terms.future > 0 for layer in layers)  # so all prompts are whole
@@ -296,18 +304,19 @@ class CompiledStack:
         self._structs = (LayerParameters * len(layers))(*map(self._struct, layers, self._experts))
         self._rows = RunningRows(linear for layer in layers for linear in layer.all_linears())
         self._known_caches: list[weakref.ref[Cache]] = []
-        self._call = self._form(form, input_norm)
+        self._call = self._form(input_norm)
         self._sum = AllReduce.of(first.ranks)
         if self._sum is not None:
             self._call.all_reduce, self._call.ranks = self._sum.function, self._sum.ranks
 
-    def _form(self, layer: Layer, input_norm: Norm | LayerNorm | None) -> ctypes.Structure:
+    def _form(self, input_norm: Norm | LayerNorm | None) -> ctypes.Structure:
         """A call with all fields that do not change from step to step."""
+        q_token_stride, q_head_stride = self._sizes.query_strides
         attention = AttentionCall(
-            q_token_stride=self._qkv_size,
-            q_head_stride=self._head_dim,
-            num_heads=layer.num_heads,
-            head_dim=self._head_dim,
+            q_token_stride=q_token_stride,
+            q_head_stride=q_head_stride,
+            num_heads=self._sizes.num_heads,
+            head_dim=self._sizes.head_dim,
             dtype=DTYPES[self.dtype],
         )
         call = StackCall(
@@ -324,20 +333,16 @@ class CompiledStack:
         linears, hidden = layer.linears(), self._hidden_size
         # The first layer may take something wider than the states.
         input_size = self._input_size if layer is self._layers[0] else hidden
-        _check_shapes(layer, linears, (self._qkv_size, self._attended_size, hidden, input_size))
-        matrices = {name: matrix(linear) for name, linear in linears.items()}
+        _check_shapes(layer, linears, AttentionSizes.of(layer), hidden, input_size)
+        latents = None if layer.latents is None else CompiledLatents.of(self.library, layer.latents)
+        own = () if layer.latents is None else layer.latents.linears()
+        matrices = {name: matrix(linear) for name, linear in linears.items() if name not in own}
+        if latents is not None:
+            self._owners.append(latents)
+            matrices["latents"] = latents.struct
         if layer.mixture is not None and experts is not None:
             matrices["mixture"] = _mixture(layer.mixture, experts, hidden, matrices)
-        names = ("attention_norm", "output_norm", "attended_norm", "fed_norm")
-        norms = {name: (norm, hidden) for name in names if (norm := getattr(layer, name)) is not None}
-        for name, norm, heads in zip(
-            ("query_norm", "key_norm"),
-            layer.head_norms or (),
-            (layer.num_heads, layer.num_kv_heads),
-            strict=False,
-        ):
-            together = heads if layer.head_norm_form is HeadNormForm.TOGETHER else 1
-            norms[name] = norm, together * self._head_dim
+        norms = _norms(layer, hidden)
         terms, owners = logit_terms(layer.terms, layer.num_heads)
         self._owners += owners
         return LayerParameters(
@@ -471,7 +476,12 @@ class CompiledStack:
         size = angles[0][0].shape[-1] if angles else 0
         held = []
         for table, (cos, sin) in zip(self._tables, angles, strict=False):
-            if cos.shape != (num_tokens, size) or sin.shape != cos.shape or size > self._head_dim or size % 2:
+            if (
+                cos.shape != (num_tokens, size)
+                or sin.shape != cos.shape
+                or size > self._sizes.rotated
+                or size % 2
+            ):
                 raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} for {num_tokens} tokens")
             if not cos.dtype == sin.dtype == self.dtype:
                 raise ValueError(f"angles of {self.dtype} expected")
@@ -495,7 +505,7 @@ class CompiledStack:
         k_first, v_first = caches[0].k, caches[0].v
         if k_first.dtype not in (self.dtype, KV_CODES):
             raise ValueError(f"caches of {k_first.dtype} for layers of {self.dtype}")
-        for struct, cache in zip(self._structs, of_layers, strict=True):
+        for layer, struct, cache in zip(self._layers, self._structs, of_layers, strict=True):
             if cache is None:
                 continue
             check_scales(cache)
@@ -505,9 +515,14 @@ class CompiledStack:
             if v.shape != v_first.shape or v.stride() != v_first.stride() or v.dtype != k_first.dtype:
                 raise ValueError(f"the layers' caches differ: {tuple(v.shape)} of {v.dtype}")
             struct.k_cache, struct.v_cache = k.data_ptr(), v.data_ptr()
-        if k_first.shape != v_first.shape or (k_first.shape[1], head_size(k_first)) != (
-            self._num_kv_heads,
-            self._head_dim,
+            struct.index_cache = index_address(cache, layer.latents, self.dtype)
+        sizes = self._sizes
+        found = k_first.shape[1], head_size(k_first), head_size(v_first), caches[0].values_in_keys
+        if k_first.shape[:3] != v_first.shape[:3] or found != (
+            sizes.num_kv_heads,
+            sizes.head_dim,
+            sizes.cached_values,
+            sizes.rank > 0,
         ):
             raise ValueError(
                 f"caches {tuple(k_first.shape)} and {tuple(v_first.shape)} do not fit the layers"

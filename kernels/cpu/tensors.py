@@ -8,9 +8,10 @@ from torch import Tensor
 from pagewire.kernels.cpu.library import structure
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.data.kv_codes import head_size
+from pagewire.kernels.data.layer import LayerNorm, Norm
 from pagewire.kernels.data.paging import Cache, LogitTerms
 
-LogitTermsStruct = structure("LogitTerms")
+LogitTermsStruct, NormParameters = map(structure, ("LogitTerms", "Norm"))
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtypes that the kernels are compiled for, and their numbers in the C++ code."""
@@ -77,6 +78,27 @@ def logit_terms(
         softcap=terms.softcap or 0.0,
     )
     return struct, list(tensors.values())
+
+
+def norm_struct(norm: Norm | LayerNorm, size: int, dtype: torch.dtype) -> ctypes.Structure:
+    """A norm of rows [size] as the library takes it; it must live as long as the struct.
+
+    Raises:
+        ValueError: its weight or its bias has another shape or dtype.
+    """
+    bias = None if isinstance(norm, Norm) else norm.bias
+    for vector in (norm.weight, bias):
+        if vector is not None and not (
+            vector.shape == (size,) and vector.dtype == dtype and vector.is_contiguous()
+        ):
+            raise ValueError(f"a norm's weight and bias [{size}] of {dtype} expected")
+    return NormParameters(
+        weight=norm.weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        eps=norm.eps,
+        offset=norm.offset if isinstance(norm, Norm) else 0.0,
+        centred=isinstance(norm, LayerNorm),
+    )
 
 
 def check_cache(library: ctypes.CDLL, cache: Tensor) -> None:

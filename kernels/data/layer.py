@@ -1,6 +1,6 @@
 """A layer of a decoder or an encoder: its linear layers, its experts, its norms, its shape."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
@@ -120,6 +120,75 @@ class Mixture:
         return self.router.linear.num_bytes + self.experts.num_bytes + gate
 
 
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """Chooses the keys that a token sees by keys of its own (`pagewire.kernels.indexed`)."""
+
+    keys: Linear
+    """[T, H] to [T, size]."""
+    norm: LayerNorm
+    """Of keys; may be of another dtype."""
+    queries: Linear
+    """What the layer's queries are made of, [T, Q] to [T, heads * size]."""
+    weights: Linear
+    """[T, H] to [T, heads], of its own dtype: what a head's products count, times heads ** -0.5."""
+    num_chosen: int
+    """Keys that a token sees."""
+    interleaved: bool
+    """Rotation turns neighbours."""
+
+    @property
+    def size(self) -> int:
+        """Elements of a key."""
+        return len(self.norm.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """Attention to latents (`pagewire.kernels.latents`): what a layer has for it beside `qkv` and `out`.
+
+    `qkv` makes queries, or what they are made of, and behind it a latent and the rotated part of a key, [T, rank +
+    rope]. Both together are the one key of a token, of `head_dim` elements, and the normed latent is its value.
+    """
+
+    query_norm: Norm | None
+    """Of what queries are made of."""
+    queries: Linear | None
+    """Makes them, [T, Hq (nope + rope)]; None: `qkv` does. The last `rope` elements of each are rotated."""
+    norm: Norm
+    """Of latents."""
+    heads: Linear
+    """Keys and values [T, Hq (nope + Dv)] of latents: `LatentHeads`, which adapters may change."""
+    indexer: Indexer | None = None
+    """Chooses the keys that tokens see; None: see `follows`."""
+    follows: bool = False
+    """Tokens see what the indexer of a layer before has chosen; else, without an indexer, all keys."""
+
+    @property
+    def rank(self) -> int:
+        """Elements of a latent."""
+        return len(self.norm.weight)
+
+    def linears(self) -> dict[str, Linear]:
+        """The linear layers that it has, by the names of their fields."""
+        found = {"queries": self.queries, "heads": self.heads}
+        if (index := self.indexer) is not None:
+            found |= {
+                "index_keys": index.keys,
+                "index_queries": index.queries,
+                "index_weights": index.weights,
+            }
+        return {name: linear for name, linear in found.items() if linear is not None}
+
+    def replaced(self, linears: Mapping[str, Linear]) -> "Latents":
+        """The same with other linear layers, by the names of their fields."""
+        indexer = self.indexer
+        if indexer is not None:
+            own = {name: linears[f"index_{name}"] for name in ("keys", "queries", "weights")}
+            indexer = replace(indexer, **own)  # type: ignore[arg-type]
+        return replace(self, queries=linears.get("queries"), heads=linears["heads"], indexer=indexer)
+
+
 class Half(Protocol):
     """A half of a layer that computes itself: a mixer of states, or attention or experts of another kind.
 
@@ -144,9 +213,9 @@ class Layer:
     """
 
     qkv: Linear | None
-    """[T, H] to [T, (Hq + 2 Hkv) D]; None where a `mixer` takes the place of attention."""
+    """[T, H] to [T, (Hq + 2 Hkv) D], or see `Latents`; None where a `mixer` takes the place of attention."""
     out: Linear | None
-    """[T, Hq D] to [T, H]; None likewise."""
+    """[T, Hq D] to [T, H], or of values of another size; None likewise."""
     attention_norm: Norm | LayerNorm | None
     """Of the sum after attention. In a parallel layer: of the layer's input, for its feed-forward half; None: both
     halves take the same."""
@@ -179,6 +248,8 @@ class Layer:
     """What each half gives is multiplied by it."""
     parallel: bool = False
     """The feed-forward half takes the layer's input, not the sum after attention."""
+    latents: Latents | None = None
+    """What keys and values are made of; None: `qkv` makes them."""
     mixture: Mixture | None = None
     ranks: Sum | None = None
     """Adds up what `out` and the feed-forward half give, where every rank has a part of their inputs; None: all."""
@@ -206,8 +277,9 @@ class Layer:
     @property
     def num_bytes(self) -> int:
         """Bytes of the packed weights, and of the norms of states."""
+        own = () if self.latents is None else self.latents.linears().values()
         parts = (self.qkv, self.out, self.mixer, self.up, self.down, self.mixture, self.feed_forward)
-        return sum(part.num_bytes for part in (*parts, *self.norms) if part is not None)
+        return sum(part.num_bytes for part in (*parts, *own, *self.norms) if part is not None)
 
     @property
     def halves(self) -> tuple[Half | None, Half | None]:
@@ -217,6 +289,8 @@ class Layer:
     def linears(self) -> dict[str, Linear]:
         """The linear layers that it has, but for experts, by the names of their fields."""
         found = {"qkv": self.qkv, "out": self.out, "up": self.up, "down": self.down}
+        if self.latents is not None:
+            found |= self.latents.linears()
         if self.mixture is not None:
             found |= {"router": self.mixture.router.linear, "shared_gate": self.mixture.shared_gate}
         return {name: linear for name, linear in found.items() if linear is not None}
@@ -233,6 +307,8 @@ class Layer:
         and then all "experts.down".
         """
         linears = {name: change(name, linear) for name, linear in self.linears().items()}
+        if (latents := self.latents) is not None:
+            latents = latents.replaced({name: linears.pop(name) for name in latents.linears()})
         if (mixture := self.mixture) is not None:
             experts = replace(
                 mixture.experts,
@@ -241,5 +317,5 @@ class Layer:
             )
             router = replace(mixture.router, linear=linears.pop("router"))
             mixture = Mixture(router, experts, linears.pop("shared_gate", None))
-        fields: dict[str, Any] = {**linears, "mixture": mixture}
+        fields: dict[str, Any] = {**linears, "latents": latents, "mixture": mixture}
         return replace(self, **fields)

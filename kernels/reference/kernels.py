@@ -52,7 +52,7 @@ GroupedProduct = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 IndexScores = Callable[[Tensor, Tensor, float, Tensor, AttentionBatch, range], Tensor]
-"""Scores of keys, see `pagewire.workers.module.indexed`: float32 [rows, max_seq_len], of keys after a token -inf.
+"""Scores of keys, see `pagewire.kernels.indexed`: float32 [rows, max_seq_len], of keys after a token -inf.
 
 It takes queries [T, heads, size], weights float32 [T, heads], the scale of products, the keys
 [blocks, block_size, size], the batch, and the rows that are scored. They depend on their token and key alone.

@@ -15,9 +15,11 @@ from pagewire.ipc.wire.lora import LoRAConfig
 from pagewire.ipc.wire.worker_messages import Parallel
 from pagewire.kernels.adapted import Adapted
 from pagewire.kernels.data.deltas import AdapterWeights, EmbeddingDelta, Shapes
+from pagewire.kernels.data.latents import LatentHeads
 from pagewire.kernels.data.layer import Experts, Layer
 from pagewire.kernels.data.reduced import Reduced
 from pagewire.kernels.experts import GroupedExperts
+from pagewire.kernels.latents import GroupedHeads
 from pagewire.kernels.linear import Linear
 from pagewire.kernels.output import CappedOutput
 from pagewire.kernels.stack import Stack
@@ -29,7 +31,6 @@ from pagewire.workers.adapters.files import file_bytes
 from pagewire.workers.adapters.place import Place
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.experts import up_name
-from pagewire.workers.module.latent import LatentHeads
 from pagewire.workers.module.parallel_layers import DividedEmbedding, GatheredLinear
 from pagewire.workers.module.shards import Cut
 from pagewire.workers.module.transforms import LinearModule, QuantisedEmbedding
@@ -220,8 +221,9 @@ class Targets:
             elif type(child) in (*EMBEDDINGS, DividedEmbedding) and not self.embedding:
                 setattr(module, name, self._adapted_embedding(full.removeprefix(self.prefix), child))
             else:
-                if isinstance(heads := getattr(child, "latent_heads", None), LatentHeads):
-                    heads.adapted = self._numbered_place(f"{full}.kv_b_proj", heads)
+                if isinstance(own := getattr(child, "latent_heads", None), GroupedHeads):
+                    heads = self._numbered_place(f"{full}.kv_b_proj", own.heads)
+                    child.latent_heads = GroupedHeads(heads, self.device)
                 if isinstance(getattr(child, "grouped", None), GroupedExperts):
                     self._add_module_of_experts(full, child)
                 for leaf, parameter in child.named_parameters(recurse=False):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from pagewire.kernels.indexed import IndexedTokens
 from pagewire.workers.errors import LoadError
-from pagewire.workers.module.indexed import IndexedTokens
 from pagewire.workers.step.context import current_step
 
 NAME = "pagewire"
@@ -50,7 +51,9 @@ def attend(
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer: Any = getattr(module, "layer_idx", -1)  # some encoders do not number their layers
     heads: Any = getattr(module, "latent_heads", None)
-    q = q if heads is None else heads.queries(q)
+    if heads is not None:
+        nope = heads.sizes.nope
+        q = torch.cat([heads.queries(q[..., :nope]), q[..., nope:]], 2)
     out = current_step().attend(
         layer,
         q,

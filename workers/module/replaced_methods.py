@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from pagewire.kernels.indexed import IndexedTokens
 from pagewire.workers.module import recurrences
-from pagewire.workers.module.indexed import IndexedTokens, index_tokens
+from pagewire.workers.module.indexed import index_tokens
 from pagewire.workers.module.recurrences import in_steps, replace_functions
 from pagewire.workers.module.structure import CHUNKED
 from pagewire.workers.step.context import current_step

@@ -20,7 +20,8 @@ class DecoderNames:
     norms: of the inputs of attention and of the feed-forward half; None: it takes the sum itself, or in parallel
     layers what attention takes. own_norms: of what each half gives. head_norms: a layer may be without.
     gated: the feed-forward half begins with gates, too. parallel: its input is the layer's. interleaved: rotation
-    turns neighbours. single_angles: its tables have an angle once, not for both elements that it turns.
+    turns neighbours; index_interleaved: so it does in an indexer. single_angles: its tables have an angle once, not
+    for both elements that it turns.
     head_norm_form: see `kernels.data.layer.HeadNormForm`.
     shared: beside a half of experts, the one that every token gets, if it is not within that.
     unturned: an attribute of attention that is false where a layer has no rotation, if others have windows.
@@ -44,6 +45,7 @@ class DecoderNames:
     parallel: bool = False
     interleaved: bool = False
     single_angles: bool = False
+    index_interleaved: bool = False
     unturned: str = ""
     residual_scale: str = ""
     embedding_scale: str = ""
@@ -54,6 +56,9 @@ class DecoderNames:
         return {name for name in (*self.norms, *(self.own_norms or ())) if name is not None}
 
 
+LATENT_KEYS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+LATENT_QUERIES = (("q_proj",), ("q_a_proj", "q_a_layernorm", "q_b_proj"))
+"""The parts of attention to latents: those of keys and values, and of queries, which may have some of their own."""
 LLAMA = DecoderNames()
 GEMMA_2 = DecoderNames(
     norms=("input_layernorm", "pre_feedforward_layernorm"),
@@ -73,12 +78,15 @@ GRANITE_MOE = replace(GRANITE, mlp="block_sparse_moe")
 DECODERS: dict[str, DecoderNames] = {
     "cohere": COHERE,
     "cohere2": replace(COHERE, unturned="sliding_window"),
+    "deepseek_v2": DecoderNames(interleaved=True),
+    "deepseek_v32": DecoderNames(interleaved=True),
     **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), DecoderNames(interleaved=True)),
     "exaone4": replace(OLMO_2, head_norm_form="each", unturned="is_sliding"),
     "gemma": DecoderNames(embedding_scale="hidden_size"),
     "gemma2": GEMMA_2,
     "gemma3_text": GEMMA_2,
     "glm": GLM,
+    "glm_moe_dsa": DecoderNames(interleaved=True, index_interleaved=True),
     "gpt_oss": DecoderNames(single_angles=True),
     "glm4": replace(GLM, own_norms=("post_self_attn_layernorm", "post_mlp_layernorm")),
     "granite": GRANITE,
@@ -89,6 +97,7 @@ DECODERS: dict[str, DecoderNames] = {
         ("hunyuan_v1_dense", "hunyuan_v1_moe"),
         DecoderNames(head_norms=("query_layernorm", "key_layernorm"), head_norm_form="rotated"),
     ),
+    "minicpm3": DecoderNames(residual_scale="residual_scale"),
     **dict.fromkeys(("minimax_m2", "olmoe"), DecoderNames(head_norm_form="together")),
     **dict.fromkeys(("flex_olmo", "olmo2", "olmo3"), OLMO_2),
     "phi": DecoderNames(
@@ -153,16 +162,18 @@ def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[s
         ".".join(path[1:3]).replace("block_sparse_moe", own.mlp).removesuffix(".weight").removesuffix(".bias")
         for path in inner
         if len(path) > 1 and not (path[0].isdecimal() and int(path[0]) >= last)
-    } - {f"{own.attention}.sinks"}
+    } - _within(own.attention, ("sinks", "indexer"))
     dense = _within(own.mlp, (*own.up, own.down))
     if any(
         text.get(name) for name in NUM_EXPERTS
     ):  # a half of experts, if its router is known, is one as well
         found = {name for name in found if not name.startswith(f"{own.mlp}.")} | dense
-    parts = _within(own.attention, (*own.qkv, own.out)) | dense | own.all_norms
+    rest = dense | own.all_norms
     if own.shared:
-        parts |= _within(own.shared, (*own.up, own.down))
-    return found in (parts, parts | _within(own.attention, own.head_norms))
+        rest |= _within(own.shared, (*own.up, own.down))
+    parts = _within(own.attention, (*own.qkv, own.out)) | rest
+    latents = [_within(own.attention, (*LATENT_KEYS, *queries)) | rest for queries in LATENT_QUERIES]
+    return found in (parts, parts | _within(own.attention, own.head_norms), *latents)
 
 
 def _within(module: str, names: Iterable[str]) -> set[str]:

@@ -26,6 +26,7 @@ from pagewire.workers.module.transforms import RotaryTable, ScaledEmbedding, emb
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.encoder_structures import TABLES, encoder_structure
 from pagewire.workers.network.hybrids import HYBRIDS, ModuleHalf
+from pagewire.workers.network.latents import latents_of, num_latent_heads
 from pagewire.workers.network.network import Embeddings, KVPlace, Network
 from pagewire.workers.network.routers import RouterParts
 from pagewire.workers.network.structures import (
@@ -114,6 +115,8 @@ class _NetworkBuilder:
 
     def _heads(self, part: LayerParts) -> list[int]:
         """The numbers of this rank's query, key and value heads of a layer."""
+        if part.latents is not None:
+            return [num_latent_heads(part.latents, self.weights), 1, 1]
         heads = [self.weights.num_rows(linear) // part.head_dim for linear in part.qkv]
         if len(heads) > 1:
             return heads
@@ -184,7 +187,7 @@ class _NetworkBuilder:
         rotary.to(self.device)
         like = torch.empty(1, 1, 1, dtype=dtype, device=self.device)
         tables = (rotary.table(like, *([] if kind is None else [kind])) for kind in kinds)
-        found = [(cos[0], sin[0]) for cos, sin in tables]
+        found = [cosines_and_sines(table, dtype) for table in tables]
         if form.single_angles:
             return [(torch.cat([cos, cos], 1), torch.cat([sin, sin], 1)) for cos, sin in found]
         return [(halved(cos), halved(sin)) for cos, sin in found] if form.interleaved else found
@@ -208,8 +211,10 @@ class _NetworkBuilder:
         attended_norm, fed_norm = map(self._norm, part.own_norms)
         dtype = next(norm.weight.dtype for norm in (*norms, attended_norm, fed_norm) if norm is not None)
         mixture = None if part.router is None else self._mixture(part, part.router, ranks, dtype)
+        latents = None if part.latents is None else latents_of(part, self.weights, self.device)
         return Layer(
             qkv=self._joined(part.qkv) if part.qkv else None,
+            latents=latents,
             out=None if part.out is None else _of_rank(self._joined([part.out]), ranks),
             attention_norm=norms[0],
             up=self._joined(part.up) if part.up else None,
@@ -304,7 +309,20 @@ def without_factor(table: Any) -> nn.Module:
 
 def kv_shape(layer: Layer) -> KVShape:
     """The shape of a layer's keys and values."""
-    return KVShape(layer.num_kv_heads, layer.head_dim, layer.head_dim, layer.dtype)
+    latents, size = layer.latents, layer.head_dim
+    if latents is not None:
+        shape = KVShape(layer.num_kv_heads, size, latents.rank, layer.dtype, values_in_keys=True)
+        indexer = latents.indexer
+        return shape if indexer is None else replace(shape, index_dim=indexer.size, index_dtype=layer.dtype)
+    return KVShape(layer.num_kv_heads, size, size, layer.dtype)
+
+
+def cosines_and_sines(table: Any, dtype: torch.dtype) -> Angles:
+    """A rotary module's table [1, P, n] of cosines and one of sines, or one of complex numbers [1, P, n / 2]."""
+    if isinstance(table, Tensor):
+        table = (torch.cat([part, part], -1).to(dtype) for part in (table.real, table.imag))
+    cos, sin = table
+    return cos[0], sin[0]
 
 
 def halved(table: Tensor) -> Tensor:

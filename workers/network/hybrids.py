@@ -28,6 +28,8 @@ from pagewire.workers.network.structures import (
     attention_window,
     children,
     chosen,
+    has_latents,
+    latent_parts,
     require,
     with_feed_forward,
 )
@@ -96,6 +98,8 @@ HYBRIDS: dict[str, HybridNames] = {name: OTHERS.get(name, HybridNames()) for nam
 
 def _mixer(module: Any, config: Any, norms: tuple[Any, Any]) -> LayerParts:
     """The parts of a layer with this mixer, and no feed-forward half yet."""
+    if has_latents(module):
+        return latent_parts(module, norms, interleaved=True)
     found = children(module)
     output = next((name for name in OUTPUTS if name in found), "")
     head_norms = next((names for names in HEAD_NORMS if found >= set(names)), ())

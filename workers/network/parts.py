@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from pagewire.kernels.experts import GroupedExperts
+from pagewire.kernels.latents import GroupedHeads
 from pagewire.workers.module.experts import pack_experts
-from pagewire.workers.module.latent import LatentHeads, absorb_latents
+from pagewire.workers.module.latent import absorb_latents
 from pagewire.workers.module.recurrences import lay_taps
 from pagewire.workers.module.transforms import (
     LinearModule,
@@ -44,7 +45,7 @@ def module_bytes(modules: Iterable[nn.Module]) -> int:
             if isinstance(child, LinearModule):
                 total += child.product.num_bytes
             for parts in (getattr(child, "grouped", None), getattr(child, "latent_heads", None)):
-                if isinstance(parts, GroupedExperts | LatentHeads):
+                if isinstance(parts, GroupedExperts | GroupedHeads):
                     total += parts.num_bytes
             if isinstance(child, QuantisedEmbedding):
                 total += child.num_bytes

@@ -51,7 +51,7 @@ ROUNDED = 0.15  # permitted difference of logits where activations are rounded
 ECHO_FACTOR = 4  # rounding in every layer, beside half a unit in the embeddings alone
 MOST_ROUNDED = 0.5  # permitted difference, however much rounding a model magnifies
 INDEXED = {"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text"}
-"""Model types whose indexers are served (`workers/module/indexed.py`)."""
+"""Model types whose indexers are served (`kernels/indexed.py`)."""
 COMPRESSED = "and a KV cache of keys that stand for windows of tokens is not served"
 NUM_STATES = 2 * len(LENGTHS)
 """State slots of a dry run: a request reads one of its two, and writes the other."""

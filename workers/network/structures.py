@@ -22,6 +22,8 @@ from pagewire.workers.module.structure import (
     DECODERS,
     DEFAULT_ACTIVATION,
     EXPERTS,
+    LATENT_KEYS,
+    LATENT_QUERIES,
     LLAMA,
     OTHER_ARITHMETIC,
     SHARED,
@@ -75,6 +77,8 @@ class LayerParts:
     mixture: a module with `experts`, of a layer that has some, and router: what chooses them. Then `up` and `down`
     are those of the expert that every token gets, or there are none.
     sinks: a module with a parameter of this name, one more logit of each head.
+    latents: a module that attends to latents (`latents.py`); `qkv` is then what makes these and queries.
+    index_interleaved: see `Indexer`, if it has one.
     mixer, feed_forward: modules that run as they are, in place of attention and of the feed-forward half.
     """
 
@@ -93,6 +97,8 @@ class LayerParts:
     mixture: Any = None
     router: RouterParts | None = None
     sinks: Any = None
+    latents: Any = None
+    index_interleaved: bool = False
     mixer: Any = None
     feed_forward: Any = None
     heads: tuple[int, int] | None = None
@@ -113,6 +119,16 @@ class LayerParts:
             "up": self.up,
             "down": [self.down],
         }
+        if self.latents is not None:
+            found |= {"heads": [self.latents.kv_b_proj]}
+            if self.latents.q_lora_rank is not None:
+                found |= {"queries": [self.latents.q_b_proj]}
+            if (indexer := getattr(self.latents, "indexer", None)) is not None:
+                found |= {
+                    "index_keys": [indexer.wk],
+                    "index_queries": [indexer.wq_b],
+                    "index_weights": [indexer.weights_proj],
+                }
         if self.router is not None:
             found |= {"router": [self.router.linear]}
         if self.shared_gate is not None:
@@ -246,6 +262,12 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         f"a layer has {', '.join(sorted(plain))}",
     )
     attention, mlp = getattr(layer, names.attention), getattr(layer, names.mlp)
+    residual_scale = float(getattr(layer, names.residual_scale)) if names.residual_scale else 1.0
+    if has_latents(attention):
+        interleaved = getattr(config, "rope_interleave", names.interleaved)
+        parts = latent_parts(attention, _named(layer, names.norms), interleaved=interleaved)
+        parts = replace(parts, residual_scale=residual_scale, index_interleaved=names.index_interleaved)
+        return with_feed_forward(parts, mlp, names, config)
     inner = {*names.qkv, names.out}
     found = children(attention)
     require(found in (inner, inner | set(names.head_norms)), f"attention has {', '.join(sorted(found))}")
@@ -276,7 +298,7 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         turned=is_turned(attention, names),
         sinks=attention if isinstance(getattr(attention, "sinks", None), Tensor) else None,
         softcap=getattr(attention, "attn_logit_softcapping", None),
-        residual_scale=float(getattr(layer, names.residual_scale)) if names.residual_scale else 1.0,
+        residual_scale=residual_scale,
         parallel=names.parallel,
         interleaved=names.interleaved,
         single_angles=names.single_angles,
@@ -284,6 +306,30 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
     parts = with_feed_forward(parts, mlp, names, config)
     shared = getattr(layer, names.shared) if names.shared else None
     return parts if shared is None else with_dense(parts, shared, names)
+
+
+def has_latents(attention: nn.Module) -> bool:
+    """True if a module attends to latents, of which its keys and values are products, and does no more."""
+    parts = children(attention) - {"indexer"}
+    return any(parts == {*LATENT_KEYS, *queries} for queries in LATENT_QUERIES)
+
+
+def latent_parts(attention: Any, norms: tuple[Any, Any], *, interleaved: bool) -> LayerParts:
+    """The parts of a layer whose attention `has_latents`, and no feed-forward half yet."""
+    queries = attention.q_proj if attention.q_lora_rank is None else attention.q_a_proj
+    return LayerParts(
+        qkv=(queries, attention.kv_a_proj_with_mqa),
+        out=attention.o_proj,
+        up=(),
+        down=None,
+        norms=norms,
+        head_dim=attention.kv_lora_rank + attention.qk_rope_head_dim,
+        gated=True,
+        index=attention.layer_idx,
+        scale=float(attention.scaling),
+        latents=attention,
+        interleaved=interleaved,
+    )
 
 
 def with_feed_forward(parts: LayerParts, half: Any, names: DecoderNames, _: Any = None) -> LayerParts:

@@ -28,10 +28,13 @@ from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.quantised import PackedForm, QuantisedLinear
 from pagewire.kernels.data.integers import Integers
+from pagewire.kernels.data.latents import LatentHeads
 from pagewire.kernels.data.layer import (
     Activation,
     Experts,
     HeadNormForm,
+    Indexer,
+    Latents,
     Layer,
     LayerNorm,
     Mixture,
@@ -100,9 +103,12 @@ STORED = (
     Embeddings,
     ExpertGroups,
     Experts,
+    Indexer,
     Integers,
     KVPlace,
     KVShape,
+    LatentHeads,
+    Latents,
     Layer,
     LayerNorm,
     LoadedModel,

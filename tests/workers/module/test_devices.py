@@ -63,14 +63,12 @@ def test_latents_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         latent.absorb_latents(nn.ModuleList([attention]), read, OTHER)
         heads = attention.latent_heads
         assert not hasattr(attention, "kv_b_proj") and heads.num_bytes == 4 * 40 * 256 * 4
-        queries = heads.queries(torch.zeros(3, 4, 48, device=OTHER))
-        assert (queries.shape, queries.device) == ((3, 4, 288), OTHER)
-        values = heads.outputs(queries[..., :256])
+        queries = heads.queries(torch.zeros(3, 4, 16, device=OTHER))
+        assert (queries.shape, queries.device) == ((3, 4, 256), OTHER)
+        values = heads.outputs(queries)
         assert (values.shape, values.device) == ((3, 4, 24), OTHER)
-        with pytest.raises(
-            NotImplementedError, match="no kernels for device 'meta'"
-        ):  # up to the last product
-            heads(torch.zeros(3, 256, device=OTHER))
+        expanded = heads.heads(torch.zeros(3, 256, device=OTHER))
+        assert (expanded.shape, expanded.device) == ((3, 160), OTHER)
         other: Any = Attention()
         other.qk_rope_head_dim = 16
         latent.absorb_latents(other, read, OTHER)

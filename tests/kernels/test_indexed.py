@@ -2,7 +2,7 @@
 
 import torch
 
-from pagewire.workers.module.indexed import largest
+from pagewire.kernels.indexed import largest
 
 INF = torch.inf
 
