@@ -23,7 +23,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagewire.kernels.data.layer import Angles, Half, HeadNormForm, Indexer, Layer, LayerNorm, Norm
+from pagewire.kernels.data.layer import (
+    Activation,
+    Angles,
+    Half,
+    HeadNormForm,
+    HeadNorms,
+    Indexer,
+    Layer,
+    LayerNorm,
+    Norm,
+)
 from pagewire.kernels.data.paging import AttentionBatch, Cache
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import GroupedExperts
@@ -215,8 +225,12 @@ class Stack:
 def _feed_forward(layer: Layer, x: Tensor) -> Tensor:
     """The feed-forward half [T, H] of x [T, H]."""
     assert layer.up is not None and layer.down is not None
-    activate = activate_and_mul if layer.gated else activate_each
-    return layer.down(activate(layer.up(x), layer.activation))
+    if not layer.gated:
+        x = activate_each(layer.up(x), layer.activation)
+    else:
+        assert isinstance(layer.activation, Activation), "what has parameters is no gate"
+        x = activate_and_mul(layer.up(x), layer.activation)
+    return layer.down(normed_by(layer.down_norm, x))
 
 
 def _mixture(layer: Layer, x: Tensor, experts: GroupedExperts) -> Tensor:
@@ -248,22 +262,46 @@ def _attend(
     assert layer.qkv is not None and layer.out is not None and cache is not None
     num_tokens = len(x)
     heads = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
+    if layer.qkv_limit is not None:
+        heads = heads.clamp_(-layer.qkv_limit, layer.qkv_limit)
     q, k, v = torch.split(heads, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
+    q, k, own, norms = _until_stored(layer, q, k, angles)
+    q = rotate_and_store(q, k, v, own, norms, cache, batch.slot_mapping)
+    mixed = paged_attention(q, cache, batch, layer.scale, layer.terms).view(num_tokens, -1)
+    return layer.out(normed_by(layer.out_norm, mixed))
+
+
+def _until_stored(
+    layer: Layer, q: Tensor, k: Tensor, angles: Sequence[Angles]
+) -> tuple[Tensor, Tensor, Angles | None, HeadNorms | None]:
+    """Queries and keys as far as they are normed and turned before, and what `rotate_and_store` does to them."""
     own = None if layer.angles is None else angles[layer.angles]
-    norms, form = layer.head_norms, layer.head_norm_form
+    of_queries = own if layer.query_angles is None else angles[layer.query_angles]
+    form, norms = layer.head_norm_form, layer.head_norms
     if norms is not None and form is HeadNormForm.TOGETHER:
         q, k = (normed_by(norm, x.flatten(1)).view(x.shape) for norm, x in zip(norms, (q, k), strict=True))
         norms = None
+    fused = _fused(norms) if own is of_queries and not layer.interleaved else None
+    if norms is not None and fused is None and form is HeadNormForm.EACH:
+        q, k = (normed_by(norm, x) for norm, x in zip(norms, (q, k), strict=True))
     if own is not None and layer.interleaved:
-        if norms is not None and form is HeadNormForm.EACH:
-            q, k = (normed_by(norm, x) for norm, x in zip(norms, (q, k), strict=True))
-            norms = None
         q, k = (by_halves(x, own[0].shape[-1]) for x in (q, k))
-    if own is not None and norms is not None and form is HeadNormForm.ROTATED:
-        rotary(q, k, *own)
-        own = None
-    q = rotate_and_store(q, k, v, own, norms, cache, batch.slot_mapping)
-    return layer.out(paged_attention(q, cache, batch, layer.scale, layer.terms).view(num_tokens, -1))
+    if own is of_queries and (norms is None or form is not HeadNormForm.ROTATED):
+        return q, k, own, fused
+    for heads, table in ((q, of_queries), (k, own)):
+        if table is not None:
+            rotary(heads, heads[:, :0], *table)
+    if norms is not None and fused is None and form is HeadNormForm.ROTATED:
+        q, k = (normed_by(norm, x) for norm, x in zip(norms, (q, k), strict=True))
+    return q, k, None, fused
+
+
+def _fused(norms: tuple[Norm, Norm] | tuple[LayerNorm, LayerNorm] | None) -> HeadNorms | None:
+    """The norms of heads, if they are such that `rotate_and_store` computes."""
+    if norms is None:
+        return None
+    query, key = norms
+    return (query, key) if isinstance(query, Norm) and isinstance(key, Norm) else None
 
 
 def _attend_to_latents(

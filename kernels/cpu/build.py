@@ -28,6 +28,7 @@ SOURCES = (  # the slowest to compile first
     "quantised.cpp",
     "linear.cpp",
     "layers.cpp",
+    "activations.cpp",
     "state_matrices.cpp",
     "sampling.cpp",
     "state_channels.cpp",

@@ -172,9 +172,12 @@ class Decoding {
     const int64_t start = starts_[row], slot = call_.slots[row];
     const DecodeSlot& sequence = call_.sequences[slot];
     const int64_t token = call_.tokens[slot * call_.max_tokens + start];
-    embed(call_.embeddings, token, static_cast<char*>(stack_.states) + row * stack_.hidden * element_, stack_.hidden,
-          attention.dtype);
-    lay_angles(stack_, row, call_.tables, call_.num_tables, start + call_.long_from[slot]);
+    const int64_t position = start + call_.long_from[slot];
+    char* const state = static_cast<char*>(stack_.states) + row * stack_.hidden * element_;
+    embed(call_.embeddings, token, state, stack_.hidden, attention.dtype);
+    add_row(call_.positions, position, state, stack_.hidden, attention.dtype);
+    norm_rows(call_.norm, state, 1, stack_.hidden, attention.dtype);
+    lay_angles(stack_, row, call_.tables, call_.num_tables, position);
     const int64_t block = attention.block_table[row * attention.block_table_stride + start / attention.block_size];
     slots_[row] = block * attention.block_size + start % attention.block_size;
     seq_lens_[row] = int32_t(start + 1);

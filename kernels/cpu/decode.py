@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagewire.kernels.cpu.embeddings import RowTable, angle_tables, are_rows
+from pagewire.kernels.cpu.embeddings import Beginning, RowTable, angle_tables
 from pagewire.kernels.cpu.experts import is_packed, matrix
 from pagewire.kernels.cpu.library import structure
-from pagewire.kernels.cpu.stack import CompiledStack
+from pagewire.kernels.cpu.stack import CompiledStack, norm_struct
 from pagewire.kernels.data.deltas import AdaptedLinear
 from pagewire.kernels.data.layer import Angles
 from pagewire.kernels.data.paging import Cache
-from pagewire.kernels.data.weight import Linear, Weight
+from pagewire.kernels.data.weight import Linear
 
 DecodeSlot, DecodeCall = map(structure, ("DecodeSlot", "DecodeCall"))
 
@@ -37,30 +37,29 @@ class SequenceArrays:
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """What a step runs: embeddings [V or more, H], dense or integers; layers with their caches; the output layer.
+    """What a step runs: what tokens begin with; layers with their caches; the output layer.
 
-    factor: of the embeddings' numbers. angles: cosines and sines [P, rot_dim] by position, of each kind.
-    logit_scale, softcap: see `Kernels.cap`.
+    angles: cosines and sines [P, rot_dim] by position, of each kind. logit_scale, softcap: see `Kernels.cap`.
     """
 
-    embeddings: Weight
+    beginning: Beginning
     angles: Sequence[Angles]
     stack: CompiledStack
     caches: Sequence[Cache | None]
     head: Linear
-    factor: float = 1.0
     logit_scale: float = 1.0
     softcap: float | None = None
 
     @property
     def fit(self) -> bool:
         """True if the layers are one call, and the others are of their dtype and of kinds that decode.cpp knows."""
-        rows, head = self.embeddings, self.head
+        begins, head = self.beginning, self.head
+        rows = begins.words
         if not self.stack.is_single or not is_packed(head) or isinstance(head, AdaptedLinear):
             return False
         if rows.shape[0] < head.out_features or rows.shape[1] != head.in_features:
             return False
-        return head.dtype == self.stack.dtype and are_rows([rows], self.angles, self.stack.dtype)
+        return head.dtype == self.stack.dtype and begins.fit(self.angles, self.stack.dtype)
 
 
 class CompiledDecoder:
@@ -73,8 +72,9 @@ class CompiledDecoder:
 
     def __init__(self, parts: DecoderParts, sequences: SequenceArrays) -> None:
         self._parts = parts
-        embeddings, angles, head = parts.embeddings, parts.angles, parts.head
-        self._rows, self._tables = RowTable(embeddings, parts.factor), angle_tables(angles)
+        begins, angles, head = parts.beginning, parts.angles, parts.head
+        self._rows, self._tables = RowTable(begins.words, begins.factor), angle_tables(angles)
+        self._positions = None if begins.positions is None else RowTable(begins.positions)
         self._sequences = sequences
         self.slots = (DecodeSlot * len(sequences.tokens))()
         """How the sequence of each slot goes on; see `DecodeSlot` in kernels.h."""
@@ -93,6 +93,10 @@ class CompiledDecoder:
             max_tokens=sequences.tokens.shape[1],
             max_blocks=sequences.block_table.shape[1],
         )
+        if self._positions is not None:
+            self._call.positions = self._positions.struct
+        if begins.norm is not None:
+            self._call.norm = norm_struct(begins.norm, begins.words.shape[1], head.dtype)
         self._capacity = 0
         self._held: object = None
 

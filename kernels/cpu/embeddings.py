@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from pagewire.kernels.cpu.integers import SchemeStruct
 from pagewire.kernels.cpu.library import structure
 from pagewire.kernels.data.integers import Integers
-from pagewire.kernels.data.layer import Angles
+from pagewire.kernels.data.layer import Angles, LayerNorm, Norm
 from pagewire.kernels.data.weight import DENSE, Weight
 
 AnglesParameters, EmbeddingRows = map(structure, ("Angles", "EmbeddingRows"))
@@ -24,6 +25,29 @@ def are_rows(tables: Sequence[Weight], angles: Sequence[Angles], dtype: torch.dt
     if {table.dtype for table in tables} | {part.dtype for part in parts} != {dtype}:
         return False
     return all(part.is_contiguous() for part in (*parts, *(part for table in tables for part in table.parts)))
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What tokens begin with: rows of words, and of positions where there are any, added up and then normed.
+
+    words: [V or more, H], dense or integers, whose numbers are multiplied by factor.
+    positions: [P, H], dense; None: there are none. norm: of the sum; None: it is not normed.
+    """
+
+    words: Weight
+    factor: float = 1.0
+    positions: Weight | None = None
+    norm: Norm | LayerNorm | None = None
+
+    def fit(self, angles: Sequence[Angles], dtype: torch.dtype) -> bool:
+        """True if the library can read the tables, those of angles with them, and makes numbers of this dtype."""
+        positions = self.positions
+        if positions is None:
+            return are_rows([self.words], angles, dtype)
+        if positions.scheme is not DENSE or positions.shape[1] != self.words.shape[1]:
+            return False
+        return are_rows([self.words, positions], angles, dtype)
 
 
 class RowTable:

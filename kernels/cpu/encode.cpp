@@ -75,27 +75,12 @@ class Encoding {
       const int64_t place = token - starts_[row], position = call_.first_position + place;
       char* const to = static_cast<char*>(stack_.states) + token * size;
       embed(call_.words, call_.tokens[call_.slots[row] * call_.max_tokens + place], to, hidden, stack_.attention.dtype);
-      add(call_.types, place >= call_.seconds[row], to);
-      add(call_.positions, position, to);
+      add_row(call_.types, place >= call_.seconds[row], to, hidden, stack_.attention.dtype);
+      add_row(call_.positions, position, to, hidden, stack_.attention.dtype);
       lay_angles(stack_, token, call_.tables, call_.num_tables, position);
     }
     char* const states = static_cast<char*>(stack_.states) + first * size;
-    if (const Norm& norm = call_.norm; norm.weight)
-      pagewire_layer_norm(states, nullptr, norm.weight, norm.bias, nullptr, states, last - first, hidden, norm.eps,
-                          stack_.attention.dtype, 1);
-  }
-
-  // Adds a row of numbers, if there are any.
-  void add(const EmbeddingRows& from, int64_t number, void* to) const {
-    if (!from.rows) return;
-    dispatch(stack_.attention.dtype, [&](auto element) {
-      using T = decltype(element);
-      const T* const more = reinterpret_cast<const T*>(static_cast<const char*>(from.rows) + number * from.row_bytes);
-      T* const x = static_cast<T*>(to);
-      const int64_t hidden = stack_.hidden;
-      for (int64_t i = 0; i < hidden; i += kLanes)
-        store(x + i, load(x + i, hidden - i) + load(more + i, hidden - i), hidden - i);
-    });
+    norm_rows(call_.norm, states, last - first, hidden, stack_.attention.dtype);
   }
 
   const EncodeCall& call_;

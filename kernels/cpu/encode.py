@@ -15,7 +15,7 @@ from pagewire.kernels.cpu.embeddings import RowTable, angle_tables, are_rows
 from pagewire.kernels.cpu.library import structure
 from pagewire.kernels.cpu.stack import CompiledStack
 from pagewire.kernels.cpu.tensors import norm_struct
-from pagewire.kernels.data.layer import Angles, LayerNorm
+from pagewire.kernels.data.layer import Angles, LayerNorm, Norm
 from pagewire.kernels.data.paging import Cache
 from pagewire.kernels.data.weight import DENSE, Weight
 
@@ -38,7 +38,7 @@ class EncoderParts:
     words: Weight
     types: Weight | None
     positions: Weight | None
-    norm: LayerNorm | None
+    norm: Norm | LayerNorm | None
     angles: Sequence[Angles]
     stack: CompiledStack
     pages: Callable[[int], Sequence[Cache]]

@@ -28,8 +28,10 @@ ACTIVATION_CODES = {
     Activation.CLAMPED_SWIGLU: 2,
     Activation.GELU: 3,
     Activation.GELU_QUICK: 4,
+    Activation.RELU: 5,
+    Activation.RELU_SQUARED: 6,
 }
-"""The numbers of activations in layers.cpp."""
+"""The numbers of activations in activations.cpp."""
 
 
 def routing_struct(router: Router, num_experts: int) -> ctypes.Structure:

@@ -75,6 +75,18 @@ EXPORT void pagewire_activate_each(const void* x, void* out, int64_t rows, int64
 EXPORT void pagewire_activate(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride,
                               int64_t out_stride, int32_t activation, int32_t dtype, int32_t num_threads);
 
+// The activation of each element: see kernels/data/layer.py.
+struct Xielu {
+  float positive, negative, slope, least;
+};
+
+EXPORT void pagewire_xielu(const void* x, void* out, int64_t rows, int64_t size, const Xielu* parameters, int32_t dtype,
+                           int32_t num_threads);
+
+EXPORT void pagewire_head_layer_norm(void* heads, const void* weight, const void* bias, int64_t tokens, int64_t count,
+                                     int64_t size, int64_t token_stride, float eps, int32_t dtype,
+                                     int32_t num_threads);
+EXPORT void pagewire_clamp(void* x, int64_t size, float limit, int32_t dtype, int32_t num_threads);
 EXPORT void pagewire_by_halves(void* x, int64_t tokens, int64_t heads, int64_t half, int64_t token_stride,
                                int64_t head_stride, int32_t dtype, int32_t num_threads);
 EXPORT void pagewire_cap(void* x, int64_t size, float scale, float softcap, int32_t dtype, int32_t num_threads);
@@ -449,20 +461,22 @@ struct Layer {
   Norm query_norm, key_norm;
   Norm attention_norm, output_norm;  // of sums; no weight: the next product takes the sum itself
   Norm attended_norm, fed_norm;      // of what a half gives, before it is added; no weight: it is not normed
+  Norm out_norm, down_norm;          // RMS norms of what `out` and `down` take; no weight: it is not normed
   void* k_cache;
   void* v_cache;
   void* index_cache;  // [blocks, block_size, size] of its indexer's keys
   void* tap;  // [tokens, hidden]: gets the states behind the layer; null: they are not kept
   LogitTerms terms;
-  int64_t angles;  // the number of those that turn queries and keys; -1: none do
+  int64_t angles, query_angles;  // the numbers of those that turn keys and queries; -1: none do
+  Xielu xielu;               // where the activation is that
   float scale;
   float residual_scale;      // of what a half gives
-  int32_t activation;        // of up; see layers.cpp
+  int32_t activation;        // of up; see activations.cpp. 7: `xielu`
   int32_t gated;             // up holds gates and then what they are multiplied with
   int32_t parallel;          // both halves take the layer's input, and their results are added together
   int32_t interleaved;       // rotation turns neighbours
   int32_t head_norms;        // of query_norm and key_norm: 0 each head, 1 all heads of a token, 2 each head that is turned
-  int32_t unused;
+  float qkv_limit;           // of queries, keys and values; 0: none
 };
 
 struct StackCall {
@@ -530,6 +544,8 @@ struct DecodeCall {
   Matrix head;
   float logit_scale, softcap;    // see pagewire_cap
   EmbeddingRows embeddings;
+  EmbeddingRows positions;       // numbers; without rows: there are none
+  Norm norm;                     // of the sum of both
   const Angles* tables;          // of all positions, of each kind
   int64_t num_tables;
   // By slot.

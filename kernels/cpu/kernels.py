@@ -13,14 +13,14 @@ from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts, Matr
 from pagewire.kernels.cpu.library import choose
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
 from pagewire.kernels.cpu.quantised import QuantisedLinear
-from pagewire.kernels.cpu.stack import CompiledStack
+from pagewire.kernels.cpu.stack import CompiledStack, xielu_struct
 from pagewire.kernels.cpu.states import CpuStateKernels
 from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous, of_size
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.drawing import Draw
 from pagewire.kernels.data.integers import Integers
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
-from pagewire.kernels.data.layer import Activation, Experts, Layer, LayerNorm, Norm, Router
+from pagewire.kernels.data.layer import Activation, Experts, Layer, LayerNorm, Norm, Router, Xielu
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.weight import Linear, Weight
 from pagewire.kernels.reference.kernels import Kernels
@@ -141,20 +141,19 @@ class CpuKernels(Kernels):
         )
         return None if failed else sums
 
-    def activate_each(self, x: Tensor, activation: Activation) -> Tensor:
+    def activate_each(self, x: Tensor, activation: Activation | Xielu) -> Tensor:
         if activation is Activation.CLAMPED_SWIGLU:
             raise ValueError(f"{activation} is of pairs of elements, not of each")
         x = x.contiguous()
         out = torch.empty_like(x)
-        self._library.pagewire_activate_each(
-            x.data_ptr(),
-            out.data_ptr(),
-            x.numel() // max(1, x.shape[-1]),
-            x.shape[-1],
-            ACTIVATION_CODES[activation],
-            DTYPES[x.dtype],
-            torch.get_num_threads(),
-        )
+        sizes = x.numel() // max(1, x.shape[-1]), x.shape[-1]
+        how = DTYPES[x.dtype], torch.get_num_threads()
+        if isinstance(activation, Xielu):
+            parameters = ctypes.byref(xielu_struct(activation))
+            self._library.pagewire_xielu(x.data_ptr(), out.data_ptr(), *sizes, parameters, *how)
+        else:
+            code = ACTIVATION_CODES[activation]
+            self._library.pagewire_activate_each(x.data_ptr(), out.data_ptr(), *sizes, code, *how)
         return out
 
     def activate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:

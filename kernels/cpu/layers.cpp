@@ -1,4 +1,4 @@
-// The small kernels around attention: KV write, norms, gated activations, rotary embedding.
+// The small kernels around attention: KV write, norms, rotary embedding.
 //
 // Each row is computed on its own and in one fixed order, so its bits do not depend on the batch. Values are
 // rounded to the tensors' type wherever PyTorch would store an intermediate result.
@@ -10,25 +10,11 @@
 #include "kernels.h"
 #include "layout.h"
 #include "parallel.h"
+#include "rows.h"
 #include "scratch.h"
 #include "simd.h"
 
 namespace {
-
-// Below this many elements a second thread costs more than it brings.
-constexpr int64_t kParallelElements = 1 << 15;
-
-// Calls body(row) for all rows, on several threads if they hold enough elements.
-template <class Body>
-void for_rows(int64_t rows, int64_t elements_per_row, int num_threads, const Body& body) {
-  const int64_t chunk = 1 + kParallelElements / (4 * (elements_per_row + 1));
-  const int64_t chunks = (rows + chunk - 1) / chunk;
-  if (rows * elements_per_row < kParallelElements) num_threads = 1;
-  parallel_for(chunks, num_threads, [&](int64_t c) {
-    const int64_t end = (c + 1) * chunk < rows ? (c + 1) * chunk : rows;
-    for (int64_t row = c * chunk; row < end; ++row) body(row);
-  });
-}
 
 template <class T>
 void rms_norm_row(const T* x, const T* weight, T* out, int64_t size, float eps, float offset) {
@@ -111,91 +97,6 @@ void store_codes(const T* from, code8* block, int64_t row, int64_t size, int64_t
   encode(from, size, scale, codes);
   store_row(reinterpret_cast<const code8*>(codes), block, row, size, block_size, values);
   std::memcpy(scale_of(block, row, size, block_size), &scale.of_codes, sizeof(float));
-}
-
-// The activations between the two products of a feed-forward half: of rows [2 size] that hold gates and then what they
-// are multiplied with, or both in turn. `out` may be the row itself.
-
-struct Silu {
-  static INLINE Floats activate(Floats x) { return x / (1.0f + exp(-x)); }
-};
-
-struct QuickGelu {
-  static INLINE Floats activate(Floats x) { return x * sigmoid(1.702f * x); }
-};
-
-struct GeluTanh {
-  // 0.5 (1 + tanh u) is sigmoid(2u).
-  static INLINE Floats activate(Floats x) {
-    return x * sigmoid(1.5957691216f * fma(x * x * x, broadcast(0.044715f), x));
-  }
-};
-
-struct Gelu {
-  // x Phi(x), with Abramowitz and Stegun's 7.1.26 for the error function: it is off by at most 1.5e-7.
-  static INLINE Floats activate(Floats x) {
-    const Floats z = 0.70710678f * select(x < Floats{}, -x, x);
-    const Floats t = 1.0f / fma(broadcast(0.3275911f), z, broadcast(1.0f));
-    Floats p = broadcast(1.061405429f);
-    p = fma(p, t, broadcast(-1.453152027f));
-    p = fma(p, t, broadcast(1.421413741f));
-    p = fma(p, t, broadcast(-0.284496736f));
-    p = fma(p, t, broadcast(0.254829592f));
-    const Floats tail = p * t * exp(-(z * z));  // 1 - erf(z)
-    return 0.5f * x * select(x < Floats{}, tail, 2.0f - tail);
-  }
-};
-
-// Of each element by itself.
-template <class Function>
-struct Each {
-  template <class T>
-  static void run(const T* x, T* out, int64_t size) {
-    for (int64_t i = 0; i < size; i += kLanes) store(out + i, Function::activate(load(x + i, size - i)), size - i);
-  }
-};
-
-template <class Gate>
-struct HalfByHalf {
-  template <class T>
-  static void run(const T* x, T* out, int64_t size) {
-    for (int64_t i = 0; i < size; i += kLanes) {
-      const Floats gate = rounded_to<T>(Gate::activate(load(x + i, size - i)));
-      store(out + i, gate * load(x + size + i, size - i), size - i);
-    }
-  }
-};
-
-// (clamp(up, -7, 7) + 1) * (g * sigmoid(1.702 g)) with g = min(gate, 7); gates and ups stand in turn. As in gpt-oss.
-struct ClampedSwiglu {
-  static constexpr float kLimit = 7.0f, kSlope = 1.702f;
-
-  template <class T>
-  static void run(const T* x, T* out, int64_t size) {
-    for (int64_t i = 0; i < size; i += kLanes) {
-      const int64_t left = 2 * (size - i);
-      const Floats low = load(x + 2 * i, left), high = left > kLanes ? load(x + 2 * i + kLanes, left - kLanes) : Floats{};
-      const Floats gate = bounded(every_second<0>(low, high), -INFINITY), up = bounded(every_second<1>(low, high), -kLimit);
-      const Floats opened = rounded_to<T>(sigmoid(rounded_to<T>(gate * kSlope)));
-      store(out + i, rounded_to<T>(up + 1.0f) * rounded_to<T>(gate * opened), size - i);
-    }
-  }
-
- private:
-  static INLINE Floats bounded(Floats x, float least) {
-    return min(broadcast(kLimit), max(broadcast(least), x));  // in this order NaN survives
-  }
-};
-
-template <class Activation>
-void activate(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride, int64_t out_stride,
-              int32_t dtype, int32_t num_threads) {
-  dispatch(dtype, [&](auto element) {
-    using T = decltype(element);
-    for_rows(rows, size, num_threads, [&](int64_t row) {
-      Activation::run(static_cast<const T*>(x) + row * row_stride, static_cast<T*>(out) + row * out_stride, size);
-    });
-  });
 }
 
 // x cos + rotate_half(x) sin, every product and the sum rounded to T.
@@ -298,6 +199,20 @@ EXPORT void pagewire_layer_norm(const void* x, const void* residual, const void*
   });
 }
 
+// heads [tokens, count, size] in place, tokens token_stride apart: each head becomes its layer norm. bias: or null.
+EXPORT void pagewire_head_layer_norm(void* heads, const void* weight, const void* bias, int64_t tokens, int64_t count,
+                                     int64_t size, int64_t token_stride, float eps, int32_t dtype,
+                                     int32_t num_threads) {
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    for_rows(tokens * count, size, num_threads, [&](int64_t row) {
+      T* const head = static_cast<T*>(heads) + row / count * token_stride + row % count * size;
+      layer_norm_row<T>(head, nullptr, static_cast<const T*>(weight), static_cast<const T*>(bias), nullptr, head, size,
+                        eps);
+    });
+  });
+}
+
 // sums [segments, size] of the rows x [rows, size] of each segment: of elements times `one`, rounded to integers. Those of a
 // segment are the ones before its end, from the end before on; the last end is the number of rows.
 // Returns 0, or 1 if some elements are not finite.
@@ -328,29 +243,6 @@ EXPORT int pagewire_fixed_sums(const void* x, const int64_t* ends, int64_t* sums
     });
   });
   return failed.load();
-}
-
-// x and out [rows, size], contiguous; they may be the same. activation: 0 SiLU, 1 GELU's tanh form, 3 GELU,
-// 4 x sigmoid(1.702 x).
-EXPORT void pagewire_activate_each(const void* x, void* out, int64_t rows, int64_t size, int32_t activation,
-                                   int32_t dtype, int32_t num_threads) {
-  const auto run = activation == 0   ? activate<Each<Silu>>
-                   : activation == 1 ? activate<Each<GeluTanh>>
-                   : activation == 3 ? activate<Each<Gelu>>
-                                     : activate<Each<QuickGelu>>;
-  run(x, out, rows, size, size, size, dtype, num_threads);
-}
-
-// x [rows, 2 size], rows row_stride apart; out [rows, size], rows out_stride apart; they may be the same.
-// activation: 0 SiLU, 1 GELU's tanh form, 2 gpt-oss's, 3 GELU, 4 x sigmoid(1.702 x).
-EXPORT void pagewire_activate(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride,
-                              int64_t out_stride, int32_t activation, int32_t dtype, int32_t num_threads) {
-  const auto run = activation == 0   ? activate<HalfByHalf<Silu>>
-                   : activation == 1 ? activate<HalfByHalf<GeluTanh>>
-                   : activation == 2 ? activate<ClampedSwiglu>
-                   : activation == 3 ? activate<HalfByHalf<Gelu>>
-                                     : activate<HalfByHalf<QuickGelu>>;
-  run(x, out, rows, size, row_stride, out_stride, dtype, num_threads);
 }
 
 // x [tokens, heads, >= 2 half] in place: of the first 2 half elements of each head first all even ones, then all odd ones.
@@ -398,6 +290,21 @@ EXPORT void pagewire_cap(void* x, int64_t size, float scale, float softcap, int3
         }
         store(own + i, v, end - i);
       }
+    });
+  });
+}
+
+// x [size] in place: numbers from -limit to limit.
+EXPORT void pagewire_clamp(void* x, int64_t size, float limit, int32_t dtype, int32_t num_threads) {
+  constexpr int64_t kChunk = 4096;
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    if (size < kParallelElements) num_threads = 1;
+    parallel_for((size + kChunk - 1) / kChunk, num_threads, [&](int64_t chunk) {
+      T* const own = static_cast<T*>(x);
+      const int64_t end = std::min(size, (chunk + 1) * kChunk);
+      for (int64_t i = chunk * kChunk; i < end; i += kLanes)
+        store(own + i, min(broadcast(limit), max(broadcast(-limit), load(own + i, end - i))), end - i);
     });
   });
 }

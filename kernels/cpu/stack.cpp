@@ -11,6 +11,8 @@
 
 namespace {
 
+constexpr int32_t kXielu = 7;  // the activation whose parameters a layer has
+
 // x[n] of each rank becomes the sum of all ranks'.
 using AllReduce = void (*)(const void* ranks, void* x, int64_t n, int32_t dtype, int32_t num_threads);
 
@@ -82,15 +84,18 @@ class Requests {
   int attend(const Layer& layer, const void* x, void* out) {
     multiply(layer.qkv, x, layer.qkv.k, call_.qkv);
     if (layer.latents.keys) return attend_to_latents(layer, layer.latents, x, out);
+    if (layer.qkv_limit != 0)
+      pagewire_clamp(call_.qkv, tokens_ * layer.qkv.n, layer.qkv_limit, batch_.dtype, batch_.num_threads);
     char* const q = static_cast<char*>(call_.qkv);
     char* const k = q + batch_.num_heads * batch_.head_dim * element_;
     char* const v = k + batch_.num_kv_heads * batch_.head_dim * element_;
-    turn(layer, layer.query_norm, q, batch_.num_heads);
-    turn(layer, layer.key_norm, k, batch_.num_kv_heads);
+    turn(layer, layer.query_norm, layer.query_angles, q, batch_.num_heads);
+    turn(layer, layer.key_norm, layer.angles, k, batch_.num_kv_heads);
     if (keep(layer, k, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, false) ||
         keep(layer, v, layer.v_cache, batch_.v_block_stride, batch_.v_head_stride, true))
       return 2;
     if (const int failure = attend_to_cache(layer, q)) return failure;
+    norm_input(layer.out_norm, call_.attended, layer.out.k, layer.out.k);
     multiply(layer.out, call_.attended, layer.out.k, out);
     return 0;
   }
@@ -111,8 +116,8 @@ class Requests {
     const int64_t rope = size - rank, head_stride = nope + rope;
     norm_heads(latents.norm, latent, 1, rank, layer.qkv.n);
     if (layer.angles >= 0) {
-      rotate(layer, queries + nope * element_, heads, stride, head_stride, layer.interleaved);
-      rotate(layer, latent + rank * element_, 1, layer.qkv.n, rope, layer.interleaved);
+      rotate(call_.angles[layer.angles], queries + nope * element_, heads, stride, head_stride, layer.interleaved);
+      rotate(call_.angles[layer.angles], latent + rank * element_, 1, layer.qkv.n, rope, layer.interleaved);
     }
     if (keep(layer, latent, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, false)) return 2;
     multiply_heads(latents.keys, queries, stride, head_stride, rope, call_.attended, call_.absorbed);
@@ -135,8 +140,8 @@ class Requests {
     multiply(indexer.queries, call_.qkv, layer.qkv.n, queries);
     multiply(indexer.weights, x, layer.qkv.k, weights);
     if (layer.angles >= 0) {
-      rotate(layer, queries, heads, heads * size, size, indexer.interleaved);
-      rotate(layer, keys, 1, size, size, indexer.interleaved);
+      rotate(call_.angles[layer.angles], queries, heads, heads * size, size, indexer.interleaved);
+      rotate(call_.angles[layer.angles], keys, 1, size, size, indexer.interleaved);
     }
     const ChooseCall call{queries, keys, weights, layer.index_cache, call_.chosen, slots_, batch_.query_start_loc,
                           batch_.seq_lens, batch_.block_table, batch_.block_table_stride, tokens_, batch_.num_requests,
@@ -180,13 +185,28 @@ class Requests {
 
   void run_feed_forward(const Layer& layer, const void* x, void* out) const {
     multiply(layer.up, x, layer.up.k, call_.up);
+    activate(layer);
+    norm_input(layer.down_norm, call_.up, layer.down.k, layer.up.n);
+    multiply(layer.down, call_.up, layer.up.n, out);
+  }
+
+  // Makes what `down` takes of what `up` gives: rows as far apart as before.
+  void activate(const Layer& layer) const {
     if (layer.gated)
       pagewire_activate(call_.up, call_.up, tokens_, layer.down.k, layer.up.n, layer.up.n, layer.activation,
                         batch_.dtype, batch_.num_threads);
+    else if (layer.activation == kXielu)
+      pagewire_xielu(call_.up, call_.up, tokens_, layer.up.n, &layer.xielu, batch_.dtype, batch_.num_threads);
     else
       pagewire_activate_each(call_.up, call_.up, tokens_, layer.up.n, layer.activation, batch_.dtype,
                              batch_.num_threads);
-    multiply(layer.down, call_.up, layer.up.n, out);
+  }
+
+  // Norms the first `size` numbers of rows, where there is a norm.
+  void norm_input(const Norm& norm, void* x, int64_t size, int64_t stride) const {
+    if (norm.weight)
+      pagewire_rms_norm(x, norm.weight, x, tokens_, 1, size, stride, size, stride, size, norm.eps, norm.offset,
+                        batch_.dtype, batch_.num_threads);
   }
 
   int run_mixture(const Layer& layer, const Mixture& mixture, const void* x) const {
@@ -227,26 +247,29 @@ class Requests {
   }
 
   // Norms of queries or keys, where there are some, and rotary embedding, where the layer has angles.
-  void turn(const Layer& layer, const Norm& norm, char* heads, int64_t count) const {
+  void turn(const Layer& layer, const Norm& norm, int64_t angles, char* heads, int64_t count) const {
     const int64_t stride = layer.qkv.n, size = batch_.head_dim;
     if (layer.head_norms == 1)
       norm_heads(norm, heads, 1, count * size, stride);
     else if (layer.head_norms == 0)
       norm_heads(norm, heads, count, size, stride);
-    if (layer.angles >= 0) rotate(layer, heads, count, stride, size, layer.interleaved);
+    if (angles >= 0)
+      rotate(call_.angles[angles], heads, count, stride, size, layer.interleaved && layer.angles >= 0);
     if (layer.head_norms == 2) norm_heads(norm, heads, count, size, stride);
   }
 
   // Heads [tokens, count, size], tokens `stride` apart; without a weight they stay as they are.
   void norm_heads(const Norm& norm, char* heads, int64_t count, int64_t size, int64_t stride) const {
-    if (norm.weight)
+    if (norm.weight && norm.centred)
+      pagewire_head_layer_norm(heads, norm.weight, norm.bias, tokens_, count, size, stride, norm.eps, batch_.dtype,
+                               batch_.num_threads);
+    else if (norm.weight)
       pagewire_rms_norm(heads, norm.weight, heads, tokens_, count, size, stride, size, stride, size, norm.eps,
                         norm.offset, batch_.dtype, batch_.num_threads);
   }
 
-  void rotate(const Layer& layer, char* heads, int64_t count, int64_t stride, int64_t head_stride,
+  void rotate(const Angles& angles, char* heads, int64_t count, int64_t stride, int64_t head_stride,
               bool interleaved) const {
-    const Angles& angles = call_.angles[layer.angles];
     const int64_t size = 2 * call_.rotary_half, before = first_token_ * size * element_;
     if (interleaved)
       pagewire_by_halves(heads, tokens_, count, call_.rotary_half, stride, head_stride, batch_.dtype,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,17 @@ from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, logit_terms, norm
 from pagewire.kernels.data.deltas import AdaptedLinear
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.data.kv_codes import head_size
-from pagewire.kernels.data.layer import Angles, Half, HeadNormForm, Layer, LayerNorm, Mixture, Norm
+from pagewire.kernels.data.layer import (
+    Activation,
+    Angles,
+    Half,
+    HeadNormForm,
+    Layer,
+    LayerNorm,
+    Mixture,
+    Norm,
+    Xielu,
+)
 from pagewire.kernels.data.paging import AttentionBatch, Cache, check_scales
 from pagewire.kernels.data.weight import Linear
 
@@ -44,9 +55,23 @@ SCRATCH = (
 HEAD_NORM_CODES = {HeadNormForm.EACH: 0, HeadNormForm.TOGETHER: 1, HeadNormForm.ROTATED: 2}
 """The forms of head norms in kernels.h."""
 
-MixtureParameters, LayerParameters, AnglesParameters, StackCall = map(
-    structure, ("Mixture", "Layer", "Angles", "StackCall")
+XIELU_CODE = 7
+"""Of a layer whose activation is `Layer.xielu` in kernels.h."""
+
+MixtureParameters, LayerParameters, AnglesParameters, StackCall, XieluParameters = map(
+    structure, ("Mixture", "Layer", "Angles", "StackCall", "Xielu")
 )
+
+
+def xielu_struct(activation: Xielu) -> ctypes.Structure:
+    return XieluParameters(*dataclasses.astuple(activation))
+
+
+def _activation_fields(activation: Activation | Xielu) -> dict[str, Any]:
+    """Those of the struct of a layer."""
+    if isinstance(activation, Xielu):
+        return {"activation": XIELU_CODE, "xielu": xielu_struct(activation)}
+    return {"activation": ACTIVATION_CODES[activation]}
 
 
 def _set_batch(attention: ctypes.Structure, batch: AttentionBatch, num_tokens: int) -> int:
@@ -198,7 +223,9 @@ def _compiled_dtypes(library: ctypes.CDLL, layer: Layer, *, norm_first: bool) ->
     """The dtypes of a layer's weights and norms; None if stack.cpp does not compute it."""
     own = {} if layer.latents is None else layer.latents.linears()
     linears = {name: linear for name, linear in layer.linears().items() if name not in own}
-    if not all(map(is_packed, linears.values())) or layer.activation not in ACTIVATION_CODES:
+    if not all(map(is_packed, linears.values())):
+        return None
+    if layer.gated if isinstance(layer.activation, Xielu) else layer.activation not in ACTIVATION_CODES:
         return None
     if (router := linears.get("router")) is not None and router.dtype is torch.float32:
         if isinstance(router, AdaptedLinear) and layer.dtype is not torch.float32:
@@ -216,13 +243,17 @@ def _compiled_dtypes(library: ctypes.CDLL, layer: Layer, *, norm_first: bool) ->
         if CompiledExperts.of(library, experts) is None:
             return None
         dtypes |= {experts.up[0].dtype, experts.down[0].dtype}
-    return dtypes | {norm.weight.dtype for norm in (*layer.norms, *(layer.head_norms or ()))}
+    norms = (*layer.norms, *(layer.head_norms or ()), layer.out_norm, layer.down_norm)
+    return dtypes | {norm.weight.dtype for norm in norms if norm is not None}
 
 
-def _norms(layer: Layer, hidden: int) -> dict[str, tuple[Norm | LayerNorm, int]]:
+def _norms(
+    layer: Layer, linears: Mapping[str, Linear], hidden: int
+) -> dict[str, tuple[Norm | LayerNorm, int]]:
     """The norms of a layer by the names of fields of `LayerParameters`, and the sizes of their rows."""
-    names = ("attention_norm", "output_norm", "attended_norm", "fed_norm")
-    norms = {name: (norm, hidden) for name in names if (norm := getattr(layer, name)) is not None}
+    sizes = dict.fromkeys(("attention_norm", "output_norm", "attended_norm", "fed_norm"), hidden)
+    sizes |= {f"{name}_norm": linears[name].in_features for name in ("out", "down") if name in linears}
+    norms = {name: (norm, size) for name, size in sizes.items() if (norm := getattr(layer, name)) is not None}
     counts = layer.num_heads, layer.num_kv_heads
     for name, norm, count in zip(("query_norm", "key_norm"), layer.head_norms or (), counts, strict=False):
         together = count if layer.head_norm_form is HeadNormForm.TOGETHER else 1
@@ -297,7 +328,8 @@ class CompiledStack:
         mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
         num_experts = max((mixture.router.routing.num_chosen for mixture in mixtures), default=0)
         self._num_chosen = num_experts, self._sizes.num_chosen
-        num_tables = 1 + max(-1 if layer.angles is None else layer.angles for layer in layers)
+        numbers = (number for layer in layers for number in (layer.angles, layer.query_angles))
+        num_tables = 1 + max((number for number in numbers if number is not None), default=-1)
         self._tables = (AnglesParameters * num_tables)()
         self._in_groups = any(layer.terms.future > 0 for layer in layers)  # so all prompts are whole
         self._owners: list[Any] = [input_norm]  # the structs point to their memory
@@ -342,16 +374,19 @@ class CompiledStack:
             matrices["latents"] = latents.struct
         if layer.mixture is not None and experts is not None:
             matrices["mixture"] = _mixture(layer.mixture, experts, hidden, matrices)
-        norms = _norms(layer, hidden)
+        norms = _norms(layer, linears, hidden)
         terms, owners = logit_terms(layer.terms, layer.num_heads)
         self._owners += owners
+        keys = -1 if layer.angles is None else layer.angles
         return LayerParameters(
             **matrices,
             **{name: norm_struct(norm, size, self.dtype) for name, (norm, size) in norms.items()},
             terms=terms,
-            angles=-1 if layer.angles is None else layer.angles,
+            angles=keys,
+            query_angles=keys if layer.query_angles is None else layer.query_angles,
             scale=layer.scale,
-            activation=ACTIVATION_CODES[layer.activation],
+            **_activation_fields(layer.activation),
+            qkv_limit=layer.qkv_limit or 0.0,
             gated=layer.gated,
             parallel=layer.parallel,
             interleaved=layer.interleaved,

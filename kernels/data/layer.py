@@ -24,6 +24,19 @@ class Activation(Enum):
     """x sigmoid(1.702 x), CLIP's."""
     CLAMPED_SWIGLU = "clamped_swiglu"
     """gpt-oss's: see `Kernels.activate_and_mul`."""
+    RELU = "relu"
+    RELU_SQUARED = "relu2"
+
+
+@dataclass(frozen=True, slots=True)
+class Xielu:
+    """The activation xIELU of a layer: `positive * x * x + slope * x` for x over 0, and for others
+    `(expm1(min(x, least)) - x) * negative + slope * x`."""
+
+    positive: float
+    negative: float
+    slope: float
+    least: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +68,7 @@ class LayerNorm:
 
 
 HeadNorms = tuple[Norm, Norm]
-"""The norms of queries and of keys."""
+"""The norms of queries and of keys, as `Kernels.rotate_and_store` computes them."""
 
 
 class HeadNormForm(Enum):
@@ -226,7 +239,7 @@ class Layer:
     """[T, I] to [T, H]; None likewise."""
     output_norm: Norm | LayerNorm | None
     """Of the sum after the feed-forward half."""
-    activation: Activation
+    activation: Activation | Xielu
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -236,10 +249,18 @@ class Layer:
     gated: bool = True
     angles: int | None = 0
     """Which of the call's tables of angles turns queries and keys; None: none does."""
+    query_angles: int | None = None
+    """Which one turns queries, if it is another one; a table may scale what it turns."""
     interleaved: bool = False
     """Rotation turns neighbours in a head; else elements of its two halves."""
-    head_norms: HeadNorms | None = None
+    qkv_limit: float | None = None
+    """Queries, keys and values are cut to numbers from -qkv_limit to qkv_limit; None: they are not."""
+    head_norms: HeadNorms | tuple[LayerNorm, LayerNorm] | None = None
     head_norm_form: HeadNormForm = HeadNormForm.EACH
+    out_norm: Norm | None = None
+    """Of what `out` takes."""
+    down_norm: Norm | None = None
+    """Of what `down` takes."""
     attended_norm: Norm | LayerNorm | None = None
     """Of what attention gives."""
     fed_norm: Norm | LayerNorm | None = None
@@ -279,7 +300,8 @@ class Layer:
         """Bytes of the packed weights, and of the norms of states."""
         own = () if self.latents is None else self.latents.linears().values()
         parts = (self.qkv, self.out, self.mixer, self.up, self.down, self.mixture, self.feed_forward)
-        return sum(part.num_bytes for part in (*parts, *own, *self.norms) if part is not None)
+        norms = (*self.norms, self.out_norm, self.down_norm)
+        return sum(part.num_bytes for part in (*parts, *own, *norms) if part is not None)
 
     @property
     def halves(self) -> tuple[Half | None, Half | None]:

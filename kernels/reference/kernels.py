@@ -28,10 +28,12 @@ from pagewire.kernels.data.layer import (
     LayerNorm,
     Norm,
     Router,
+    Xielu,
 )
 from pagewire.kernels.data.paging import CAUSAL, AttentionBatch, Cache, LogitTerms
 from pagewire.kernels.data.weight import Linear, UnpackedLinear, Weight
 from pagewire.kernels.reference import attention, drawing, routing
+from pagewire.kernels.reference.activations import activated
 from pagewire.kernels.reference.quantised import UnpackedQuantisedLinear
 from pagewire.kernels.reference.states import StateKernels
 from pagewire.kernels.reference.sums import fixed_sums
@@ -223,15 +225,9 @@ class Kernels:
         total = x if residual is None else x + residual
         return functional.layer_norm(total, weight.shape, weight, bias, eps)
 
-    def activate_each(self, x: Tensor, activation: Activation) -> Tensor:
+    def activate_each(self, x: Tensor, activation: Activation | Xielu) -> Tensor:
         """An activation of each element of x, without CLAMPED_SWIGLU."""
-        if activation is Activation.SILU:
-            return elementwise(functional.silu, x)
-        if activation is Activation.GELU_QUICK:
-            full = x.float()  # silu's form in PyTorch, which rounds once
-            return (full * elementwise(torch.sigmoid, 1.702 * full)).to(x.dtype)
-        form = {Activation.GELU: "none", Activation.GELU_TANH: "tanh"}[activation]
-        return elementwise(functional.gelu, x, approximate=form)
+        return activated(x, activation)
 
     def activate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
         """[..., 2 I] to [..., I]: `activation(first half) * second half`, the activation rounded before.

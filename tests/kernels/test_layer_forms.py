@@ -11,12 +11,14 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.data.layer import HeadNormForm, Layer, LayerNorm, Norm
+from pagewire.kernels.data.layer import Activation, HeadNormForm, Layer, LayerNorm, Norm, Xielu
+from pagewire.kernels.linear import dense_weight, pack
 from pagewire.kernels.stack import Stack, by_halves
 from tests.kernels.test_decoder import (
     HEAD_DIM,
     HEADS,
     HIDDEN,
+    INTERMEDIATE,
     KV_HEADS,
     make_caches,
     make_stack,
@@ -35,7 +37,27 @@ def layer_norm(size: int = HIDDEN) -> LayerNorm:
     return LayerNorm(*(torch.randn(2, size, generator=GENERATOR) / 8 + torch.tensor([[1.0], [0.0]])), 1e-5)
 
 
+SCALE = 1.5
+"""Of the second table of angles, which scales what it turns."""
 FORMS: dict[str, dict[str, Any]] = {
+    "layer norms of heads": {"head_norms": (layer_norm(HEAD_DIM), layer_norm(HEAD_DIM))},
+    "interleaved with layer norms": {
+        "interleaved": True,
+        "head_norms": (layer_norm(HEAD_DIM), layer_norm(HEAD_DIM)),
+    },
+    "scaled queries": {"query_angles": 1},
+    "scaled queries with norms": {"query_angles": 1, "head_norms": (norm(HEAD_DIM), norm(HEAD_DIM))},
+    "scaled queries that are turned before": {
+        "query_angles": 1,
+        "head_norms": (norm(HEAD_DIM), norm(HEAD_DIM)),
+        "head_norm_form": HeadNormForm.ROTATED,
+    },
+    "scaled queries, keys that are not turned": {"angles": None, "query_angles": 1},
+    "cut": {"qkv_limit": 0.25},
+    "norms before products": {"out_norm": norm(HEADS * HEAD_DIM), "down_norm": norm(INTERMEDIATE)},
+    "squared gates": {"activation": Activation.RELU_SQUARED},
+    "no gates": {"gated": False, "activation": Activation.RELU, "down_norm": norm(INTERMEDIATE)},
+    "a curve": {"gated": False, "activation": Xielu(0.9, 0.7, 0.5, -1e-6)},
     "norms around": {"attended_norm": norm(offset=1.0), "fed_norm": norm(offset=1.0)},
     "norms after alone": {
         "attended_norm": norm(),
@@ -78,6 +100,9 @@ def stack_of(form: str, dtype: torch.dtype) -> Stack:
     """Two layers of a form; the last one ends with a norm of the sum."""
     plain = make_stack(dtype)
     fields = {name: of_dtype(value, dtype) for name, value in FORMS[form].items()}
+    if not fields.get("gated", True):
+        rows = torch.randn(INTERMEDIATE, HIDDEN, generator=torch.Generator().manual_seed(6)) / HIDDEN**0.5
+        fields["up"] = pack(dense_weight(rows.to(dtype)))
     layers: list[Layer] = [dataclasses.replace(layer, **fields) for layer in plain.layers]
     if layers[-1].output_norm is None:
         layers[-1] = dataclasses.replace(layers[-1], output_norm=plain.layers[-1].output_norm)
@@ -96,7 +121,8 @@ def test_one_call_is_all_the_kernels(form: str, dtype: torch.dtype, adapted: boo
     for results in (found, wanted):
         states, angles, batch = make_step(dtype)
         caches, taps = make_caches(dtype), {1: torch.empty_like(states)}
-        results += [stack(states, batch, caches, [angles], taps=taps), states, taps[1]]
+        tables = [angles, (angles[0] * SCALE, angles[1] * SCALE)]
+        results += [stack(states, batch, caches, tables, taps=taps), states, taps[1]]
         results += [x for cache in caches for x in (cache.k, cache.v)]
         stack.compiled = None
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

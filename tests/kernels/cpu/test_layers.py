@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pagewire.kernels import ops
 from pagewire.kernels.cpu.kernels import CpuKernels
-from pagewire.kernels.data.layer import Activation
+from pagewire.kernels.data.layer import Activation, Xielu
 from pagewire.kernels.data.paging import Cache
 from pagewire.kernels.reference.kernels import reference
 from tests.kernels.batches import allocate_kv
@@ -99,6 +99,17 @@ def test_activations_of_each_element(kernels: CpuKernels, dtype: torch.dtype, ac
     assert_close(out, reference.activate_each(x, activation), mostly_equal=False)
     assert torch.equal(kernels.activate_each(x[17:18], activation), out[17:18])
     assert kernels.activate_each(torch.full((3,), torch.nan, dtype=dtype), activation).isnan().all()
+
+
+def test_curves(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    x = torch.cat([torch.linspace(-12, 12, 5003), torch.tensor([0.0, -1e-8, 1e-8, -1e-3, -80.0])]).to(dtype)
+    curve = Xielu(0.9, 0.7, 0.5, -1e-6)
+    out = kernels.activate_each(x, curve)
+    assert_close(out, reference.activate_each(x, curve), mostly_equal=False)
+    exact = reference.activate_each(x.double(), curve).to(dtype)
+    torch.testing.assert_close(out, exact, **CLOSE[dtype])
+    assert torch.equal(kernels.activate_each(x[17:18], curve), out[17:18])
+    assert kernels.activate_each(torch.full((3,), torch.nan, dtype=dtype), curve).isnan().all()
 
 
 @pytest.mark.parametrize("activation", Activation)
