@@ -368,7 +368,10 @@ ARCHITECTURES = [
     Architecture("starcoder2", GROUPED | {"sliding_window": 7}),
     Architecture("vaultgemma", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
     Architecture("cwm", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
-    Architecture("hyperclovax", GROUPED | {"residual_multiplier": 0.5}),
+    Architecture(
+        "hyperclovax",
+        GROUPED | {"residual_multiplier": 0.5, "embedding_multiplier": 4.0, "logits_scaling": 2.0},
+    ),
     Architecture("mimo_v2_flash", GROUPED | EXPERTS | {"sliding_window": 7, "v_head_dim": 12}),
     Architecture("ministral3", GROUPED | {"sliding_window": None, "rope_parameters": MINISTRAL_ROPE}),
     Architecture("minicpm3", MLA),

@@ -28,7 +28,8 @@ from tests.workers.pooled import pool, write
 from tests.workers.scheduled import SETTINGS, Setting, run
 
 LENGTHS = (23, 5, 17, 1)
-FORMS = ("llama", "gpt2", "gemma3_text")  # a stack, transformers' own code, an embedding that scales
+FORMS = ("llama", "gpt2", "diffllama", "gemma3_text")
+"""A stack, with learned positions, transformers' own code, and an embedding that scales."""
 
 
 @lru_cache(maxsize=2)
@@ -273,7 +274,7 @@ def test_a_model_that_never_calls_its_embedding_takes_none(tmp_path: Path) -> No
         def forward(self, **inputs: Any) -> Any:
             return self.base(**inputs)
 
-    runner, _ = load_runner(SERVED["gpt2"].write(tmp_path))
+    runner, _ = load_runner(SERVED["diffllama"].write(tmp_path))
     tokens = Driver(runner).generate([[1, 2, 3]], 4)
     base: Any = runner.model.model.base
     base.module = Own(base.module)

@@ -239,7 +239,7 @@ class _DeltaBuilder:
         shift = place.bias(self.targets.device) if bias is None else self._vector(module, bias, place)
         if num_out != whole_out and shift.any():
             raise ValueError(f"{quoted(module)} with a bias for another vocabulary is not served")
-        part = own_columns(own_tokens(weight, whole_out, place.cut), place.cut)
+        part = place.in_order(own_columns(own_tokens(weight, whole_out, place.cut), place.cut))
         held = self._held(module, part, self.targets.dtype)
         return Delta(held, None, place.first, len(held), shift=own_shift(shift, place.cut))
 
@@ -263,7 +263,7 @@ class _DeltaBuilder:
             if of_b is not None:
                 raise ValueError(f"{quoted(module)}: DoRA with lora_bias is not served")
             factors = (name, scale, a.float(), b.float(), place.cut)
-            norms = 1.0 if place.is_elsewhere else self.base.norms(*factors)
+            norms = 1.0 if place.is_elsewhere else place.in_order(self.base.norms(*factors))
             gain = self._vector(module, magnitude.reshape(-1), place) / norms
             shift -= gain * own
             shift += own
@@ -271,7 +271,7 @@ class _DeltaBuilder:
             shift += self._vector(module, bias, place) - own
         return Delta(
             self._held(module, own_columns(a, place.cut)),
-            panels(self._held(module, own_rows(b, place.cut))),
+            panels(self._held(module, place.own_rows(b))),
             place.first,
             place.num_out,
             scale,
@@ -327,7 +327,7 @@ class _DeltaBuilder:
             raise ValueError(
                 f"{quoted(module)} has a vector of shape {tuple(tensor.shape)} for {place.whole[0]} outputs"
             )
-        return self._held(module, own_rows(tensor, place.cut), torch.float32)
+        return self._held(module, place.own_rows(tensor), torch.float32)
 
     def _dtype(self) -> torch.dtype:
         """The dtype in which low-rank matrices are held: the model's, or float32 where the limits say another."""

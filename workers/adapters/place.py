@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.adapted import Adapted
-from pagewire.workers.adapters.division import whole_shape
+from pagewire.workers.adapters.division import own_rows, whole_shape
 from pagewire.workers.module.shards import Cut
 
 
@@ -18,6 +18,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     is_output: it is the output layer, which is not one of "all-linear". is_optional: "all-linear" may mean it or
     not, as it is a linear layer in some versions of transformers only.
     cut: how the module is divided over the ranks. This one has `num_out` outputs and `num_in` inputs.
+    order: int64 [num_out], which of this rank's outputs of the module each one here is; None: they are the same.
     """
 
     linear: Adapted | None
@@ -27,6 +28,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     is_output: bool = False
     cut: Cut | None = None
     is_optional: bool = False
+    order: Tensor | None = None
 
     @property
     def is_elsewhere(self) -> bool:
@@ -42,6 +44,14 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
         """The place for a rank of another stage, with the sizes of the whole module."""
         num_out, num_in = self.whole
         return Place(None, 0, num_out, num_in, self.is_output, is_optional=self.is_optional)
+
+    def own_rows(self, tensor: Tensor) -> Tensor:
+        """This rank's rows of a tensor [N, ...] with one for each output of the module, in the order here."""
+        return self.in_order(own_rows(tensor, self.cut))
+
+    def in_order(self, rows: Tensor) -> Tensor:
+        """This rank's rows [num_out, ...], one for each of its outputs, in the order here."""
+        return rows if self.order is None else rows[self.order]
 
     def bias(self, device: torch.device) -> Tensor:
         """The module's own bias on this rank, float32 [num_out]; zeros if it has none. device: of the model."""

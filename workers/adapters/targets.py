@@ -151,15 +151,15 @@ class Targets:
         layers = []
         for place, layer, modules in zip(network.places, whole.layers, network.modules, strict=True):
             assert place is not None, "with adapters, hybrids run as modules"
-            layers.append(self._adapted_layer(f"{self.prefix}layers.{place.layer}", layer, modules))
+            layers.append(self._adapted_layer(layer, modules, network.qkv_order))
         network.stack = Stack(whole.input_norm, layers, norm_first=whole.norm_first)
         if network.embedding is not None:
-            network.embedding.words = self._adapted_embedding("embed_tokens", network.words)
+            network.embedding.words = self._adapted_embedding(network.words_name, network.words)
 
-    def _adapted_layer(self, name: str, layer: Layer, modules: dict[str, dict[str, int]]) -> Layer:
-        """A stack's layer, of this name in transformers, whose linear layers ask for adapters.
+    def _adapted_layer(self, layer: Layer, modules: dict[str, dict[str, int]], order: Tensor | None) -> Layer:
+        """A stack's layer whose linear layers ask for adapters.
 
-        modules: see `Network.modules`.
+        modules: see `Network.modules`. order: `Network.qkv_order`.
         """
 
         def change(field: str, linear: Linear) -> Linear:
@@ -167,11 +167,12 @@ class Targets:
                 return linear
             adapted, first = self._numbered(linear), 0
             for module, num_out in modules.get(field, {}).items():
-                full = f"{name}.{module}"
+                full = f"{self.prefix}{module}"
                 cut = self.cuts.get(f"{full}.weight")
                 is_optional = field in ("router", "shared_gate")
+                own = order if field == "qkv" else None
                 self.places[full] = Place(
-                    adapted, first, num_out, linear.in_features, False, cut, is_optional
+                    adapted, first, num_out, linear.in_features, False, cut, is_optional, own
                 )
                 first += num_out
             return adapted
@@ -179,7 +180,7 @@ class Targets:
         layer = layer.replaced(change)
         if layer.mixture is not None:
             (experts,) = modules["experts"]
-            self._add_experts(f"{name}.{experts}", layer.mixture.experts)
+            self._add_experts(f"{self.prefix}{experts}", layer.mixture.experts)
         return layer
 
     def _add_experts(

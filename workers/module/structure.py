@@ -27,6 +27,10 @@ class DecoderNames:
     unturned: an attribute of attention that is false where a layer has no rotation, if others have windows.
     residual_scale: an attribute of a layer with a factor. embedding_scale: one of the base, or "hidden_size" for
     the root of that; of a base whose embedding does not scale by itself.
+    by_head: the one layer in `qkv` has the query, the key and the value of one head after another.
+    out_norm, down_norm: of what `out` and `down` take. curve: an activation with parameters.
+    embedding_norm: of the base, of embeddings. turned_back: rotation is by the negative angles.
+    scales_queries: they are scaled by their positions, see `query_scales`.
     """
 
     attention: str = "self_attn"
@@ -49,6 +53,13 @@ class DecoderNames:
     unturned: str = ""
     residual_scale: str = ""
     embedding_scale: str = ""
+    by_head: bool = False
+    out_norm: str = ""
+    down_norm: str = ""
+    curve: str = ""
+    embedding_norm: str = ""
+    turned_back: bool = False
+    scales_queries: bool = False
 
     @property
     def all_norms(self) -> set[str]:
@@ -75,7 +86,11 @@ JOINED = DecoderNames(qkv=("qkv_proj",), up=("gate_up_proj",))
 GLM = DecoderNames(up=("gate_up_proj",), interleaved=True)
 GRANITE = DecoderNames(residual_scale="residual_multiplier", embedding_scale="embedding_multiplier")
 GRANITE_MOE = replace(GRANITE, mlp="block_sparse_moe")
+UNGATED = DecoderNames(up=("up_proj",), gated=False)
 DECODERS: dict[str, DecoderNames] = {
+    "apertus": replace(UNGATED, norms=("attention_layernorm", "feedforward_layernorm"), curve="act_fn"),
+    "arcee": UNGATED,
+    "bitnet": DecoderNames(out_norm="attn_sub_norm", down_norm="ffn_sub_norm"),
     "cohere": COHERE,
     "cohere2": replace(COHERE, unturned="sliding_window"),
     "deepseek_v2": DecoderNames(interleaved=True),
@@ -97,9 +112,31 @@ DECODERS: dict[str, DecoderNames] = {
         ("hunyuan_v1_dense", "hunyuan_v1_moe"),
         DecoderNames(head_norms=("query_layernorm", "key_layernorm"), head_norm_form="rotated"),
     ),
+    "hyperclovax": replace(GRANITE, own_norms=("post_norm1", "post_norm2")),
+    "jais2": UNGATED,
     "minicpm3": DecoderNames(residual_scale="residual_scale"),
     **dict.fromkeys(("minimax_m2", "olmoe"), DecoderNames(head_norm_form="together")),
+    "ministral3": DecoderNames(scales_queries=True),
+    "nanochat": DecoderNames(
+        head_norm_form="rotated",
+        up=("fc1",),
+        down="fc2",
+        gated=False,
+        embedding_norm="norm",
+        turned_back=True,
+    ),
+    "nemotron": UNGATED,
     **dict.fromkeys(("flex_olmo", "olmo2", "olmo3"), OLMO_2),
+    "persimmon": DecoderNames(
+        qkv=("query_key_value",),
+        out="dense",
+        head_norms=("q_layernorm", "k_layernorm"),
+        up=("dense_h_to_4h",),
+        down="dense_4h_to_h",
+        gated=False,
+        final_norm="final_layernorm",
+        by_head=True,
+    ),
     "phi": DecoderNames(
         out="dense",
         up=("fc1",),
@@ -117,7 +154,7 @@ DECODERS: dict[str, DecoderNames] = {
     ),
 }
 """By model type, of families whose layers are not Llama's."""
-OTHER_ARITHMETIC = {"alibi_llama", "ministral3"}
+OTHER_ARITHMETIC = {"alibi_llama"}
 """Model types with the structure of a stack that compute something else. The proof would refuse their stacks, too,
 but only after packing all of them."""
 STACKED_HYBRIDS = {
@@ -125,6 +162,15 @@ STACKED_HYBRIDS = {
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 }
 """Model types with states whose layers add what their halves make of normed states, and do nothing else."""
+GPT_LIKE = {
+    *("biogpt", "bloom", "codegen", "ctrl", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj"),
+    *("mpt", "opt"),
+}
+"""Model types whose parts have names of their own (`workers/network/gpt_structures.py`)."""
+BERT_LIKE = {"bert", "roberta", "xlm-roberta", "camembert", "data2vec-text", "electra", "ernie"}
+"""Model types of encoders that may be decoders, too."""
+USUAL = {"do_layer_norm_before": True, "apply_residual_connection_post_layernorm": False}
+"""Settings of these with which their layers run as a stack; what says nothing has them, too."""
 NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 """The names that families give the number of a layer's experts."""
 CHUNKED = "chunked_attention"
@@ -136,7 +182,11 @@ WINDOWS = {
 }
 """Types of layers whose queries see the keys of a window or a chunk, and the setting of its size."""
 DEFAULT_POSITIONS = 2048  # of a model that gives no limit
-ACTIVATIONS = {"silu", "swish", "gelu_pytorch_tanh", "gelu", "gelu_new"}
+ACTIVATIONS = {
+    *("silu", "swish", "gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast", "relu", "relu2", "xielu"),
+}
+ACTIVATION_NAMES = ("hidden_act", "activation_function", "activation", "hidden_activation")
+"""The names that families give the setting."""
 DEFAULT_ACTIVATION = "silu"  # of a configuration that names none
 
 
@@ -145,36 +195,40 @@ def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[s
     text = {**config, **(config.get("text_config") or {})}
     if text.get("model_type") in STACKED_HYBRIDS:
         return True
-    names = [name for name in names if not name.endswith(".inv_freq")]  # in old checkpoints; not read
-    activation = text.get("hidden_act") or text.get("hidden_activation") or DEFAULT_ACTIVATION
+    kind = text.get("model_type") or model_type
+    activations = (text.get(name) for name in ACTIVATION_NAMES)
+    activation = next((name for name in activations if name is not None), DEFAULT_ACTIVATION)
     if model_type in OTHER_ARITHMETIC or activation not in ACTIVATIONS:
         return False
-    if any(
-        name.endswith(("q_norm.bias", "k_norm.bias")) for name in names
-    ):  # of heads, which are layer norms
-        return False
-    own = DECODERS.get(text.get("model_type") or model_type, LLAMA)
+    if kind in BERT_LIKE:
+        return bool(text.get("is_decoder"))
+    if kind in GPT_LIKE:
+        is_usual = all(text.get(name, usual) == usual for name, usual in USUAL.items())
+        return is_usual and text.get("word_embed_proj_dim") in (None, text.get("hidden_size"))
+    names = [name for name in names if not name.endswith(".inv_freq")]  # in old checkpoints; not read
+    own = DECODERS.get(kind, LLAMA)
     inner = [name.partition("model.layers.")[2].split(".") for name in names]
-    last = text.get("num_hidden_layers") or len(
-        inner
-    )  # behind it there may be layers that only predict tokens ahead
+    # Behind the last one there may be layers that only predict tokens ahead.
+    last = text.get("num_hidden_layers") or len(inner)
     found = {
         ".".join(path[1:3]).replace("block_sparse_moe", own.mlp).removesuffix(".weight").removesuffix(".bias")
         for path in inner
         if len(path) > 1 and not (path[0].isdecimal() and int(path[0]) >= last)
     } - _within(own.attention, ("sinks", "indexer"))
-    dense = _within(own.mlp, (*own.up, own.down))
-    if any(
-        text.get(name) for name in NUM_EXPERTS
-    ):  # a half of experts, if its router is known, is one as well
+    dense = _within(own.mlp, (*own.up, own.down, own.down_norm))
+    found -= _within(own.mlp, (own.curve,))
+    # A half of experts, if its router is known, is one as well.
+    if any(text.get(name) for name in NUM_EXPERTS):
         found = {name for name in found if not name.startswith(f"{own.mlp}.")} | dense
-    rest = dense | own.all_norms
+    rest = dense
     if own.shared:
         rest |= _within(own.shared, (*own.up, own.down))
-    parts = _within(own.attention, (*own.qkv, own.out)) | rest
-    latents = [_within(own.attention, (*LATENT_KEYS, *queries)) | rest for queries in LATENT_QUERIES]
-    return found in (parts, parts | _within(own.attention, own.head_norms), *latents)
+    parts = _within(own.attention, (*own.qkv, own.out, own.out_norm))
+    heads = parts | _within(own.attention, own.head_norms)
+    latents = [_within(own.attention, (*LATENT_KEYS, *queries)) for queries in LATENT_QUERIES]
+    norms = own.all_norms, own.all_norms - set(own.own_norms or ()), set[str]()  # some norms have no weights
+    return any(found == some | rest | own_norms for some in (parts, heads, *latents) for own_norms in norms)
 
 
 def _within(module: str, names: Iterable[str]) -> set[str]:
-    return {f"{module}.{name}" for name in names}
+    return {f"{module}.{name}" for name in names if name}

@@ -57,8 +57,13 @@ def pack_linears(module: nn.Module, weights: Weights, device: torch.device) -> N
             pack_linears(child, weights, device)
 
 
-def pack_joined(linears: Sequence[nn.Module], weights: Weights, device: torch.device) -> Linear:
+def pack_joined(
+    linears: Sequence[nn.Module], weights: Weights, device: torch.device, order: Tensor | None = None
+) -> Linear:
     """One linear layer on a device in place of several with the same input; a bias that one lacks is 0.
+
+    order: int64 [rows], of this rank's rows of all of them, one below the other, those that the result has; None:
+    they stay as they are.
 
     Where weights are divided over several ranks, it is this rank's part: its outputs, or the sum over the ranks.
     """
@@ -70,6 +75,8 @@ def pack_joined(linears: Sequence[nn.Module], weights: Weights, device: torch.de
     if any(own is not None for own in biases):
         pairs = zip(matrices, biases, strict=True)
         bias = torch.cat([torch.zeros(m.shape[0], dtype=m.dtype) if own is None else own for m, own in pairs])
+    if order is not None:
+        matrix, bias = matrix.take(order), None if bias is None else bias[order]
     product = packed(matrix, bias, device)
     weights.let_go()
     return over_ranks(product, linears[0], weights)

@@ -99,10 +99,20 @@ class Weights:
         """How a parameter is divided; None if this rank has all of it."""
         return None if self.shards is None else self.shards.cut(self._full(module, name))
 
-    def num_rows(self, linear: nn.Linear) -> int:
+    def num_rows(self, linear: Any) -> int:
         """The number of a linear layer's outputs that this rank has."""
         cut = self.cut(linear)
-        return linear.out_features if cut is None else sum(map(len, cut.own))
+        num_out: int = linear.weight.shape[1 if is_transposed(linear) else 0]
+        return num_out if cut is None else sum(map(len, cut.own))
+
+    def own_heads(self, linear: nn.Module) -> tuple[range, range] | None:
+        """The query and the key heads that this rank has of the attention that a linear layer is in; None: all."""
+        shards, name = self.shards, self._names[linear]
+        heads = {} if shards is None else shards.heads
+        owner = next((owner for owner in heads if name.startswith(f"{owner}.")), None)
+        if shards is None or owner is None:
+            return None
+        return heads[owner].share(shards.collective.rank, shards.collective.size)
 
     def matrix(self, module: nn.Module) -> Weight:
         """The weight of a linear layer or an embedding as a matrix [N, K], as it is to be packed."""

@@ -12,8 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from pagewire.kernels.data.layer import Activation, Angles, HeadNormForm, Layer, LayerNorm, Mixture, Norm
+from pagewire.kernels.data.layer import (
+    Activation,
+    Angles,
+    HeadNormForm,
+    Layer,
+    LayerNorm,
+    Mixture,
+    Norm,
+    Xielu,
+)
 from pagewire.kernels.data.paging import LogitTerms
 from pagewire.kernels.data.reduced import Reduced, Sum
 from pagewire.kernels.linear import Linear
@@ -21,10 +31,13 @@ from pagewire.kernels.stack import Stack
 from pagewire.workers.caches.kv import KVShape
 from pagewire.workers.errors import first_line
 from pagewire.workers.module.experts import grouped_experts
+from pagewire.workers.module.matrices import is_linear
 from pagewire.workers.module.parallel_layers import DividedEmbedding
+from pagewire.workers.module.replaced_methods import alibi_slopes
 from pagewire.workers.module.transforms import RotaryTable, ScaledEmbedding, embedding, pack_joined
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.encoder_structures import TABLES, encoder_structure
+from pagewire.workers.network.gpt_structures import GPT_STRUCTURES
 from pagewire.workers.network.hybrids import HYBRIDS, ModuleHalf
 from pagewire.workers.network.latents import latents_of, num_latent_heads
 from pagewire.workers.network.network import Embeddings, KVPlace, Network
@@ -35,6 +48,7 @@ from pagewire.workers.network.structures import (
     Structure,
     children,
     layer_norm_of,
+    plain_norm_of,
     require,
     rms_norm_of,
     structure_of,
@@ -61,8 +75,10 @@ def build_network(
 
 
 def _decoder_structure(base: Any) -> Structure:
-    names = HYBRIDS.get(base.config.model_type)
-    return structure_of(base) if names is None else names.structure(base)
+    model_type = base.config.model_type
+    if model_type in HYBRIDS:
+        return HYBRIDS[model_type].structure(base)
+    return GPT_STRUCTURES[model_type] if model_type in GPT_STRUCTURES else structure_of(base)
 
 
 @dataclass
@@ -81,14 +97,18 @@ class _NetworkBuilder:
         rotary = None if structure.rotary is None else getattr(base, structure.rotary, None)
         has_rotary = structure.causal and structure.rotary is not None
         require(isinstance(rotary, RotaryTable) or (rotary is None and not has_rotary))
+        has_angles = rotary is not None or structure.angles is not None
         require(getattr(base, "embeddings_project", None) is None)  # Electra's, if its embeddings are small
         parts = list(structure.layers(base, None if stage is None else stage.layers))
         attending = [part for part in parts if part.mixer is None]
+        require(len({(part.blocks, part.heads) for part in attending if part.blocks}) < 2)
         require(len(parts) > 0 and all(self._heads(part)[1] == self._heads(part)[2] for part in attending))
         halves = [half for part in parts for half in (part.mixer, part.feed_forward) if half is not None]
         # Nobody has seen whether they can be recorded on a GPU.
         require(not halves or self.device.type == "cpu")
-        activation = structure.activation(base.config)
+        # A curve is of its layer, whatever the configuration calls it.
+        has_curves = all(part.curve is not None for part in parts)
+        activation = Activation.SILU if has_curves else structure.activation(base.config)
         embedding = self._embedding() if is_first else None
         norms = [norm for part in parts for norm in part.norms]
         first = None
@@ -96,7 +116,8 @@ class _NetworkBuilder:
             # A stage before the last has no final norm; what the one in its place makes is dropped.
             last = structure.final_norm(base) if is_last else parts[-1].norms[0] or parts[-1].own_norms[0]
             first, *norms = *norms, last
-        kinds = [] if rotary is None else list(dict.fromkeys(part.kind for part in attending))
+        turned = [part.kind for part in attending if part.turned]
+        kinds = list(dict.fromkeys(turned)) if has_angles else []
         terms = self._logit_terms(parts)
         packed = [self._norm(norm) for norm in norms]
         layers = [
@@ -111,23 +132,38 @@ class _NetworkBuilder:
             for part, layer in zip(parts, layers, strict=True)
         ]
         angles = self._tables(rotary, kinds, layers[0].dtype, parts[0])
-        return Network(embedding, angles, stack, places, self._modules(parts, layers), is_last)
+        return Network(
+            embedding,
+            angles,
+            stack,
+            places,
+            self._modules(parts, layers),
+            is_last,
+            words_name=structure.words if structure.causal else "",
+            qkv_order=self._order(parts[0]),
+        )
 
     def _heads(self, part: LayerParts) -> list[int]:
         """The numbers of this rank's query, key and value heads of a layer."""
         if part.latents is not None:
             return [num_latent_heads(part.latents, self.weights), 1, 1]
-        heads = [self.weights.num_rows(linear) // part.head_dim for linear in part.qkv]
-        if len(heads) > 1:
-            return heads
-        queries, keys = part.heads or (1, 1)
-        count = heads[0] * keys // (queries + 2 * keys)  # a rank has the same share of all
-        return [heads[0] - 2 * count, count, count]
+        if len(part.qkv) > 1:
+            return [self.weights.num_rows(linear) // part.head_dim for linear in part.qkv]
+        own = self.weights.own_heads(part.qkv[0])
+        if own is not None:
+            queries, keys = map(len, own)
+        else:
+            queries, keys = part.heads or (self.weights.num_rows(part.qkv[0]) // (3 * part.head_dim),) * 2
+        return [queries, keys, keys]
+
+    def _order(self, part: LayerParts) -> Tensor | None:
+        """See `Network.qkv_order`."""
+        return None if part.blocks is None else row_order(*part.blocks, self._heads(part), part.head_dim)
 
     def _embedding(self) -> Embeddings | None:
         structure = self.structure
         if structure.causal:
-            return self._decoder_embedding(getattr(self.base, structure.words))
+            return self._decoder_embedding(self.base.get_submodule(structure.words))
         module = self.base.embeddings
         require(children(module) <= {*TABLES, structure.words, structure.norm, "dropout", "drop"})
         norm = (
@@ -147,25 +183,44 @@ class _NetworkBuilder:
             own = getattr(module, "scalar_embed_scale", None) or getattr(module, "embed_scale", None)
             require(isinstance(module, nn.Embedding) and own is not None, "its embedding is no plain table")
         words, dtype = self._table(module), module.weight.dtype
+        structure, rows = self.structure, None
+        if structure.positions is not None:
+            rows = structure.positions(self.base, self.weights).to(self.device, dtype)
+        positions = None if rows is None else nn.Embedding(*rows.shape, _weight=rows, _freeze=True)
+        norm = None if structure.norm is None else self._norm(self.base.get_submodule(structure.norm))
         if own is None:
-            return Embeddings(words, scale=self.structure.embedding_scale(self.base, dtype))
+            scale = structure.embedding_scale(self.base, dtype)
+            return Embeddings(words, positions, norm=norm, scale=scale)
         if isinstance(words, DividedEmbedding):
             words.rows = without_factor(words.rows)
         else:
             words = without_factor(words)
         factor = float(torch.tensor(own, dtype=dtype))  # as the module rounds it
-        return Embeddings(ScaledEmbedding(words, factor))
+        return Embeddings(ScaledEmbedding(words, factor), positions, norm=norm)
 
     def _table(self, module: nn.Module) -> nn.Module:
         return embedding(module, self.weights, self.device).to(self.device)
 
-    def _norm(self, module: nn.Module | None) -> Norm | LayerNorm | None:
-        return None if module is None else self.structure.norm_of(module, self.weights, self.device)
+    def _norm(self, module: nn.Module | None, size: int = 0) -> Norm | LayerNorm | None:
+        """The norm of a module. size: what it is taken over, if not states."""
+        if module is None:
+            return None
+        if not list(module.parameters()):
+            return plain_norm_of(module, size or self.base.config.hidden_size, self.base.dtype, self.device)
+        return self.structure.norm_of(module, self.weights, self.device)
 
     def _logit_terms(self, parts: Sequence[LayerParts]) -> list[LogitTerms]:
         """The terms of each layer's attention."""
         if self.structure.causal:
-            return [LogitTerms(part.window, softcap=part.softcap, sinks=self._sinks(part)) for part in parts]
+            return [
+                LogitTerms(
+                    part.window,
+                    softcap=part.softcap,
+                    sinks=self._sinks(part),
+                    alibi=slopes_of(part, self.weights, self.device),
+                )
+                for part in parts
+            ]
         relative_bias = self.structure.relative_bias
         bias = None if relative_bias is None else relative_bias(self.base, self.weights).to(self.device)
         return [LogitTerms.two_sided(part.window, bias) for part in parts]
@@ -182,12 +237,21 @@ class _NetworkBuilder:
         self, rotary: Any, kinds: Sequence[str | None], dtype: torch.dtype, form: LayerParts
     ) -> list[Angles]:
         """Cosines and sines [P, rot_dim] of all positions, of each kind of angles. form: a layer that uses them."""
+        if (made := self.structure.angles) is not None:
+            cos, sin = (half.to(self.device, dtype) for half in made(self.base, self.weights))
+            return [(torch.cat([cos, cos], 1), torch.cat([sin, sin], 1))]
         if rotary is None:
             return []
         rotary.to(self.device)
         like = torch.empty(1, 1, 1, dtype=dtype, device=self.device)
         tables = (rotary.table(like, *([] if kind is None else [kind])) for kind in kinds)
         found = [cosines_and_sines(table, dtype) for table in tables]
+        if form.turned_back:
+            found = [(cos, -sin) for cos, sin in found]
+        if (scales_of := self.structure.query_scales) is not None:
+            require(not rotary.short_length, "queries are scaled by positions that have two rows of angles")
+            scales = scales_of(self.base, len(found[0][0])).to(self.device)[:, None]
+            return found + [((cos * scales).to(dtype), (sin * scales).to(dtype)) for cos, sin in found]
         if form.single_angles:
             return [(torch.cat([cos, cos], 1), torch.cat([sin, sin], 1)) for cos, sin in found]
         return [(halved(cos), halved(sin)) for cos, sin in found] if form.interleaved else found
@@ -211,22 +275,25 @@ class _NetworkBuilder:
         attended_norm, fed_norm = map(self._norm, part.own_norms)
         dtype = next(norm.weight.dtype for norm in (*norms, attended_norm, fed_norm) if norm is not None)
         mixture = None if part.router is None else self._mixture(part, part.router, ranks, dtype)
+        angles = kinds.index(part.kind) if kinds and mixer is None and part.turned else None
+        is_scaled = angles is not None and self.structure.query_scales is not None
         latents = None if part.latents is None else latents_of(part, self.weights, self.device)
         return Layer(
-            qkv=self._joined(part.qkv) if part.qkv else None,
+            qkv=self._joined(part.qkv, self._order(part)) if part.qkv else None,
             latents=latents,
             out=None if part.out is None else _of_rank(self._joined([part.out]), ranks),
             attention_norm=norms[0],
             up=self._joined(part.up) if part.up else None,
             down=None if part.down is None else _of_rank(self._joined([part.down]), ranks),
             output_norm=norms[1],
-            activation=activation,
+            activation=activation if part.curve is None else xielu_of(part.curve, self.weights),
             gated=part.gated,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=part.head_dim,
             scale=(part.head_dim or 1) ** -0.5 if part.scale is None else part.scale,
-            angles=kinds.index(part.kind) if kinds and mixer is None and part.turned else None,
+            angles=angles,
+            query_angles=angles + len(kinds) if angles is not None and is_scaled else None,
             interleaved=part.interleaved,
             terms=terms,
             attended_norm=attended_norm,
@@ -235,22 +302,38 @@ class _NetworkBuilder:
             parallel=part.parallel,
             head_norm_form=part.head_norm_form,
             head_norms=None if part.head_norms is None else self._head_norms(part),
+            qkv_limit=part.qkv_limit,
+            out_norm=self._inner_norm(part.out_norm),
+            down_norm=self._inner_norm(part.down_norm),
             mixture=mixture,
             ranks=ranks,
             mixer=mixer,
             feed_forward=feed_forward,
         )
 
-    def _head_norms(self, part: LayerParts) -> tuple[Norm, Norm]:
+    def _inner_norm(self, module: nn.Module | None) -> Norm | None:
+        """The norm of what a layer's second product takes, which each rank has a part of."""
+        if module is None:
+            return None
+        require(self.weights.shards is None, "norms of what is divided over ranks are not")
+        return rms_norm_of(module, self.weights, self.device)
+
+    def _head_norms(self, part: LayerParts) -> tuple[Norm, Norm] | tuple[LayerNorm, LayerNorm]:
         assert part.head_norms is not None
-        query, key = (rms_norm_of(norm, self.weights, self.device) for norm in part.head_norms)
+        query, key = (self._norm(norm, part.head_dim) for norm in part.head_norms)
         sizes = [part.head_dim] * 2
         if part.head_norm_form is HeadNormForm.TOGETHER:
             sizes = [part.head_dim * count for count in self._heads(part)[:2]]
             # Each rank has some of the heads that are normed together.
             require(self.weights.shards is None, "norms over all heads of a token are not divided over ranks")
-        require([len(query.weight), len(key.weight)] == sizes, "norms of heads have another size")
-        return query, key
+        if isinstance(query, Norm) and isinstance(key, Norm):
+            found: tuple[Norm, Norm] | tuple[LayerNorm, LayerNorm] = query, key
+        else:
+            assert isinstance(query, LayerNorm) and isinstance(key, LayerNorm), "both are of one kind"
+            require(part.head_norm_form is HeadNormForm.EACH, "layer norms of heads that are turned")
+            found = query, key
+        require([len(norm.weight) for norm in found] == sizes, "norms of heads have another size")
+        return found
 
     def _mixture(
         self, part: LayerParts, router: RouterParts, ranks: Sum | None, dtype: torch.dtype
@@ -275,7 +358,7 @@ class _NetworkBuilder:
         names = {id(module): name for name, module in self.base.named_modules()}
 
         def sizes(modules: Sequence[Any], total: int) -> dict[str, int]:
-            own = [names[id(module)].split(".", 2)[2] for module in modules]
+            own = [names[id(module)] for module in modules]
             rows = [total] if len(modules) == 1 else [self.weights.num_rows(module) for module in modules]
             return dict(zip(own, rows, strict=True))
 
@@ -292,11 +375,11 @@ class _NetworkBuilder:
             found.append(own)
         return found
 
-    def _joined(self, linears: Sequence[Any]) -> Linear:
-        """One packed linear layer in place of several with the same input."""
-        require(all(type(linear) is nn.Linear for linear in linears))
+    def _joined(self, linears: Sequence[Any], order: Tensor | None = None) -> Linear:
+        """One packed linear layer in place of several with the same input. order: see `pack_joined`."""
+        require(all(map(is_linear, linears)))
         require(len({linear.bias is None for linear in linears}) == 1)
-        return pack_joined(linears, self.weights, self.device)
+        return pack_joined(linears, self.weights, self.device, order)
 
 
 def without_factor(table: Any) -> nn.Module:
@@ -305,6 +388,39 @@ def without_factor(table: Any) -> nn.Module:
         return table  # type: ignore[no-any-return]
     rows: Any = table.weight
     return nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
+
+
+def row_order(count: int, order: str, heads: Sequence[int], head_dim: int) -> Tensor | None:
+    """Where rows of queries, keys and values, one below the other, are in blocks of them: int64 [rows].
+
+    None if they are where they should be. count, order: see `LayerParts.blocks`. heads: the numbers of all three.
+    """
+    sizes = dict(zip("qkv", heads, strict=True))
+    count = count or sizes["k"]
+    require(all(size % count == 0 for size in heads), "blocks of rows cut heads")
+    rows = torch.arange(sum(heads) * head_dim).view(count, -1, head_dim)
+    found = dict(zip(order, rows.split([sizes[name] // count for name in order], 1), strict=True))
+    laid = torch.cat([found[name].flatten() for name in "qkv"])
+    return None if torch.equal(laid, rows.flatten()) else laid
+
+
+def slopes_of(part: LayerParts, weights: Weights, device: torch.device) -> Tensor | None:
+    """The slopes float32 of this rank's heads by which logits are biased by distance; None: they are not."""
+    if part.alibi is None:
+        return None
+    assert part.heads is not None, "a bias by distance knows all heads"
+    own = weights.own_heads(part.qkv[0])
+    slopes = alibi_slopes(part.heads[0], device) * part.alibi
+    return slopes if own is None else slopes[own[0].start : own[0].stop].contiguous()
+
+
+def xielu_of(module: Any, weights: Weights) -> Xielu:
+    """The activation that a module of transformers computes with parameters of its own."""
+    names = ("alpha_p", "alpha_n", "beta", "eps")
+    positive, negative, slope, least = (weights.read(module, name) for name in names)
+    assert positive is not None and negative is not None and slope is not None and least is not None
+    negative = slope + functional.softplus(negative)
+    return Xielu(*map(float, (functional.softplus(positive), negative, slope, least)))
 
 
 def kv_shape(layer: Layer) -> KVShape:

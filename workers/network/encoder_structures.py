@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pagewire.workers.module.structure import BERT_LIKE
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.structures import LayerParts, Layers, Structure, chosen, require
 
@@ -106,7 +107,7 @@ def mpnet_bias(base: Any, weights: Weights) -> Tensor:
 
 STRUCTURES: dict[str, Structure] = {
     **dict.fromkeys(
-        ("bert", "roberta", "xlm-roberta", "camembert", "data2vec-text", "electra", "ernie"),
+        BERT_LIKE,
         Structure(bert_like(lambda layer: (layer.attention.output.LayerNorm, layer.output.LayerNorm))),
     ),
     "roberta-prelayernorm": Structure(

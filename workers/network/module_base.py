@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -181,18 +181,23 @@ class ModuleHead:
             return self, name
         if torch.equal(short, expected):
             return linear.product, name
-        scale, softcap = logit_form(self.module.config.get_text_config())
-        output = CappedOutput(linear.product, scale, softcap)
-        close = torch.allclose(output(hidden), expected, rtol=tolerance(dtype), atol=1e-6)
-        return (output if close else self), name
+        for scale, softcap in logit_forms(self.module.config.get_text_config()):
+            output = CappedOutput(linear.product, scale, softcap)
+            if torch.allclose(output(hidden), expected, rtol=tolerance(dtype), atol=1e-6):
+                return output, name
+        return self, name
 
 
-def logit_form(config: Any) -> tuple[float, float | None]:
-    """The factor of logits and their cap, as the settings of families name them; see `Kernels.cap`."""
+def logit_forms(config: Any) -> Iterator[tuple[float, float | None]]:
+    """The factors of logits that settings of families may mean, each with the cap; see `Kernels.cap`."""
+    softcap: float | None = getattr(config, "final_logit_softcapping", None)
     scale = getattr(config, "logit_scale", None)  # of MPT it may be a word
-    if not isinstance(scale, int | float) or not scale:
-        scale = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    return float(scale), getattr(config, "final_logit_softcapping", None)
+    if isinstance(scale, int | float) and scale:
+        yield float(scale), softcap
+        return
+    scaling = float(getattr(config, "logits_scaling", None) or 1.0)
+    yield 1.0 / scaling, softcap
+    yield scaling, softcap  # of HyperCLOVA X, which multiplies
 
 
 class ModuleScores:

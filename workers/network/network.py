@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.kernels.data.layer import Angles, LayerNorm
-from pagewire.kernels.ops import layer_norm
-from pagewire.kernels.stack import Additions, Stack
+from pagewire.kernels.data.layer import Angles, LayerNorm, Norm
+from pagewire.kernels.stack import Additions, Stack, normed_by
 from pagewire.workers.caches.kv import KVShape
 from pagewire.workers.step.context import Axes, StepContext
 
@@ -30,7 +29,7 @@ class Embeddings:
     """A module of token ids int64 [T] to [T, H]; it has `embedding_dim`."""
     positions: Any = None
     token_types: Any = None
-    norm: LayerNorm | None = None
+    norm: Norm | LayerNorm | None = None
     """Of the sum; None: it is not normed."""
     scale: float = 1.0
     """The words' embeddings, or what was laid over them, are multiplied by it."""
@@ -44,7 +43,7 @@ class Embeddings:
             x = x + self.token_types(torch.zeros_like(ids[:1]) if types is None else types)
         if self.positions is not None:
             x = x + self.positions(positions)
-        return x if self.norm is None else layer_norm(x, self.norm.weight, self.norm.bias, self.norm.eps)
+        return normed_by(self.norm, x)
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,8 @@ class KVPlace:
 class Network:
     """An embedding and a stack of layers, or a pipeline stage's part of both.
 
-    Between stages goes what is added up in all layers; each norms it for its first layer.
+    Between stages goes what is added up in all layers, which each norms for its first layer; where norms come last,
+    it is normed already.
     """
 
     embedding: Embeddings | None
@@ -74,12 +74,18 @@ class Network:
     places: list[KVPlace | None]
     """Of each layer; None: a mixer takes the place of attention."""
     modules: list[dict[str, dict[str, int]]] = field(default_factory=list)
-    """Of each layer, by the field of a linear layer: the names of its parts in transformers, with their outputs.
+    """Of each layer, by the field of a linear layer: the names of its parts in transformers' base, with their
+    outputs.
 
     By "experts": the name of the module of all of them, with their number.
     """
     is_last: bool = True
     """It ends with the final norm; otherwise it gives the sum itself."""
+    words_name: str = "embed_tokens"
+    """That of the table of tokens in transformers' base."""
+    qkv_order: Tensor | None = None
+    """Of layers whose queries, keys and values one module makes: int64 [rows], which of its rows each row of `qkv`
+    is; None: they are the same."""
     taps: Sequence[int] = field(default=(), init=False)
     """The numbers of layers, from 1 on, whose results before their norm are kept."""
     tapped: dict[int, Tensor] = field(default_factory=dict, init=False)
@@ -122,4 +128,4 @@ class Network:
         else:
             deep = Additions(overlay.places, [layer.to(states.dtype) for layer in overlay.deep])
             normed = self.stack.with_additions(states, step.batch, caches, angles, self.tapped, deep)
-        return normed if self.is_last else states
+        return normed if self.is_last or not self.stack.norm_first else states

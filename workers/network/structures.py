@@ -1,6 +1,6 @@
 """Where transformers' base models have the parts of which a network is made (`build.py`), and those of decoders.
 
-Those of encoders are in `encoder_structures.py`.
+Those of encoders are in `encoder_structures.py`, those of decoders before Llama in `gpt_structures.py`.
 
 A base whose structure is not here, or that has other parts than its structure says, keeps its own forward. Models
 of the same structure but with other arithmetic do so too: the proof (`proof.py`) finds them, or `structure.py`
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.data.layer import Activation, HeadNormForm, LayerNorm, Norm
+from pagewire.kernels.data.layer import Activation, Angles, HeadNormForm, LayerNorm, Norm
 from pagewire.kernels.ops import layer_norm
+from pagewire.kernels.stack import normed_by
 from pagewire.workers.module.structure import (
     DECODERS,
     DEFAULT_ACTIVATION,
@@ -42,8 +43,15 @@ ACTIVATIONS = {
     "gelu": Activation.GELU,
     "gelu_new": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+    "relu2": Activation.RELU_SQUARED,
 }
 """The activations by transformers' names."""
+
+
+USUAL_EPS = (1e-5, 1e-6)
+"""Of norms that do not tell theirs."""
 
 
 class OtherStructureError(Exception):
@@ -79,6 +87,11 @@ class LayerParts:
     sinks: a module with a parameter of this name, one more logit of each head.
     latents: a module that attends to latents (`latents.py`); `qkv` is then what makes these and queries.
     index_interleaved: see `Indexer`, if it has one.
+    blocks: of the one layer that makes all: how many blocks lie one below the other, 0 for one of each key head,
+    and the order of queries, keys and values in each; None: it is one block in the order "qkv".
+    qkv_limit: see `Layer`. alibi: a factor of the usual slopes of a bias by distance; None: there is none.
+    out_norm, down_norm: modules, of what `out` and `down` take. curve: the module of an xIELU.
+    turned_back: see `DecoderNames`.
     mixer, feed_forward: modules that run as they are, in place of attention and of the feed-forward half.
     """
 
@@ -110,6 +123,13 @@ class LayerParts:
     interleaved: bool = False
     single_angles: bool = False
     head_norm_form: HeadNormForm = HeadNormForm.EACH
+    blocks: tuple[int, str] | None = None
+    qkv_limit: float | None = None
+    alibi: float | None = None
+    out_norm: Any = None
+    down_norm: Any = None
+    curve: Any = None
+    turned_back: bool = False
 
     def linears(self) -> dict[str, Sequence[Any]]:
         """The modules of the linear layers of a `Layer`, by the name of its field."""
@@ -198,6 +218,23 @@ def norm_of(module: nn.Module, weights: Weights, device: torch.device) -> Norm |
     raise OtherStructureError(f"{type(module).__name__} is no layer norm that the kernels have")
 
 
+def plain_norm_of(module: Any, size: int, dtype: torch.dtype, device: torch.device) -> Norm | LayerNorm:
+    """A norm without weights, over `size` numbers of a dtype, as a trial of the module shows.
+
+    Raises:
+        OtherStructureError: the module is none.
+    """
+    ones = torch.ones(size)
+    x = torch.randn(4, size, generator=torch.Generator().manual_seed(0))
+    x = (x + 1) / 64  # where eps shows, and whether the mean is taken off
+    expected = module(x)
+    for eps in filter(None, (getattr(module, "eps", None), *USUAL_EPS)):
+        for norm in (Norm(ones, eps, 0.0), LayerNorm(ones, None, eps)):
+            if torch.allclose(normed_by(norm, x), expected, rtol=tolerance(x.dtype), atol=1e-5):
+                return replace(norm, weight=ones.to(device, dtype))
+    raise OtherStructureError(f"{type(module).__name__} is no norm that the kernels have")
+
+
 @dataclass(frozen=True)
 class Structure:
     """Where a base has what a network is made of.
@@ -208,6 +245,10 @@ class Structure:
     float32 [Hq, 2 R]; None: attention has none. causal: tokens attend to none behind them.
     rotary: the name of the module that makes angles, if the base has one; None: there are none.
     embedding_scale: of a base and the dtype of its embeddings, what these are multiplied by.
+    positions: of a causal base and its weights, [P, H], what is added to embeddings; None: nothing is.
+    angles: of a base and its weights, cosines and sines [P, n] of neighbours, for a base without `rotary`.
+    query_scales: of a base and the number of positions, float32 [P], the factors of queries; None: there are none.
+    activation_name: of a base whose configuration names none.
     """
 
     layers: Layers
@@ -220,6 +261,10 @@ class Structure:
     causal: bool = False
     rotary: str | None = "rotary_emb"
     embedding_scale: Callable[[Any, torch.dtype], float] = lambda base, dtype: 1.0
+    positions: Callable[[Any, Weights], Tensor] | None = None
+    angles: Callable[[Any, Weights], Angles] | None = None
+    query_scales: Callable[[Any, int], Tensor] | None = None
+    activation_name: str = DEFAULT_ACTIVATION
 
     def activation(self, config: Any) -> Activation:
         """The activation that a configuration names.
@@ -228,7 +273,9 @@ class Structure:
             OtherStructureError: the kernels have none like it, or the structure is not known with it.
         """
         names = (getattr(config, name, None) for name in self.activations)
-        name = next((name for name in names if name is not None), DEFAULT_ACTIVATION if self.causal else None)
+        name = next(
+            (name for name in names if name is not None), self.activation_name if self.causal else None
+        )
         require(name in ACTIVATIONS, f"the kernels have no activation like {name!r}")
         return ACTIVATIONS[str(name)]
 
@@ -268,15 +315,17 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         parts = latent_parts(attention, _named(layer, names.norms), interleaved=interleaved)
         parts = replace(parts, residual_scale=residual_scale, index_interleaved=names.index_interleaved)
         return with_feed_forward(parts, mlp, names, config)
-    inner = {*names.qkv, names.out}
-    found = children(attention)
+    inner = {*names.qkv, names.out, names.out_norm} - {""}
+    found = {name for name, child in attention.named_children() if type(child) is not nn.Dropout}
     require(found in (inner, inner | set(names.head_norms)), f"attention has {', '.join(sorted(found))}")
-    require(getattr(config, "clip_qkv", None) is None, "it clips queries, keys and values")
     has_head_norms = found > inner
+    limit = getattr(config, "clip_qkv", None)
+    require(limit is None or not has_head_norms, "it clips queries and keys that are normed")
     out = getattr(attention, names.out)
     heads = None
     if len(names.qkv) == 1:
-        heads = config.num_attention_heads, config.num_key_value_heads
+        count = config.num_attention_heads
+        heads = count, getattr(config, "num_key_value_heads", count)
     else:  # no gates among the queries
         require(getattr(attention, names.qkv[0]).out_features == out.in_features)
     parts = LayerParts(
@@ -295,6 +344,10 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         head_norm_form=HeadNormForm(names.head_norm_form),
         heads=heads,
         own_norms=(None, None) if names.own_norms is None else _named(layer, names.own_norms),
+        blocks=(0, "qkv") if names.by_head else None,
+        qkv_limit=limit,
+        out_norm=getattr(attention, names.out_norm) if names.out_norm else None,
+        turned_back=names.turned_back,
         turned=is_turned(attention, names),
         sinks=attention if isinstance(getattr(attention, "sinks", None), Tensor) else None,
         softcap=getattr(attention, "attn_logit_softcapping", None),
@@ -354,8 +407,17 @@ def with_dense(parts: LayerParts, half: Any, names: DecoderNames) -> LayerParts:
         OtherStructureError: it has other ones.
     """
     found = {name for name, child in half.named_children() if any(True for _ in child.parameters())}
-    require(found == {*names.up, names.down}, f"its feed-forward half has {', '.join(sorted(found))}")
-    return replace(parts, up=[getattr(half, name) for name in names.up], down=getattr(half, names.down))
+    curve = getattr(half, names.curve) if names.curve in found else None
+    expected = {*names.up, names.down, names.down_norm} - {""}
+    require(found - {names.curve} == expected, f"its feed-forward half has {', '.join(sorted(found))}")
+    require(curve is None or type(curve).__name__ == "XIELUActivation", "its activation has parameters")
+    return replace(
+        parts,
+        up=[getattr(half, name) for name in names.up],
+        down=getattr(half, names.down),
+        down_norm=getattr(half, names.down_norm) if names.down_norm else None,
+        curve=curve,
+    )
 
 
 def is_turned(attention: Any, names: DecoderNames) -> bool:
@@ -374,7 +436,7 @@ def rotation_kind(layer: Any, attention: Any, config: Any) -> str | None:
 
 def _named(module: Any, names: tuple[str | None, str | None]) -> tuple[Any, Any]:
     first, second = (None if name is None else getattr(module, name) for name in names)
-    return first, second
+    return None if type(first) is nn.Identity else first, None if type(second) is nn.Identity else second
 
 
 def attention_window(attention: Any, config: Any) -> int | None:
@@ -411,8 +473,17 @@ def decoder_structure(names: DecoderNames) -> Structure:
         LLAMA_LIKE,
         layers=of_decoder(names),
         final_norm=lambda base: getattr(base, names.final_norm),
+        norm=names.embedding_norm or None,
         embedding_scale=lambda base, dtype: embedding_scale(base, names, dtype),
+        query_scales=query_scales if names.scales_queries else None,
     )
+
+
+def query_scales(base: Any, num_positions: int) -> Tensor:
+    """The factors of queries by position, as Ministral 3 has them: float32 [P]."""
+    rope = base.config.rope_parameters
+    stretches = torch.floor(torch.arange(num_positions) / rope["original_max_position_embeddings"])
+    return 1 + rope["llama_4_scaling_beta"] * torch.log(1 + stretches)
 
 
 def embedding_scale(base: Any, names: DecoderNames, dtype: torch.dtype) -> float:

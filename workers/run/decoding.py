@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pagewire.ipc.wire.worker_messages import Row, RowResult, StepPlan, StepResult, Way, WorkerConfig
 from pagewire.kernels.cpu.decode import CompiledDecoder, DecoderParts, SequenceArrays
 from pagewire.kernels.cpu.drawing import parameters
+from pagewire.kernels.cpu.embeddings import Beginning
 from pagewire.kernels.cpu.stack import CompiledStack
 from pagewire.kernels.data.paging import Cache
 from pagewire.kernels.data.weight import Weight, dense_weight
@@ -169,33 +170,32 @@ def open_decoder(
         return "the model is a stage of a pipeline, or encodes"
     if not isinstance(compiled := network.stack.compiled, CompiledStack):
         return "the layers have no compiled stack"
-    if (begins := embedding_rows(network)) is None:
-        return "a token begins with more than a row of a table"
+    if (begins := beginning(network)) is None:
+        return "a token begins with more than rows of tables"
     if head is None or isinstance(head, ModuleHead):
         return "the output layer is a module"
-    rows, factor = begins
     output = head if isinstance(head, CappedOutput) else CappedOutput(head)
     of_layers = [None if place is None else caches[place.layer] for place in network.places]
     arrays = SequenceArrays(slots.tokens, slots.num_tokens, slots.long_from, slots.block_table)
     parts = DecoderParts(
-        rows, network.angles, compiled, of_layers, output.linear, factor, output.scale, output.softcap
+        begins, network.angles, compiled, of_layers, output.linear, output.scale, output.softcap
     )
     return CompiledDecoder.of(parts, arrays) or "layers, table and output layer are not of one kind"
 
 
-def embedding_rows(network: Network) -> tuple[Weight, float] | None:
-    """The table [V, H] whose rows tokens begin with, and their factor; None if there is more to it."""
+def beginning(network: Network) -> Beginning | None:
+    """What the tokens of a network begin with; None if there is more to it than rows of tables."""
     embedding = network.embedding
-    if embedding is None or embedding != type(embedding)(embedding.words, scale=embedding.scale):
+    if embedding is None or embedding.token_types is not None:
         return None
-    words: Any = embedding.words
-    if not isinstance(words, ScaledEmbedding):
-        rows, factor = rows_of(words), embedding.scale
-    elif embedding.scale == 1.0:
-        rows, factor = rows_of(words.table), words.factor
-    else:
+    words, factor = embedding.words, embedding.scale
+    if isinstance(words, ScaledEmbedding):
+        words, factor = (words.table, words.factor) if factor == 1.0 else (None, factor)
+    rows = rows_of(words)
+    positions = None if embedding.positions is None else rows_of(embedding.positions)
+    if rows is None or (positions is None) != (embedding.positions is None):
         return None
-    return None if rows is None else (rows, factor)
+    return Beginning(rows, factor, positions, embedding.norm)
 
 
 def rows_of(module: Any) -> Weight | None:

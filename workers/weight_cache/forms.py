@@ -40,6 +40,7 @@ from pagewire.kernels.data.layer import (
     Mixture,
     Norm,
     Router,
+    Xielu,
 )
 from pagewire.kernels.data.paging import LogitTerms
 from pagewire.kernels.data.routing import ExpertGroups, Routing
@@ -125,6 +126,7 @@ STORED = (
     Stage,
     TokenHead,
     Weight,
+    Xielu,
 )
 """Dataclasses that are stored by their fields."""
 FORMS: dict[type, Form] = {

@@ -231,6 +231,8 @@ OTHERS = (
     "qwen2",
     "mistral",
     "gpt_neox",
+    "persimmon",
+    "codegen",
     "opt",
     "qwen3",
     "granite",

@@ -18,7 +18,7 @@ from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Row, StepPlan, WorkerConfig
 from pagewire.workers.device.waits import WaitFinder, WaitsError
-from pagewire.workers.module.structure import DECODERS
+from pagewire.workers.module.structure import DECODERS, GPT_LIKE
 from pagewire.workers.network.network import Network
 from pagewire.workers.run import runner as runner_module
 from pagewire.workers.run.graphs import recorded_shapes
@@ -46,6 +46,7 @@ from tests.workers.random_adapters import write as write_adapter
 
 Load = Callable[..., Runner]
 NUM_DRAFTS = 3
+STACKED = {*DECODERS, *GPT_LIKE}
 DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=NUM_DRAFTS)
 
 
@@ -77,20 +78,14 @@ def num_replayed(runner: Runner) -> int:
 def test_models_of_other_families_are_replayed(tmp_path: Path, load: Load, name: str) -> None:
     folder, most = write(tmp_path, name), {"max_num_batched_tokens": 64}
     recorded, plain = load(folder, **most), load(folder, **most, enforce_eager=True)
-    assert recorded.model.is_stack == (name in DECODERS) and plain.graphs is None
+    assert recorded.model.is_stack == (name in STACKED) and plain.graphs is None
     plans = make_plans(make_prompts(VOCAB_SIZE, (9, 20, 1)), 6, [PLAIN, EDITED, GREEDY])
     expected = [outcome(plain.step(plan)) for plan in plans]
     assert [outcome(result) for result in Core(recorded).run(plans)] == expected
     assert num_replayed(recorded) == 6  # the prompts, too
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("dbrx", "aten::nonzero has a result that the host must know"),
-        ("gpt2", "aten::lift_fresh copies numbers from the host"),
-    ],
-)
+@pytest.mark.parametrize(("name", "reason"), [("dbrx", "aten::nonzero has a result that the host must know")])
 def test_models_that_wait_for_the_device_are_not_recorded(
     tmp_path: Path, load: Load, caplog: pytest.LogCaptureFixture, name: str, reason: str
 ) -> None:
@@ -136,7 +131,7 @@ def test_other_families_with_adapters_are_replayed(
     prompts, found = make_prompts(VOCAB_SIZE, (9, 20, 1)), []
     for eager in (True, False):
         adapted = Adapted(partial(load, folder), enforce_eager=eager, max_num_batched_tokens=64)
-        assert adapted.runner.model.is_stack == (name in DECODERS)
+        assert adapted.runner.model.is_stack == (name in STACKED)
         for index, each in enumerate(folders, 1):
             adapted.load(index, each)
         driver = Driver(adapted.runner, 16)

@@ -53,14 +53,11 @@ def watch_module(runner: Runner, positions: list[Tensor]) -> None:
             module.product = Watching(module.product, positions)
 
 
-@pytest.mark.parametrize(
-    ("name", "watch"), [("llama", watch_stack), ("nemotron", watch_module), ("gpt2", watch_module)]
-)
+@pytest.mark.parametrize(("name", "watch"), [("llama", watch_stack), ("diffllama", watch_module)])
 def test_linears_know_the_step(
     name: str, watch: Callable[[Runner, list[Tensor]], None], tmp_path: Path
 ) -> None:
-    fields = GROUPED if name != "gpt2" else {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
-    runner, _ = load_runner(Architecture(name, fields).write(tmp_path))
+    runner, _ = load_runner(Architecture(name, GROUPED).write(tmp_path))
     expected = Driver(runner).generate(PROMPTS, 4)
     positions: list[Tensor] = []
     watch(runner, positions)

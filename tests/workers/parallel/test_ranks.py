@@ -133,15 +133,17 @@ def check_parity(folder: Path, size: int, **fields: Any) -> tuple[Ready, Sequenc
         assert result.tokens == expected
         assert result.ready.vocab_size == ready.vocab_size
         assert result.runner.model.is_stack == (
-            runner.model.is_stack and not norms_all_heads(runner.model.model)
+            runner.model.is_stack and not norms_what_is_divided(runner.model.model)
         )
     return ready, results
 
 
-def norms_all_heads(model: Model) -> bool:
-    """True if norms are over all heads of a token, of which each rank has some: there modules run."""
-    base = model.base
-    return isinstance(base, Network) and base.stack.layers[0].head_norm_form is HeadNormForm.TOGETHER
+def norms_what_is_divided(model: Model) -> bool:
+    """True if norms are over all heads of a token, or the width, of which each rank has some: there modules run."""
+    if not isinstance(model.base, Network):
+        return False
+    layer = model.base.stack.layers[0]
+    return layer.head_norm_form is HeadNormForm.TOGETHER or layer.out_norm is not None
 
 
 @pytest.mark.parametrize("name", FORMS)

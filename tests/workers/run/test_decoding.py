@@ -30,8 +30,9 @@ TAKEN = [
     Architecture("qwen3_moe", GROUPED | EXPERTS),
     Architecture("mistral", GROUPED | {"sliding_window": 7}),
     Architecture("qwen3", GROUPED),
+    *(SERVED[name] for name in ("gpt2", "bloom", "nanochat")),
 ]
-LEFT = ["gpt2", "nemotron", "mamba2"]
+LEFT = ["diffllama", "mamba2"]
 PARAMS = [
     GREEDY,
     SamplingParams(temperature=1.0),

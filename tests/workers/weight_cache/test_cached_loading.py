@@ -29,7 +29,7 @@ from pagewire.workers.weight_cache.cached_loading import keep_in_background
 from pagewire.workers.weight_cache.folder import weight_folder
 from pagewire.workers.weight_cache.key import key_of
 from tests.workers import pooled
-from tests.workers.architectures import EXPERTS, GPT2_SIZES, GROUPED, Architecture
+from tests.workers.architectures import EXPERTS, GROUPED, Architecture
 from tests.workers.driver import Driver
 from tests.workers.random_adapters import CONFIG, load, make_tensors, write
 
@@ -240,7 +240,7 @@ def test_other_models_start_as_ever(
 ) -> None:
     monkeypatch.setattr(folder, "cache_root", lambda: tmp_path / "cache")
     caplog.set_level(logging.DEBUG, "pagewire.worker")
-    runner, ahead = start(Architecture("gpt2", GPT2_SIZES).write(tmp_path / "model"))
+    runner, ahead = start(Architecture("diffllama", GROUPED).write(tmp_path / "model"))
     assert keep(runner, ahead) == [] and "a ModuleBase has no form" in caplog.text
 
 

@@ -134,7 +134,7 @@ def test_experts(parts_format: None, tmp_path: Path) -> None:
 def test_embedding_and_output_layer_in_their_own_type(
     tied: bool, stacked: bool, parts_format: None, tmp_path: Path
 ) -> None:
-    name = "llama" if stacked else "nemotron"
+    name = "llama" if stacked else "diffllama"
     source = Architecture(name, SHAPE | {"tie_word_embeddings": tied}).write(tmp_path / "dense")
     folder, plain = write_quantised(
         source,
