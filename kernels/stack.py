@@ -7,7 +7,8 @@ With norms first, as in Llama, a norm is what the next product takes, and the su
 as in BERT, the normed sum goes on. What a half gives may be normed and scaled before it is added (Gemma 2,
 Granite), and both halves may take the same input (Cohere). In place of the feed-forward half, or beside it as a
 shared expert, a layer may have experts and a router. Attention may be to latents, of which keys and values are
-products. Either half may be one that computes itself (`Half`), as in layers with states.
+products, and in its place may be a mixer of states (`mixers.py`). Either half may be one that computes itself
+(`Half`).
 
 The loop over the layers is here, for every device, and for decoders and encoders. `cpu/stack.cpp` is the same loop
 compiled; it is used if all linear layers are packed weights, dense or quantised, and runs from each half that
@@ -34,17 +35,21 @@ from pagewire.kernels.data.layer import (
     LayerNorm,
     Norm,
 )
+from pagewire.kernels.data.mixers import OutputGate, StateMixer
 from pagewire.kernels.data.paging import AttentionBatch, Cache
+from pagewire.kernels.data.states import MixerStates
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import GroupedExperts
 from pagewire.kernels.indexed import IndexedTokens
 from pagewire.kernels.latents import GroupedHeads
+from pagewire.kernels.mixers import mixed
 from pagewire.kernels.ops import (
     activate_and_mul,
     activate_each,
     add_gated,
     add_rms_norm,
     layer_norm,
+    open_by,
     paged_attention,
     rms_norm,
     rotary,
@@ -80,9 +85,15 @@ class Stack:
             raise ValueError("a norm before the first layer is one of layers that begin with a norm")
         if not norm_first and any(half is not None for layer in layers for half in layer.halves):
             raise ValueError("a half that computes itself is one of layers that begin with a norm")
-        if any(layer.parallel and not (norm_first and layer.halves == (None, None)) for layer in layers):
+        both = (layer.attends and layer.feeds and layer.halves == (None, None) for layer in layers)
+        if any(
+            layer.parallel and not (norm_first and has_both)
+            for layer, has_both in zip(layers, both, strict=True)
+        ):
             raise ValueError("halves are parallel in layers that begin with a norm and compute both of them")
         self.input_norm, self.layers, self.norm_first = input_norm, layers, norm_first
+        self.states = [layer.mixer.states if isinstance(layer.mixer, StateMixer) else [] for layer in layers]
+        """The shapes of each layer's states."""
         self._pieces: list[Stack] | None = None
         weight = layers[0].norms[0].weight
         self.compiled = implementation_for(weight).stack(input_norm, layers, norm_first=norm_first)
@@ -104,46 +115,54 @@ class Stack:
         angles: Sequence[Angles] = (),
         x: Tensor | None = None,
         taps: Mapping[int, Tensor] = {},
+        memory: MixerStates | None = None,
     ) -> Tensor:
         """Run the batch's tokens through all layers.
 
         Args:
             states: [T, H], contiguous; overwritten, with norms first by the last sum.
             batch: see `AttentionBatch`; for layers that attend to later keys, of whole prompts without padding.
-            caches: of each layer, None of those with a mixer; they may be the same one where all prompts are whole.
+            caches: of each layer, None of those without attention; one for all may do where all prompts are whole.
             angles: tables of cosines and sines [T, rot_dim], see `Kernels.rotary`; a layer says which is its own.
             x: what the first product takes, in place of the normed states: [T, K], which may be wider.
             taps: tensors [T, H] by numbers of layers, from 1 on: each gets the states behind that layer.
+            memory: the states that mixers hand from token to token; None: no layer keeps some.
 
         Returns:
             [T, H], normed by the last layer's `output_norm`.
         """
         if self.compiled is not None and not any(heads.is_changed for heads in self._adapted_heads):
-            return self.compiled(states, batch, caches, angles, x, taps)
+            return self.compiled(states, batch, caches, angles, x, taps, memory)
         if x is None:
             x = normed_by(self.input_norm, states)
         chosen: Tensor | None = None
         parts = zip(self.layers, self._experts, self._heads, caches, strict=True)
         for number, (layer, experts, heads, cache) in enumerate(parts, 1):
-            if layer.mixer is not None:
-                given = layer.mixer(x)
-            elif heads is None:
-                given = _attend(layer, x, angles, batch, cache)
-            else:
-                given, chosen = _attend_to_latents(layer, heads, x, angles, batch, cache, chosen)
-            aside = given if layer.parallel else None
-            if aside is None:
-                norms = layer.attended_norm, layer.attention_norm
-                x, states = self._add(given, states, layer, layer.mixer, *norms)
-            elif layer.attention_norm is not None:
-                x = normed_by(layer.attention_norm, states)
-            del given  # its memory serves the products that follow
-            if layer.feed_forward is not None:
-                x = layer.feed_forward(x)
-            else:
-                x = _feed_forward(layer, x) if experts is None else _mixture(layer, x, experts)
-            x = x if aside is None else x + aside
-            x, states = self._add(x, states, layer, layer.feed_forward, layer.fed_norm, layer.output_norm)
+            aside = None
+            if layer.attends:
+                if isinstance(layer.mixer, StateMixer):
+                    assert memory is not None, "its layers keep states"
+                    given = _mixed(layer, layer.mixer, x, memory, number - 1)
+                elif layer.mixer is not None:
+                    given = layer.mixer(x)
+                elif heads is None:
+                    given = _attend(layer, x, angles, batch, cache)
+                else:
+                    given, chosen = _attend_to_latents(layer, heads, x, angles, batch, cache, chosen)
+                if not layer.parallel:
+                    norm = layer.attention_norm if layer.feeds else layer.output_norm
+                    x, states = self._add(given, states, layer, layer.halves[0], layer.attended_norm, norm)
+                else:
+                    aside = given
+                    x = x if layer.attention_norm is None else normed_by(layer.attention_norm, states)
+                del given  # its memory serves the products that follow
+            if layer.feeds:
+                if layer.feed_forward is not None:
+                    x = layer.feed_forward(x)
+                else:
+                    x = _feed_forward(layer, x) if experts is None else _mixture(layer, x, experts)
+                x = x if aside is None else x + aside
+                x, states = self._add(x, states, layer, layer.feed_forward, layer.fed_norm, layer.output_norm)
             if number in taps:
                 taps[number].copy_(states)
         return x
@@ -156,6 +175,7 @@ class Stack:
         angles: Sequence[Angles],
         taps: Mapping[int, Tensor],
         additions: Additions,
+        memory: MixerStates | None = None,
     ) -> Tensor:
         """As `__call__`, and add to the results of the first layers, for which these run one by one.
 
@@ -173,7 +193,8 @@ class Stack:
         for number, piece in enumerate(self._pieces):
             end = first + len(piece.layers)
             own = {tap - first: tensor for tap, tensor in taps.items() if first < tap <= end}
-            x = piece(states, batch, caches[first:end], angles, x, own)
+            part = None if memory is None else MixerStates(memory.batch, memory.of_layers[first:end])
+            x = piece(states, batch, caches[first:end], angles, x, own, part)
             if number < len(additions.layers):
                 places = additions.places
                 states.index_add_(0, places, additions.layers[number])
@@ -264,11 +285,22 @@ def _attend(
     heads = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
     if layer.qkv_limit is not None:
         heads = heads.clamp_(-layer.qkv_limit, layer.qkv_limit)
-    q, k, v = torch.split(heads, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
+    num_heads, num_kv_heads = layer.num_heads, layer.num_kv_heads
+    q, k, v = heads.split([num_heads * (1 + layer.gated_queries), num_kv_heads, num_kv_heads], 1)
+    gates = None
+    if layer.gated_queries:
+        q, gates = q.unflatten(1, (-1, 2)).unbind(2)
     q, k, own, norms = _until_stored(layer, q, k, angles)
     q = rotate_and_store(q, k, v, own, norms, cache, batch.slot_mapping)
-    mixed = paged_attention(q, cache, batch, layer.scale, layer.terms).view(num_tokens, -1)
-    return layer.out(normed_by(layer.out_norm, mixed))
+    out = paged_attention(q, cache, batch, layer.scale, layer.terms).view(num_tokens, -1)
+    out = out if gates is None else open_by(out, gates, OutputGate(layer.head_dim, sigmoid=True))
+    return layer.out(normed_by(layer.out_norm, out))
+
+
+def _mixed(layer: Layer, mixer: StateMixer, x: Tensor, memory: MixerStates, number: int) -> Tensor:
+    """What a layer's mixer of states [T, H] makes of x [T, H], with its states in memory."""
+    assert layer.qkv is not None and layer.out is not None
+    return layer.out(mixed(mixer, x, layer.qkv(x), memory.of_layers[number], memory.batch))
 
 
 def _until_stored(

@@ -29,6 +29,7 @@ SOURCES = (  # the slowest to compile first
     "linear.cpp",
     "layers.cpp",
     "activations.cpp",
+    "mixers.cpp",
     "state_matrices.cpp",
     "sampling.cpp",
     "state_channels.cpp",

@@ -74,6 +74,7 @@ class Decoding {
         starts_(call.starts, call.starts + rows_),
         seq_lens_(rows_),
         query_start_loc_(rows_ + 1),
+        spans_(call.states ? 4 * rows_ : 0),
         slots_(rows_),
         peaks_(rows_),
         draws_(rows_) {
@@ -83,6 +84,7 @@ class Decoding {
     attention.query_start_loc = query_start_loc_.data();
     attention.seq_lens = seq_lens_.data();
     stack_.slots = slots_.data();
+    if (call.states) lay_spans();
     lay_blocks();
   }
 
@@ -117,9 +119,21 @@ class Decoding {
   }
 
  private:
+  // A span of states is the token of a row.
+  void lay_spans() {
+    for (int32_t row = 0; row < rows_; ++row) {
+      const int32_t span[] = {row, row + 1, call_.states[2 * row], call_.states[2 * row + 1]};
+      std::copy_n(span, 4, spans_.data() + 4 * row);
+    }
+    stack_.row_starts = query_start_loc_.data();
+    stack_.spans = spans_.data();
+    stack_.num_rows = stack_.num_spans = rows_;
+  }
+
   // Points to the rows' block numbers; those of several rows are put together, as far as the steps need them.
   void lay_blocks() {
     AttentionCall& attention = stack_.attention;
+    if (!attention.block_size) return;  // no layer attends
     const int64_t last = *std::max_element(starts_.begin(), starts_.end()) + call_.steps;
     attention.max_blocks = (last + attention.block_size - 1) / attention.block_size;
     attention.block_table = call_.block_table + call_.slots[0] * call_.max_blocks;
@@ -178,8 +192,8 @@ class Decoding {
     add_row(call_.positions, position, state, stack_.hidden, attention.dtype);
     norm_rows(call_.norm, state, 1, stack_.hidden, attention.dtype);
     lay_angles(stack_, row, call_.tables, call_.num_tables, position);
-    const int64_t block = attention.block_table[row * attention.block_table_stride + start / attention.block_size];
-    slots_[row] = block * attention.block_size + start % attention.block_size;
+    if (const int64_t size = attention.block_size)
+      slots_[row] = attention.block_table[row * attention.block_table_stride + start / size] * size + start % size;
     seq_lens_[row] = int32_t(start + 1);
     draws_[row] = sequence.draw;
     draws_[row].position = start + 1;
@@ -191,6 +205,7 @@ class Decoding {
     const int64_t slot = call_.slots[row];
     call_.tokens[slot * call_.max_tokens + ++starts_[row]] = token;
     ++call_.num_tokens[slot];
+    if (call_.states) spans_[4 * row + 2] = spans_[4 * row + 3];  // the next step goes on from what this one has written
   }
 
   const DecodeCall& call_;
@@ -198,7 +213,7 @@ class Decoding {
   int64_t rows_, element_;
   bool edits_ = false;  // some row's logits may be changed
   std::vector<int64_t> starts_;
-  std::vector<int32_t> seq_lens_, query_start_loc_, blocks_;
+  std::vector<int32_t> seq_lens_, query_start_loc_, spans_, blocks_;
   std::vector<int64_t> slots_;
   std::vector<float> peaks_;
   std::vector<Draw> draws_;

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pagewire.kernels.cpu.embeddings import Beginning, RowTable, angle_tables
 from pagewire.kernels.cpu.experts import is_packed, matrix
@@ -40,6 +41,7 @@ class DecoderParts:
     """What a step runs: what tokens begin with; layers with their caches; the output layer.
 
     angles: cosines and sines [P, rot_dim] by position, of each kind. logit_scale, softcap: see `Kernels.cap`.
+    states: of each layer, see `MixerStates`; None: none keeps some.
     """
 
     beginning: Beginning
@@ -49,6 +51,7 @@ class DecoderParts:
     head: Linear
     logit_scale: float = 1.0
     softcap: float | None = None
+    states: Sequence[Sequence[Tensor]] | None = None
 
     @property
     def fit(self) -> bool:
@@ -72,6 +75,8 @@ class CompiledDecoder:
 
     def __init__(self, parts: DecoderParts, sequences: SequenceArrays) -> None:
         self._parts = parts
+        if parts.states is not None:
+            parts.stack.states.point_to(parts.states)
         begins, angles, head = parts.beginning, parts.angles, parts.head
         self._rows, self._tables = RowTable(begins.words, begins.factor), angle_tables(angles)
         self._positions = None if begins.positions is None else RowTable(begins.positions)
@@ -99,6 +104,7 @@ class CompiledDecoder:
             self._call.norm = norm_struct(begins.norm, begins.words.shape[1], head.dtype)
         self._capacity = 0
         self._held: object = None
+        self._hidden = torch.empty(0)
 
     def __call__(
         self,
@@ -106,6 +112,7 @@ class CompiledDecoder:
         starts: NDArray[np.int64],
         num_steps: int,
         descriptors: NDArray[np.int32],
+        states: NDArray[np.int32] | None = None,
     ) -> NDArray[np.int64]:
         """The tokens that rows sample, int64 [steps, R]; they are in the slots' sequences already.
 
@@ -115,6 +122,8 @@ class CompiledDecoder:
         Args:
             slots: [R]. starts: [R], the place of the token that each runs first; it is known.
             num_steps: from 1 on; there are blocks for them. descriptors: [at most 2].
+            states: [R, 2], the state slot that each reads first, and the one that all of its steps write; None: the
+                layers keep no states.
 
         Raises:
             ValueError: lengths or block numbers do not fit the caches, or sequences become too long.
@@ -124,6 +133,8 @@ class CompiledDecoder:
             raise ValueError(f"{num_steps} steps from {starts.max()} on for at most {call.max_tokens} tokens")
         if num_rows > self._capacity or num_rows * 4 < self._capacity:
             self._reserve(num_rows)
+        if (states is not None) != self.keeps_states:
+            raise ValueError("rows of layers that keep states have state slots, and no others")
         chosen = np.empty((num_steps, num_rows), np.int64)
         call.slots, call.starts, call.rows, call.steps = (
             slots.ctypes.data,
@@ -132,15 +143,28 @@ class CompiledDecoder:
             num_steps,
         )
         call.chosen = chosen.ctypes.data
+        call.states = None if states is None else states.ctypes.data
         call.descriptors, call.num_descriptors = descriptors.ctypes.data, len(descriptors)
         done = self._parts.stack.library.pagewire_decode(ctypes.byref(call))
         if done < 0:
             raise ValueError("lengths, slots or block numbers of the batch do not fit its tensors")
         return chosen[:done]
 
+    @property
+    def keeps_states(self) -> bool:
+        """True if its layers keep states, so that rows have state slots."""
+        return self._parts.states is not None
+
+    @property
+    def hidden(self) -> Tensor:
+        """Hidden states [R, H] of the last step's rows, or more: also of one that could not be sampled."""
+        return self._hidden
+
     def _reserve(self, num_rows: int) -> None:
         """Take memory for steps of this many rows."""
-        stack, held, _ = self._parts.stack.call_for(num_rows, self._parts.angles, self._parts.caches)
+        stack, held, self._hidden = self._parts.stack.call_for(
+            num_rows, self._parts.angles, self._parts.caches
+        )
         logits = torch.empty(num_rows, self._parts.head.out_features, dtype=self._parts.head.dtype)
         self._call.stack, self._call.logits = ctypes.addressof(stack), logits.data_ptr()
         self._held, self._capacity = (stack, held, logits), num_rows

@@ -410,6 +410,65 @@ struct LinearRecurrenceCall {
 
 EXPORT int pagewire_linear_recurrence(const LinearRecurrenceCall* call);
 
+// ---- mixers.cpp: what layers with states compute between two products; kernels/mixers.py is the same in Python ----
+
+// What opens a result, and may norm it; kernels/data/mixers.py says how.
+struct OutputGate {
+  const void* weight;     // [group], or [groups, group]; null: there is no norm
+  int64_t group;          // numbers that are normed together
+  int64_t weight_stride;  // from group to group
+  float eps;
+  int32_t sigmoid, first;
+  int32_t unused;
+};
+
+EXPORT void pagewire_open_by(const void* x, const void* gates, void* out, int64_t rows, int64_t groups,
+                             int64_t gates_stride, int64_t group_stride, const OutputGate* form, int32_t dtype,
+                             int32_t num_threads);
+
+EXPORT void pagewire_step_sizes(const void* x, const float* bias, const float* factor, float* out, int64_t rows,
+                                int64_t size, int64_t x_stride, float least, float most, int32_t dtype,
+                                int32_t num_threads);
+
+EXPORT void pagewire_rates(const void* x, float* out, int64_t rows, int64_t size, int64_t x_stride, float most,
+                           int32_t dtype, int32_t num_threads);
+
+// A mixer of states. Of the calls of kernels only what is the same for all tokens is set, and only of its own kind.
+struct Mixer {
+  CausalConvCall conv;
+  DeltaRuleCall delta;
+  StateSpaceCall space;
+  SelectiveScanCall scan;
+  Matrix factors, steps, gates;
+  const float* bias;    // of steps
+  const float* decay;   // of the delta rule: what a step of 1 leaves
+  const void* step_norm;   // of the factors of a scan; null: there are none
+  const void* write_norm;
+  const void* read_norm;
+  OutputGate gate;
+  float least, most;    // of steps
+  float eps;            // of norms
+  float rate;           // of the delta rule: the most of a value that is new
+  int32_t unused;
+  int32_t kind;         // 0: there is none; 1 a short convolution, 2 a gated delta rule, 3 a state space, 4 a scan
+};
+
+struct MixerCall {
+  const void* x;         // [tokens, k of `factors`]
+  const void* given;     // [tokens, given_stride]
+  void* out;             // [tokens, ...]
+  void* convolved;       // scratch [tokens, channels]
+  void* factors;         // scratch [tokens, factors.n]
+  float* numbers;        // scratch [tokens, ...]: steps, and of the delta rule rates as well
+  const AdapterRows* adapters;
+  const int32_t* row_starts;  // see `States`
+  const int32_t* spans;
+  int64_t num_rows, num_spans, num_tokens, given_stride;
+  int32_t dtype, num_threads;
+};
+
+EXPORT int pagewire_mix(const Mixer* mixer, const MixerCall* call);
+
 // ---- stack.cpp: a stack of layers; kernels/data/layer.py says what they compute ----
 
 struct Norm {
@@ -458,6 +517,7 @@ struct Layer {
   Matrix qkv, out, up, down;
   Latents latents;
   Mixture mixture;
+  Mixer mixer;  // in place of attention, between `qkv` and `out`
   Norm query_norm, key_norm;
   Norm attention_norm, output_norm;  // of sums; no weight: the next product takes the sum itself
   Norm attended_norm, fed_norm;      // of what a half gives, before it is added; no weight: it is not normed
@@ -476,6 +536,8 @@ struct Layer {
   int32_t parallel;          // both halves take the layer's input, and their results are added together
   int32_t interleaved;       // rotation turns neighbours
   int32_t head_norms;        // of query_norm and key_norm: 0 each head, 1 all heads of a token, 2 each head that is turned
+  int32_t gated_queries;     // behind each query head stands a gate as long: its sigmoid opens what attention gives
+  int32_t halves;            // that it has: 1 attention, 2 the feed-forward half, 3 both
   float qkv_limit;           // of queries, keys and values; 0: none
 };
 
@@ -488,8 +550,8 @@ struct StackCall {
   void* given;      // [tokens, hidden]: what the first half gives, which is then only added; null: it is computed
   // Scratch, of all tokens or those of a group.
   void* qkv;         // [tokens, qkv.n], and where norms come last [tokens, hidden]
-  void* attended;    // [tokens, heads v_head_dim]; with latents also [tokens, heads, k + n] of their keys
-  void* queries;     // with latents: [tokens, queries.n], and [tokens, out.k]
+  void* attended;    // [tokens, out.k]; with latents also [tokens, heads, k + n] of their keys
+  void* queries;     // with latents: [tokens, queries.n], and [tokens, heads, v_head_dim], what attention gives
   void* absorbed;    // with latents: [tokens, heads, head_dim], queries of them; and [tokens, heads, k + n] of values
   void* index;       // with an indexer: [tokens, size], [tokens, heads, size] and [tokens, heads]
   int32_t* chosen;   // with an indexer: [tokens, num_chosen], until the next one chooses
@@ -499,6 +561,9 @@ struct StackCall {
   float* floats;     // [tokens, hidden], what routers of float32 take in layers of another dtype
   void* of_experts;  // see ExpertsCall
   void* aside;       // [tokens, hidden], what attention gives in parallel layers
+  void* convolved;   // this one and the next two are of mixers of states: see `MixerCall`
+  void* factors;
+  float* numbers;
   int64_t* ids;      // [tokens, chosen]
   float* weights;    // [tokens, chosen]
   const Angles* angles;  // by number
@@ -506,6 +571,9 @@ struct StackCall {
   const void* all_reduce;  // adds up the ranks' outputs of `out` and `down`, see `AllReduce`; null: they are whole
   const void* ranks;       // its first argument
   const AdapterRows* adapters;  // null: no row has one
+  const int32_t* row_starts;    // of states, with `spans`; see `States`
+  const int32_t* spans;
+  int64_t num_rows, num_spans;
   int64_t hidden, rotary_half;
   int64_t first_half, last_half;  // from the first to before the last: halves of layers, attention of layer i is 2 i
   int64_t group_tokens;     // whole prompts run in groups of this many tokens at most; 0: all requests run together
@@ -558,6 +626,7 @@ struct DecodeCall {
   // Of the rows.
   const int64_t* slots;          // [rows]
   const int64_t* starts;         // [rows]: the place of the token that each runs first
+  const int32_t* states;         // [rows, 2]: state slots that each reads, and writes in all steps; null: there are none
   int64_t rows, steps;
   void* logits;                  // scratch [rows, head.n]
   int64_t* chosen;               // [steps, rows]: the tokens sampled

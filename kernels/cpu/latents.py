@@ -46,6 +46,7 @@ class AttentionSizes:
     head_dim: elements of a cached key. query_dim, value_dim: of a head's query, and of its values, as products of
     the layer make and take them. rank: elements of a latent; 0: keys and values are no latents. query_rank: of what
     a product of its own makes queries of; 0: the layer's first product makes queries. index: of its indexer.
+    gated: behind each query stands a gate.
     """
 
     num_heads: int
@@ -56,13 +57,15 @@ class AttentionSizes:
     rank: int = 0
     query_rank: int = 0
     index: IndexSizes | None = None
+    gated: bool = False
 
     @classmethod
     def of(cls, layer: Layer) -> AttentionSizes:
         """Those of a layer; without attention none but 0."""
         size, latents = layer.head_dim, layer.latents
         if latents is None:
-            return cls(layer.num_heads, layer.num_kv_heads, size, size, size)
+            own = layer.num_heads, layer.num_kv_heads
+            return cls(*own, size, size, size, gated=layer.gated_queries)
         heads, query_rank = heads_of(latents), 0 if latents.queries is None else latents.queries.in_features
         query_dim = heads.nope + size - latents.rank
         return cls(
@@ -107,13 +110,8 @@ class AttentionSizes:
     def qkv(self) -> int:
         """What the first product of a layer makes of a token."""
         if not self.rank:
-            return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+            return ((1 + self.gated) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         return (self.query_rank or self.num_heads * self.query_dim) + self.head_dim
-
-    @property
-    def query_strides(self) -> tuple[int, int]:
-        """From token to token of the queries that attention takes, and from head to head."""
-        return self.num_heads * self.head_dim if self.rank else self.qkv, self.head_dim
 
     @property
     def scratch(self) -> tuple[int, int, int, int]:
@@ -123,8 +121,8 @@ class AttentionSizes:
             return heads * self.head_dim, 0, 0, 0
         nope = self.query_dim - self.rotated
         return (
-            heads * (nope + rank),
-            heads * max(self.query_dim, self.value_dim),
+            heads * max(nope + rank, self.value_dim),
+            heads * max(self.query_dim, rank),
             heads * max(self.head_dim, rank + self.value_dim),
             0 if self.index is None else self.index.scratch,
         )
@@ -132,7 +130,7 @@ class AttentionSizes:
 
 def common_sizes(layers: Sequence[Layer]) -> AttentionSizes | None:
     """The sizes of all layers that attend; None if they differ. Not all of them need to have an indexer."""
-    found = [AttentionSizes.of(layer) for layer in layers if layer.mixer is None]
+    found = [AttentionSizes.of(layer) for layer in layers if layer.mixer is None and layer.attends]
     forms = {replace(sizes, index=None) for sizes in found}
     indexes = {sizes.index for sizes in found if sizes.index is not None}
     if len(forms) > 1 or len(indexes) > 1:

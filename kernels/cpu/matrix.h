@@ -15,4 +15,13 @@ inline void multiply(const Matrix& matrix, const void* x, int64_t x_stride, void
     pagewire_linear(x, matrix.packed, matrix.bias, out, rows, matrix.k, matrix.n, x_stride, dtype, num_threads);
 }
 
+// The same, with what adapters change in it. adapters: null: none does.
+inline void multiply(const Matrix& matrix, const void* x, int64_t x_stride, void* out, int64_t rows,
+                     const AdapterRows* adapters, int32_t dtype, int32_t num_threads) {
+  multiply(matrix, x, x_stride, out, rows, dtype, num_threads);
+  if (!adapters || matrix.number < 0) return;
+  const AdaptCall adapt{adapters, x, out, matrix.number, matrix.k, matrix.n, x_stride, dtype, num_threads};
+  pagewire_adapt(&adapt);
+}
+
 }  // namespace

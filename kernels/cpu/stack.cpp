@@ -53,6 +53,7 @@ class Requests {
     const void* x = call_.given ? add(half++, call_.given) : first_input();
     for (; half < call_.last_half; ++half) {
       const Layer& layer = call_.layers[half / 2];
+      if (!has(half)) continue;
       const bool aside = layer.parallel && half % 2 == 0;  // what attention gives waits for the other half
       if (const int failure = half % 2 ? feed_forward(layer, x) : attend(layer, x, aside ? call_.aside : result()))
         return failure;
@@ -65,6 +66,11 @@ class Requests {
   }
 
  private:
+  bool has(int64_t half) const { return call_.layers[half / 2].halves & (half % 2 ? 2 : 1); }
+
+  // The last half that its layer has.
+  bool is_last(int64_t half) const { return half % 2 || !has(half + 1); }
+
   // What products take: the normed states, which are the states themselves where norms come last.
   void* normed() const { return normed_ ? normed_ : states_; }
 
@@ -74,39 +80,63 @@ class Requests {
   // Adds what a half gives to the states, and norms the sum.
   const void* add(int64_t half, void* given) const {
     const Layer& layer = call_.layers[half / 2];
-    const void* const x = add_norm(layer, half % 2 != 0, given);
+    const void* const x = add_norm(layer, half, given);
     const int64_t size = hidden_ * element_;
-    if (half % 2 && layer.tap)
+    if (is_last(half) && layer.tap)
       std::copy_n(states_, tokens_ * size, static_cast<char*>(layer.tap) + first_token_ * size);
     return x;
   }
 
+  // What attention, or a mixer in its place, makes of x.
   int attend(const Layer& layer, const void* x, void* out) {
     multiply(layer.qkv, x, layer.qkv.k, call_.qkv);
-    if (layer.latents.keys) return attend_to_latents(layer, layer.latents, x, out);
-    if (layer.qkv_limit != 0)
-      pagewire_clamp(call_.qkv, tokens_ * layer.qkv.n, layer.qkv_limit, batch_.dtype, batch_.num_threads);
-    char* const q = static_cast<char*>(call_.qkv);
-    char* const k = q + batch_.num_heads * batch_.head_dim * element_;
-    char* const v = k + batch_.num_kv_heads * batch_.head_dim * element_;
-    turn(layer, layer.query_norm, layer.query_angles, q, batch_.num_heads);
-    turn(layer, layer.key_norm, layer.angles, k, batch_.num_kv_heads);
-    if (keep(layer, k, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, false) ||
-        keep(layer, v, layer.v_cache, batch_.v_block_stride, batch_.v_head_stride, true))
-      return 2;
-    if (const int failure = attend_to_cache(layer, q)) return failure;
+    if (const int failure = run_attention(layer, x)) return failure;
     norm_input(layer.out_norm, call_.attended, layer.out.k, layer.out.k);
     multiply(layer.out, call_.attended, layer.out.k, out);
     return 0;
   }
 
-  int attend_to_latents(const Layer& layer, const Latents& latents, const void* x, void* out) {
+  // From the layer's first product to what its last one takes.
+  int run_attention(const Layer& layer, const void* x) {
+    if (layer.mixer.kind) return mix(layer, x);
+    return layer.latents.keys ? attend_to_latents(layer, layer.latents, x) : attend_heads(layer);
+  }
+
+  int mix(const Layer& layer, const void* x) const {
+    const MixerCall mixer{x, call_.qkv, call_.attended, call_.convolved, call_.factors, call_.numbers, call_.adapters,
+                          call_.row_starts, call_.spans, call_.num_rows, call_.num_spans, tokens_, layer.qkv.n,
+                          batch_.dtype, batch_.num_threads};
+    return pagewire_mix(&layer.mixer, &mixer);
+  }
+
+  int attend_heads(const Layer& layer) {
+    const int64_t size = batch_.head_dim, head_stride = layer.gated_queries ? 2 * size : size;
+    if (layer.qkv_limit != 0)
+      pagewire_clamp(call_.qkv, tokens_ * layer.qkv.n, layer.qkv_limit, batch_.dtype, batch_.num_threads);
+    char* const q = static_cast<char*>(call_.qkv);
+    char* const k = q + batch_.num_heads * head_stride * element_;
+    char* const v = k + batch_.num_kv_heads * size * element_;
+    turn(layer, layer.query_norm, layer.query_angles, q, batch_.num_heads, head_stride);
+    turn(layer, layer.key_norm, layer.angles, k, batch_.num_kv_heads, size);
+    if (keep(layer, k, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, false) ||
+        keep(layer, v, layer.v_cache, batch_.v_block_stride, batch_.v_head_stride, true))
+      return 2;
+    if (const int failure = attend_to_cache(layer, q, layer.qkv.n, head_stride, call_.attended)) return failure;
+    if (layer.gated_queries) {
+      const OutputGate form{nullptr, size, 0, 0, 1, 0, 0};
+      pagewire_open_by(call_.attended, q + size * element_, call_.attended, tokens_, batch_.num_heads, layer.qkv.n,
+                       head_stride, &form, batch_.dtype, batch_.num_threads);
+    }
+    return 0;
+  }
+
+  int attend_to_latents(const Layer& layer, const Latents& latents, const void* x) {
     const int64_t heads = batch_.num_heads, size = batch_.head_dim, rank = latents.keys->n, nope = latents.keys->k;
     const int64_t before = layer.qkv.n - size;  // what stands before a token's latent in qkv
     char* const latent = static_cast<char*>(call_.qkv) + before * element_;
     char* queries = static_cast<char*>(call_.qkv);
     int64_t stride = layer.qkv.n;
-    norm_heads(latents.query_norm, queries, 1, before, stride);
+    norm_heads(latents.query_norm, queries, 1, before, stride, before);
     if (latents.indexer.num_chosen && !choose(layer, latents.indexer, x)) return 1;
     if (latents.queries.packed) {
       multiply(latents.queries, queries, stride, call_.queries);
@@ -114,16 +144,16 @@ class Requests {
       stride = latents.queries.n;
     }
     const int64_t rope = size - rank, head_stride = nope + rope;
-    norm_heads(latents.norm, latent, 1, rank, layer.qkv.n);
+    norm_heads(latents.norm, latent, 1, rank, layer.qkv.n, rank);
     if (layer.angles >= 0) {
       rotate(call_.angles[layer.angles], queries + nope * element_, heads, stride, head_stride, layer.interleaved);
       rotate(call_.angles[layer.angles], latent + rank * element_, 1, layer.qkv.n, rope, layer.interleaved);
     }
     if (keep(layer, latent, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, false)) return 2;
     multiply_heads(latents.keys, queries, stride, head_stride, rope, call_.attended, call_.absorbed);
-    if (const int failure = attend_to_cache(layer, call_.absorbed)) return failure;
-    multiply_heads(latents.values, call_.attended, heads * rank, rank, 0, call_.absorbed, call_.queries);
-    multiply(layer.out, call_.queries, layer.out.k, out);
+    const int failure = attend_to_cache(layer, call_.absorbed, heads * size, size, call_.queries);
+    if (failure) return failure;
+    multiply_heads(latents.values, call_.queries, heads * rank, rank, 0, call_.absorbed, call_.attended);
     return 0;
   }
 
@@ -154,9 +184,12 @@ class Requests {
     return found >= 0;
   }
 
-  // From queries to the result of `batch_`.
-  int attend_to_cache(const Layer& layer, const void* q) {
+  // Attention of queries [tokens, heads, head_dim], with these strides, to what the layer has cached.
+  int attend_to_cache(const Layer& layer, const void* q, int64_t token_stride, int64_t head_stride, void* out) {
     batch_.q = q;
+    batch_.q_token_stride = token_stride;
+    batch_.q_head_stride = head_stride;
+    batch_.out = out;
     batch_.k_cache = layer.k_cache;
     batch_.v_cache = layer.v_cache;
     batch_.terms = layer.terms;
@@ -237,34 +270,30 @@ class Requests {
     pagewire_route(call_.logits, call_.ids, call_.weights, tokens_, mixture.experts.count, &routing, routing.logit_dtype);
   }
 
-  // A product, with what adapters change in it.
   void multiply(const Matrix& matrix, const void* x, int64_t x_stride, void* out) const {
-    ::multiply(matrix, x, x_stride, out, tokens_, batch_.dtype, batch_.num_threads);
-    if (!call_.adapters || matrix.number < 0) return;
-    const AdaptCall adapt{call_.adapters, x, out, matrix.number, matrix.k, matrix.n, x_stride, batch_.dtype,
-                          batch_.num_threads};
-    pagewire_adapt(&adapt);
+    ::multiply(matrix, x, x_stride, out, tokens_, call_.adapters, batch_.dtype, batch_.num_threads);
   }
 
   // Norms of queries or keys, where there are some, and rotary embedding, where the layer has angles.
-  void turn(const Layer& layer, const Norm& norm, int64_t angles, char* heads, int64_t count) const {
+  void turn(const Layer& layer, const Norm& norm, int64_t angles, char* heads, int64_t count, int64_t head_stride) const {
     const int64_t stride = layer.qkv.n, size = batch_.head_dim;
     if (layer.head_norms == 1)
-      norm_heads(norm, heads, 1, count * size, stride);
+      norm_heads(norm, heads, 1, count * size, stride, head_stride);
     else if (layer.head_norms == 0)
-      norm_heads(norm, heads, count, size, stride);
+      norm_heads(norm, heads, count, size, stride, head_stride);
     if (angles >= 0)
-      rotate(call_.angles[angles], heads, count, stride, size, layer.interleaved && layer.angles >= 0);
-    if (layer.head_norms == 2) norm_heads(norm, heads, count, size, stride);
+      rotate(call_.angles[angles], heads, count, stride, head_stride, layer.interleaved && layer.angles >= 0);
+    if (layer.head_norms == 2) norm_heads(norm, heads, count, size, stride, head_stride);
   }
 
-  // Heads [tokens, count, size], tokens `stride` apart; without a weight they stay as they are.
-  void norm_heads(const Norm& norm, char* heads, int64_t count, int64_t size, int64_t stride) const {
+  // Heads [tokens, count, size], with these strides; without a weight they stay as they are. Those of layer norms lie
+  // side by side.
+  void norm_heads(const Norm& norm, char* heads, int64_t count, int64_t size, int64_t stride, int64_t head_stride) const {
     if (norm.weight && norm.centred)
       pagewire_head_layer_norm(heads, norm.weight, norm.bias, tokens_, count, size, stride, norm.eps, batch_.dtype,
                                batch_.num_threads);
     else if (norm.weight)
-      pagewire_rms_norm(heads, norm.weight, heads, tokens_, count, size, stride, size, stride, size, norm.eps,
+      pagewire_rms_norm(heads, norm.weight, heads, tokens_, count, size, stride, head_stride, stride, head_stride, norm.eps,
                         norm.offset, batch_.dtype, batch_.num_threads);
   }
 
@@ -304,14 +333,15 @@ class Requests {
   }
 
   // Adds the result of a half, of all ranks, to the states, and norms the sum. An RMS norm never comes last. Halves
-  // that compute themselves give what is of all ranks already. `fed`: it is the feed-forward half.
-  const void* add_norm(const Layer& layer, bool fed, void* given) const {
+  // that compute themselves give what is of all ranks already.
+  const void* add_norm(const Layer& layer, int64_t half, void* given) const {
     if (layer.parallel) pagewire_add_scaled(call_.aside, given, tokens_ * hidden_, 1, batch_.dtype, batch_.num_threads);
     if (call_.all_reduce && given != call_.given) {
       const auto all_reduce = reinterpret_cast<AllReduce>(const_cast<void*>(call_.all_reduce));
       all_reduce(call_.ranks, given, tokens_ * hidden_, batch_.dtype, batch_.num_threads);
     }
-    const Norm &own = fed ? layer.fed_norm : layer.attended_norm, &next = fed ? layer.output_norm : layer.attention_norm;
+    const Norm& own = half % 2 ? layer.fed_norm : layer.attended_norm;
+    const Norm& next = is_last(half) ? layer.output_norm : layer.attention_norm;
     if (own.weight) norm(own, given, given);
     const bool is_plain = layer.residual_scale == 1;
     if (!next.weight || !is_plain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -24,11 +24,13 @@ from pagewire.kernels.cpu.experts import (
 )
 from pagewire.kernels.cpu.latents import AttentionSizes, CompiledLatents, common_sizes, index_address
 from pagewire.kernels.cpu.library import AttentionCall, structure
-from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, logit_terms, norm_struct
+from pagewire.kernels.cpu.mixers import CompiledStates, mixer_struct, scratch_widths
+from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, logit_terms, norm_struct, set_batch
 from pagewire.kernels.data.deltas import AdaptedLinear
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.data.kv_codes import head_size
 from pagewire.kernels.data.layer import (
+    MIXER,
     Activation,
     Angles,
     Half,
@@ -39,7 +41,9 @@ from pagewire.kernels.data.layer import (
     Norm,
     Xielu,
 )
+from pagewire.kernels.data.mixers import StateMixer
 from pagewire.kernels.data.paging import AttentionBatch, Cache, check_scales
+from pagewire.kernels.data.states import MixerStates
 from pagewire.kernels.data.weight import Linear
 
 GROUP_TOKENS = 768
@@ -50,6 +54,7 @@ ALIGNMENT = 32
 SCRATCH = (
     *("qkv", "attended", "queries", "absorbed", "index"),
     *("up", "shared", "logits", "floats", "of_experts", "aside"),
+    *("convolved", "factors", "numbers"),
 )
 """The scratch buffers of `StackCall` whose widths are counted in numbers of the layers' dtype."""
 HEAD_NORM_CODES = {HeadNormForm.EACH: 0, HeadNormForm.TOGETHER: 1, HeadNormForm.ROTATED: 2}
@@ -72,34 +77,6 @@ def _activation_fields(activation: Activation | Xielu) -> dict[str, Any]:
     if isinstance(activation, Xielu):
         return {"activation": XIELU_CODE, "xielu": xielu_struct(activation)}
     return {"activation": ACTIVATION_CODES[activation]}
-
-
-def _set_batch(attention: ctypes.Structure, batch: AttentionBatch, num_tokens: int) -> int:
-    """Point an `AttentionCall` to a batch of `num_tokens` tokens; returns the address of its slots.
-
-    Raises:
-        ValueError: a tensor has another shape or dtype, or is not contiguous.
-    """
-    starts, lens = batch.query_start_loc, batch.seq_lens
-    table, slots = batch.block_table, batch.slot_mapping
-    # `shape[0]`, since `len` of a tensor is a function in Python.
-    num_requests = lens.shape[0]
-    if (
-        any(tensor.dtype != torch.int32 or not tensor.is_contiguous() for tensor in (starts, lens, table))
-        or slots.dtype != torch.int64
-        or slots.shape != (num_tokens,)
-        or not slots.is_contiguous()
-        or starts.shape[0] != num_requests + 1
-        or table.shape[0] < num_requests
-    ):
-        raise ValueError(f"the batch does not fit {num_tokens} tokens")
-    attention.query_start_loc, attention.seq_lens = starts.data_ptr(), lens.data_ptr()
-    attention.block_table, attention.block_table_stride = table.data_ptr(), table.stride(0)
-    attention.whole = None if batch.whole is None else batch.whole.data_ptr()
-    attention.num_tokens, attention.num_requests = num_tokens, num_requests
-    attention.max_blocks = table.shape[1]
-    attention.num_threads = torch.get_num_threads()
-    return slots.data_ptr()
 
 
 def _mixture(
@@ -127,7 +104,10 @@ def _check_shapes(
     Raises:
         ValueError: one has another shape.
     """
-    shapes = {} if layer.mixer is not None else sizes.shapes(hidden, input_size)
+    shapes = sizes.shapes(hidden, input_size) if "qkv" in linears else {}
+    if isinstance(layer.mixer, StateMixer):
+        taken, given = layer.mixer.sizes
+        shapes = {"qkv": (taken, input_size), "out": (hidden, given)}
     if "up" in linears:
         inner = linears["down"].in_features
         shapes |= {"up": ((2 if layer.gated else 1) * inner, hidden), "down": (hidden, inner)}
@@ -152,6 +132,9 @@ def _scratch_widths(
 
     of_layers: the experts of each. sizes: of attention. hidden_size: of a state.
     """
+    qkv_size = max((layer.qkv.out_features for layer in layers if layer.qkv is not None), default=0)
+    attended_size = max((layer.out.in_features for layer in layers if layer.out is not None), default=0)
+    own_attended, *of_latents = sizes.scratch
     itemsize = layers[0].dtype.itemsize
     mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
     routers = [mixture.router.linear for mixture in mixtures]
@@ -161,15 +144,21 @@ def _scratch_widths(
     )
     is_shared = any(layer.mixture is not None and layer.up is not None for layer in layers)
     is_wide = any(router.dtype.itemsize > itemsize for router in routers)
+    *of_mixers, numbers = scratch_widths(
+        layer.mixer for layer in layers if isinstance(layer.mixer, StateMixer)
+    )
     return (
-        sizes.qkv if norm_first else max(sizes.qkv, hidden_size),
-        *sizes.scratch,
+        qkv_size if norm_first else max(qkv_size, hidden_size),
+        max(attended_size, own_attended),
+        *of_latents,
         max((layer.up.out_features for layer in layers if layer.up is not None), default=0),
         hidden_size if is_shared else 0,
         max((router.out_features * router.dtype.itemsize // itemsize for router in routers), default=0),
         hidden_size * torch.float32.itemsize // itemsize if is_wide else 0,
         max(of_experts, default=0),
         hidden_size if any(layer.parallel for layer in layers) else 0,
+        *of_mixers,
+        numbers * torch.float32.itemsize // itemsize,
     )
 
 
@@ -233,6 +222,11 @@ def _compiled_dtypes(library: ctypes.CDLL, layer: Layer, *, norm_first: bool) ->
         del linears["router"]
     if not norm_first and (layer.latents is not None or any(isinstance(norm, Norm) for norm in layer.norms)):
         return None
+    if layer.gated_queries and (
+        layer.head_norm_form is HeadNormForm.TOGETHER
+        or any(isinstance(norm, LayerNorm) for norm in layer.head_norms or ())
+    ):
+        return None  # they do not lie side by side
     dtypes = {part.dtype for part in linears.values()}
     if layer.latents is not None:
         if (latents := CompiledLatents.of(library, layer.latents)) is None:
@@ -244,7 +238,15 @@ def _compiled_dtypes(library: ctypes.CDLL, layer: Layer, *, norm_first: bool) ->
             return None
         dtypes |= {experts.up[0].dtype, experts.down[0].dtype}
     norms = (*layer.norms, *(layer.head_norms or ()), layer.out_norm, layer.down_norm)
+    if isinstance(layer.mixer, StateMixer):
+        dtypes.add(layer.mixer.conv.taps.dtype)
     return dtypes | {norm.weight.dtype for norm in norms if norm is not None}
+
+
+def _own_linears(layer: Layer) -> Collection[str]:
+    """The names of linear layers that are parts of what a layer has for latents, or of its mixer."""
+    latents = () if layer.latents is None else layer.latents.linears()
+    return {*latents, *(name for name in layer.linears() if name.startswith(MIXER))}
 
 
 def _norms(
@@ -282,10 +284,8 @@ class CompiledStack:
         """
         if len({id(layer.ranks) for layer in layers}) > 1:
             return None
-        norms = [
-            input_norm,
-            *(norm for layer in layers for norm in (layer.attention_norm, layer.output_norm)),
-        ]
+        norms = [input_norm, *(layer.output_norm for layer in layers)]
+        norms += [layer.attention_norm for layer in layers if layer.attends and layer.feeds]
         if layers[-1].output_norm is None or (len(Stretch.of(layers)) > 1 and None in norms):
             return None  # the result, and what a half that computes itself takes, are a norm's
         # What an indexer has chosen is not kept from one call to the next.
@@ -310,7 +310,7 @@ class CompiledStack:
     ) -> None:
         self.library, self._layers, self._norm_first = library, layers, norm_first
         self._stretches = Stretch.of(layers)
-        self._is_mixed = [layer.mixer is not None for layer in layers]
+        self._is_mixed = [layer.mixer is not None or not layer.attends for layer in layers]
         first = layers[0]
         sizes = common_sizes(layers)
         assert sizes is not None
@@ -334,6 +334,7 @@ class CompiledStack:
         self._in_groups = any(layer.terms.future > 0 for layer in layers)  # so all prompts are whole
         self._owners: list[Any] = [input_norm]  # the structs point to their memory
         self._structs = (LayerParameters * len(layers))(*map(self._struct, layers, self._experts))
+        self.states = CompiledStates([layer.mixer for layer in layers], self._structs)
         self._rows = RunningRows(linear for layer in layers for linear in layer.all_linears())
         self._known_caches: list[weakref.ref[Cache]] = []
         self._call = self._form(input_norm)
@@ -343,10 +344,7 @@ class CompiledStack:
 
     def _form(self, input_norm: Norm | LayerNorm | None) -> ctypes.Structure:
         """A call with all fields that do not change from step to step."""
-        q_token_stride, q_head_stride = self._sizes.query_strides
         attention = AttentionCall(
-            q_token_stride=q_token_stride,
-            q_head_stride=q_head_stride,
             num_heads=self._sizes.num_heads,
             head_dim=self._sizes.head_dim,
             dtype=DTYPES[self.dtype],
@@ -367,13 +365,15 @@ class CompiledStack:
         input_size = self._input_size if layer is self._layers[0] else hidden
         _check_shapes(layer, linears, AttentionSizes.of(layer), hidden, input_size)
         latents = None if layer.latents is None else CompiledLatents.of(self.library, layer.latents)
-        own = () if layer.latents is None else layer.latents.linears()
+        own = _own_linears(layer)
         matrices = {name: matrix(linear) for name, linear in linears.items() if name not in own}
         if latents is not None:
             self._owners.append(latents)
             matrices["latents"] = latents.struct
         if layer.mixture is not None and experts is not None:
             matrices["mixture"] = _mixture(layer.mixture, experts, hidden, matrices)
+        if isinstance(layer.mixer, StateMixer):
+            matrices["mixer"] = mixer_struct(layer.mixer, self.dtype)
         norms = _norms(layer, linears, hidden)
         terms, owners = logit_terms(layer.terms, layer.num_heads)
         self._owners += owners
@@ -392,6 +392,8 @@ class CompiledStack:
             interleaved=layer.interleaved,
             residual_scale=layer.residual_scale,
             head_norms=HEAD_NORM_CODES[layer.head_norm_form],
+            gated_queries=layer.gated_queries,
+            halves=layer.attends + 2 * layer.feeds,
         )
 
     def __call__(
@@ -402,24 +404,24 @@ class CompiledStack:
         angles: Sequence[Angles] = (),
         x: Tensor | None = None,
         taps: Mapping[int, Tensor] = {},
+        memory: MixerStates | None = None,
     ) -> Tensor:
         """states [T, H], overwritten, to [T, H], normed; where norms come last, it is the same tensor.
 
         Raises:
-            ValueError: x, taps, the batch, the caches, the angles or the adapters do not fit.
+            ValueError: x, taps, the batch, the caches, the angles, the memory or the adapters do not fit.
         """
         num_tokens, call = states.shape[0], self._call
         for each in (states, *taps.values()):
             self._check(each, num_tokens, self._hidden_size)
         self._check(states if x is None else x, num_tokens, self._input_size)
-        held = self._take_angles(angles, num_tokens)
+        held = self._take_angles(angles, num_tokens), self.states.take(call, memory)
         self._take_caches(caches)
-        call.slots = _set_batch(call.attention, batch, num_tokens)
+        call.slots = set_batch(call.attention, batch, num_tokens)
         adapters = self._rows.take(num_tokens, self.dtype)
         call.adapters = None if adapters is None else ctypes.addressof(adapters)
         normed = torch.empty_like(states) if self._norm_first else states
         call.states, call.normed = states.data_ptr(), normed.data_ptr() if self._norm_first else None
-        most = num_tokens
         call.group_tokens = 0 if adapters is not None else self.group_tokens(batch.max_query_len)
         most = min(call.group_tokens or num_tokens, num_tokens)
         scratch = _set_scratch(call, self._widths, self._num_chosen, most, states)
@@ -437,7 +439,7 @@ class CompiledStack:
     @property
     def is_single(self) -> bool:
         """True if all layers are one call, and this rank alone computes them."""
-        return len(self._stretches) == 1 and not any(self._is_mixed) and self._sum is None
+        return len(self._stretches) == 1 and self._sum is None
 
     def call_for(
         self,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu.library import structure
-from pagewire.kernels.cpu.tensors import DTYPES
+from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous
+from pagewire.kernels.data.mixers import OutputGate
 from pagewire.kernels.data.states import (
     StateBatch,
     check_shared,
@@ -24,6 +25,7 @@ StateSpaceCall = structure("StateSpaceCall")
 SelectiveScanCall = structure("SelectiveScanCall")
 CausalConvCall = structure("CausalConvCall")
 LinearRecurrenceCall = structure("LinearRecurrenceCall")
+GateStruct = structure("OutputGate")
 
 
 class CpuStateKernels(StateKernels):
@@ -194,6 +196,69 @@ class CpuStateKernels(StateKernels):
         _check(self._library.pagewire_linear_recurrence(ctypes.byref(call)), owners)
         return out
 
+    def step_sizes(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        factor: Tensor | None,
+        least: float = 0.0,
+        most: float = float("inf"),
+    ) -> Tensor:
+        tokens, size = x.shape
+        x = token_rows(x, x.dtype, tokens, size)
+        bias, factor = (None if own is None else factors(own, size) for own in (bias, factor))
+        out = torch.empty(tokens, size)
+        self._library.pagewire_step_sizes(
+            x.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            None if factor is None else factor.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            size,
+            x.stride(0),
+            least,
+            most,
+            DTYPES[x.dtype],
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rates(self, x: Tensor, most: float) -> Tensor:
+        x = token_rows(x, x.dtype, *x.shape)
+        out = torch.empty(x.shape)
+        self._library.pagewire_rates(
+            x.data_ptr(),
+            out.data_ptr(),
+            *x.shape,
+            x.stride(0),
+            most,
+            DTYPES[x.dtype],
+            torch.get_num_threads(),
+        )
+        return out
+
+    def open_by(self, x: Tensor, gates: Tensor, form: OutputGate) -> Tensor:
+        x = x.contiguous()
+        num_rows, size = x.shape
+        struct = gate_struct(form, size, x.dtype)
+        gates = gates if gates.dim() == 3 else gates.unflatten(-1, (-1, form.group))
+        if gates.numel() != x.numel() or gates.shape[::2] != (num_rows, form.group) or gates.dtype != x.dtype:
+            raise ValueError(f"gates {tuple(gates.shape)} in groups of {form.group} for {tuple(x.shape)}")
+        gates, out = last_contiguous(gates), torch.empty_like(x)
+        self._library.pagewire_open_by(
+            x.data_ptr(),
+            gates.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            gates.shape[1],
+            gates.stride(0),
+            gates.stride(1),
+            ctypes.byref(struct),
+            DTYPES[x.dtype],
+            torch.get_num_threads(),
+        )
+        return out
+
 
 def _states(
     x: Tensor, state: Tensor, shape: tuple[int, ...], batch: StateBatch
@@ -223,3 +288,26 @@ def _check(failed: int, owners: list[Tensor]) -> None:
     del owners  # they have lived until now
     if failed:
         raise ValueError("spans, rows or state slots of the batch do not fit its tensors")
+
+
+def gate_struct(form: OutputGate, size: int, dtype: torch.dtype) -> ctypes.Structure:
+    """A gate of `size` numbers of a token; its weight must live as long as the struct.
+
+    Raises:
+        ValueError: they are no groups, or the weight has another size or dtype.
+    """
+    weight, group = form.weight, form.group
+    if group < 1 or size % group:
+        raise ValueError(f"{size} numbers in groups of {group}")
+    if weight is not None and not (
+        weight.numel() in (group, size) and weight.dtype == dtype and weight.is_contiguous()
+    ):
+        raise ValueError(f"a weight [{group}] or [{size}] of {dtype} expected, not {tuple(weight.shape)}")
+    return GateStruct(
+        weight=None if weight is None else weight.data_ptr(),
+        group=group,
+        weight_stride=0 if weight is None or weight.numel() == group else group,
+        eps=form.eps,
+        sigmoid=form.sigmoid,
+        first=form.first,
+    )

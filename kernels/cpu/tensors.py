@@ -9,7 +9,7 @@ from pagewire.kernels.cpu.library import structure
 from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.data.kv_codes import head_size
 from pagewire.kernels.data.layer import LayerNorm, Norm
-from pagewire.kernels.data.paging import Cache, LogitTerms
+from pagewire.kernels.data.paging import AttentionBatch, Cache, LogitTerms
 
 LogitTermsStruct, NormParameters = map(structure, ("LogitTerms", "Norm"))
 
@@ -112,6 +112,34 @@ def check_cache(library: ctypes.CDLL, cache: Tensor) -> None:
         raise ValueError(f"a head's rows must be contiguous within a block, strides are {cache.stride()}")
     if block_size % library.pagewire_pair(CACHE_DTYPES[cache.dtype]):
         raise ValueError(f"{cache.dtype} needs blocks of an even number of tokens, not {block_size}")
+
+
+def set_batch(attention: ctypes.Structure, batch: AttentionBatch, num_tokens: int) -> int:
+    """Point an `AttentionCall` to a batch of `num_tokens` tokens; returns the address of its slots.
+
+    Raises:
+        ValueError: a tensor has another shape or dtype, or is not contiguous.
+    """
+    starts, lens = batch.query_start_loc, batch.seq_lens
+    table, slots = batch.block_table, batch.slot_mapping
+    # `shape[0]`, since `len` of a tensor is a function in Python.
+    num_requests = lens.shape[0]
+    if (
+        any(tensor.dtype != torch.int32 or not tensor.is_contiguous() for tensor in (starts, lens, table))
+        or slots.dtype != torch.int64
+        or slots.shape != (num_tokens,)
+        or not slots.is_contiguous()
+        or starts.shape[0] != num_requests + 1
+        or table.shape[0] < num_requests
+    ):
+        raise ValueError(f"the batch does not fit {num_tokens} tokens")
+    attention.query_start_loc, attention.seq_lens = starts.data_ptr(), lens.data_ptr()
+    attention.block_table, attention.block_table_stride = table.data_ptr(), table.stride(0)
+    attention.whole = None if batch.whole is None else batch.whole.data_ptr()
+    attention.num_tokens, attention.num_requests = num_tokens, num_requests
+    attention.max_blocks = table.shape[1]
+    attention.num_threads = torch.get_num_threads()
+    return slots.data_ptr()
 
 
 def last_contiguous(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pagewire.kernels.data.mixers import StateMixer
 from pagewire.kernels.data.paging import LogitTerms
 from pagewire.kernels.data.reduced import Sum
 from pagewire.kernels.data.routing import Routing
@@ -82,6 +83,8 @@ class HeadNormForm(Enum):
     """Over each head, after it is rotated (Hunyuan)."""
 
 
+MIXER = "mixer."
+"""Before the names of a mixer's own linear layers, among those of its layer."""
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines [T, rot_dim] of the angles by which heads are rotated, see `Kernels.rotary`."""
 
@@ -203,7 +206,7 @@ class Latents:
 
 
 class Half(Protocol):
-    """A half of a layer that computes itself: a mixer of states, or attention or experts of another kind.
+    """A half of a layer that computes itself: attention, a mixer or experts of a kind that is no data.
 
     It runs within a step, of which it takes its caches and its states.
     """
@@ -218,7 +221,7 @@ class Half(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of a stack.
+    """One layer of a stack: attention and a feed-forward half, or one of them.
 
     `attention_norm` and `output_norm` are of a sum, as `pagewire.kernels.stack.Stack` says: what the next product
     takes. Without one it takes the sum itself. The other norms and the scale are of what a half gives, before that
@@ -226,19 +229,20 @@ class Layer:
     """
 
     qkv: Linear | None
-    """[T, H] to [T, (Hq + 2 Hkv) D], or see `Latents`; None where a `mixer` takes the place of attention."""
+    """[T, H] to [T, (Hq + 2 Hkv) D], to what a mixer of states takes, or see `Latents`; None where a `mixer`
+    computes itself."""
     out: Linear | None
-    """[T, Hq D] to [T, H], or of values of another size; None likewise."""
+    """[T, Hq D], or what a mixer or attention to latents gives, to [T, H]; None likewise."""
     attention_norm: Norm | LayerNorm | None
-    """Of the sum after attention. In a parallel layer: of the layer's input, for its feed-forward half; None: both
-    halves take the same."""
+    """Of the sum after attention, where a feed-forward half follows. In a parallel layer: of the layer's input, for
+    its feed-forward half; None: both halves take the same."""
     up: Linear | None
     """[T, H] to [T, 2 I], gate and up together; not `gated`: to [T, I]. None where all of the feed-forward half is
     experts that a router chooses, or `feed_forward`."""
     down: Linear | None
     """[T, I] to [T, H]; None likewise."""
     output_norm: Norm | LayerNorm | None
-    """Of the sum after the feed-forward half."""
+    """Of the layer's last sum."""
     activation: Activation | Xielu
     num_heads: int
     num_kv_heads: int
@@ -274,8 +278,10 @@ class Layer:
     mixture: Mixture | None = None
     ranks: Sum | None = None
     """Adds up what `out` and the feed-forward half give, where every rank has a part of their inputs; None: all."""
-    mixer: Half | None = None
+    mixer: StateMixer | Half | None = None
     """In place of attention."""
+    gated_queries: bool = False
+    """Behind each query head in what `qkv` gives stands a gate as long: its sigmoid opens what attention gives."""
     feed_forward: Half | None = None
     """In place of the feed-forward half."""
 
@@ -306,7 +312,17 @@ class Layer:
     @property
     def halves(self) -> tuple[Half | None, Half | None]:
         """What computes each of the two halves itself; None where the layer has its parts."""
-        return self.mixer, self.feed_forward
+        return None if isinstance(self.mixer, StateMixer) else self.mixer, self.feed_forward
+
+    @property
+    def attends(self) -> bool:
+        """True if it has attention, or a mixer in its place."""
+        return self.qkv is not None or self.mixer is not None
+
+    @property
+    def feeds(self) -> bool:
+        """True if it has a feed-forward half."""
+        return self.down is not None or self.mixture is not None or self.feed_forward is not None
 
     def linears(self) -> dict[str, Linear]:
         """The linear layers that it has, but for experts, by the names of their fields."""
@@ -315,6 +331,8 @@ class Layer:
             found |= self.latents.linears()
         if self.mixture is not None:
             found |= {"router": self.mixture.router.linear, "shared_gate": self.mixture.shared_gate}
+        if isinstance(self.mixer, StateMixer):
+            found |= {f"{MIXER}{name}": linear for name, linear in self.mixer.linears.items()}
         return {name: linear for name, linear in found.items() if linear is not None}
 
     def all_linears(self) -> list[Linear]:
@@ -339,5 +357,8 @@ class Layer:
             )
             router = replace(mixture.router, linear=linears.pop("router"))
             mixture = Mixture(router, experts, linears.pop("shared_gate", None))
-        fields: dict[str, Any] = {**linears, "latents": latents, "mixture": mixture}
+        mixer = self.mixer
+        if isinstance(mixer, StateMixer):
+            mixer = mixer.with_linears({name: linears.pop(f"{MIXER}{name}") for name in mixer.linears})
+        fields: dict[str, Any] = {**linears, "latents": latents, "mixture": mixture, "mixer": mixer}
         return replace(self, **fields)

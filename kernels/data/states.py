@@ -9,6 +9,7 @@ The functions here check what compiled kernels get.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,15 +35,42 @@ class StateBatch:
     its row reads the slot that this one writes. Tokens after the last span are padding, whose results are 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class MixerStates:
+    """What the mixers of a stack's layers take of a step."""
+
+    batch: StateBatch
+    of_layers: Sequence[Sequence[Tensor]]
+    """Of each layer: float32 [num_states, *shape] for each state of its mixer; empty where it keeps none."""
+
+
 def check_states(state: Tensor, shape: tuple[int, ...], batch: StateBatch) -> None:
-    """Refuse states of a layer that are not float32 [S, *shape] with contiguous slots, or a batch of another form.
+    """Refuse states of a layer and a batch of another form, see `check_state` and `check_spans`.
 
     Raises:
-        TypeError: a tensor of the batch is not int32.
-        ValueError: a shape is wrong.
+        TypeError, ValueError: why.
+    """
+    check_state(state, shape)
+    check_spans(batch)
+
+
+def check_state(state: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse states of a layer that are not float32 [S, *shape] with contiguous slots.
+
+    Raises:
+        ValueError: they are not.
     """
     if state.shape[1:] != shape or state.dtype != torch.float32 or not _dense_after_first(state):
         raise ValueError(f"states float32 {['S', *shape]} expected, not {state.dtype} {tuple(state.shape)}")
+
+
+def check_spans(batch: StateBatch) -> None:
+    """Refuse a batch of another form.
+
+    Raises:
+        TypeError: a tensor is not int32.
+        ValueError: a shape is wrong.
+    """
     for indices in (batch.row_starts, batch.spans):
         if indices.dtype != torch.int32:
             raise TypeError(f"spans and their rows are int32, not {indices.dtype}")

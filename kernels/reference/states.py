@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pagewire.kernels.data.elementwise import elementwise
+from pagewire.kernels.data.mixers import OutputGate
 from pagewire.kernels.data.states import StateBatch
 
 
@@ -181,6 +182,56 @@ class StateKernels:
             slot.copy_(decay[token] * memory + x[token])
             out[token] = slot
         return out
+
+    def step_sizes(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        factor: Tensor | None,
+        least: float = 0.0,
+        most: float = float("inf"),
+    ) -> Tensor:
+        """`softplus(x + bias)`, from `least` to `most`, times `factor`.
+
+        Args:
+            x: [T, N].
+            bias: float32 [N]; None: 0.
+            factor: float32 [N]; None: 1.
+
+        Returns:
+            float32 [T, N], contiguous.
+        """
+        full = x.float() if bias is None else x.float() + bias
+        steps = elementwise(functional.softplus, full).clamp(least, most)
+        return steps if factor is None else steps * factor
+
+    def rates(self, x: Tensor, most: float) -> Tensor:
+        """`most` times the sigmoid of x [T, N], float32 and contiguous."""
+        return elementwise(torch.sigmoid, x.float()) * most
+
+    def open_by(self, x: Tensor, gates: Tensor, form: OutputGate) -> Tensor:
+        """`activation(gates) * x` of groups of D numbers each, which are normed before or after, if at all.
+
+        All is computed in float32; what a norm gives is rounded before and after it is multiplied by the weight.
+
+        Args:
+            x: [T, G D].
+            gates: [T, G D], or [T, G, D] where the groups lie apart; D contiguous.
+            form: the activation, and the norm.
+
+        Returns:
+            [T, G D] in x's dtype.
+        """
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        opened = gates.reshape(len(x), -1, form.group).to(dtype)
+        opened = elementwise(torch.sigmoid if form.sigmoid else functional.silu, opened)
+        full = x.reshape(opened.shape).to(dtype)
+        if form.weight is None:
+            return (full * opened).to(x.dtype).flatten(1)
+        full = full * opened if form.first else full
+        normed = full * torch.rsqrt(full.pow(2).mean(-1, keepdim=True) + form.eps)
+        normed = (normed.to(x.dtype) * form.weight.view(-1, form.group)).to(x.dtype)
+        return (normed if form.first else (normed.to(dtype) * opened).to(x.dtype)).flatten(1)
 
 
 def _steps(state: Tensor, batch: StateBatch) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from pagewire.kernels.data.states import StateBatch
+from pagewire.kernels.data.states import MixerStates, StateBatch
 from pagewire.workers.errors import LoadError
 
 if TYPE_CHECKING:
@@ -54,6 +54,10 @@ class StepStates:
         place = self._num_taken
         self._num_taken += 1
         return self.memory_at(place, shape)
+
+    def of_layers(self, shapes: Sequence[Sequence[StateShape]]) -> MixerStates:
+        """The next states, those of several layers after each other."""
+        return MixerStates(self.batch, [[self.take(shape) for shape in own] for own in shapes])
 
     def memory_at(self, place: int, shape: StateShape) -> Tensor:
         """The states at a place in the order."""

@@ -40,6 +40,7 @@ from pagewire.workers.network.encoder_structures import TABLES, encoder_structur
 from pagewire.workers.network.gpt_structures import GPT_STRUCTURES
 from pagewire.workers.network.hybrids import HYBRIDS, ModuleHalf
 from pagewire.workers.network.latents import latents_of, num_latent_heads
+from pagewire.workers.network.mixers import MixerWeights, form_of
 from pagewire.workers.network.network import Embeddings, KVPlace, Network
 from pagewire.workers.network.routers import RouterParts
 from pagewire.workers.network.structures import (
@@ -103,7 +104,7 @@ class _NetworkBuilder:
         attending = [part for part in parts if part.mixer is None]
         require(len({(part.blocks, part.heads) for part in attending if part.blocks}) < 2)
         require(len(parts) > 0 and all(self._heads(part)[1] == self._heads(part)[2] for part in attending))
-        halves = [half for part in parts for half in (part.mixer, part.feed_forward) if half is not None]
+        halves = [half for part in parts for half in part.halves]
         # Nobody has seen whether they can be recorded on a GPU.
         require(not halves or self.device.type == "cpu")
         # A curve is of its layer, whatever the configuration calls it.
@@ -148,7 +149,8 @@ class _NetworkBuilder:
         if part.latents is not None:
             return [num_latent_heads(part.latents, self.weights), 1, 1]
         if len(part.qkv) > 1:
-            return [self.weights.num_rows(linear) // part.head_dim for linear in part.qkv]
+            heads = [self.weights.num_rows(linear) // part.head_dim for linear in part.qkv]
+            return [heads[0] // 2, *heads[1:]] if part.gated_queries else heads
         own = self.weights.own_heads(part.qkv[0])
         if own is not None:
             queries, keys = map(len, own)
@@ -267,19 +269,21 @@ class _NetworkBuilder:
     ) -> Layer:
         """A layer of the stack, with joined and packed linear layers. norms: of the sums in it."""
         ranks = None if self.weights.shards is None else self.weights.shards.collective
+        form = None if part.mixer is None else form_of(part.mixer)
         mixer, feed_forward = (
             None if module is None else ModuleHalf.of(module, rotary, self.weights, self.device)
-            for module in (part.mixer, part.feed_forward)
+            for module in (part.mixer if form is None else None, part.feed_forward)
         )
-        num_heads, num_kv_heads, _ = self._heads(part) if mixer is None else (0, 0, 0)
+        num_heads, num_kv_heads, _ = self._heads(part) if part.mixer is None else (0, 0, 0)
+        order = self._order(part) if form is None or form.order is None else form.order(part.mixer)
         attended_norm, fed_norm = map(self._norm, part.own_norms)
         dtype = next(norm.weight.dtype for norm in (*norms, attended_norm, fed_norm) if norm is not None)
         mixture = None if part.router is None else self._mixture(part, part.router, ranks, dtype)
-        angles = kinds.index(part.kind) if kinds and mixer is None and part.turned else None
+        angles = kinds.index(part.kind) if kinds and part.mixer is None and part.turned else None
         is_scaled = angles is not None and self.structure.query_scales is not None
         latents = None if part.latents is None else latents_of(part, self.weights, self.device)
         return Layer(
-            qkv=self._joined(part.qkv, self._order(part)) if part.qkv else None,
+            qkv=self._joined(part.qkv, order) if part.qkv else None,
             latents=latents,
             out=None if part.out is None else _of_rank(self._joined([part.out]), ranks),
             attention_norm=norms[0],
@@ -307,7 +311,10 @@ class _NetworkBuilder:
             down_norm=self._inner_norm(part.down_norm),
             mixture=mixture,
             ranks=ranks,
-            mixer=mixer,
+            mixer=mixer
+            if form is None
+            else form.make(part.mixer, MixerWeights(self.weights, self.device, dtype)),
+            gated_queries=part.gated_queries,
             feed_forward=feed_forward,
         )
 

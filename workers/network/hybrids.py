@@ -1,8 +1,8 @@
 """Networks of hybrids: layers whose mixers keep states beside layers that attend, each with a feed-forward half.
 
-A half whose parts the kernels know is data, as in any other network (`structures.py`). The other ones are modules
-of transformers that compute themselves (`ModuleHalf`), within a step with our recurrences and our attention. Norms,
-sums and gated products between them then run compiled.
+A half whose parts the kernels know is data, as in any other network (`structures.py`, `mixers.py`). The other ones
+are modules of transformers that compute themselves (`ModuleHalf`), within a step with our recurrences and our
+attention. Norms, sums and gated products between them then run compiled.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pagewire.workers.module.invariant import Invariant
 from pagewire.workers.module.recurrences import MIXERS
 from pagewire.workers.module.structure import LLAMA, STACKED_HYBRIDS, DecoderNames
 from pagewire.workers.module.weights import Weights
+from pagewire.workers.network.mixers import form_of
 from pagewire.workers.network.parts import module_bytes, transform_parts
 from pagewire.workers.network.structures import (
     LLAMA_LIKE,
@@ -100,6 +101,18 @@ def _mixer(module: Any, config: Any, norms: tuple[Any, Any]) -> LayerParts:
     """The parts of a layer with this mixer, and no feed-forward half yet."""
     if has_latents(module):
         return latent_parts(module, norms, interleaved=True)
+    form = form_of(module)
+    if form is not None:
+        return LayerParts(
+            qkv=[getattr(module, name) for name in form.inputs],
+            out=getattr(module, form.out),
+            up=(),
+            down=None,
+            norms=norms,
+            head_dim=0,
+            gated=True,
+            mixer=module,
+        )
     found = children(module)
     output = next((name for name in OUTPUTS if name in found), "")
     head_norms = next((names for names in HEAD_NORMS if found >= set(names)), ())
@@ -107,10 +120,11 @@ def _mixer(module: Any, config: Any, norms: tuple[Any, Any]) -> LayerParts:
         found == {"q_proj", "k_proj", "v_proj", output, *head_norms}
         and not list(module.named_parameters(recurse=False))
         and hasattr(module, "scaling")
-        and module.q_proj.out_features == getattr(module, output).in_features  # no gates among the queries
     )
     if not is_plain:
         return LayerParts((), None, (), None, norms, head_dim=0, gated=True, mixer=module)
+    queries, attended = module.q_proj.out_features, getattr(module, output).in_features
+    require(queries in (attended, 2 * attended))
     return LayerParts(
         qkv=(module.q_proj, module.k_proj, module.v_proj),
         out=getattr(module, output),
@@ -123,6 +137,7 @@ def _mixer(module: Any, config: Any, norms: tuple[Any, Any]) -> LayerParts:
         index=module.layer_idx,
         scale=float(module.scaling),
         head_norms=tuple(getattr(module, name) for name in head_norms) or None,
+        gated_queries=queries == 2 * attended,
     )
 
 

@@ -122,10 +122,11 @@ class Network:
             for place in self.places
         ]
         self.tapped = {number: torch.empty_like(states) for number in self.taps}
+        memory = None if step.states is None else step.states.of_layers(self.stack.states)
         overlay = step.overlay
         if overlay is None or not overlay.deep or step.received is not None:
-            normed = self.stack(states, step.batch, caches, angles, taps=self.tapped)
+            normed = self.stack(states, step.batch, caches, angles, taps=self.tapped, memory=memory)
         else:
             deep = Additions(overlay.places, [layer.to(states.dtype) for layer in overlay.deep])
-            normed = self.stack.with_additions(states, step.batch, caches, angles, self.tapped, deep)
+            normed = self.stack.with_additions(states, step.batch, caches, angles, self.tapped, deep, memory)
         return normed if self.is_last or not self.stack.norm_first else states

@@ -92,7 +92,9 @@ class LayerParts:
     qkv_limit: see `Layer`. alibi: a factor of the usual slopes of a bias by distance; None: there is none.
     out_norm, down_norm: modules, of what `out` and `down` take. curve: the module of an xIELU.
     turned_back: see `DecoderNames`.
-    mixer, feed_forward: modules that run as they are, in place of attention and of the feed-forward half.
+    mixer, feed_forward: modules in place of attention and of the feed-forward half. They run as they are, but for a
+    mixer that takes what `qkv` gives, and gives what `out` takes (`mixers.py`).
+    gated_queries: see `Layer`.
     """
 
     qkv: Sequence[Any]
@@ -114,6 +116,7 @@ class LayerParts:
     index_interleaved: bool = False
     mixer: Any = None
     feed_forward: Any = None
+    gated_queries: bool = False
     heads: tuple[int, int] | None = None
     own_norms: tuple[Any, Any] = (None, None)
     turned: bool = True
@@ -130,6 +133,12 @@ class LayerParts:
     down_norm: Any = None
     curve: Any = None
     turned_back: bool = False
+
+    @property
+    def halves(self) -> list[Any]:
+        """The modules of its halves that run as they are."""
+        mixer = None if self.qkv else self.mixer
+        return [half for half in (mixer, self.feed_forward) if half is not None]
 
     def linears(self) -> dict[str, Sequence[Any]]:
         """The modules of the linear layers of a `Layer`, by the name of its field."""

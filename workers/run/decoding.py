@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pagewire.ipc.wire.worker_messages import Row, RowResult, StepPlan, StepResult, Way, WorkerConfig
 from pagewire.kernels.cpu.decode import CompiledDecoder, DecoderParts, SequenceArrays
@@ -69,9 +70,9 @@ class Decoding:
         self._decoder: CompiledDecoder | str = "no model is loaded"
         self._known: dict[int, KnownSlot] = {}
 
-    def use(self, loaded: LoadedModel, caches: Sequence[Cache]) -> None:
-        """Decode with this model from now on, and with these caches of its layers."""
-        self._decoder = open_decoder(self._config, self._device, self._slots, loaded.model, caches)
+    def use(self, loaded: LoadedModel, caches: Sequence[Cache], states: Sequence[Tensor]) -> None:
+        """Decode with this model from now on, and with these caches of its layers and their states."""
+        self._decoder = open_decoder(self._config, self._device, self._slots, loaded.model, caches, states)
         self._known.clear()
 
     @property
@@ -92,17 +93,23 @@ class Decoding:
             return "a sequence has an adapter, or changes its logits by other than penalties and min_tokens"
         return ""
 
-    def run(self, plan: StepPlan, quiet: Quiet | None) -> FinishedStep | None:
-        """Run a plan that it does not refuse; None if no token was sampled. quiet: None: it stays so."""
+    def run(self, plan: StepPlan, quiet: Quiet | None) -> FinishedStep | Tensor:
+        """Run a plan that it does not refuse. quiet: None: it stays so.
+
+        Where its logits cannot be sampled, its hidden states [R, H] are returned: layers have changed their states.
+        """
         rows, slots, decoder = plan.rows, self._slots, self._decoder
         assert not isinstance(decoder, str), decoder
         begin = self._device.record_event()
         num_steps = plan.num_steps if quiet is None or quiet.check() else 1
         about = np.array([[row.slot for row in rows], [row.start for row in rows]], np.int64)
         descriptors = np.array([] if quiet is None else quiet.descriptors, np.int32)
-        chosen = decoder(about[0], about[1], num_steps, descriptors)
+        states = None
+        if decoder.keeps_states:
+            states = np.array([[row.state, row.states[0][1]] for row in rows], np.int32)
+        chosen = decoder(about[0], about[1], num_steps, descriptors, states)
         if not len(chosen):
-            return None
+            return decoder.hidden[: len(rows)].clone()
         rows_of_tokens = [RowResult(tokens) for tokens in chosen.T.tolist()]
         result = StepResult(plan.step_id, rows_of_tokens, way=Way.DECODING)
         for row, own in zip(rows, result.rows, strict=True):
@@ -147,16 +154,21 @@ def decodes(row: Row) -> bool:
         row.num_tokens == row.num_samples == 1
         and not row.drafts
         and not row.num_drafts
-        and not row.states
+        and len(row.states) <= 1
         and not row.media
         and not row.entries
     )
 
 
 def open_decoder(
-    config: WorkerConfig, device: Device, slots: Slots, model: Model, caches: Sequence[Cache]
+    config: WorkerConfig,
+    device: Device,
+    slots: Slots,
+    model: Model,
+    caches: Sequence[Cache],
+    states: Sequence[Tensor],
 ) -> CompiledDecoder | str:
-    """The decoder of a model with caches of its layers, or why it has none."""
+    """The decoder of a model with caches of its layers and their states, or why it has none."""
     network, head = model.base, model.head
     if device.asynchronous:
         return "steps are not recorded on this device"
@@ -176,9 +188,18 @@ def open_decoder(
         return "the output layer is a module"
     output = head if isinstance(head, CappedOutput) else CappedOutput(head)
     of_layers = [None if place is None else caches[place.layer] for place in network.places]
+    memory = iter(states)
+    of_mixers = [[next(memory) for _ in shapes] for shapes in network.stack.states] if states else None
     arrays = SequenceArrays(slots.tokens, slots.num_tokens, slots.long_from, slots.block_table)
     parts = DecoderParts(
-        begins, network.angles, compiled, of_layers, output.linear, output.scale, output.softcap
+        begins,
+        network.angles,
+        compiled,
+        of_layers,
+        output.linear,
+        output.scale,
+        output.softcap,
+        of_mixers,
     )
     return CompiledDecoder.of(parts, arrays) or "layers, table and output layer are not of one kind"
 

@@ -226,11 +226,8 @@ class Runner:
         """Bytes by use: `Device.memory`, weights, kv_cache and states."""
         kv = sum(cache.nbytes for cache in memory_of([*self.caches, *self.drafter.caches]))
         own = {"weights": self.weight_bytes, "kv_cache": kv, "states": sum(x.nbytes for x in self.states)}
-        return {
-            **self.device.memory(),
-            **own,
-            **({"adapters": self.adapters.num_bytes} if self.adapters else {}),
-        }
+        adapters = {"adapters": self.adapters.num_bytes} if self.adapters else {}
+        return self.device.memory() | own | adapters
 
     def adapter_rows(self, order: AdapterOrder | None) -> AdapterRows | None:
         """The rows of a batch with their adapters; None if none has one.
@@ -266,19 +263,21 @@ class Runner:
         if self.media is not None:
             self.media.apply(plan)
         route = self.routes.of(plan, self.graphs, profiled=self.profile is not None)
-        if route.way is Way.DECODING and (decoded := self.decoding.run(plan, quiet)) is not None:
-            return decoded
-        return self.encoding.run(plan) if route.way is Way.ENCODING else self._launch(plan, route.shape)
+        if route.way is Way.ENCODING:
+            return self.encoding.run(plan)
+        decoded = self.decoding.run(plan, quiet) if route.way is Way.DECODING else None
+        return decoded if isinstance(decoded, FinishedStep) else self._launch(plan, route.shape, decoded)
 
     @torch.inference_mode()
-    def _launch(self, plan: StepPlan, shape: RecordedShape | None) -> RunningStep:
-        """Launch operation by operation, or a replay. shape: of that; None: there is none."""
+    def _launch(self, plan: StepPlan, shape: RecordedShape | None, decoded: Tensor | None) -> RunningStep:
+        """Launch operation by operation, or a replay of a shape. decoded: hidden states, if the model has run."""
         model = self.model.model
         self.drafter.apply(plan)
         received = model.received(sum(row.num_tokens for row in plan.rows)) if plan.rows else None
         step = RunningStep(self, plan, self.device.record_event(), Way.RECORDED if shape else Way.GENERAL)
         if plan.rows:
-            batch, hidden = self._run(plan, shape, received, step)
+            has_run = (self._batch(plan, None), decoded) if decoded is not None else None
+            batch, hidden = has_run or self._run(plan, shape, received, step)
             if model.is_last:
                 step.run(batch, hidden)
             else:
@@ -418,7 +417,7 @@ class Runner:
             self.drafter.allocate(num_blocks)
             self.caches = self.model.allocate(num_blocks, self.config.block_size, self.device)
             self.states = allocate_states(self.model.state_shapes, num_states, self.device)
-            self.decoding.use(self.model, self.caches)
+            self.decoding.use(self.model, self.caches, self.states)
             self.encoding.use(self.model)
         except OSError as error:
             size = num_blocks * self.block_bytes + num_states * self.state_bytes

@@ -42,6 +42,14 @@ from pagewire.kernels.data.layer import (
     Router,
     Xielu,
 )
+from pagewire.kernels.data.mixers import (
+    Convolution,
+    GatedDelta,
+    OutputGate,
+    SelectiveScan,
+    ShortConv,
+    StateSpace,
+)
 from pagewire.kernels.data.paging import LogitTerms
 from pagewire.kernels.data.routing import ExpertGroups, Routing
 from pagewire.kernels.data.weight import Weight
@@ -99,11 +107,13 @@ def embedding_of(weight: Tensor) -> nn.Embedding:
 
 STORED = (
     CappedOutput,
+    Convolution,
     Cut,
     Dense,
     Embeddings,
     ExpertGroups,
     Experts,
+    GatedDelta,
     Indexer,
     Integers,
     KVPlace,
@@ -118,12 +128,16 @@ STORED = (
     Model,
     Network,
     Norm,
+    OutputGate,
     PackedForm,
     Pooler,
     PoolingSpec,
     Router,
     Routing,
+    SelectiveScan,
+    ShortConv,
     Stage,
+    StateSpace,
     TokenHead,
     Weight,
     Xielu,

@@ -32,7 +32,8 @@ TAKEN = [
     Architecture("qwen3", GROUPED),
     *(SERVED[name] for name in ("gpt2", "bloom", "nanochat")),
 ]
-LEFT = ["diffllama", "mamba2"]
+STATES = ["bamba", "lfm2", "qwen3_5_text"]
+LEFT = ["diffllama", "zaya"]
 PARAMS = [
     GREEDY,
     SamplingParams(temperature=1.0),
@@ -57,7 +58,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Count:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", TAKEN, ids=lambda a: a.name)
+@pytest.mark.parametrize("architecture", [*TAKEN, *(SERVED[name] for name in STATES)], ids=lambda a: a.name)
 def test_both_ways_sample_the_same_tokens(
     architecture: Architecture, dtype: str, count: Count, tmp_path: Path
 ) -> None:
@@ -232,6 +233,21 @@ def test_rows_that_fail_later_keep_what_they_have(llama: Path, either_way: Count
     after = launch(broken, [4 + kept, 12], 6)
     assert after.rows[1].error is not None and "cannot be sampled" in after.rows[1].error
     assert after.rows[0].token_ids == whole[0][kept : kept + 1]
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_change_once_where_another_row_fails(name: str, count: Count, tmp_path: Path) -> None:
+    """Its token's embedding is not a number: the step has run, and the rest of it goes the other way."""
+    folder, prompts = SERVED[name].write(tmp_path), make_prompts(VOCAB_SIZE, [4, 9])
+    whole = Driver(load_runner(folder)[0]).generate(prompts, 8)
+    place = next(i for i in range(1, 7) if whole[1][i] not in whole[0] + whole[1][:i])
+    poison, broken = whole[1][place], count.load(folder)
+    with torch.inference_mode():
+        broken.model.model.base.words.weight[poison] = float("nan")
+    first, second = Driver(broken).run(prompts, 8)
+    assert first.output == whole[0] and not first.errors
+    assert second.output[: place + 1] == whole[1][: place + 1]
+    assert "cannot be sampled" in second.errors[0] and count.taken > place
 
 
 def test_the_memory_for_rows_follows_their_number(runner: Runner, count: Count) -> None:
