@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -243,10 +243,11 @@ def _compiled_dtypes(library: ctypes.CDLL, layer: Layer, *, norm_first: bool) ->
     return dtypes | {norm.weight.dtype for norm in norms if norm is not None}
 
 
-def _own_linears(layer: Layer) -> Collection[str]:
-    """The names of linear layers that are parts of what a layer has for latents, or of its mixer."""
+def _matrices(layer: Layer, linears: Mapping[str, Linear]) -> dict[str, ctypes.Structure]:
+    """Those of a layer's linear layers that are not parts of what it has for latents, or of its mixer."""
     latents = () if layer.latents is None else layer.latents.linears()
-    return {*latents, *(name for name in layer.linears() if name.startswith(MIXER))}
+    own = {name for name in linears if name in latents or name.startswith(MIXER)}
+    return {name: matrix(linear) for name, linear in linears.items() if name not in own}
 
 
 def _norms(
@@ -344,11 +345,8 @@ class CompiledStack:
 
     def _form(self, input_norm: Norm | LayerNorm | None) -> ctypes.Structure:
         """A call with all fields that do not change from step to step."""
-        attention = AttentionCall(
-            num_heads=self._sizes.num_heads,
-            head_dim=self._sizes.head_dim,
-            dtype=DTYPES[self.dtype],
-        )
+        sizes, dtype = self._sizes, DTYPES[self.dtype]
+        attention = AttentionCall(num_heads=sizes.num_heads, head_dim=sizes.head_dim, dtype=dtype)
         call = StackCall(
             layers=ctypes.addressof(self._structs),
             hidden=self._hidden_size,
@@ -365,8 +363,7 @@ class CompiledStack:
         input_size = self._input_size if layer is self._layers[0] else hidden
         _check_shapes(layer, linears, AttentionSizes.of(layer), hidden, input_size)
         latents = None if layer.latents is None else CompiledLatents.of(self.library, layer.latents)
-        own = _own_linears(layer)
-        matrices = {name: matrix(linear) for name, linear in linears.items() if name not in own}
+        matrices = _matrices(layer, linears)
         if latents is not None:
             self._owners.append(latents)
             matrices["latents"] = latents.struct

@@ -66,7 +66,6 @@ def pack_joined(
     they stay as they are.
 
     Where weights are divided over several ranks, it is this rank's part: its outputs, or the sum over the ranks.
-    order: int64, of the outputs; None: they stay as they are.
     """
     biases = [weights.part(linear, "bias") for linear in linears]
     matrices = [weights.matrix(linear) for linear in linears]

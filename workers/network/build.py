@@ -38,9 +38,8 @@ from pagewire.workers.module.transforms import RotaryTable, ScaledEmbedding, emb
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.encoder_structures import TABLES, encoder_structure
 from pagewire.workers.network.gpt_structures import GPT_STRUCTURES
-from pagewire.workers.network.hybrids import HYBRIDS, ModuleHalf
+from pagewire.workers.network.hybrids import HYBRIDS, built_halves, order_of
 from pagewire.workers.network.latents import latents_of, num_latent_heads
-from pagewire.workers.network.mixers import MixerWeights, form_of
 from pagewire.workers.network.network import Embeddings, KVPlace, Network
 from pagewire.workers.network.routers import RouterParts
 from pagewire.workers.network.structures import (
@@ -160,6 +159,8 @@ class _NetworkBuilder:
 
     def _order(self, part: LayerParts) -> Tensor | None:
         """See `Network.qkv_order`."""
+        if part.mixer is not None:
+            return order_of(part)
         return None if part.blocks is None else row_order(*part.blocks, self._heads(part), part.head_dim)
 
     def _embedding(self) -> Embeddings | None:
@@ -269,21 +270,16 @@ class _NetworkBuilder:
     ) -> Layer:
         """A layer of the stack, with joined and packed linear layers. norms: of the sums in it."""
         ranks = None if self.weights.shards is None else self.weights.shards.collective
-        form = None if part.mixer is None else form_of(part.mixer)
-        mixer, feed_forward = (
-            None if module is None else ModuleHalf.of(module, rotary, self.weights, self.device)
-            for module in (part.mixer if form is None else None, part.feed_forward)
-        )
         num_heads, num_kv_heads, _ = self._heads(part) if part.mixer is None else (0, 0, 0)
-        order = self._order(part) if form is None or form.order is None else form.order(part.mixer)
         attended_norm, fed_norm = map(self._norm, part.own_norms)
         dtype = next(norm.weight.dtype for norm in (*norms, attended_norm, fed_norm) if norm is not None)
         mixture = None if part.router is None else self._mixture(part, part.router, ranks, dtype)
         angles = kinds.index(part.kind) if kinds and part.mixer is None and part.turned else None
         is_scaled = angles is not None and self.structure.query_scales is not None
+        mixer, feed_forward = built_halves(part, rotary, self.weights, self.device, dtype)
         latents = None if part.latents is None else latents_of(part, self.weights, self.device)
         return Layer(
-            qkv=self._joined(part.qkv, order) if part.qkv else None,
+            qkv=self._joined(part.qkv, self._order(part)) if part.qkv else None,
             latents=latents,
             out=None if part.out is None else _of_rank(self._joined([part.out]), ranks),
             attention_norm=norms[0],
@@ -311,9 +307,7 @@ class _NetworkBuilder:
             down_norm=self._inner_norm(part.down_norm),
             mixture=mixture,
             ranks=ranks,
-            mixer=mixer
-            if form is None
-            else form.make(part.mixer, MixerWeights(self.weights, self.device, dtype)),
+            mixer=mixer,
             gated_queries=part.gated_queries,
             feed_forward=feed_forward,
         )

@@ -1,25 +1,35 @@
 """Networks of hybrids: layers whose mixers keep states beside layers that attend, each with a feed-forward half.
 
-A half whose parts the kernels know is data, as in any other network (`structures.py`, `mixers.py`). The other ones
-are modules of transformers that compute themselves (`ModuleHalf`), within a step with our recurrences and our
-attention. Norms, sums and gated products between them then run compiled.
+A half whose parts the kernels know is data, as in any other network (`structures.py`), and so are mixers of the
+classes in `FORMS`. The other ones are modules of transformers that compute themselves (`ModuleHalf`), within a step
+with our recurrences and our attention. Norms, sums and gated products between them then run compiled.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pagewire.kernels.data.mixers import (
+    Convolution,
+    GatedDelta,
+    OutputGate,
+    SelectiveScan,
+    ShortConv,
+    StateMixer,
+    StateSpace,
+)
+from pagewire.kernels.linear import Linear
 from pagewire.workers.module.invariant import Invariant
-from pagewire.workers.module.recurrences import MIXERS
+from pagewire.workers.module.recurrences import MIXERS, NORM_EPS
 from pagewire.workers.module.structure import LLAMA, STACKED_HYBRIDS, DecoderNames
+from pagewire.workers.module.transforms import pack_joined
 from pagewire.workers.module.weights import Weights
-from pagewire.workers.network.mixers import form_of
 from pagewire.workers.network.parts import module_bytes, transform_parts
 from pagewire.workers.network.structures import (
     LLAMA_LIKE,
@@ -35,6 +45,7 @@ from pagewire.workers.network.structures import (
     with_feed_forward,
 )
 from pagewire.workers.step.context import current_step
+from pagewire.workers.versions import norm_group
 
 HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 OUTPUTS = ("o_proj", "out_proj")
@@ -171,3 +182,221 @@ class ModuleHalf:
                 rest = rest | {"position_embeddings": self._rotary(states, current_step().positions[None])}
             out = self.module(states, **rest)
             return (out[0] if isinstance(out, tuple) else out)[0]  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class MixerWeights:
+    """The weights of mixers, or this rank's part of them, on a device. dtype: of the states that they take."""
+
+    weights: Weights
+    device: torch.device
+    dtype: torch.dtype
+
+    def linear(self, modules: Sequence[Any], order: Tensor | None = None) -> Linear:
+        """One linear layer in place of several with the same input. order: of its outputs."""
+        require(all(type(module) is nn.Linear for module in modules))
+        return pack_joined(modules, self.weights, self.device, order)
+
+    def vector(self, module: Any, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A parameter of a module as contiguous numbers."""
+        own = getattr(module, name)
+        own = self.weights.part(module, name) if own.device.type == "meta" else own.detach()
+        return own.to(self.device, dtype).contiguous()  # type: ignore[union-attr]
+
+    def decay(self, module: Any) -> Tensor:
+        """What a step of 1 leaves of a state, as logarithms: float32, of the form of `A_log`."""
+        return -torch.exp(self.vector(module, "A_log"))
+
+    def normed_gate(self, norm: Any, group: int) -> OutputGate:
+        """A gate behind the norm of a module, of groups of so many numbers."""
+        return OutputGate(group, self.vector(norm, "weight", self.dtype), norm.variance_epsilon)
+
+    def convolution(self, module: Any, activation: str | None) -> Convolution:
+        """A convolution of single channels, and SiLU if that is the activation."""
+        require(activation in (None, "silu", "swish"), f"its convolution has the activation {activation!r}")
+        bias = None if module.bias is None else self.vector(module, "bias", self.dtype)
+        taps = self.vector(module, "weight", self.dtype).squeeze(1).T.contiguous()
+        return Convolution(taps, bias, activation is not None)
+
+
+@dataclass(frozen=True)
+class MixerForm:
+    """Where a class of mixers has its parts.
+
+    inputs: the names of the linear layers whose outputs, one behind the other, the mixer takes. make: of the rest.
+    order: of these outputs; None: as they are. out: the name of the last linear layer.
+    """
+
+    inputs: tuple[str, ...]
+    make: Callable[[Any, MixerWeights], StateMixer]
+    order: Callable[[Any], Tensor] | None = None
+    out: str = "out_proj"
+
+
+def _short_conv(module: Any, weights: MixerWeights) -> ShortConv:
+    return ShortConv(weights.convolution(module.conv, None))
+
+
+def _gated_delta(module: Any, weights: MixerWeights) -> GatedDelta:
+    return _delta(module, weights, weights.linear([module.in_proj_b, module.in_proj_a]))
+
+
+def _gated_delta_by_head(module: Any, weights: MixerWeights) -> GatedDelta:
+    per_key = module.num_v_heads // module.num_k_heads
+    order = _apart(module.num_k_heads, [per_key, per_key])
+    return _delta(module, weights, weights.linear([module.in_proj_ba], order))
+
+
+def _gated_delta_of_olmo(module: Any, weights: MixerWeights) -> GatedDelta:
+    factors = weights.linear([module.b_proj, module.a_proj])
+    return replace(_delta(module, weights, factors), rate=2.0 if module.allow_neg_eigval else 1.0)
+
+
+def _delta(module: Any, weights: MixerWeights, factors: Linear) -> GatedDelta:
+    return GatedDelta(
+        conv=weights.convolution(module.conv1d, module.activation),
+        factors=factors,
+        bias=weights.vector(module, "dt_bias"),
+        decay=weights.decay(module),
+        gate=weights.normed_gate(getattr(module, "norm", None) or module.o_norm, module.head_v_dim),
+        key_heads=module.num_k_heads,
+        key_dim=module.head_k_dim,
+        value_heads=module.num_v_heads,
+        value_dim=module.head_v_dim,
+        norm_eps=NORM_EPS,
+    )
+
+
+def _kimi_delta(module: Any, weights: MixerWeights) -> GatedDelta:
+    forget = module.forget_gate
+    factors = weights.linear([module.b_proj, forget.f_a_proj, module.g_a_proj])
+    own = _delta_by_row(module, weights, factors)
+    return replace(own, steps=weights.linear([forget.f_b_proj]), gates=weights.linear([module.g_b_proj]))
+
+
+def _ling_delta(module: Any, weights: MixerWeights) -> GatedDelta:
+    return _delta_by_row(module, weights, weights.linear([module.b_proj, module.forget_gate.f_proj]))
+
+
+def _delta_by_row(module: Any, weights: MixerWeights, factors: Linear) -> GatedDelta:
+    """A gated delta rule with a step for each row of a state."""
+    forget, size = module.forget_gate, module.head_dim
+    return GatedDelta(
+        conv=weights.convolution(module.conv1d, module.activation),
+        factors=factors,
+        bias=weights.vector(forget, "dt_bias"),
+        decay=weights.decay(forget).flatten().repeat_interleave(size),
+        gate=replace(weights.normed_gate(module.o_norm, size), sigmoid=True),
+        key_heads=module.num_heads,
+        key_dim=size,
+        value_heads=module.num_heads,
+        value_dim=size,
+        norm_eps=NORM_EPS,
+    )
+
+
+def _qkvz_order(module: Any) -> Tensor:
+    """Queries, keys, values and gates of all heads, of what lies together for each head of keys."""
+    values = module.num_v_heads // module.num_k_heads * module.head_v_dim
+    return _apart(module.num_k_heads, [module.head_k_dim, module.head_k_dim, values, values])
+
+
+def _apart(num_groups: int, sizes: Sequence[int]) -> Tensor:
+    """The order, int64, that puts the parts of these sizes of all groups one behind the other."""
+    places = torch.arange(num_groups * sum(sizes)).view(num_groups, -1)
+    return torch.cat([part.flatten() for part in places.split(list(sizes), 1)])
+
+
+def _mamba2(module: Any, weights: MixerWeights) -> StateSpace:
+    group = norm_group(module.norm, module.intermediate_size)
+    least, most = module.time_step_limit
+    return StateSpace(
+        conv=weights.convolution(module.conv1d, module.activation),
+        bias=weights.vector(module, "dt_bias"),
+        decay=weights.decay(module),
+        skip=weights.vector(module, "D"),
+        limits=(float(least), float(most)),
+        gate=replace(weights.normed_gate(module.norm, group), first=True),
+        num_heads=module.num_heads,
+        head_dim=module.head_dim,
+        num_groups=module.n_groups,
+        state_dim=module.ssm_state_size,
+    )
+
+
+def _mamba(module: Any, weights: MixerWeights) -> SelectiveScan:
+    norms = [getattr(module, f"{name}_layernorm", None) for name in ("dt", "b", "c")]
+    normed = None
+    if None not in norms:
+        first, second, third = (weights.vector(norm, "weight", weights.dtype) for norm in norms)
+        normed = first, second, third
+    return SelectiveScan(
+        conv=weights.convolution(module.conv1d, module.activation),
+        factors=weights.linear([module.x_proj]),
+        steps=weights.linear([module.dt_proj]),
+        decay=weights.decay(module).T.contiguous(),
+        skip=weights.vector(module, "D"),
+        gate=OutputGate(module.intermediate_size),
+        norms=normed,
+        eps=0.0 if normed is None else norms[0].variance_epsilon,  # type: ignore[union-attr]
+    )
+
+
+MAMBA_2 = MixerForm(("in_proj",), _mamba2)
+FORMS: dict[str, MixerForm] = {
+    **dict.fromkeys(
+        ("Lfm2MoeShortConv", "Lfm2ShortConv", "Lfm3ShortConv"), MixerForm(("in_proj",), _short_conv)
+    ),
+    **dict.fromkeys(
+        ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
+        MixerForm(("in_proj_qkv", "in_proj_z"), _gated_delta),
+    ),
+    "Qwen3NextGatedDeltaNet": MixerForm(("in_proj_qkvz",), _gated_delta_by_head, _qkvz_order),
+    "OlmoHybridGatedDeltaNet": MixerForm(
+        ("q_proj", "k_proj", "v_proj", "g_proj"), _gated_delta_of_olmo, out="o_proj"
+    ),
+    "KimiLinearDeltaAttention": MixerForm(("q_proj", "k_proj", "v_proj"), _kimi_delta, out="o_proj"),
+    "BailingHybridDeltaAttention": MixerForm(
+        ("q_proj", "k_proj", "v_proj", "g_proj"), _ling_delta, out="o_proj"
+    ),
+    **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer"), MAMBA_2),
+    "NemotronHMamba2Mixer": MAMBA_2,
+    "Zamba2MambaMixer": MAMBA_2,
+    "JambaMambaMixer": MixerForm(("in_proj",), _mamba),
+    "MambaMixer": MixerForm(("in_proj",), _mamba),
+}
+"""By the class of a module."""
+
+
+def form_of(module: nn.Module) -> MixerForm | None:
+    """The form of a mixer; None: it computes itself.
+
+    So does one whose norm is over what several ranks have, and one whose forget gates have a lower bound.
+    """
+    forget: Any = getattr(module, "forget_gate", None)
+    if hasattr(module, "gather") or getattr(forget, "safe_gate", False):
+        return None
+    return FORMS.get(type(module).__name__)
+
+
+def order_of(part: LayerParts) -> Tensor | None:
+    """The order, int64, of what a mixer's first linear layers make; None: they stay as they are."""
+    form = form_of(part.mixer)
+    return None if form is None or form.order is None else form.order(part.mixer)
+
+
+def built_halves(
+    part: LayerParts, rotary: Any, weights: Weights, device: torch.device, dtype: torch.dtype
+) -> tuple[StateMixer | ModuleHalf | None, ModuleHalf | None]:
+    """A layer's mixer and feed-forward half, where they are data of their own or compute themselves.
+
+    rotary: see `ModuleHalf`. dtype: of states.
+    """
+    form = None if part.mixer is None else form_of(part.mixer)
+    mixer, feed_forward = (
+        None if module is None else ModuleHalf.of(module, rotary, weights, device)
+        for module in (part.mixer if form is None else None, part.feed_forward)
+    )
+    if form is None:
+        return mixer, feed_forward
+    return form.make(part.mixer, MixerWeights(weights, device, dtype)), feed_forward

@@ -93,7 +93,7 @@ class LayerParts:
     out_norm, down_norm: modules, of what `out` and `down` take. curve: the module of an xIELU.
     turned_back: see `DecoderNames`.
     mixer, feed_forward: modules in place of attention and of the feed-forward half. They run as they are, but for a
-    mixer that takes what `qkv` gives, and gives what `out` takes (`mixers.py`).
+    mixer that takes what `qkv` gives, and gives what `out` takes (`hybrids.py`).
     gated_queries: see `Layer`.
     """
 
