@@ -31,7 +31,6 @@ from pagewire.kernels.data.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.data.kv_codes import head_size
 from pagewire.kernels.data.layer import (
     MIXER,
-    Activation,
     Angles,
     Half,
     HeadNormForm,
@@ -72,11 +71,33 @@ def xielu_struct(activation: Xielu) -> ctypes.Structure:
     return XieluParameters(*dataclasses.astuple(activation))
 
 
-def _activation_fields(activation: Activation | Xielu) -> dict[str, Any]:
-    """Those of the struct of a layer."""
-    if isinstance(activation, Xielu):
-        return {"activation": XIELU_CODE, "xielu": xielu_struct(activation)}
-    return {"activation": ACTIVATION_CODES[activation]}
+def _numbers(layer: Layer) -> dict[str, Any]:
+    """The fields of the struct of a layer that are numbers and names."""
+    own = layer.activation
+    code, xielu = (
+        (XIELU_CODE, xielu_struct(own))
+        if isinstance(own, Xielu)
+        else (ACTIVATION_CODES[own], XieluParameters())
+    )
+    return {
+        "activation": code,
+        "xielu": xielu,
+        "scale": layer.scale,
+        "residual_scale": layer.residual_scale,
+        "gated": layer.gated,
+        "parallel": layer.parallel,
+        "interleaved": layer.interleaved,
+        "head_norms": HEAD_NORM_CODES[layer.head_norm_form],
+        "qkv_limit": layer.qkv_limit or 0.0,
+        "gated_queries": layer.gated_queries,
+        "halves": layer.attends + 2 * layer.feeds,
+    }
+
+
+def _tables_of(layer: Layer) -> tuple[int, int]:
+    """The numbers of the tables of angles that turn keys and queries; -1: none does."""
+    keys = -1 if layer.angles is None else layer.angles
+    return keys, keys if layer.query_angles is None else layer.query_angles
 
 
 def _mixture(
@@ -329,9 +350,7 @@ class CompiledStack:
         mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
         num_experts = max((mixture.router.routing.num_chosen for mixture in mixtures), default=0)
         self._num_chosen = num_experts, self._sizes.num_chosen
-        numbers = (number for layer in layers for number in (layer.angles, layer.query_angles))
-        num_tables = 1 + max((number for number in numbers if number is not None), default=-1)
-        self._tables = (AnglesParameters * num_tables)()
+        self._tables = (AnglesParameters * (1 + max(max(_tables_of(layer)) for layer in layers)))()
         self._in_groups = any(layer.terms.future > 0 for layer in layers)  # so all prompts are whole
         self._owners: list[Any] = [input_norm]  # the structs point to their memory
         self._structs = (LayerParameters * len(layers))(*map(self._struct, layers, self._experts))
@@ -374,23 +393,14 @@ class CompiledStack:
         norms = _norms(layer, linears, hidden)
         terms, owners = logit_terms(layer.terms, layer.num_heads)
         self._owners += owners
-        keys = -1 if layer.angles is None else layer.angles
+        angles, query_angles = _tables_of(layer)
         return LayerParameters(
             **matrices,
             **{name: norm_struct(norm, size, self.dtype) for name, (norm, size) in norms.items()},
             terms=terms,
-            angles=keys,
-            query_angles=keys if layer.query_angles is None else layer.query_angles,
-            scale=layer.scale,
-            **_activation_fields(layer.activation),
-            qkv_limit=layer.qkv_limit or 0.0,
-            gated=layer.gated,
-            parallel=layer.parallel,
-            interleaved=layer.interleaved,
-            residual_scale=layer.residual_scale,
-            head_norms=HEAD_NORM_CODES[layer.head_norm_form],
-            gated_queries=layer.gated_queries,
-            halves=layer.attends + 2 * layer.feeds,
+            angles=angles,
+            query_angles=query_angles,
+            **_numbers(layer),
         )
 
     def __call__(
