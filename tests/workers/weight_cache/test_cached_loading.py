@@ -29,7 +29,7 @@ from pagewire.workers.weight_cache.cached_loading import keep_in_background
 from pagewire.workers.weight_cache.folder import weight_folder
 from pagewire.workers.weight_cache.key import key_of
 from tests.workers import pooled
-from tests.workers.architectures import EXPERTS, GROUPED, Architecture
+from tests.workers.architectures import EXPERTS, GROUPED, SERVED, Architecture
 from tests.workers.driver import Driver
 from tests.workers.random_adapters import CONFIG, load, make_tensors, write
 
@@ -180,6 +180,19 @@ def test_experts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quant
     second, _ = start(model, quantization=quantization)
     assert second.model.weight_bytes == first.model.weight_bytes
     assert outputs(second) == outputs(first)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "glm_moe_dsa", "youtu"])
+def test_latents_are_kept(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the matrices of each head, and with indexers."""
+    monkeypatch.setattr(folder, "cache_root", lambda: tmp_path / "cache")
+    model = SERVED[name].write(tmp_path / "model")
+    first, ahead = start(model)
+    assert len(keep(first, ahead)) == 1
+    without_transformers(monkeypatch)
+    second, ahead = start(model)
+    assert ahead.packed is not None and second.model.weight_bytes == first.model.weight_bytes
+    assert second.model.kv_shapes == first.model.kv_shapes and outputs(second) == outputs(first)
 
 
 def test_a_damaged_file_is_removed_and_written_again(model: Path, caplog: pytest.LogCaptureFixture) -> None:
