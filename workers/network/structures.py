@@ -323,7 +323,7 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         interleaved = getattr(config, "rope_interleave", names.interleaved)
         parts = latent_parts(attention, _named(layer, names.norms), interleaved=interleaved)
         parts = replace(parts, residual_scale=residual_scale, index_interleaved=names.index_interleaved)
-        return with_feed_forward(parts, mlp, names, config)
+        return with_feed_forward(parts, mlp, names)
     inner = {*names.qkv, names.out, names.out_norm} - {""}
     found = {name for name, child in attention.named_children() if type(child) is not nn.Dropout}
     require(found in (inner, inner | set(names.head_norms)), f"attention has {', '.join(sorted(found))}")
@@ -365,7 +365,7 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         interleaved=names.interleaved,
         single_angles=names.single_angles,
     )
-    parts = with_feed_forward(parts, mlp, names, config)
+    parts = with_feed_forward(parts, mlp, names)
     shared = getattr(layer, names.shared) if names.shared else None
     return parts if shared is None else with_dense(parts, shared, names)
 
@@ -394,7 +394,7 @@ def latent_parts(attention: Any, norms: tuple[Any, Any], *, interleaved: bool) -
     )
 
 
-def with_feed_forward(parts: LayerParts, half: Any, names: DecoderNames, _: Any = None) -> LayerParts:
+def with_feed_forward(parts: LayerParts, half: Any, names: DecoderNames) -> LayerParts:
     """A layer's parts with those of its feed-forward half: a dense one, or experts and maybe one for every token.
 
     Raises:
