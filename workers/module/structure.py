@@ -30,7 +30,8 @@ class DecoderNames:
     by_head: the one layer in `qkv` has the query, the key and the value of one head after another.
     out_norm, down_norm: of what `out` and `down` take. curve: an activation with parameters.
     embedding_norm: of the base, of embeddings. turned_back: rotation is by the negative angles.
-    scales_queries: they are scaled by their positions, see `query_scales`.
+    scales_queries: they are scaled by their positions, see `query_scales`; scales_unturned: those of layers without
+    rotation are, see `unturned_scales`.
     """
 
     attention: str = "self_attn"
@@ -60,6 +61,7 @@ class DecoderNames:
     embedding_norm: str = ""
     turned_back: bool = False
     scales_queries: bool = False
+    scales_unturned: bool = False
 
     @property
     def all_norms(self) -> set[str]:
@@ -114,6 +116,14 @@ DECODERS: dict[str, DecoderNames] = {
     ),
     "hyperclovax": replace(GRANITE, own_norms=("post_norm1", "post_norm2")),
     "jais2": UNGATED,
+    "llama4_text": DecoderNames(
+        head_norms=("qk_norm", "qk_norm"),
+        head_norm_form="rotated",
+        mlp="feed_forward",
+        interleaved=True,
+        unturned="use_rope",
+        scales_unturned=True,
+    ),
     "minicpm3": DecoderNames(residual_scale="residual_scale"),
     **dict.fromkeys(("minimax_m2", "olmoe"), DecoderNames(head_norm_form="together")),
     "ministral3": DecoderNames(scales_queries=True),

@@ -128,7 +128,7 @@ class _NetworkBuilder:
         input_norm = None if isinstance(first, nn.Identity) else self._norm(first)
         stack = Stack(input_norm, layers, norm_first=structure.final_norm is not None)
         places = [
-            KVPlace(part.index, kv_shape(layer), part.window) if part.mixer is None else None
+            KVPlace(part.index, kv_shape(layer), part.window or part.chunk) if part.mixer is None else None
             for part, layer in zip(parts, layers, strict=True)
         ]
         angles = self._tables(rotary, kinds, layers[0].dtype, parts[0])
@@ -141,6 +141,7 @@ class _NetworkBuilder:
             is_last,
             words_name=structure.words if structure.causal else "",
             qkv_order=self._order(parts[0]),
+            by_place=structure.unturned_scales is not None,
         )
 
     def _heads(self, part: LayerParts) -> list[int]:
@@ -221,6 +222,7 @@ class _NetworkBuilder:
                     softcap=part.softcap,
                     sinks=self._sinks(part),
                     alibi=slopes_of(part, self.weights, self.device),
+                    chunk=part.chunk,
                 )
                 for part in parts
             ]
@@ -255,6 +257,13 @@ class _NetworkBuilder:
             require(not rotary.short_length, "queries are scaled by positions that have two rows of angles")
             scales = scales_of(self.base, len(found[0][0])).to(self.device)[:, None]
             return found + [((cos * scales).to(dtype), (sin * scales).to(dtype)) for cos, sin in found]
+        if (
+            scales_of := self.structure.unturned_scales
+        ) is not None:  # by a table that scales and does not turn
+            require(not rotary.short_length, "queries are scaled by places that have two rows of angles")
+            scales = scales_of(self.base, len(found[0][0])).to(found[0][0])
+            cos = scales[:, None].expand_as(found[0][0]).contiguous()
+            return [*found, (cos, torch.zeros_like(cos))]
         if form.single_angles:
             return [(torch.cat([cos, cos], 1), torch.cat([sin, sin], 1)) for cos, sin in found]
         return [(halved(cos), halved(sin)) for cos, sin in found] if form.interleaved else found
@@ -275,7 +284,11 @@ class _NetworkBuilder:
         dtype = next(norm.weight.dtype for norm in (*norms, attended_norm, fed_norm) if norm is not None)
         mixture = None if part.router is None else self._mixture(part, part.router, ranks, dtype)
         angles = kinds.index(part.kind) if kinds and part.mixer is None and part.turned else None
-        is_scaled = angles is not None and self.structure.query_scales is not None
+        of_queries = None
+        if angles is not None and self.structure.query_scales is not None:
+            of_queries = angles + len(kinds)
+        elif angles is None and self.structure.unturned_scales is not None:
+            of_queries = len(kinds)
         mixer, feed_forward = built_halves(part, rotary, self.weights, self.device, dtype)
         latents = None if part.latents is None else latents_of(part, self.weights, self.device)
         return Layer(
@@ -293,7 +306,7 @@ class _NetworkBuilder:
             head_dim=part.head_dim,
             scale=(part.head_dim or 1) ** -0.5 if part.scale is None else part.scale,
             angles=angles,
-            query_angles=angles + len(kinds) if angles is not None and is_scaled else None,
+            query_angles=of_queries,
             interleaved=part.interleaved,
             terms=terms,
             attended_norm=attended_norm,

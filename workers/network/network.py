@@ -86,6 +86,8 @@ class Network:
     qkv_order: Tensor | None = None
     """Of layers whose queries, keys and values one module makes: int64 [rows], which of its rows each row of `qkv`
     is; None: they are the same."""
+    by_place: bool = False
+    """The last of the angles are by a token's place in its sequence, which its position may not be in a dry run."""
     taps: Sequence[int] = field(default=(), init=False)
     """The numbers of layers, from 1 on, whose results before their norm are kept."""
     tapped: dict[int, Tensor] = field(default_factory=dict, init=False)
@@ -117,6 +119,9 @@ class Network:
             assert self.embedding is not None, "a stage that has no embedding is behind another one"
             states = self.embedding(input_ids, positions, step)
         angles = self.angles_at(positions, step.axes)
+        if self.by_place:
+            cos, sin = (table.index_select(0, step.places) for table in self.angles[-1])
+            angles[-1] = cos, sin
         caches = [
             None if place is None else step.cache(place.layer, place.shape, place.window)
             for place in self.places

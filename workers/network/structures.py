@@ -20,6 +20,7 @@ from pagewire.kernels.data.layer import Activation, Angles, HeadNormForm, LayerN
 from pagewire.kernels.ops import layer_norm
 from pagewire.kernels.stack import normed_by
 from pagewire.workers.module.structure import (
+    CHUNKED,
     DECODERS,
     DEFAULT_ACTIVATION,
     EXPERTS,
@@ -29,6 +30,7 @@ from pagewire.workers.module.structure import (
     OTHER_ARITHMETIC,
     SHARED,
     SHARED_GATE,
+    WINDOWS,
     DecoderNames,
 )
 from pagewire.workers.module.transforms import norm_kernel, tolerance
@@ -76,6 +78,7 @@ class LayerParts:
     qkv: of queries, keys and values, or one that makes all of them. norms: of its two halves, before or after them.
     up: what the feed-forward half begins with: one layer, or gate and up. gated: it makes gates, too.
     window: keys that a query sees, its own among them, in an encoder to each side; None: all.
+    chunk: see `LogitTerms`.
     kind: of the layer's angles, an argument of the rotary module. index: of its KV cache.
     scale: of dot products; None: 1 / sqrt(head_dim). head_norms: of query and key heads.
     heads: the numbers of query and of key heads where one module makes all; None: as many of all three.
@@ -105,6 +108,7 @@ class LayerParts:
     head_dim: int
     gated: bool = False
     window: int | None = None
+    chunk: int | None = None
     kind: str | None = None
     index: int = 0
     scale: float | None = None
@@ -257,6 +261,7 @@ class Structure:
     positions: of a causal base and its weights, [P, H], what is added to embeddings; None: nothing is.
     angles: of a base and its weights, cosines and sines [P, n] of neighbours, for a base without `rotary`.
     query_scales: of a base and the number of positions, float32 [P], the factors of queries; None: there are none.
+    unturned_scales: those of queries in layers without rotation.
     activation_name: of a base whose configuration names none.
     """
 
@@ -273,6 +278,7 @@ class Structure:
     positions: Callable[[Any, Weights], Tensor] | None = None
     angles: Callable[[Any, Weights], Angles] | None = None
     query_scales: Callable[[Any, int], Tensor] | None = None
+    unturned_scales: Callable[[Any, int], Tensor] | None = None
     activation_name: str = DEFAULT_ACTIVATION
 
     def activation(self, config: Any) -> Activation:
@@ -346,6 +352,7 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         head_dim=attention.head_dim,
         gated=names.gated,
         window=attention_window(attention, config),
+        chunk=attention_chunk(attention, config),
         kind=rotation_kind(layer, attention, config),
         index=attention.layer_idx,
         scale=float(attention.scaling),
@@ -465,6 +472,13 @@ def attention_window(attention: Any, config: Any) -> int | None:
     return None
 
 
+def attention_chunk(attention: Any, config: Any) -> int | None:
+    """The size of the chunks of keys to which a decoder's layer attends; None: it sees all."""
+    kinds = getattr(config, "layer_types", None)
+    is_chunked = kinds is not None and kinds[attention.layer_idx] == CHUNKED
+    return getattr(config, WINDOWS[CHUNKED]) if is_chunked else None
+
+
 LLAMA_LIKE = Structure(
     of_decoder(LLAMA),
     final_norm=lambda base: base.norm,
@@ -485,6 +499,7 @@ def decoder_structure(names: DecoderNames) -> Structure:
         norm=names.embedding_norm or None,
         embedding_scale=lambda base, dtype: embedding_scale(base, names, dtype),
         query_scales=query_scales if names.scales_queries else None,
+        unturned_scales=unturned_scales if names.scales_unturned else None,
     )
 
 
@@ -493,6 +508,15 @@ def query_scales(base: Any, num_positions: int) -> Tensor:
     rope = base.config.rope_parameters
     stretches = torch.floor(torch.arange(num_positions) / rope["original_max_position_embeddings"])
     return 1 + rope["llama_4_scaling_beta"] * torch.log(1 + stretches)
+
+
+def unturned_scales(base: Any, num_positions: int) -> Tensor:
+    """The factors of queries by position in layers without rotation, as Llama 4 has them: float32 [P]."""
+    config = base.config
+    if not config.attn_temperature_tuning:
+        return torch.ones(num_positions)
+    stretches = torch.floor((torch.arange(num_positions) + 1.0) / config.floor_scale)
+    return torch.log1p(stretches) * config.attn_scale + 1.0
 
 
 def embedding_scale(base: Any, names: DecoderNames, dtype: torch.dtype) -> float:
