@@ -72,6 +72,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "parallel": {"parallel": True, "attention_norm": None},
     "parallel with two norms": {"parallel": True, "attention_norm": layer_norm(), "residual_scale": 0.5},
     "interleaved": {"interleaved": True},
+    "queries turned alone": {"angles": None, "query_angles": 0, "interleaved": True},
     "interleaved with norms": {"interleaved": True, "head_norms": (norm(HEAD_DIM), norm(HEAD_DIM))},
     "norm of all heads": {
         "head_norms": (norm(HEADS * HEAD_DIM), norm(KV_HEADS * HEAD_DIM)),

@@ -261,9 +261,10 @@ class _NetworkBuilder:
             scales_of := self.structure.unturned_scales
         ) is not None:  # by a table that scales and does not turn
             require(not rotary.short_length, "queries are scaled by places that have two rows of angles")
-            scales = scales_of(self.base, len(found[0][0])).to(found[0][0])
-            cos = scales[:, None].expand_as(found[0][0]).contiguous()
-            return [*found, (cos, torch.zeros_like(cos))]
+            num_positions = rotary.positions.shape[1]
+            cos = like.new_zeros(num_positions, form.head_dim)
+            scales = scales_of(self.base, num_positions).to(cos)
+            return [*found, (cos + scales[:, None], torch.zeros_like(cos))]
         if form.single_angles:
             return [(torch.cat([cos, cos], 1), torch.cat([sin, sin], 1)) for cos, sin in found]
         return [(halved(cos), halved(sin)) for cos, sin in found] if form.interleaved else found

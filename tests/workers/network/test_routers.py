@@ -127,6 +127,11 @@ NUMBERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         SERVED["lfm2_moe"].fields | {"use_expert_bias": True},
         {"sigmoid": True, "epsilon": 1e-6},
     ),
+    "llama4_text": (
+        "llama4_text",
+        SERVED["llama4_text"].fields,
+        {"num_chosen": 1, "sigmoid": True, "normalised": False},
+    ),
     "minimax_m2": ("minimax_m2", SERVED["minimax_m2"].fields, {"sigmoid": True}),
     "phimoe": (
         "phimoe",
@@ -147,6 +152,7 @@ def test_numbers_of_families(name: str) -> None:
     assert parts.routing == Routing(
         **({"num_chosen": 2, "normalised": True, "dtype": torch.float32} | expected)
     )
+    assert parts.weighs_inputs == (name == "llama4_text")
     biased = {"deepseek_v3", "glm4_moe", "lfm2_moe", "minimax_m2"}
     assert (parts.bias is not None) == (name in biased)
 
