@@ -6,7 +6,7 @@ the module computes (`proof.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -220,7 +220,7 @@ class _NetworkBuilder:
                 LogitTerms(
                     part.window,
                     softcap=part.softcap,
-                    sinks=self._sinks(part),
+                    sinks=sinks_of(part, self._heads, self.weights, self.device),
                     alibi=slopes_of(part, self.weights, self.device),
                     chunk=part.chunk,
                 )
@@ -229,14 +229,6 @@ class _NetworkBuilder:
         relative_bias = self.structure.relative_bias
         bias = None if relative_bias is None else relative_bias(self.base, self.weights).to(self.device)
         return [LogitTerms.two_sided(part.window, bias) for part in parts]
-
-    def _sinks(self, part: LayerParts) -> Tensor | None:
-        if part.sinks is None:
-            return None
-        sinks = self.weights.read(part.sinks, "sinks")
-        if sinks is not None and len(sinks) > self._heads(part)[0]:  # in memory they are this rank's already
-            sinks = self.weights.part(part.sinks, "sinks")
-        return None if sinks is None else sinks.to(self.device)
 
     def _tables(
         self, rotary: Any, kinds: Sequence[str | None], dtype: torch.dtype, form: LayerParts
@@ -253,21 +245,13 @@ class _NetworkBuilder:
         found = [cosines_and_sines(table, dtype) for table in tables]
         if form.turned_back:
             found = [(cos, -sin) for cos, sin in found]
-        if (scales_of := self.structure.query_scales) is not None:
-            require(not rotary.short_length, "queries are scaled by positions that have two rows of angles")
-            scales = scales_of(self.base, len(found[0][0])).to(self.device)[:, None]
-            return found + [((cos * scales).to(dtype), (sin * scales).to(dtype)) for cos, sin in found]
-        if (
-            scales_of := self.structure.unturned_scales
-        ) is not None:  # by a table that scales and does not turn
-            require(not rotary.short_length, "queries are scaled by places that have two rows of angles")
-            num_positions = rotary.positions.shape[1]
-            cos = like.new_zeros(num_positions, form.head_dim)
-            scales = scales_of(self.base, num_positions).to(cos)
-            return [*found, (cos + scales[:, None], torch.zeros_like(cos))]
         if form.single_angles:
-            return [(torch.cat([cos, cos], 1), torch.cat([sin, sin], 1)) for cos, sin in found]
-        return [(halved(cos), halved(sin)) for cos, sin in found] if form.interleaved else found
+            found = [(torch.cat([cos, cos], 1), torch.cat([sin, sin], 1)) for cos, sin in found]
+        elif form.interleaved:
+            found = [(halved(cos), halved(sin)) for cos, sin in found]
+        return found + scaling_tables(
+            self.structure, self.base, rotary, found, like.expand(1, 1, form.head_dim)
+        )
 
     def _layer(
         self,
@@ -285,11 +269,6 @@ class _NetworkBuilder:
         dtype = next(norm.weight.dtype for norm in (*norms, attended_norm, fed_norm) if norm is not None)
         mixture = None if part.router is None else self._mixture(part, part.router, ranks, dtype)
         angles = kinds.index(part.kind) if kinds and part.mixer is None and part.turned else None
-        of_queries = None
-        if angles is not None and self.structure.query_scales is not None:
-            of_queries = angles + len(kinds)
-        elif angles is None and self.structure.unturned_scales is not None:
-            of_queries = len(kinds)
         mixer, feed_forward = built_halves(part, rotary, self.weights, self.device, dtype)
         latents = None if part.latents is None else latents_of(part, self.weights, self.device)
         return Layer(
@@ -307,7 +286,7 @@ class _NetworkBuilder:
             head_dim=part.head_dim,
             scale=(part.head_dim or 1) ** -0.5 if part.scale is None else part.scale,
             angles=angles,
-            query_angles=of_queries,
+            query_angles=query_table(self.structure, angles, len(kinds)),
             interleaved=part.interleaved,
             terms=terms,
             attended_norm=attended_norm,
@@ -454,6 +433,43 @@ def cosines_and_sines(table: Any, dtype: torch.dtype) -> Angles:
         table = (torch.cat([part, part], -1).to(dtype) for part in (table.real, table.imag))
     cos, sin = table
     return cos[0], sin[0]
+
+
+def sinks_of(
+    part: LayerParts, heads: Callable[[LayerParts], list[int]], weights: Weights, device: torch.device
+) -> Tensor | None:
+    """The sinks [Hq] of this rank's query heads, of which `heads` gives the number first; None: there are none."""
+    if part.sinks is None:
+        return None
+    sinks = weights.read(part.sinks, "sinks")
+    if sinks is not None and len(sinks) > heads(part)[0]:  # in memory they are this rank's already
+        sinks = weights.part(part.sinks, "sinks")
+    return None if sinks is None else sinks.to(device)
+
+
+def query_table(structure: Structure, angles: int | None, num_kinds: int) -> int | None:
+    """The number of a layer's table for queries alone, see `scaling_tables`; angles: of the one for its keys."""
+    if angles is None:
+        return None if structure.unturned_scales is None else num_kinds
+    return None if structure.query_scales is None else num_kinds + angles
+
+
+def scaling_tables(
+    structure: Structure, base: Any, rotary: Any, tables: Sequence[Angles], like: Tensor
+) -> list[Angles]:
+    """Tables for queries that are scaled by their positions; like: a head [1, 1, D].
+
+    They are those of `tables` times the factors, or one of the factors, for queries that are not turned.
+    """
+    scales_of = structure.query_scales or structure.unturned_scales
+    if scales_of is None:
+        return []
+    require(not rotary.short_length, "queries are scaled by positions that have two rows of angles")
+    scales = scales_of(base, rotary.positions.shape[1]).to(like.device)[:, None]
+    if structure.query_scales is not None:
+        return [((cos * scales).to(like.dtype), (sin * scales).to(like.dtype)) for cos, sin in tables]
+    cos = scales.to(like.dtype).expand(-1, like.shape[-1]).contiguous()
+    return [(cos, torch.zeros_like(cos))]
 
 
 def halved(table: Tensor) -> Tensor:
