@@ -14,7 +14,8 @@ from torch import Tensor
 from pagewire.kernels.cpu.embeddings import Beginning, RowTable, angle_tables
 from pagewire.kernels.cpu.experts import is_packed, matrix
 from pagewire.kernels.cpu.library import structure
-from pagewire.kernels.cpu.stack import CompiledStack, norm_struct
+from pagewire.kernels.cpu.stack import CompiledStack
+from pagewire.kernels.cpu.tensors import norm_struct
 from pagewire.kernels.data.deltas import AdaptedLinear
 from pagewire.kernels.data.layer import Angles
 from pagewire.kernels.data.paging import Cache

@@ -212,10 +212,7 @@ class CompiledLatents:
     @property
     def dtypes(self) -> set[torch.dtype]:
         """Of all weights."""
-        norms = (
-            self._latents.norm,
-            self._latents.query_norm,
-            self._latents.indexer and self._latents.indexer.norm,
-        )
-        found = {linear.dtype for linear in self._latents.linears().values()}
+        latents = self._latents
+        norms = [latents.norm, latents.query_norm, None if latents.indexer is None else latents.indexer.norm]
+        found = {linear.dtype for linear in latents.linears().values()}
         return found | {norm.weight.dtype for norm in norms if norm is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,12 +15,13 @@ HeadProducts = Sequence[Linear] | Tensor
 """A product of each head: linear layers of equal shape, or where PyTorch multiplies them matrices [H, K, N]."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class LatentHeads:
     """The linear layer [T, rank] to [T, H (nope + Dv)] that makes keys and values of latents, for the other sides.
 
     Queries are multiplied by its part for keys in place of the latents, and weighted sums of latents by that for
-    values: see `pagewire.kernels.latents`.
+    values: see `pagewire.kernels.latents`. num_heads: H. nope: elements of a query that are not rotated.
+    v_head_dim: elements of a head's values.
     """
 
     keys: HeadProducts
@@ -28,40 +29,21 @@ class LatentHeads:
     values: HeadProducts
     """[n, rank] to [n, Dv]."""
 
-    @property
-    def num_heads(self) -> int:
-        """H."""
-        return len(self.keys)
+    in_features: int = field(init=False)
+    """Elements of a latent."""
+    out_features: int = field(init=False)
+    """Those of keys and values of all heads."""
+    dtype: torch.dtype = field(init=False)
+    """Of latents, keys and values."""
+    num_bytes: int = field(init=False)
+    """Of all matrices."""
 
-    @property
-    def nope(self) -> int:
-        """Elements of a query that are not rotated."""
-        return _shape(self.keys)[0]
-
-    @property
-    def v_head_dim(self) -> int:
-        """Elements of a head's values."""
-        return _shape(self.values)[1]
-
-    @property
-    def in_features(self) -> int:
-        """Elements of a latent."""
-        return _shape(self.values)[0]
-
-    @property
-    def out_features(self) -> int:
-        """Those of keys and values of all heads."""
-        return self.num_heads * (self.nope + self.v_head_dim)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of latents, keys and values."""
-        return self.keys.dtype if isinstance(self.keys, Tensor) else self.keys[0].dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all matrices."""
-        return sum(_num_bytes(products) for products in (self.keys, self.values))
+    def __post_init__(self) -> None:
+        self.num_heads, (self.nope, self.in_features) = len(self.keys), _shape(self.keys)
+        self.v_head_dim = _shape(self.values)[1]
+        self.out_features = self.num_heads * (self.nope + self.v_head_dim)
+        self.dtype = self.keys.dtype if isinstance(self.keys, Tensor) else self.keys[0].dtype
+        self.num_bytes = sum(_num_bytes(products) for products in (self.keys, self.values))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Latents [..., rank] to keys and values [..., H (nope + Dv)], slowly: so DoRA learns the weight."""

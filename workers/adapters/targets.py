@@ -224,7 +224,8 @@ class Targets:
             else:
                 if isinstance(own := getattr(child, "latent_heads", None), GroupedHeads):
                     heads = self._numbered_place(f"{full}.kv_b_proj", own.heads)
-                    child.latent_heads = GroupedHeads(heads, self.device)
+                    attention: Any = child
+                    attention.latent_heads = GroupedHeads(heads, self.device)
                 if isinstance(getattr(child, "grouped", None), GroupedExperts):
                     self._add_module_of_experts(full, child)
                 for leaf, parameter in child.named_parameters(recurse=False):
