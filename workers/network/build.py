@@ -100,7 +100,7 @@ class _NetworkBuilder:
         has_angles = rotary is not None or structure.angles is not None
         require(getattr(base, "embeddings_project", None) is None)  # Electra's, if its embeddings are small
         parts = list(structure.layers(base, None if stage is None else stage.layers))
-        attending = [part for part in parts if part.mixer is None]
+        attending = [part for part in parts if part.attends]
         require(len({(part.blocks, part.heads) for part in attending if part.blocks}) < 2)
         require(len(parts) > 0 and all(self._heads(part)[1] == self._heads(part)[2] for part in attending))
         halves = [half for part in parts for half in part.halves]
@@ -119,16 +119,15 @@ class _NetworkBuilder:
         turned = [part.kind for part in attending if part.turned]
         kinds = list(dict.fromkeys(turned)) if has_angles else []
         terms = self._logit_terms(parts)
-        packed = [self._norm(norm) for norm in norms]
+        packed = norm_pairs(parts, [self._norm(norm) for norm in norms])
         layers = [
-            self._layer(part, (packed[2 * i], packed[2 * i + 1]), activation, kinds, terms[i], rotary)
-            for i, part in enumerate(parts)
+            self._layer(part, packed[i], activation, kinds, terms[i], rotary) for i, part in enumerate(parts)
         ]
         # ModernBERT's first layer has no norm of its own: its input is normed already.
         input_norm = None if isinstance(first, nn.Identity) else self._norm(first)
         stack = Stack(input_norm, layers, norm_first=structure.final_norm is not None)
         places = [
-            KVPlace(part.index, kv_shape(layer), part.window or part.chunk) if part.mixer is None else None
+            KVPlace(part.index, kv_shape(layer), part.window or part.chunk) if part.attends else None
             for part, layer in zip(parts, layers, strict=True)
         ]
         angles = self._tables(rotary, kinds, layers[0].dtype, parts[0])
@@ -264,11 +263,11 @@ class _NetworkBuilder:
     ) -> Layer:
         """A layer of the stack, with joined and packed linear layers. norms: of the sums in it."""
         ranks = None if self.weights.shards is None else self.weights.shards.collective
-        num_heads, num_kv_heads, _ = self._heads(part) if part.mixer is None else (0, 0, 0)
+        num_heads, num_kv_heads, _ = self._heads(part) if part.attends else (0, 0, 0)
         attended_norm, fed_norm = map(self._norm, part.own_norms)
         dtype = next(norm.weight.dtype for norm in (*norms, attended_norm, fed_norm) if norm is not None)
         mixture = None if part.router is None else self._mixture(part, part.router, ranks, dtype)
-        angles = kinds.index(part.kind) if kinds and part.mixer is None and part.turned else None
+        angles = kinds.index(part.kind) if kinds and part.attends and part.turned else None
         mixer, feed_forward = built_halves(part, rotary, self.weights, self.device, dtype)
         latents = None if part.latents is None else latents_of(part, self.weights, self.device)
         return Layer(
@@ -374,6 +373,14 @@ class _NetworkBuilder:
         require(all(map(is_linear, linears)))
         require(len({linear.bias is None for linear in linears}) == 1)
         return pack_joined(linears, self.weights, self.device, order)
+
+
+def norm_pairs(
+    parts: Sequence[LayerParts], norms: Sequence[Norm | LayerNorm | None]
+) -> list[tuple[Norm | LayerNorm | None, Norm | LayerNorm | None]]:
+    """Of each layer, the norms of its sums: a layer of one half has the last one alone."""
+    left = iter(norms)
+    return [(next(left) if len(part.norms) > 1 else None, next(left)) for part in parts]
 
 
 def without_factor(table: Any) -> nn.Module:

@@ -32,16 +32,17 @@ from pagewire.workers.module.transforms import pack_joined
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.parts import module_bytes, transform_parts
 from pagewire.workers.network.structures import (
-    LLAMA_LIKE,
     LayerParts,
     OtherStructureError,
     Structure,
     attention_window,
     children,
     chosen,
+    decoder_structure,
     has_latents,
     latent_parts,
     require,
+    with_dense,
     with_feed_forward,
 )
 from pagewire.workers.step.context import current_step
@@ -54,61 +55,110 @@ ROTARIES = ("rotary_emb", "pos_emb")
 
 @dataclass(frozen=True)
 class HybridNames:
-    """How a family names the parts of its layers and its last norm.
+    """How a family names the parts of its layers.
 
-    mixers: of which each layer has one. norms: before each half. inner: the names within feed-forward halves.
+    mixers: what may stand in the place of attention. names: all others; of layers of one half, all are `attention`.
+    words: the tokens' table.
     """
 
-    mixers: tuple[str, ...] = ("linear_attn", "self_attn")
-    feed_forward: str = "mlp"
-    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
-    final_norm: str = "norm"
-    inner: DecoderNames = LLAMA
+    mixers: tuple[str, ...] = ("linear_attn",)
+    names: DecoderNames = LLAMA
+    words: str = "embed_tokens"
 
     def layers(self, base: Any, numbers: Iterable[int] | None) -> Iterable[LayerParts]:
         """The parts of a base's layers of these numbers; None: of all."""
         for layer in chosen(base.layers, numbers):
-            (mixer,) = children(layer) - {self.feed_forward, *self.norms}
-            require(mixer in self.mixers and len(children(layer)) == 4)
-            norms = getattr(layer, self.norms[0]), getattr(layer, self.norms[1])
-            parts = _mixer(getattr(layer, mixer), base.config, norms)
-            yield self._with_feed_forward(parts, getattr(layer, self.feed_forward))
+            yield (
+                self._one_half(layer, base.config) if self.names.mlp == "" else self._both(layer, base.config)
+            )
 
-    def _with_feed_forward(self, parts: LayerParts, half: Any) -> LayerParts:
-        """A layer's parts with its feed-forward half, which runs as it is if its parts are others."""
+    def _both(self, layer: Any, config: Any) -> LayerParts:
+        """The parts of a layer that has two halves."""
+        names, found = self.names, children(layer)
+        (mixer,) = found & {names.attention, *self.mixers}
+        fed = found - {mixer} - names.all_norms
+        require(len(fed) > 0 and fed <= {names.mlp, names.shared} and found >= names.all_norms)
+        parts = _mixer(
+            getattr(layer, mixer), config, tuple(getattr(layer, str(name)) for name in names.norms)
+        )
+        if names.residual_scale:
+            parts = replace(parts, residual_scale=float(getattr(layer, names.residual_scale)))
         try:
-            return with_feed_forward(parts, half, self.inner)
+            whole = with_feed_forward(parts, getattr(layer, names.mlp), names) if names.mlp in fed else parts
+            return with_dense(whole, getattr(layer, names.shared), names) if names.shared in fed else whole
         except OtherStructureError:
-            return replace(parts, feed_forward=half)
+            require(fed == {names.mlp})
+            return replace(parts, feed_forward=getattr(layer, names.mlp))  # it runs as it is
+
+    def _one_half(self, layer: Any, config: Any) -> LayerParts:
+        """The parts of a layer that has one half: attention, a mixer, or a feed-forward half."""
+        half, (norm, _) = getattr(layer, self.names.attention), self.names.norms
+        require(children(layer) == {self.names.attention, norm})
+        norms = (getattr(layer, str(norm)),)
+        if form_of(half) is not None or hasattr(half, "q_proj"):
+            return _mixer(half, config, norms)
+        none = LayerParts((), None, (), None, norms, head_dim=0, gated=self.names.gated)
+        try:
+            return with_feed_forward(none, half, self.names)
+        except OtherStructureError:
+            return replace(none, feed_forward=half)
 
     def structure(self, base: Any) -> Structure:
         """The structure of a base with these names."""
-        rotary = children(base) & set(ROTARIES)
-        require(children(base) - rotary == {"embed_tokens", "layers", self.final_norm})
+        rotary, names = children(base) & set(ROTARIES), self.names
+        require(children(base) - rotary == {self.words, "layers", names.final_norm})
+        is_wide = getattr(base.config, "residual_in_fp32", False) and base.dtype is not torch.float32
+        require(not is_wide, "its sums are float32 beside layers of another dtype")
         return replace(
-            LLAMA_LIKE,
+            decoder_structure(names),
             layers=self.layers,
-            final_norm=lambda base: getattr(base, self.final_norm),
+            words=self.words,
             rotary=next(iter(rotary), None),
+            activations=("mlp_hidden_act", "hidden_act"),
         )
 
 
 OF_LFM2 = HybridNames(
-    ("conv", "self_attn"),
-    "feed_forward",
-    ("operator_norm", "ffn_norm"),
-    "embedding_norm",
-    DecoderNames(up=("w1", "w3"), down="w2"),
+    ("conv",),
+    DecoderNames(
+        mlp="feed_forward",
+        up=("w1", "w3"),
+        down="w2",
+        norms=("operator_norm", "ffn_norm"),
+        final_norm="embedding_norm",
+    ),
 )
 OF_MAMBA = HybridNames(
-    ("mamba", "self_attn"), "feed_forward", ("input_layernorm", "pre_ff_layernorm"), "final_layernorm"
+    ("mamba",),
+    DecoderNames(
+        mlp="feed_forward", norms=("input_layernorm", "pre_ff_layernorm"), final_norm="final_layernorm"
+    ),
 )
-OTHERS = {"bamba": OF_MAMBA, "jamba": OF_MAMBA, "lfm2": OF_LFM2, "lfm2_moe": OF_LFM2}
+OF_GRANITE = HybridNames(
+    ("mamba",),
+    DecoderNames(
+        mlp="block_sparse_moe",
+        shared="shared_mlp",
+        up=("input_linear",),
+        down="output_linear",
+        residual_scale="residual_multiplier",
+        embedding_scale="embedding_multiplier",
+    ),
+)
+ALONE = DecoderNames(
+    attention="mixer", mlp="", up=("up_proj",), gated=False, norms=("norm", None), final_norm="norm_f"
+)
+OTHERS = {
+    **dict.fromkeys(("bamba", "jamba"), OF_MAMBA),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), OF_LFM2),
+    "granitemoehybrid": OF_GRANITE,
+    **dict.fromkeys(("mamba", "mamba2", "nemotron_h"), HybridNames(names=ALONE, words="embeddings")),
+}
 HYBRIDS: dict[str, HybridNames] = {name: OTHERS.get(name, HybridNames()) for name in STACKED_HYBRIDS}
 """By model type."""
 
 
-def _mixer(module: Any, config: Any, norms: tuple[Any, Any]) -> LayerParts:
+def _mixer(module: Any, config: Any, norms: tuple[Any, ...]) -> LayerParts:
     """The parts of a layer with this mixer, and no feed-forward half yet."""
     if has_latents(module):
         return latent_parts(module, norms, interleaved=True)

@@ -75,7 +75,7 @@ def children(module: nn.Module) -> set[str]:
 class LayerParts:
     """The modules of a layer.
 
-    qkv: of queries, keys and values, or one that makes all of them. norms: of its two halves, before or after them.
+    qkv: of queries, keys and values, or one that makes all of them. norms: of each half that it has.
     up: what the feed-forward half begins with: one layer, or gate and up. gated: it makes gates, too.
     window: keys that a query sees, its own among them, in an encoder to each side; None: all.
     chunk: see `LogitTerms`.
@@ -104,7 +104,7 @@ class LayerParts:
     out: Any
     up: Sequence[Any]
     down: Any
-    norms: tuple[Any, Any]
+    norms: tuple[Any, ...]
     head_dim: int
     gated: bool = False
     window: int | None = None
@@ -137,6 +137,11 @@ class LayerParts:
     down_norm: Any = None
     curve: Any = None
     turned_back: bool = False
+
+    @property
+    def attends(self) -> bool:
+        """True if its first half is attention of these parts."""
+        return self.mixer is None and bool(self.qkv)
 
     @property
     def halves(self) -> list[Any]:
@@ -383,7 +388,7 @@ def has_latents(attention: nn.Module) -> bool:
     return any(parts == {*LATENT_KEYS, *queries} for queries in LATENT_QUERIES)
 
 
-def latent_parts(attention: Any, norms: tuple[Any, Any], *, interleaved: bool) -> LayerParts:
+def latent_parts(attention: Any, norms: tuple[Any, ...], *, interleaved: bool) -> LayerParts:
     """The parts of a layer whose attention `has_latents`, and no feed-forward half yet."""
     queries = attention.q_proj if attention.q_lora_rank is None else attention.q_a_proj
     return LayerParts(
