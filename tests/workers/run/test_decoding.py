@@ -34,7 +34,7 @@ TAKEN = [
     SERVED["deepseek_v2"],
     SERVED["glm_moe_dsa"],  # an indexer, and a layer that follows it
 ]
-STATES = ["bamba", "lfm2", "qwen3_5_text"]
+STATES = ["bamba", "granitemoehybrid", "lfm2", "qwen3_5_text"]
 LEFT = ["diffllama", "zaya"]
 PARAMS = [
     GREEDY,
