@@ -34,7 +34,7 @@ def for_choice(scores: Tensor, bias: Tensor | None, groups: ExpertGroups | None)
         scores = scores + bias
     if groups is None:
         return scores
-    in_groups = scores.unflatten(1, (groups.count, -1))
+    in_groups = scores.view(len(scores), groups.count, -1)
     kept = in_groups.topk(groups.best).values.sum(-1).topk(groups.kept).indices
     left_out = torch.ones(in_groups.shape[:2], dtype=torch.bool, device=scores.device).scatter(1, kept, False)
     return in_groups.masked_fill(left_out[..., None], -torch.inf).flatten(1)
@@ -43,7 +43,8 @@ def for_choice(scores: Tensor, bias: Tensor | None, groups: ExpertGroups | None)
 def near_shares(logits: Tensor, ids: Tensor, margin: float) -> Tensor:
     """The scores [T, C] of chosen experts int64 [T, C] where `Routing.margin` is above 0."""
     left, shares = logits, []
-    for chosen in ids.split(1, 1):
+    for column in ids.unbind(1):
+        chosen = column[:, None]
         own = logits.gather(1, chosen)
         is_far = (own - logits) / logits.abs().maximum(own) > margin
         shares.append(torch.softmax(left.masked_fill(is_far, -torch.inf), -1).gather(1, chosen))

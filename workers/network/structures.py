@@ -512,7 +512,8 @@ def query_scales(base: Any, num_positions: int) -> Tensor:
     """The factors of queries by position, as Ministral 3 has them: float32 [P]."""
     rope = base.config.rope_parameters
     stretches = torch.floor(torch.arange(num_positions) / rope["original_max_position_embeddings"])
-    return 1 + rope["llama_4_scaling_beta"] * torch.log(1 + stretches)
+    scales: Tensor = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + stretches)
+    return scales
 
 
 def unturned_scales(base: Any, num_positions: int) -> Tensor:
@@ -521,7 +522,8 @@ def unturned_scales(base: Any, num_positions: int) -> Tensor:
     if not config.attn_temperature_tuning:
         return torch.ones(num_positions)
     stretches = torch.floor((torch.arange(num_positions) + 1.0) / config.floor_scale)
-    return torch.log1p(stretches) * config.attn_scale + 1.0
+    scales: Tensor = torch.log1p(stretches) * config.attn_scale + 1.0
+    return scales
 
 
 def embedding_scale(base: Any, names: DecoderNames, dtype: torch.dtype) -> float:
