@@ -95,6 +95,22 @@ def test_adapters_of_a_model_from_packed_weights(model: Path, tmp_path: Path, ha
     assert (first, second) == (False, True) and made == again
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("deepseek_v3", "bfloat16"), ("phimoe", "float32"), ("llama4_text", "bfloat16")]
+)
+def test_routers_from_packed_weights(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of float32 with a bias and groups, with a margin, and whose weights are of what experts take."""
+    monkeypatch.setattr(folder, "cache_root", lambda: tmp_path / "cache")
+    groups = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2} if name == "deepseek_v3" else {}
+    written = Architecture(name, SERVED[name].fields | groups).write(tmp_path / "mixture")
+    runner, ahead = start(written, dtype=dtype)
+    assert len(keep(runner, ahead)) == 1
+    again, ahead = start(written, dtype=dtype)
+    assert ahead.packed is not None and outputs(again) == outputs(runner)
+
+
 def test_the_system_reads_a_checkpoint_that_leaves_half_of_the_memory(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
