@@ -206,7 +206,18 @@ class CudaKernels(Kernels):
         cache: Cache,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """See `Kernels.rotate_and_store`; one kernel, which refuses norms of two eps."""
+        """See `Kernels.rotate_and_store`; one kernel, which refuses norms of two eps.
+
+        PyTorch rotates as many elements as no kernel rotates.
+        """
+        if angles is not None and angles[0].shape[-1] % kv.ROTATED:
+            if head_norms is not None:
+                q, k = (
+                    self.rms_norm(x, norm.weight, norm.eps, offset=norm.offset)
+                    for x, norm in zip((q, k), head_norms, strict=True)
+                )
+            self.rotary(q, k, *angles)
+            angles = head_norms = None
         changed = None if angles is None and head_norms is None else q
         kv.write_kv(self.launcher, changed, k, v, cache, slot_mapping, angles, head_norms)
         return q

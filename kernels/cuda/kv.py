@@ -124,6 +124,8 @@ def _strides(axes: tuple[str, ...], **tensors: Tensor | None) -> dict[str, int]:
     }
 
 
+ROTATED = 16
+"""Of so many elements the rotated ones of a head are a multiple."""
 _CACHED = ("k_cache", "v_cache", "slots")
 
 
@@ -168,7 +170,7 @@ def _check_write(tensors: Mapping[str, Tensor | None], sizes: _Sizes, chunk: int
     """Check sizes and alignment. chunk: elements of the cache in 16 bytes."""
     size, v_size, rotated = sizes.size, sizes.v_size, sizes.rotated
     too_large = max(size, v_size) > LARGEST_HEAD or rotated > size
-    if too_large or size % chunk or v_size % chunk or rotated % 16:
+    if too_large or size % chunk or v_size % chunk or rotated % ROTATED:
         raise ValueError(
             f"write_kv: no kernel for heads of {size} and {v_size}, {rotated} of them rotated: multiples of {chunk}"
             f" up to {LARGEST_HEAD}, and of 16"
