@@ -98,7 +98,8 @@ def test_kernels_of_their_own_run_only_where_it_is_asked_for(
 
 
 def test_what_depends_on_the_batch_is_refused(tmp_path: Path, load: Load) -> None:
-    folder = written(tmp_path, "diffllama")
+    more = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = Architecture("diffllama", HEADS | more).write(tmp_path, dtype="bfloat16")
     with pytest.raises(LoadError, match="batch_invariant: layers of this model run as modules"):
         load(folder, batch_invariant=True)
     with pytest.raises(LoadError, match="none for encoders or float32"):
