@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pagewire.kernels.data.mixers import GatedDelta, SelectiveScan, ShortConv, StateMixer, StateSpace
@@ -47,14 +48,14 @@ def _gated_delta(
 ) -> Tensor:
     sizes = [mixer.key_heads * mixer.key_dim] * 2 + [mixer.value_heads * mixer.value_dim]
     joined, gates = given.tensor_split([mixer.conv.channels], -1)
-    new, steps, of_gates = mixer.factors(x).split(mixer.factor_sizes, -1)
+    new, steps, of_gates = torch.split(mixer.factors(x), mixer.factor_sizes, -1)
     steps = step_sizes(steps if mixer.steps is None else mixer.steps(steps), mixer.bias, mixer.decay)
-    query, key, value = _convolved(mixer, joined, states, batch).split(sizes, -1)
+    query, key, value = torch.split(_convolved(mixer, joined, states, batch), sizes, -1)
     values = gated_delta_rule(
-        query.unflatten(-1, (-1, mixer.key_dim)),
-        key.unflatten(-1, (-1, mixer.key_dim)),
-        value.unflatten(-1, (-1, mixer.value_dim)),
-        steps if len(mixer.bias) == mixer.value_heads else steps.unflatten(-1, (-1, mixer.key_dim)),
+        torch.unflatten(query, -1, (-1, mixer.key_dim)),
+        torch.unflatten(key, -1, (-1, mixer.key_dim)),
+        torch.unflatten(value, -1, (-1, mixer.value_dim)),
+        steps if len(mixer.bias) == mixer.value_heads else torch.unflatten(steps, -1, (-1, mixer.key_dim)),
         rates(new, mixer.rate),
         states[1],
         batch,
@@ -68,14 +69,14 @@ def _state_space(
     mixer: StateSpace, x: Tensor, given: Tensor, states: Sequence[Tensor], batch: StateBatch
 ) -> Tensor:
     size, of_groups = mixer.num_heads * mixer.head_dim, mixer.num_groups * mixer.state_dim
-    gates, joined, steps = given.split([size, mixer.conv.channels, mixer.num_heads], -1)
-    values, b, c = _convolved(mixer, joined, states, batch).split([size, of_groups, of_groups], -1)
+    gates, joined, steps = torch.split(given, [size, mixer.conv.channels, mixer.num_heads], -1)
+    values, b, c = torch.split(_convolved(mixer, joined, states, batch), [size, of_groups, of_groups], -1)
     found = state_space(
-        values.unflatten(-1, (-1, mixer.head_dim)),
+        torch.unflatten(values, -1, (-1, mixer.head_dim)),
         step_sizes(steps, mixer.bias, None, *mixer.limits),
         mixer.decay,
-        b.unflatten(-1, (-1, mixer.state_dim)),
-        c.unflatten(-1, (-1, mixer.state_dim)),
+        torch.unflatten(b, -1, (-1, mixer.state_dim)),
+        torch.unflatten(c, -1, (-1, mixer.state_dim)),
         mixer.skip,
         states[1],
         batch,
@@ -88,11 +89,11 @@ def _selective_scan(
 ) -> Tensor:
     values, gates = given.chunk(2, -1)
     values = _convolved(mixer, values, states, batch)
-    factors = mixer.factors(values).split([mixer.steps.in_features, *[mixer.state_dim] * 2], -1)
+    factors = torch.split(mixer.factors(values), [mixer.steps.in_features, *[mixer.state_dim] * 2], -1)
     if mixer.norms is not None:
-        factors = [
+        factors = tuple(
             rms_norm(part, weight, mixer.eps) for part, weight in zip(factors, mixer.norms, strict=True)
-        ]
+        )
     steps, b, c = factors
     steps = step_sizes(mixer.steps(steps), None, None)
     found = selective_scan(values, steps, mixer.decay, b, c, mixer.skip, states[1], batch)

@@ -286,10 +286,10 @@ def _attend(
     if layer.qkv_limit is not None:
         heads = heads.clamp_(-layer.qkv_limit, layer.qkv_limit)
     num_heads, num_kv_heads = layer.num_heads, layer.num_kv_heads
-    q, k, v = heads.split([num_heads * (1 + layer.gated_queries), num_kv_heads, num_kv_heads], 1)
+    q, k, v = torch.split(heads, [num_heads * (1 + layer.gated_queries), num_kv_heads, num_kv_heads], 1)
     gates = None
     if layer.gated_queries:
-        q, gates = q.unflatten(1, (-1, 2)).unbind(2)
+        q, gates = torch.unflatten(q, 1, (-1, 2)).unbind(2)
     q, k, own, norms = _until_stored(layer, q, k, angles)
     q = rotate_and_store(q, k, v, own, norms, cache, batch.slot_mapping)
     out = paged_attention(q, cache, batch, layer.scale, layer.terms).view(num_tokens, -1)

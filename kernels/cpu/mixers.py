@@ -165,7 +165,7 @@ def scratch_widths(mixers: Iterable[StateMixer]) -> tuple[int, int, int]:
 class CompiledStates:
     """Points the structs of a stack's mixers to their states, and a call to the spans of a step."""
 
-    def __init__(self, mixers: Sequence[object], structs: Sequence[ctypes.Structure]) -> None:
+    def __init__(self, mixers: Sequence[object], structs: ctypes.Array[Any]) -> None:
         """mixers: of all layers; those of states count. structs: `Layer` of kernels.h."""
         self._of = [(number, mixer) for number, mixer in enumerate(mixers) if isinstance(mixer, StateMixer)]
         self._structs = structs

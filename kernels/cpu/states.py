@@ -241,7 +241,7 @@ class CpuStateKernels(StateKernels):
         x = x.contiguous()
         num_rows, size = x.shape
         struct = gate_struct(form, size, x.dtype)
-        gates = gates if gates.dim() == 3 else gates.unflatten(-1, (-1, form.group))
+        gates = gates if gates.dim() == 3 else torch.unflatten(gates, -1, (-1, form.group))
         if gates.numel() != x.numel() or gates.shape[::2] != (num_rows, form.group) or gates.dtype != x.dtype:
             raise ValueError(f"gates {tuple(gates.shape)} in groups of {form.group} for {tuple(x.shape)}")
         gates, out = last_contiguous(gates), torch.empty_like(x)

@@ -356,7 +356,7 @@ def _qkvz_order(module: Any) -> Tensor:
 def _apart(num_groups: int, sizes: Sequence[int]) -> Tensor:
     """The order, int64, that puts the parts of these sizes of all groups one behind the other."""
     places = torch.arange(num_groups * sum(sizes)).view(num_groups, -1)
-    return torch.cat([part.flatten() for part in places.split(list(sizes), 1)])
+    return torch.cat([part.flatten() for part in torch.split(places, list(sizes), 1)])
 
 
 def _mamba2(module: Any, weights: MixerWeights) -> StateSpace:
