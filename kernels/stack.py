@@ -309,7 +309,8 @@ def _until_stored(
     """Queries and keys as far as they are normed and turned before, and what `rotate_and_store` does to them."""
     own = None if layer.angles is None else angles[layer.angles]
     of_queries = own if layer.query_angles is None else angles[layer.query_angles]
-    form, norms = layer.head_norm_form, layer.head_norms
+    form = layer.head_norm_form
+    norms: Sequence[Norm | LayerNorm] | None = layer.head_norms
     if norms is not None and form is HeadNormForm.TOGETHER:
         q, k = (normed_by(norm, x.flatten(1)).view(x.shape) for norm, x in zip(norms, (q, k), strict=True))
         norms = None
@@ -328,7 +329,7 @@ def _until_stored(
     return q, k, None, fused
 
 
-def _fused(norms: tuple[Norm, Norm] | tuple[LayerNorm, LayerNorm] | None) -> HeadNorms | None:
+def _fused(norms: Sequence[Norm | LayerNorm] | None) -> HeadNorms | None:
     """The norms of heads, if they are such that `rotate_and_store` computes."""
     if norms is None:
         return None

@@ -189,7 +189,9 @@ class _NetworkBuilder:
         structure, rows = self.structure, None
         if structure.positions is not None:
             rows = structure.positions(self.base, self.weights).to(self.device, dtype)
-        positions = None if rows is None else nn.Embedding(*rows.shape, _weight=rows, _freeze=True)
+        positions = (
+            None if rows is None else nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
+        )
         norm = None if structure.norm is None else self._norm(self.base.get_submodule(structure.norm))
         if own is None:
             scale = structure.embedding_scale(self.base, dtype)
@@ -400,7 +402,8 @@ def row_order(count: int, order: str, heads: Sequence[int], head_dim: int) -> Te
     count = count or sizes["k"]
     require(all(size % count == 0 for size in heads), "blocks of rows cut heads")
     rows = torch.arange(sum(heads) * head_dim).view(count, -1, head_dim)
-    found = dict(zip(order, rows.split([sizes[name] // count for name in order], 1), strict=True))
+    parts = torch.split(rows, [sizes[name] // count for name in order], 1)
+    found = dict(zip(order, parts, strict=True))
     laid = torch.cat([found[name].flatten() for name in "qkv"])
     return None if torch.equal(laid, rows.flatten()) else laid
 

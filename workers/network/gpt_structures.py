@@ -203,7 +203,8 @@ def bert_rows(base: Any, weights: Weights) -> Tensor:
     types = base.embeddings.token_type_embeddings
     weights.fill(types)
     rows = learned("embeddings.position_embeddings", position_offset(base))(base, weights)
-    return rows + types.weight.detach()[:1]
+    first: Tensor = types.weight.detach()[:1]
+    return rows + first
 
 
 def learned(name: str, first: int = 0) -> Callable[[Any, Weights], Tensor]:
@@ -212,7 +213,8 @@ def learned(name: str, first: int = 0) -> Callable[[Any, Weights], Tensor]:
     def rows(base: Any, weights: Weights) -> Tensor:
         table = base.get_submodule(name)
         weights.fill(table)
-        return table.weight.detach()[first:]
+        found: Tensor = table.weight.detach()[first:]
+        return found
 
     return rows
 
