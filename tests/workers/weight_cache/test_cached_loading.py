@@ -273,6 +273,18 @@ def test_other_models_start_as_ever(
     assert keep(runner, ahead) == [] and "a ModuleBase has no form" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["apertus", "bloom", "gpt_neox", "ministral3", "nanochat", "opt"])
+def test_other_decoders_are_kept(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their positions, norms of embeddings, curves, slopes, and tables that scale queries."""
+    monkeypatch.setattr(folder, "cache_root", lambda: tmp_path / "cache")
+    model = SERVED[name].write(tmp_path / "model")
+    first, ahead = start(model)
+    expected = outputs(first)
+    assert len(keep(first, ahead)) == 1
+    again, ahead = start(model)
+    assert ahead.packed is not None and outputs(again) == expected
+
+
 POOLED = {  # the heads of a checkpoint, and the task that they are for
     "bert": ("AutoModel", "embed"),
     "nomic_bert": ("AutoModel", "token_embed"),
