@@ -164,7 +164,7 @@ DECODERS: dict[str, DecoderNames] = {
     ),
 }
 """By model type, of families whose layers are not Llama's."""
-OTHER_ARITHMETIC = {"alibi_llama"}
+OTHER_ARITHMETIC = {"alibi_llama", "chameleon"}
 """Model types with the structure of a stack that compute something else. The proof would refuse their stacks, too,
 but only after packing all of them."""
 STACKED_HYBRIDS = {
