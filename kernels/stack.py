@@ -8,7 +8,8 @@ as in BERT, the normed sum goes on. What a half gives may be normed and scaled b
 Granite), and both halves may take the same input (Cohere). In place of the feed-forward half, or beside it as a
 shared expert, a layer may have experts and a router. Attention may be to latents, of which keys and values are
 products, and in its place may be a mixer of states (`mixers.py`). Either half may be one that computes itself
-(`Half`).
+(`Half`). A layer may attend to the keys and values of an earlier one, and end with what each token gives it beside
+states (`InputGate`, Gemma 4).
 
 The loop over the layers is here, for every device, and for decoders and encoders. `cpu/stack.cpp` is the same loop
 compiled; it is used if all linear layers are packed weights, dense or quantised, and runs from each half that
@@ -91,6 +92,8 @@ class Stack:
             for layer, has_both in zip(layers, both, strict=True)
         ):
             raise ValueError("halves are parallel in layers that begin with a norm and compute both of them")
+        if not norm_first and any(layer.ends for layer in layers):
+            raise ValueError("sums are changed at the end of layers that begin with a norm")
         self.input_norm, self.layers, self.norm_first = input_norm, layers, norm_first
         self.states = [layer.mixer.states if isinstance(layer.mixer, StateMixer) else [] for layer in layers]
         """The shapes of each layer's states."""
@@ -116,6 +119,7 @@ class Stack:
         x: Tensor | None = None,
         taps: Mapping[int, Tensor] = {},
         memory: MixerStates | None = None,
+        inputs: Tensor | None = None,
     ) -> Tensor:
         """Run the batch's tokens through all layers.
 
@@ -127,6 +131,7 @@ class Stack:
             x: what the first product takes, in place of the normed states: [T, K], which may be wider.
             taps: tensors [T, H] by numbers of layers, from 1 on: each gets the states behind that layer.
             memory: the states that mixers hand from token to token; None: no layer keeps some.
+            inputs: [T, L, P], what each layer with an `InputGate` gets of a token; None: there are no such layers.
 
         Returns:
             [T, H], normed by the last layer's `output_norm`.
@@ -138,7 +143,7 @@ class Stack:
         chosen: Tensor | None = None
         parts = zip(self.layers, self._experts, self._heads, caches, strict=True)
         for number, (layer, experts, heads, cache) in enumerate(parts, 1):
-            aside = None
+            aside, output_norm = None, None if layer.ends else layer.output_norm
             if layer.attends:
                 if isinstance(layer.mixer, StateMixer):
                     assert memory is not None, "its layers keep states"
@@ -150,7 +155,7 @@ class Stack:
                 else:
                     given, chosen = _attend_to_latents(layer, heads, x, angles, batch, cache, chosen)
                 if not layer.parallel:
-                    norm = layer.attention_norm if layer.feeds else layer.output_norm
+                    norm = layer.attention_norm if layer.feeds else output_norm
                     x, states = self._add(given, states, layer, layer.halves[0], layer.attended_norm, norm)
                 else:
                     aside = given
@@ -162,7 +167,9 @@ class Stack:
                 else:
                     x = _feed_forward(layer, x) if experts is None else _mixture(layer, x, experts)
                 x = x if aside is None else x + aside
-                x, states = self._add(x, states, layer, layer.feed_forward, layer.fed_norm, layer.output_norm)
+                x, states = self._add(x, states, layer, layer.feed_forward, layer.fed_norm, output_norm)
+            if layer.ends:
+                x = _end(layer, states, inputs)
             if number in taps:
                 taps[number].copy_(states)
         return x
@@ -243,6 +250,17 @@ class Stack:
         return x, states if self.norm_first else x
 
 
+def _end(layer: Layer, states: Tensor, inputs: Tensor | None) -> Tensor:
+    """What the next product takes of a layer's sum [T, H], which is overwritten. inputs: see `Stack`."""
+    if (gate := layer.input_gate) is not None:
+        assert inputs is not None, "layers with an input gate get inputs"
+        x = activate_each(gate.gate(states), layer.activation) * inputs[:, gate.number]
+        states += normed_by(gate.norm, gate.out(x))
+    if layer.output_scale != 1.0:
+        states *= layer.output_scale
+    return normed_by(layer.output_norm, states)
+
+
 def _feed_forward(layer: Layer, x: Tensor) -> Tensor:
     """The feed-forward half [T, H] of x [T, H]."""
     assert layer.up is not None and layer.down is not None
@@ -285,13 +303,12 @@ def _attend(
     heads = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
     if layer.qkv_limit is not None:
         heads = heads.clamp_(-layer.qkv_limit, layer.qkv_limit)
-    num_heads, num_kv_heads = layer.num_heads, layer.num_kv_heads
-    q, k, v = torch.split(heads, [num_heads * (1 + layer.gated_queries), num_kv_heads, num_kv_heads], 1)
+    num_queries = layer.num_heads * (1 + layer.gated_queries)
+    q, made = torch.tensor_split(heads, [num_queries], 1)
     gates = None
     if layer.gated_queries:
         q, gates = torch.unflatten(q, 1, (-1, 2)).unbind(2)
-    q, k, own, norms = _until_stored(layer, q, k, angles)
-    q = rotate_and_store(q, k, v, own, norms, cache, batch.slot_mapping)
+    q = _store(layer, q, made, angles, batch, cache) if layer.num_kv_heads else _queries(layer, q, angles)
     out = paged_attention(q, cache, batch, layer.scale, layer.terms).view(num_tokens, -1)
     out = out if gates is None else open_by(out, gates, OutputGate(layer.head_dim, sigmoid=True))
     return layer.out(normed_by(layer.out_norm, out))
@@ -301,6 +318,26 @@ def _mixed(layer: Layer, mixer: StateMixer, x: Tensor, memory: MixerStates, numb
     """What a layer's mixer of states [T, H] makes of x [T, H], with its states in memory."""
     assert layer.qkv is not None and layer.out is not None
     return layer.out(mixed(mixer, x, layer.qkv(x), memory.of_layers[number], memory.batch))
+
+
+def _store(
+    layer: Layer, q: Tensor, made: Tensor, angles: Sequence[Angles], batch: AttentionBatch, cache: Cache
+) -> Tensor:
+    """Queries q [T, Hq, D], normed and turned; keys and values, [T, heads, D] in `made`, are stored."""
+    k, v = (made, made.clone()) if layer.values_are_keys else made.tensor_split(2, 1)
+    v = normed_by(layer.value_norm, v)
+    q, k, own, norms = _until_stored(layer, q, k, angles)
+    return rotate_and_store(q, k, v, own, norms, cache, batch.slot_mapping)
+
+
+def _queries(layer: Layer, q: Tensor, angles: Sequence[Angles]) -> Tensor:
+    """Queries [T, Hq, D], normed and turned, of a layer that makes no keys."""
+    q, _, own, norms = _until_stored(layer, q, q[:, :0], angles)
+    if norms is not None:
+        q = normed_by(norms[0], q)
+    if own is not None:
+        rotary(q, q[:, :0], *own)
+    return q
 
 
 def _until_stored(

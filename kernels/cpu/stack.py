@@ -231,6 +231,10 @@ class Stretch:
 
 def _compiled_dtypes(library: ctypes.CDLL, layer: Layer, *, norm_first: bool) -> set[torch.dtype] | None:
     """The dtypes of a layer's weights and norms; None if stack.cpp does not compute it."""
+    if layer.ends or layer.value_norm is not None or layer.values_are_keys:
+        return None
+    if layer.attends and layer.mixer is None and not layer.num_kv_heads:
+        return None
     own = {} if layer.latents is None else layer.latents.linears()
     linears = {name: linear for name, linear in layer.linears().items() if name not in own}
     if not all(map(is_packed, linears.values())):

@@ -205,6 +205,26 @@ class Latents:
         return replace(self, queries=linears.get("queries"), heads=linears["heads"], indexer=indexer)
 
 
+@dataclass(frozen=True, slots=True)
+class InputGate:
+    """What a layer adds to its sum x [T, H] at its end: norm(out(activation(gate(x)) * given)).
+
+    given: [T, P], what the layer gets of each token beside states, see `pagewire.kernels.stack.Stack`.
+    """
+
+    gate: Linear
+    """[T, H] to [T, P]."""
+    out: Linear
+    """[T, P] to [T, H]."""
+    norm: Norm | LayerNorm
+    number: int
+    """Which of the layers' inputs is given."""
+
+    def linears(self) -> dict[str, Linear]:
+        """Its linear layers, by names that no other one of a layer has."""
+        return {"input_gate": self.gate, "input_out": self.out}
+
+
 class Half(Protocol):
     """A half of a layer that computes itself: attention, a mixer or experts of a kind that is no data.
 
@@ -229,8 +249,8 @@ class Layer:
     """
 
     qkv: Linear | None
-    """[T, H] to [T, (Hq + 2 Hkv) D], to what a mixer of states takes, or see `Latents`; None where a `mixer`
-    computes itself."""
+    """[T, H] to [T, (Hq + 2 Hkv) D], to what a mixer of states takes, or see `values_are_keys`, `num_kv_heads` and
+    `Latents`; None where a `mixer` computes itself."""
     out: Linear | None
     """[T, Hq D], or what a mixer or attention to latents gives, to [T, H]; None likewise."""
     attention_norm: Norm | LayerNorm | None
@@ -246,6 +266,7 @@ class Layer:
     activation: Activation | Xielu
     num_heads: int
     num_kv_heads: int
+    """Of those that it makes: 0 in a layer that makes queries alone, and reads another one's keys and values."""
     head_dim: int
     scale: float
     """Of the dot products of queries and keys."""
@@ -261,6 +282,10 @@ class Layer:
     """Queries, keys and values are cut to numbers from -qkv_limit to qkv_limit; None: they are not."""
     head_norms: HeadNorms | tuple[LayerNorm, LayerNorm] | None = None
     head_norm_form: HeadNormForm = HeadNormForm.EACH
+    value_norm: Norm | LayerNorm | None = None
+    """Of each head of values."""
+    values_are_keys: bool = False
+    """Values are what `qkv` gives for keys, before these are normed and turned: [T, (Hq + Hkv) D]."""
     out_norm: Norm | None = None
     """Of what `out` takes."""
     down_norm: Norm | None = None
@@ -273,6 +298,9 @@ class Layer:
     """What each half gives is multiplied by it."""
     parallel: bool = False
     """The feed-forward half takes the layer's input, not the sum after attention."""
+    input_gate: InputGate | None = None
+    output_scale: float = 1.0
+    """The layer's sum is multiplied by it, at its end."""
     latents: Latents | None = None
     """What keys and values are made of; None: `qkv` makes them."""
     mixture: Mixture | None = None
@@ -304,10 +332,17 @@ class Layer:
     @property
     def num_bytes(self) -> int:
         """Bytes of the packed weights, and of the norms of states."""
-        own = () if self.latents is None else self.latents.linears().values()
+        own = [] if self.latents is None else [*self.latents.linears().values()]
+        if (gate := self.input_gate) is not None:
+            own += gate.linears().values()
         parts = (self.qkv, self.out, self.mixer, self.up, self.down, self.mixture, self.feed_forward)
-        norms = (*self.norms, self.out_norm, self.down_norm)
+        norms = (*self.norms, self.out_norm, self.down_norm, None if gate is None else gate.norm)
         return sum(part.num_bytes for part in (*parts, *own, *norms) if part is not None)
+
+    @property
+    def ends(self) -> bool:
+        """True if something is done to the sum behind the feed-forward half."""
+        return self.input_gate is not None or self.output_scale != 1.0
 
     @property
     def halves(self) -> tuple[Half | None, Half | None]:
@@ -329,6 +364,8 @@ class Layer:
         found = {"qkv": self.qkv, "out": self.out, "up": self.up, "down": self.down}
         if self.latents is not None:
             found |= self.latents.linears()
+        if self.input_gate is not None:
+            found |= self.input_gate.linears()
         if self.mixture is not None:
             found |= {"router": self.mixture.router.linear, "shared_gate": self.mixture.shared_gate}
         if isinstance(self.mixer, StateMixer):
@@ -349,6 +386,8 @@ class Layer:
         linears = {name: change(name, linear) for name, linear in self.linears().items()}
         if (latents := self.latents) is not None:
             latents = latents.replaced({name: linears.pop(name) for name in latents.linears()})
+        if (gate := self.input_gate) is not None:
+            gate = replace(gate, gate=linears.pop("input_gate"), out=linears.pop("input_out"))
         if (mixture := self.mixture) is not None:
             experts = replace(
                 mixture.experts,
@@ -360,5 +399,6 @@ class Layer:
         mixer = self.mixer
         if isinstance(mixer, StateMixer):
             mixer = mixer.with_linears({name: linears.pop(f"{MIXER}{name}") for name in mixer.linears})
-        fields: dict[str, Any] = {**linears, "latents": latents, "mixture": mixture, "mixer": mixer}
+        fields: dict[str, Any] = {"latents": latents, "mixture": mixture, "mixer": mixer, "input_gate": gate}
+        fields |= linears
         return replace(self, **fields)

@@ -155,6 +155,8 @@ class Targets:
         network.stack = Stack(whole.input_norm, layers, norm_first=whole.norm_first)
         if network.embedding is not None:
             network.embedding.words = self._adapted_embedding(network.words_name, network.words)
+        if (inputs := network.layer_inputs) is not None:
+            inputs.projection = self._adapted(f"{self.prefix}{inputs.projection_name}", inputs.projection)
 
     def _adapted_layer(self, layer: Layer, modules: dict[str, dict[str, int]], order: Tensor | None) -> Layer:
         """A stack's layer whose linear layers ask for adapters.

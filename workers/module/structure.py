@@ -32,6 +32,9 @@ class DecoderNames:
     embedding_norm: of the base, of embeddings. turned_back: rotation is by the negative angles.
     scales_queries: they are scaled by their positions, see `query_scales`; scales_unturned: those of layers without
     rotation are, see `unturned_scales`.
+    value_norm: of heads of values. layer_inputs: of the base, the table, the product and the norm of what layers
+    get of tokens beside states; input_gate: of a layer, the two products and the norm of it. There may be none.
+    output_scale: a buffer of a layer, by which its sum is multiplied.
     """
 
     attention: str = "self_attn"
@@ -62,6 +65,10 @@ class DecoderNames:
     turned_back: bool = False
     scales_queries: bool = False
     scales_unturned: bool = False
+    value_norm: str = ""
+    layer_inputs: tuple[str, ...] = ()
+    input_gate: tuple[str, ...] = ()
+    output_scale: str = ""
 
     @property
     def all_norms(self) -> set[str]:
@@ -77,6 +84,14 @@ GEMMA_2 = DecoderNames(
     norms=("input_layernorm", "pre_feedforward_layernorm"),
     own_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
     embedding_scale="hidden_size",
+)
+GEMMA_4 = replace(
+    GEMMA_2,
+    embedding_scale="",
+    value_norm="v_norm",
+    layer_inputs=("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
+    input_gate=("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
+    output_scale="layer_scalar",
 )
 OLMO_2 = DecoderNames(
     norms=(None, None),
@@ -102,6 +117,7 @@ DECODERS: dict[str, DecoderNames] = {
     "gemma": DecoderNames(embedding_scale="hidden_size"),
     "gemma2": GEMMA_2,
     "gemma3_text": GEMMA_2,
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), GEMMA_4),
     "glm": GLM,
     "glm_moe_dsa": DecoderNames(interleaved=True, index_interleaved=True),
     "gpt_oss": DecoderNames(single_angles=True),
@@ -225,7 +241,7 @@ def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[s
         ".".join(path[1:3]).replace("block_sparse_moe", own.mlp).removesuffix(".weight").removesuffix(".bias")
         for path in inner
         if len(path) > 1 and not (path[0].isdecimal() and int(path[0]) >= last)
-    } - _within(own.attention, ("sinks", "indexer"))
+    } - {*_within(own.attention, ("sinks", "indexer")), *own.input_gate, own.output_scale}
     dense = _within(own.mlp, (*own.up, own.down, own.down_norm))
     found -= _within(own.mlp, (own.curve,))
     # A half of experts, if its router is known, is one as well.

@@ -32,15 +32,15 @@ from pagewire.workers.caches.kv import KVShape
 from pagewire.workers.errors import first_line
 from pagewire.workers.module.experts import grouped_experts
 from pagewire.workers.module.matrices import is_linear
-from pagewire.workers.module.parallel_layers import DividedEmbedding
 from pagewire.workers.module.replaced_methods import alibi_slopes
-from pagewire.workers.module.transforms import RotaryTable, ScaledEmbedding, embedding, pack_joined
+from pagewire.workers.module.transforms import RotaryTable, embedding, pack_joined
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.encoder_structures import TABLES, encoder_structure
 from pagewire.workers.network.gpt_structures import GPT_STRUCTURES
 from pagewire.workers.network.hybrids import HYBRIDS, built_halves, order_of
 from pagewire.workers.network.latents import latents_of, num_latent_heads
 from pagewire.workers.network.network import Embeddings, KVPlace, Network
+from pagewire.workers.network.parts import input_gate_of, layer_inputs_of, own_factor, scaled_by
 from pagewire.workers.network.routers import RouterParts
 from pagewire.workers.network.structures import (
     LayerParts,
@@ -127,7 +127,9 @@ class _NetworkBuilder:
         input_norm = None if isinstance(first, nn.Identity) else self._norm(first)
         stack = Stack(input_norm, layers, norm_first=structure.final_norm is not None)
         places = [
-            KVPlace(part.index, kv_shape(layer), part.window or part.chunk) if part.attends else None
+            KVPlace(part.index, _shape_of(part, layer, layers), part.window or part.chunk)
+            if part.attends
+            else None
             for part, layer in zip(parts, layers, strict=True)
         ]
         angles = self._tables(rotary, kinds, layers[0].dtype, parts[0])
@@ -141,14 +143,18 @@ class _NetworkBuilder:
             words_name=structure.words if structure.causal else "",
             qkv_order=self._order(parts[0]),
             by_place=structure.unturned_scales is not None,
+            layer_inputs=layer_inputs_of(base, structure, self.weights, self.device),
         )
 
     def _heads(self, part: LayerParts) -> list[int]:
         """The numbers of this rank's query, key and value heads of a layer."""
         if part.latents is not None:
             return [num_latent_heads(part.latents, self.weights), 1, 1]
-        if len(part.qkv) > 1:
+        if len(part.qkv) > 1 or part.source is not None:
             heads = [self.weights.num_rows(linear) // part.head_dim for linear in part.qkv]
+            if part.source is not None:
+                return [heads[0], 0, 0]
+            heads = [*heads, heads[-1]][:3]  # values may be keys
             return [heads[0] // 2, *heads[1:]] if part.gated_queries else heads
         own = self.weights.own_heads(part.qkv[0])
         if own is not None:
@@ -181,10 +187,7 @@ class _NetworkBuilder:
     def _decoder_embedding(self, module: Any) -> Embeddings | None:
         if type(module) is nn.Identity:
             return None
-        own: float | None = None
-        if type(module) is not nn.Embedding:
-            own = getattr(module, "scalar_embed_scale", None) or getattr(module, "embed_scale", None)
-            require(isinstance(module, nn.Embedding) and own is not None, "its embedding is no plain table")
+        own = own_factor(module)
         words, dtype = self._table(module), module.weight.dtype
         structure, rows = self.structure, None
         if structure.positions is not None:
@@ -196,12 +199,7 @@ class _NetworkBuilder:
         if own is None:
             scale = structure.embedding_scale(self.base, dtype)
             return Embeddings(words, positions, norm=norm, scale=scale)
-        if isinstance(words, DividedEmbedding):
-            words.rows = without_factor(words.rows)
-        else:
-            words = without_factor(words)
-        factor = float(torch.tensor(own, dtype=dtype))  # as the module rounds it
-        return Embeddings(ScaledEmbedding(words, factor), positions, norm=norm)
+        return Embeddings(scaled_by(own, words, dtype), positions, norm=norm)
 
     def _table(self, module: nn.Module) -> nn.Module:
         return embedding(module, self.weights, self.device).to(self.device)
@@ -296,6 +294,10 @@ class _NetworkBuilder:
             parallel=part.parallel,
             head_norm_form=part.head_norm_form,
             head_norms=None if part.head_norms is None else self._head_norms(part),
+            value_norm=self._norm(part.value_norm, part.head_dim),
+            values_are_keys=mixer is None and latents is None and len(part.qkv) == 2,
+            input_gate=input_gate_of(part, self.structure, self.weights, self.device),
+            output_scale=number_of(part.output_scale, self.weights),
             qkv_limit=part.qkv_limit,
             out_norm=self._inner_norm(part.out_norm),
             down_norm=self._inner_norm(part.down_norm),
@@ -385,12 +387,10 @@ def norm_pairs(
     return [(next(left) if len(part.norms) > 1 else None, next(left)) for part in parts]
 
 
-def without_factor(table: Any) -> nn.Module:
-    """The rows of an embedding of transformers that scales them, as they are; another one itself."""
-    if not isinstance(table, nn.Embedding):
-        return table  # type: ignore[no-any-return]
-    rows: Any = table.weight
-    return nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
+def number_of(place: tuple[Any, str] | None, weights: Weights) -> float:
+    """The one number in a buffer of a module, given by its name; 1 without any."""
+    number = None if place is None else weights.read(*place)
+    return 1.0 if number is None else float(number)
 
 
 def row_order(count: int, order: str, heads: Sequence[int], head_dim: int) -> Tensor | None:
@@ -425,6 +425,14 @@ def xielu_of(module: Any, weights: Weights) -> Xielu:
     assert positive is not None and negative is not None and slope is not None and least is not None
     negative = slope + functional.softplus(negative)
     return Xielu(*map(float, (functional.softplus(positive), negative, slope, least)))
+
+
+def _shape_of(part: LayerParts, layer: Layer, layers: Sequence[Layer]) -> KVShape:
+    """The shape of a layer's keys and values, or that of those which it reads. layers: from the first one on."""
+    if part.source is None:
+        return kv_shape(layer)
+    require(part.source < len(layers), "layers of two stages share keys")  # a stage is refused before
+    return replace(kv_shape(layers[part.source]), source=part.source)
 
 
 def kv_shape(layer: Layer) -> KVShape:

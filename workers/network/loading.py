@@ -619,6 +619,8 @@ def weight_bytes(model: Model, scores: ModuleScores | None) -> int:
         tables = base.embedding
         if tables is not None:
             modules += filter(None, (tables.words, tables.positions, tables.token_types))
+        if base.layer_inputs is not None:
+            modules.append(base.layer_inputs.words)
     if isinstance(head, ModuleHead):
         modules.append(head.module)
     elif head is not None:

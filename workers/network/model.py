@@ -94,6 +94,8 @@ class Model:
         if isinstance(self.base, ModuleBase):
             # Where each prompt looks up its own tokens, none may.
             return embedding_size(self.base.module) if self.base.packed else 0
+        if self.base.layer_inputs is not None:  # which are looked up by tokens, too
+            return 0
         size: Any = getattr(self.base.words, "embedding_dim", 0)
         return size if isinstance(size, int) else 0
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.data.layer import Angles, LayerNorm, Norm
+from pagewire.kernels.linear import Linear
 from pagewire.kernels.stack import Additions, Stack, normed_by
 from pagewire.workers.caches.kv import KVShape
 from pagewire.workers.step.context import Axes, StepContext
@@ -44,6 +45,30 @@ class Embeddings:
         if self.positions is not None:
             x = x + self.positions(positions)
         return normed_by(self.norm, x)
+
+
+@dataclass
+class LayerInputs:
+    """What each layer gets of a token beside states: rows of a table, and a product of its embedding, normed."""
+
+    words: Any
+    """A module of token ids int64 [T] to [T, L P]."""
+    projection: Linear
+    """[T, H] to [T, L P]."""
+    norm: Norm | LayerNorm
+    """Over the P numbers of a layer."""
+    projection_scale: float
+    """Of the product, before it is normed."""
+    scale: float
+    """Of the sum of both."""
+    projection_name: str
+    """That of the projection in transformers' base."""
+
+    def __call__(self, ids: Tensor, embedded: Tensor) -> Tensor:
+        """The layers' inputs [T, L, P] of tokens int64 [T] and their embeddings [T, H]."""
+        shape = len(ids), -1, len(self.norm.weight)
+        projected = (self.projection(embedded) * self.projection_scale).view(shape)
+        return (normed_by(self.norm, projected) + self.words(ids).view(shape)) * self.scale
 
 
 @dataclass(frozen=True)
@@ -88,6 +113,8 @@ class Network:
     is; None: they are the same."""
     by_place: bool = False
     """The last of the angles are by a token's place in its sequence, which its position may not be in a dry run."""
+    layer_inputs: LayerInputs | None = None
+    """None: layers get states alone."""
     taps: Sequence[int] = field(default=(), init=False)
     """The numbers of layers, from 1 on, whose results before their norm are kept."""
     tapped: dict[int, Tensor] = field(default_factory=dict, init=False)
@@ -99,7 +126,8 @@ class Network:
     def num_bytes(self) -> int:
         """Bytes of the layers' weights, and of the norms of sums."""
         norm = None if self.embedding is None else self.embedding.norm
-        return self.stack.num_bytes + (0 if norm is None else norm.num_bytes)
+        inputs = 0 if self.layer_inputs is None else self.layer_inputs.projection.num_bytes
+        return self.stack.num_bytes + inputs + (0 if norm is None else norm.num_bytes)
 
     @property
     def words(self) -> Any:
@@ -118,6 +146,7 @@ class Network:
         if states is None:
             assert self.embedding is not None, "a stage that has no embedding is behind another one"
             states = self.embedding(input_ids, positions, step)
+        inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, states)
         angles = self.angles_at(positions, step.axes)
         if self.by_place:
             cos, sin = (table.index_select(0, step.places) for table in self.angles[-1])
@@ -130,7 +159,9 @@ class Network:
         memory = None if step.states is None else step.states.of_layers(self.stack.states)
         overlay = step.overlay
         if overlay is None or not overlay.deep or step.received is not None:
-            normed = self.stack(states, step.batch, caches, angles, taps=self.tapped, memory=memory)
+            normed = self.stack(
+                states, step.batch, caches, angles, taps=self.tapped, memory=memory, inputs=inputs
+            )
         else:
             deep = Additions(overlay.places, [layer.to(states.dtype) for layer in overlay.deep])
             normed = self.stack.with_additions(states, step.batch, caches, angles, self.tapped, deep, memory)

@@ -95,6 +95,9 @@ class LayerParts:
     qkv_limit: see `Layer`. alibi: a factor of the usual slopes of a bias by distance; None: there is none.
     out_norm, down_norm: modules, of what `out` and `down` take. curve: the module of an xIELU.
     turned_back: see `DecoderNames`.
+    value_norm: of heads of values. source: the layer whose keys and values it reads; `qkv` is of queries alone.
+    Where `qkv` is of queries and keys, values are keys. input_gate: the products and the norm of an `InputGate`.
+    output_scale: a module, and the name of a buffer of it with one number.
     mixer, feed_forward: modules in place of attention and of the feed-forward half. They run as they are, but for a
     mixer that takes what `qkv` gives, and gives what `out` takes (`hybrids.py`).
     gated_queries: see `Layer`.
@@ -137,6 +140,10 @@ class LayerParts:
     down_norm: Any = None
     curve: Any = None
     turned_back: bool = False
+    value_norm: Any = None
+    source: int | None = None
+    input_gate: tuple[Any, Any, Any] | None = None
+    output_scale: tuple[Any, str] | None = None
 
     @property
     def attends(self) -> bool:
@@ -167,6 +174,9 @@ class LayerParts:
                     "index_queries": [indexer.wq_b],
                     "index_weights": [indexer.weights_proj],
                 }
+        if self.input_gate is not None:
+            gate, out, _ = self.input_gate
+            found |= {"input_gate": [gate], "input_out": [out]}
         if self.router is not None:
             found |= {"router": [self.router.linear]}
         if self.shared_gate is not None:
@@ -268,6 +278,7 @@ class Structure:
     query_scales: of a base and the number of positions, float32 [P], the factors of queries; None: there are none.
     unturned_scales: those of queries in layers without rotation.
     activation_name: of a base whose configuration names none.
+    layer_inputs: see `DecoderNames`.
     """
 
     layers: Layers
@@ -285,6 +296,7 @@ class Structure:
     query_scales: Callable[[Any, int], Tensor] | None = None
     unturned_scales: Callable[[Any, int], Tensor] | None = None
     activation_name: str = DEFAULT_ACTIVATION
+    layer_inputs: tuple[str, ...] = ()
 
     def activation(self, config: Any) -> Activation:
         """The activation that a configuration names.
@@ -324,6 +336,8 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         OtherStructureError: it has other ones.
     """
     plain = {name for name, child in layer.named_children() if type(child) is not nn.Dropout}
+    has_gate = bool(names.input_gate) and set(names.input_gate) <= plain
+    plain -= {*names.input_gate, "act_fn"} if has_gate else set()
     require(
         plain - {names.shared} == {names.attention, names.mlp} | names.all_norms,
         f"a layer has {', '.join(sorted(plain))}",
@@ -335,9 +349,15 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         parts = latent_parts(attention, _named(layer, names.norms), interleaved=interleaved)
         parts = replace(parts, residual_scale=residual_scale, index_interleaved=names.index_interleaved)
         return with_feed_forward(parts, mlp, names)
-    inner = {*names.qkv, names.out, names.out_norm} - {""}
+    source = source_of_keys(attention, config)
+    made, head_norms = names.qkv, names.head_norms
+    if source is not None:  # of a layer without keys, whose norm there is takes their place
+        made, head_norms = names.qkv[:1], (names.head_norms[0],) * 2
+    made = tuple(name for name in made if getattr(attention, name) is not None)
+    inner = {*made, names.out, names.out_norm} - {""}
     found = {name for name, child in attention.named_children() if type(child) is not nn.Dropout}
-    require(found in (inner, inner | set(names.head_norms)), f"attention has {', '.join(sorted(found))}")
+    found -= {names.value_norm}
+    require(found in (inner, inner | set(head_norms)), f"attention has {', '.join(sorted(found))}")
     has_head_norms = found > inner
     limit = getattr(config, "clip_qkv", None)
     require(limit is None or not has_head_norms, "it clips queries and keys that are normed")
@@ -349,7 +369,7 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
     else:  # no gates among the queries
         require(getattr(attention, names.qkv[0]).out_features == out.in_features)
     parts = LayerParts(
-        qkv=[getattr(attention, name) for name in names.qkv],
+        qkv=[getattr(attention, name) for name in made],
         out=out,
         up=(),
         down=None,
@@ -361,7 +381,11 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         kind=rotation_kind(layer, attention, config),
         index=attention.layer_idx,
         scale=float(attention.scaling),
-        head_norms=_named(attention, names.head_norms) if has_head_norms else None,
+        head_norms=_named(attention, head_norms) if has_head_norms else None,
+        value_norm=getattr(attention, names.value_norm) if names.value_norm and source is None else None,
+        source=source,
+        input_gate=tuple(getattr(layer, name) for name in names.input_gate) if has_gate else None,
+        output_scale=(layer, names.output_scale) if names.output_scale else None,
         head_norm_form=HeadNormForm(names.head_norm_form),
         heads=heads,
         own_norms=(None, None) if names.own_norms is None else _named(layer, names.own_norms),
@@ -441,6 +465,15 @@ def with_dense(parts: LayerParts, half: Any, names: DecoderNames) -> LayerParts:
     )
 
 
+def source_of_keys(attention: Any, config: Any) -> int | None:
+    """The layer whose keys and values a decoder's layer reads; None: its own."""
+    if not getattr(attention, "is_kv_shared_layer", False):
+        return None
+    kinds, modes = config.layer_types, config.kv_sharing_modes
+    own = kinds[attention.layer_idx]
+    return max(i for i, mode in enumerate(modes) if mode == "store" and kinds[i] == own)
+
+
 def is_turned(attention: Any, names: DecoderNames) -> bool:
     """True if a layer rotates queries and keys."""
     if names.unturned == "is_sliding" and attention.sliding_window is None:  # no layer has a window
@@ -505,6 +538,7 @@ def decoder_structure(names: DecoderNames) -> Structure:
         embedding_scale=lambda base, dtype: embedding_scale(base, names, dtype),
         query_scales=query_scales if names.scales_queries else None,
         unturned_scales=unturned_scales if names.scales_unturned else None,
+        layer_inputs=names.layer_inputs,
     )
 
 
@@ -542,6 +576,10 @@ def structure_of(base: Any) -> Structure:
     model_type = base.config.model_type
     names = DECODERS.get(model_type, LLAMA)
     parts = {name for name, child in base.named_children() if type(child) is not nn.Dropout}
+    if parts >= set(names.layer_inputs):
+        parts -= set(names.layer_inputs)
+    else:
+        names = replace(names, layer_inputs=())
     require(
         parts == {"embed_tokens", "layers", names.final_norm, "rotary_emb"},
         f"the base has {', '.join(sorted(parts))}",

@@ -120,6 +120,8 @@ class _RecordingContext(StepContext):
     def cache(self, layer: int, shape: KVShape, window: int | None) -> Cache:
         if self.pages is not None:
             return super().cache(layer, shape, window)
+        if shape.source is not None:
+            self.recorder.sources[layer] = self.first_layer + shape.source
         self.recorder.calls.add(layer, shape, window)
         return self.recorder.cache(layer, shape)
 

@@ -34,6 +34,7 @@ from pagewire.kernels.data.layer import (
     Experts,
     HeadNormForm,
     Indexer,
+    InputGate,
     Latents,
     Layer,
     LayerNorm,
@@ -63,7 +64,7 @@ from pagewire.workers.module.transforms import QuantisedEmbedding, ScaledEmbeddi
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.model import Model
 from pagewire.workers.network.module_base import Dense
-from pagewire.workers.network.network import Embeddings, KVPlace, Network
+from pagewire.workers.network.network import Embeddings, KVPlace, LayerInputs, Network
 from pagewire.workers.network.pooler import Pooler
 from pagewire.workers.network.pooling_spec import PoolingSpec, TokenHead
 from pagewire.workers.ranks.interface import Collective
@@ -115,12 +116,14 @@ STORED = (
     Experts,
     GatedDelta,
     Indexer,
+    InputGate,
     Integers,
     KVPlace,
     KVShape,
     LatentHeads,
     Latents,
     Layer,
+    LayerInputs,
     LayerNorm,
     LoadedModel,
     LogitTerms,
@@ -204,8 +207,6 @@ def _marked(value: Any, tensors: list[Tensor], everyone: Collective) -> dict[str
         return {"ranks": "all" if value is everyone else "shards"}
     if (form := FORMS.get(type(value))) is None:
         raise NotStoredError(f"a {type(value).__name__} has no form in a file of packed weights")
-    if isinstance(value, Stack) and value.compiled is None:
-        raise NotStoredError("its layers are not compiled as a whole")
     fields = {name: describe(getattr(value, name), tensors, everyone) for name in form.attributes}
     return {type(value).__name__: fields}
 

@@ -246,6 +246,7 @@ OTHERS = (
     "stablelm",
     "bamba",
     "lfm2",
+    "gemma4_text",
 )
 EVERY = [
     *FIRST,
