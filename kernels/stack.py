@@ -324,7 +324,7 @@ def _store(
     layer: Layer, q: Tensor, made: Tensor, angles: Sequence[Angles], batch: AttentionBatch, cache: Cache
 ) -> Tensor:
     """Queries q [T, Hq, D], normed and turned; keys and values, [T, heads, D] in `made`, are stored."""
-    k, v = (made, made.clone()) if layer.values_are_keys else made.tensor_split(2, 1)
+    k, v = (made, made.clone()) if layer.values_are_keys else torch.tensor_split(made, 2, 1)
     v = normed_by(layer.value_norm, v)
     q, k, own, norms = _until_stored(layer, q, k, angles)
     return rotate_and_store(q, k, v, own, norms, cache, batch.slot_mapping)
