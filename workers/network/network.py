@@ -68,7 +68,8 @@ class LayerInputs:
         """The layers' inputs [T, L, P] of tokens int64 [T] and their embeddings [T, H]."""
         shape = len(ids), -1, len(self.norm.weight)
         projected = (self.projection(embedded) * self.projection_scale).view(shape)
-        return (normed_by(self.norm, projected) + self.words(ids).view(shape)) * self.scale
+        looked_up: Tensor = self.words(ids)
+        return (normed_by(self.norm, projected) + looked_up.view(shape)) * self.scale
 
 
 @dataclass(frozen=True)
