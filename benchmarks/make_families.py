@@ -31,7 +31,7 @@ WINDOWS = {"sliding_window": 512}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "cohere": ("cohere", {}),
-    "exaone4": ("exaone4", WINDOWS | {"sliding_window_pattern": "LLLG"}),
+    "exaone4": ("exaone4", WINDOWS | {"sliding_window_pattern": 4}),
     "gemma2": ("gemma2", WINDOWS | {"query_pre_attn_scalar": 64}),
     "gemma3": ("gemma3_text", WINDOWS | {"query_pre_attn_scalar": 64}),
     "glm4": ("glm4", {}),
