@@ -8,7 +8,7 @@ roads = load("roads")
 
 
 def test_a_stack_and_a_module_are_told_apart() -> None:
-    llama, ctrl = roads.roads(["llama", "ctrl"])
+    llama, diffllama = roads.roads(["llama", "diffllama"])
     assert (llama.layers, llama.decodes) == ("stack", True)
-    assert ctrl.layers.startswith("module: the base has ") and not ctrl.decodes
-    assert roads.summary([llama, ctrl]).startswith("**Of 2 decoders 1 run as a stack, 0 as")
+    assert diffllama.layers.startswith("module: attention has ") and not diffllama.decodes
+    assert roads.summary([llama, diffllama]).startswith("**Of 2 decoders 1 run as a stack, 0 as")

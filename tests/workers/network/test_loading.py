@@ -53,7 +53,7 @@ STACKED = (
     "internlm3",
     "cwm",
     *DECODERS,
-    *GPT_LIKE,
+    *sorted(GPT_LIKE),  # a set, whose order differs between processes
 )
 
 
