@@ -331,12 +331,13 @@ class Layer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the packed weights, and of the norms of states."""
+        """Bytes of the packed weights, and of the norms."""
         own = [] if self.latents is None else [*self.latents.linears().values()]
         if (gate := self.input_gate) is not None:
             own += gate.linears().values()
         parts = (self.qkv, self.out, self.mixer, self.up, self.down, self.mixture, self.feed_forward)
-        norms = (*self.norms, self.out_norm, self.down_norm, None if gate is None else gate.norm)
+        norms = [*self.norms, *(self.head_norms or ()), self.value_norm, self.out_norm, self.down_norm]
+        norms += [] if gate is None else [gate.norm]
         return sum(part.num_bytes for part in (*parts, *own, *norms) if part is not None)
 
     @property

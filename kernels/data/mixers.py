@@ -85,7 +85,9 @@ class StateMixer:
     @property
     def num_bytes(self) -> int:
         """Bytes of its weights."""
-        own = [self.conv.taps, self.conv.bias, *(getattr(self, field.name) for field in fields(self))]
+        parts = [self, *(getattr(self, field.name) for field in fields(self))]
+        held = [part for part in parts if isinstance(part, StateMixer | Convolution | OutputGate)]
+        own = [getattr(part, field.name) for part in held for field in fields(part)]
         tensors = sum(part.nbytes for part in own if isinstance(part, Tensor))
         return tensors + sum(linear.num_bytes for linear in self.linears.values())
 

@@ -318,6 +318,9 @@ ARCHITECTURES = [
     Architecture("gemma2", GROUPED | {"sliding_window": 7, "query_pre_attn_scalar": 12}),
     Architecture("gemma3_text", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
     Architecture("gemma4_text", GEMMA4),
+    Architecture(
+        "gemma4_unified_text", {name: value for name, value in GEMMA4.items() if "per_layer" not in name}
+    ),
     Architecture("gemma4_text with experts", GEMMA4_LARGE, model_type="gemma4_text"),
     Architecture("glm", GROUPED),
     Architecture("glm4", GROUPED),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import types
 from pathlib import Path
@@ -171,7 +172,7 @@ def test_a_machine_without_a_gpu_is_judged_by_its_cpu(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "has_gpu", lambda: False)
-    monkeypatch.setenv("CXX", sys.executable)  # a program that tells its version
+    monkeypatch.setenv("CXX", shlex.quote(sys.executable))  # a program that tells its version
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert [line.split()[:2] for line in out.splitlines()[:-1]] == [

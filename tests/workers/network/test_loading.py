@@ -52,7 +52,7 @@ STACKED = (
     "seed_oss",
     "internlm3",
     "cwm",
-    *DECODERS,
+    *(name for name in DECODERS if not name.startswith("gemma4")),  # whose layers differ in shape
     *sorted(GPT_LIKE),  # a set, whose order differs between processes
 )
 

@@ -153,16 +153,14 @@ def test_all_stages_refuse_what_one_worker_does_in_its_words(llama: Path, tmp_pa
 
 def test_what_one_stage_refuses_no_stage_has(tmp_path: Path) -> None:
     """Numbers that should be the model's own, which only the stage that has them can compare."""
-    model = SERVED["gpt2"].write(tmp_path / "model")
-    module, norm = "transformer.h.0.attn.c_proj", "transformer.h.1.ln_1"
-    own = load_file(model / "model.safetensors")
-    bias = next(tensor for name, tensor in own.items() if name.endswith("h.1.ln_1.bias"))
-    name = f"base_model.model.{norm}.bias"
-    config = CONFIG | {"target_modules": [module], "bias": "all"}
-    tensors = make_tensors(0, {module: (64, 64)})
+    model = SERVED["falcon_mamba"].write(tmp_path / "model")
+    module, conv = "backbone.layers.0.mixer.out_proj", "backbone.layers.1.mixer.conv1d"
+    bias = load_file(model / "model.safetensors")[f"{conv}.bias"]
+    config, name = CONFIG | {"target_modules": [module], "bias": "all"}, f"base_model.model.{conv}.bias"
+    tensors = make_tensors(0, {module: (64, 100)})
     good = write(tmp_path / "good", config, tensors | {name: bias})
     other = write(tmp_path / "other", config, tensors | {name: bias + 1})
-    short = write(tmp_path / "short", config, tensors | {name: bias[1:]})
+    short = write(tmp_path / "short", config, tensors | {name: bias[1:].contiguous()})
 
     def work(rank: Rank) -> Any:
         runner = staged(model, rank)
@@ -176,4 +174,4 @@ def test_what_one_stage_refuses_no_stage_has(tmp_path: Path) -> None:
     refused, cut, loaded = map(merged_adapter, zip(*run_ranks(2, work), strict=True))
     assert refused.error is not None and refused.error.endswith("of 'some/llama' (rank 1)")
     assert cut.error is not None and cut.error.endswith("of 'some/llama'")
-    assert loaded.error is None and loaded.num_bytes == 4 * 4 * (64 + 64)
+    assert loaded.error is None and loaded.num_bytes == 4 * 4 * (64 + 100)

@@ -232,7 +232,7 @@ def test_sleep_includes_the_head(model: Path, tmp_path: Path) -> None:
         ({"hidden_size": 32}, r"has the shape \(64, 192\), not \(32, 192\)"),
         ({"draft_vocab_size": 90}, r"head of the EAGLE-3 head .* not \(90, 64\)"),
         ({"num_hidden_layers": 2}, "has 2 layers"),
-        ({"hidden_act": "relu"}, "the activation 'relu'"),
+        ({"hidden_act": "mish"}, "the activation 'mish'"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, "after the layers 2, 3, 10, and"),
         ({"num_attention_heads": "four"}, "cannot be used"),
         ({"num_attention_heads": 0}, "cannot be used"),
@@ -253,8 +253,10 @@ def test_models_and_checkpoints_that_lack_something_are_refused(
     _, tensors = write(tmp_path)
     with pytest.raises(LoadError, match="after the layers 2, 1, -1, and the model has 2"):
         runner_with(llama, tmp_path, "eagle3", 4)
-    other = SERVED["gpt2"].write(tmp_path / "gpt2")
-    with pytest.raises(LoadError, match=r"run in one call, and those of GPT2LMHeadModel .*'draft_model'"):
+    other = SERVED["diffllama"].write(tmp_path / "other")
+    with pytest.raises(
+        LoadError, match=r"run in one call, and those of DiffLlamaForCausalLM .*'draft_model'"
+    ):
         runner_with(other, tmp_path, "eagle3", 4)
     del tensors["norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
