@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import math
 import os
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 MAX_ANSWER_BYTES = 64 << 20  # read of one answer; what is longer is left, and the connection closed
@@ -72,7 +73,7 @@ async def connected(target: Target, rng: random.Random) -> AsyncIterator[Connect
     """
     connecting = asyncio.open_connection(target.host, target.port, local_addr=(rng.choice(SOURCES), 0))
     try:
-        reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
+        reader, writer = await awaited(connecting, CONNECT_SECONDS)
     except asyncio.TimeoutError:
         raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from None
     try:
@@ -120,10 +121,22 @@ async def _read(reader: asyncio.StreamReader, answer: list[str]) -> None:
         answer[0] += f": {start.rpartition(CR_LF * 2)[2][:SHOWN_BYTES].decode('utf-8', 'replace')}"
 
 
-async def awaited(work: Awaitable[Any], seconds: float) -> Any:
-    """As `asyncio.wait_for`, for seconds in which this process runs: one that ends late counts as one.
+def queued_seconds() -> float:
+    """Seconds in which the main thread of this process waited for a processor; 0 where the system does not say.
 
-    The attackers have the lowest priority, so they may stand still for seconds while the server has work for all
+    The second number of /proc/self/schedstat, in ns (Linux, Documentation/scheduler/sched-stats.rst).
+    """
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
+async def awaited(work: Awaitable[Any], seconds: float) -> Any:
+    """As `asyncio.wait_for`, for seconds in which this process may run: one that ends late counts as one, and time
+    in which it waits for a processor does not count.
+
+    The attackers have a low priority, so they may stand still for seconds while the server has work for all
     processors.
 
     Raises:
@@ -131,9 +144,11 @@ async def awaited(work: Awaitable[Any], seconds: float) -> Any:
     """
     task = asyncio.ensure_future(work)
     try:
-        for _ in range(math.ceil(seconds)):
-            if (await asyncio.wait({task}, timeout=1.0))[0]:
+        while seconds > 0:
+            begin, queued = time.monotonic(), queued_seconds()
+            if (await asyncio.wait({task}, timeout=min(1.0, seconds)))[0]:
                 return task.result()
+            seconds -= min(1.0, time.monotonic() - begin - (queued_seconds() - queued))
         raise asyncio.TimeoutError
     finally:
         task.cancel()

@@ -19,7 +19,7 @@ from pagewire.ipc.host.lifeline import die_with_parent
 from pagewire.ipc.host.priority import go_behind
 
 from . import bodies, combined, frames, grammars, greedy, pictures, raw_http, responses, slow, templates
-from .attack import UNANSWERED, Attacker, Target, awaited
+from .attack import UNANSWERED, Attacker, Target, awaited, queued_seconds
 
 ATTACKERS = {
     attacker.name: attacker
@@ -61,7 +61,7 @@ ATTACKERS = {
         Attacker("sockets", frames.sockets, 1, loops=2, on_core=True),
     )
 }
-NICENESS = 10  # below the server's priority: what is measured is the server, not a lack of processors
+NICENESS = 5  # below the server's priority: what is measured is the server, not a lack of processors
 LONGEST_SECONDS = (
     150.0  # an attack that has not come to an end by then waits for an answer that does not come
 )
@@ -88,7 +88,7 @@ class Attacking:
     async def _show_life(self) -> None:
         """Write a line each second: without them, the attackers stand still, and nothing is attacked."""
         while True:
-            print("{}", flush=True)
+            print(json.dumps({"queued": queued_seconds()}), flush=True)
             await asyncio.sleep(1.0)
 
     async def _loop(self, attacker: Attacker, queue: Iterator[int]) -> None:
@@ -116,7 +116,8 @@ class Attacking:
 
     def _write(self, name: str, number: int, **more: object) -> None:
         at = round(time.monotonic() - self._begin, 3)
-        print(json.dumps({"name": name, "number": number, "at": at, **more}), flush=True)
+        line = {"name": name, "number": number, "at": at, "queued": queued_seconds()}
+        print(json.dumps(line | more), flush=True)
 
 
 def chosen(names: str, address: str | None) -> list[str]:

@@ -19,7 +19,7 @@ from pagewire.ipc.wire.calls import CALLS
 from pagewire.ipc.wire.messages import PROTOCOL, Abort, Call, Goodbye, Hello, Ping, Submit
 from pagewire.ipc.wire.sockets import CurveKeys
 
-from .attack import Target, log_uniform
+from .attack import Target, awaited, log_uniform
 from .values import Values, struct_type
 
 KINDS = [struct_type(kind) for kind in (Hello, Submit, Submit, Submit, Abort, Call, Ping, Goodbye)]
@@ -83,12 +83,13 @@ async def answered(socket: zmq.asyncio.Socket, seconds: float = WAIT_SECONDS) ->
         return "unreadable"
 
 
-async def push(socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
-    """Send a message, unless the core does not take it."""
+async def push(socket: zmq.asyncio.Socket, frames: list[bytes]) -> bool:
+    """Send a message; False if the core does not take it."""
     try:
-        await asyncio.wait_for(socket.send_multipart(frames), WAIT_SECONDS)
+        await awaited(socket.send_multipart(frames), WAIT_SECONDS)
     except (asyncio.TimeoutError, zmq.ZMQError):
-        pass
+        return False
+    return True
 
 
 async def messages(target: Target, rng: random.Random) -> str:
@@ -174,7 +175,8 @@ async def submits(target: Target, rng: random.Random) -> str:
         await attach(socket, rng)
         if not reads and rng.random() < 0.5:  # the core's queue is then full, and it keeps what comes after
             for number in range(FILLING):
-                await push(socket, [packed({"type": "call", "call_id": number, "method": "metrics"})])
+                if not await push(socket, [packed({"type": "call", "call_id": number, "method": "metrics"})]):
+                    return "full"
         for _ in range(rng.randint(1, 8)):
             fields: dict[str, Any] = {"n": rng.choice((1, 1, 2, 64)), "logprobs": rng.choice((0, 1, 5, 20))}
             if rng.random() < 0.3:
@@ -185,7 +187,8 @@ async def submits(target: Target, rng: random.Random) -> str:
                 batch[0][2] = [
                     [rng.choice((-1, 2**31, 2**62, 0, 4095, 4096)) for _ in range(log_uniform(rng, 1, 3000))]
                 ]
-            await push(socket, [packed({"type": "submit", "requests": batch})])
+            if not await push(socket, [packed({"type": "submit", "requests": batch})]) and not reads:
+                return "full"
         if not reads:
             await asyncio.sleep(rng.random() * STAY_SECONDS)
             return "left"

@@ -27,7 +27,11 @@ SILENCE_SECONDS = 10.0  # of the attackers, who write a line each second: longer
 
 @dataclass
 class AttackLog:
-    """The attacks so far. statuses: their number by attacker and status. bad: those that failed as none may."""
+    """The attacks so far.
+
+    statuses: their number by attacker and status. bad: those that failed as none may. longest_silence: seconds
+    between lines of the attackers, in which they did not wait for a processor. queued: seconds in which they did.
+    """
 
     statuses: dict[str, Counter[str]] = field(default_factory=dict)
     bad: list[str] = field(default_factory=list)
@@ -35,13 +39,14 @@ class AttackLog:
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT))
     at_failure: list[str] = field(default_factory=list)
     longest_silence: float = 0.0
+    queued: float = 0.0
     clock: Callable[[], float] = time.monotonic
     _last_line: float | None = None
 
     def add(self, line: dict[str, Any]) -> None:
-        """Note the begin or the end of an attack, or, with an empty line, that the attackers go on."""
-        self.note_time()
-        if not line:
+        """Note the begin or the end of an attack, or, with a line without a name, that the attackers go on."""
+        self.note_time(line.get("queued"))
+        if "name" not in line:
             return
         name = f"{line['name']}/{line['number']}"
         if "status" not in line:
@@ -54,11 +59,16 @@ class AttackLog:
         if status == UNANSWERED or status.startswith((SERVER_ERROR, BROKEN)):
             self.bad.append(f"{name}: {status} after {line['took']:.1f} s")
 
-    def note_time(self) -> None:
-        """Count the time since the last line as one in which the attackers stood still."""
-        now = self.clock()
+    def note_time(self, queued: float | None = None) -> None:
+        """Count the time since the last line as one in which the attackers stood still.
+
+        queued: seconds of their lives in which they have waited for a processor; None: none since the last line.
+        """
+        now, waited = self.clock(), 0.0
+        if queued is not None:
+            waited, self.queued = queued - self.queued, queued
         if self._last_line is not None:
-            self.longest_silence = max(self.longest_silence, now - self._last_line)
+            self.longest_silence = max(self.longest_silence, now - self._last_line - waited)
         self._last_line = now
 
     def note_failure(self) -> None:
@@ -133,6 +143,7 @@ class Report:
             "answers": self.client.num_answers,
             "lag_s": round(self.lag.longest, 3),
             "attackers_silent_s": round(self.log.longest_silence, 3),
+            "attackers_queued_s": round(self.log.queued, 3),
             "processors_used_by_others": round(self.watcher.others, 3),
             "memory_mib": {"before": self.watcher.before, "peak": self.watcher.peak, "after": self.after},
             "kills": self.watcher.kills,
@@ -151,7 +162,8 @@ class Report:
             lines.append(f"  {name:<14} {sum(counts.values()):>6}: {shown}")
         lines.append(
             f"client: {self.client.num_answers} answers; waits in seconds (this process woke up to "
-            f"{self.lag.longest:.2f} s late, the attackers up to {self.log.longest_silence:.2f} s)"
+            f"{self.lag.longest:.2f} s late, the attackers up to {self.log.longest_silence:.2f} s; they waited "
+            f"{self.log.queued:.0f} s for a processor)"
         )
         for kind, figures in waits(self.client.waits).items():
             cells = "  ".join(f"{name} {value:.3f}" for name, value in figures.items() if name != "count")

@@ -12,6 +12,7 @@ from typing import Any
 from .attack import SOURCES, Target, connected, head, send
 
 PATIENCE_SECONDS = 6.0  # how long a slow client stays
+CRUMB_SECONDS = 0.01  # between pieces: without a pause, other attackers would have no processor
 MANY_TOKENS = 800
 CHUNKED = "Transfer-Encoding: chunked"
 SMALL_BUFFER = 4096  # bytes that the kernel takes for a client that does not read
@@ -44,7 +45,7 @@ async def crumbs(target: Target, rng: random.Random) -> str:
             if writer.transport.is_closing():
                 return "closed"
             await send(writer, piece)
-            await asyncio.sleep(0)
+            await asyncio.sleep(CRUMB_SECONDS)
     return "left"
 
 

@@ -311,10 +311,10 @@ def test_pictures_may_be_kept(processes: Processes) -> None:
 
 
 def test_attackers_that_stand_still_are_seen(processes: Processes) -> None:
-    found, times = siege_of(processes), iter((100.0, 101.0, 109.0, 121.0))
+    found, times = siege_of(processes), iter((100.0, 101.0, 109.0, 129.0, 141.0))
     found.log.clock = lambda: next(times)
-    for _ in range(3):
-        found.log.add({})
+    for queued in (0.5, 0.5, 0.5, 14.5):  # the last time they waited for a processor
+        found.log.add({"queued": queued})
     assert not found.failures and not found.log.statuses
     found.log.note_time()
     (failure,) = found.failures
