@@ -485,6 +485,8 @@ def rotation_kind(layer: Any, attention: Any, config: Any) -> str | None:
     """The kind of a layer's angles, where its base makes some for each type of layers; None: all have the same."""
     settings = getattr(config, "rope_parameters", None) or {}
     kind = getattr(attention, "layer_type", None) or getattr(attention, "attention_type", None)
+    if kind is None and (kinds := getattr(config, "layer_types", None)) and hasattr(attention, "layer_idx"):
+        kind = kinds[attention.layer_idx]
     return kind if isinstance(settings.get(kind), dict) else None
 
 

@@ -1,0 +1,39 @@
+"""Where models of transformers have the parts of a network: what no served architecture shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from tests.workers.architectures import VOCAB_SIZE, Architecture
+from tests.workers.driver import Driver, load_runner
+from tests.workers.parity import make_prompts, transformers_tokens
+
+MELLUM = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+
+
+def test_layers_that_do_not_name_their_kind_have_the_angles_of_the_configuration(tmp_path: Path) -> None:
+    if "mellum" not in CONFIG_MAPPING_NAMES:
+        pytest.skip("this transformers does not have Mellum")
+    model = Architecture("mellum", MELLUM).write(tmp_path)
+    runner, _ = load_runner(model)
+    prompts = make_prompts(VOCAB_SIZE)
+    assert Driver(runner).generate(prompts, 12) == transformers_tokens(model, prompts, 12)
