@@ -469,8 +469,10 @@ def source_of_keys(attention: Any, config: Any) -> int | None:
     """The layer whose keys and values a decoder's layer reads; None: its own."""
     if not getattr(attention, "is_kv_shared_layer", False):
         return None
-    kinds, modes = config.layer_types, config.kv_sharing_modes
+    kinds = config.layer_types
     own = kinds[attention.layer_idx]
+    if (modes := getattr(config, "kv_sharing_modes", None)) is None:  # older versions count them from the end
+        return max(i for i in range(len(kinds) - config.num_kv_shared_layers) if kinds[i] == own)
     return max(i for i, mode in enumerate(modes) if mode == "store" and kinds[i] == own)
 
 
