@@ -301,6 +301,11 @@ def test_an_attack_has_the_seconds_in_which_its_process_runs() -> None:
         asyncio.run(attack.awaited(asyncio.sleep(60), 1))
 
 
+def test_time_in_wait_for_a_processor_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attack, "queued_seconds", time.monotonic)  # it waits all the time
+    assert asyncio.run(attack.awaited(asyncio.sleep(0.2, "done"), 0.05)) == "done"
+
+
 def test_pictures_may_be_kept(processes: Processes) -> None:
     found = siege_of(processes)
     processes.held = 250.0

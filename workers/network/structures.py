@@ -378,7 +378,7 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         gated=names.gated,
         window=attention_window(attention, config),
         chunk=attention_chunk(attention, config),
-        kind=rotation_kind(layer, attention, config),
+        kind=rotation_kind(attention, config),
         index=attention.layer_idx,
         scale=float(attention.scaling),
         head_norms=_named(attention, head_norms) if has_head_norms else None,
@@ -470,10 +470,10 @@ def source_of_keys(attention: Any, config: Any) -> int | None:
     if not getattr(attention, "is_kv_shared_layer", False):
         return None
     kinds = config.layer_types
-    own = kinds[attention.layer_idx]
-    if (modes := getattr(config, "kv_sharing_modes", None)) is None:  # older versions count them from the end
-        return max(i for i in range(len(kinds) - config.num_kv_shared_layers) if kinds[i] == own)
-    return max(i for i, mode in enumerate(modes) if mode == "store" and kinds[i] == own)
+    own = kinds[
+        : len(kinds) - config.num_kv_shared_layers
+    ]  # the last of each kind keeps them for all after these
+    return max(i for i, kind in enumerate(own) if kind == kinds[attention.layer_idx])
 
 
 def is_turned(attention: Any, names: DecoderNames) -> bool:
@@ -483,11 +483,11 @@ def is_turned(attention: Any, names: DecoderNames) -> bool:
     return not names.unturned or bool(getattr(attention, names.unturned))
 
 
-def rotation_kind(layer: Any, attention: Any, config: Any) -> str | None:
+def rotation_kind(attention: Any, config: Any) -> str | None:
     """The kind of a layer's angles, where its base makes some for each type of layers; None: all have the same."""
     settings = getattr(config, "rope_parameters", None) or {}
     kind = getattr(attention, "layer_type", None) or getattr(attention, "attention_type", None)
-    if kind is None and (kinds := getattr(config, "layer_types", None)) and hasattr(attention, "layer_idx"):
+    if kind is None and (kinds := getattr(config, "layer_types", None)):
         kind = kinds[attention.layer_idx]
     return kind if isinstance(settings.get(kind), dict) else None
 

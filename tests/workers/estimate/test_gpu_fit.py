@@ -65,9 +65,8 @@ def test_a_worker_shares_out_what_was_expected(
     runner, ready = load_runner(folder, **SIZES, quantization=quantization)
     found, plan = fit_of(runner.config, Gpu(4 * GIB, 0, 4)), device.plan
     assert plan is not None and found.problem is None
-    decays = (
-        2 * 8 * 2 if name == "states" else 0
-    )  # `A_log` and `dt_bias` are in 16 bits there, here in float32
+    # `A_log` and `dt_bias` are in 16 bits there, here in float32.
+    decays = 2 * 8 * 2 if name == "states" else 0
     assert found.memory.weights == plan.weights + dense_embedding_bytes(runner) - decays
     same = ("total", "reserve", "others", "context", "scratch")
     assert [getattr(found.memory, part) for part in same] == [getattr(plan, part) for part in same]
