@@ -1,7 +1,12 @@
 """Settings of every test process, and of the processes that it starts."""
 
+from __future__ import annotations
+
 import os
 import signal
+from collections.abc import Iterator
+
+import pytest
 
 # OpenMP threads spin while they wait, unless the policy is passive. Several test processes share the processors, so
 # spinning threads take time from working ones. OpenMP reads the variable when torch is imported, which is later.
@@ -9,3 +14,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # A job in the background of a shell ignores Ctrl-C, and so would the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Put the environment back: a command that runs in this process sets the logging of its children there."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)

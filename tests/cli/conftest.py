@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from pagewire import LLM, SamplingParams
 from tests.cli.command import PROMPT, start_core
-
-
-@pytest.fixture(autouse=True)
-def environment() -> Iterator[None]:
-    """A command that runs in this process sets the logging of those that it starts by its environment."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")
