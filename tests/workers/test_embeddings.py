@@ -67,8 +67,7 @@ def expected_tokens(
         inputs = rows.clone()  # which some models scale in place
         if tail:
             inputs = torch.cat([rows, model.get_input_embeddings()(torch.tensor(tail))])
-        positions = torch.arange(len(inputs))[None]
-        logits = model(inputs_embeds=inputs[None], position_ids=positions, use_cache=False).logits
+        logits = model(inputs_embeds=inputs[None], use_cache=False).logits
         output.append(int(logits[0, -1].argmax()))
     return output
 
