@@ -262,7 +262,7 @@ class _NetworkBuilder:
         rotary: Any,
     ) -> Layer:
         """A layer of the stack, with joined and packed linear layers. norms: of the sums in it."""
-        ranks = None if self.weights.shards is None else self.weights.shards.collective
+        ranks = self._ranks(part)
         num_heads, num_kv_heads, _ = self._heads(part) if part.attends else (0, 0, 0)
         attended_norm, fed_norm = map(self._norm, part.own_norms)
         dtype = next(norm.weight.dtype for norm in (*norms, attended_norm, fed_norm) if norm is not None)
@@ -307,6 +307,14 @@ class _NetworkBuilder:
             gated_queries=part.gated_queries,
             feed_forward=feed_forward,
         )
+
+    def _ranks(self, part: LayerParts) -> Sum | None:
+        """What adds up a layer's outputs over the ranks; None where each rank has all of the layer."""
+        shards, cut = self.weights.shards, self.weights.cut
+        ends = [cut(linear) for linear in (part.out, part.down) if linear is not None]
+        if part.router is not None:
+            ends.append(cut(part.mixture.experts, "down_proj"))
+        return None if shards is None or not any(ends) else shards.collective
 
     def _inner_norm(self, module: nn.Module | None) -> Norm | None:
         """The norm of what a layer's second product takes, which each rank has a part of."""
