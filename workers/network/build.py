@@ -210,7 +210,7 @@ class _NetworkBuilder:
             return None
         if not list(module.parameters()):
             return plain_norm_of(module, size or self.base.config.hidden_size, self.base.dtype, self.device)
-        return self.structure.norm_of(module, self.weights, self.device)
+        return of_dtype(self.structure.norm_of(module, self.weights, self.device), self.base.dtype)
 
     def _logit_terms(self, parts: Sequence[LayerParts]) -> list[LogitTerms]:
         """The terms of each layer's attention."""
@@ -393,6 +393,14 @@ def norm_pairs(
     """Of each layer, the norms of its sums: a layer of one half has the last one alone."""
     left = iter(norms)
     return [(next(left) if len(part.norms) > 1 else None, next(left)) for part in parts]
+
+
+def of_dtype(norm: Norm | LayerNorm, dtype: torch.dtype) -> Norm | LayerNorm:
+    """A norm in the dtype of states: transformers keeps the weights of some in float32 beside float16."""
+    weight = norm.weight.to(dtype)
+    if isinstance(norm, Norm):
+        return replace(norm, weight=weight)
+    return replace(norm, weight=weight, bias=None if norm.bias is None else norm.bias.to(dtype))
 
 
 def number_of(place: tuple[Any, str] | None, weights: Weights) -> float:

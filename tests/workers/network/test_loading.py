@@ -196,6 +196,15 @@ def test_bin_checkpoints_are_read_only_where_the_format_says_so(llama: Path, tmp
             load_runner(tmp_path, load_format=load_format)
 
 
+@pytest.mark.parametrize("name", ["gpt_oss"])
+def test_norms_that_transformers_keeps_in_float32(name: str, tmp_path: Path) -> None:
+    """Beside float16, in which a stack computes all of them."""
+    runner, _ = load_runner(SERVED[name].write(tmp_path, dtype="float16"), dtype="float16")
+    base = runner.model.model.base
+    assert isinstance(base, Network) and base.stack.compiled is not None
+    assert {norm.weight.dtype for layer in base.stack.layers for norm in layer.norms} == {torch.float16}
+
+
 @pytest.mark.parametrize("name", ["bloom", "falcon_h1", "llama4_text"])
 def test_families_whose_methods_are_ours_are_read_from_pickles(name: str, tmp_path: Path) -> None:
     """Their attention, their states and their experts, where transformers reads the weights."""
