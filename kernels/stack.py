@@ -303,14 +303,12 @@ def _attend(
     heads = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
     if layer.qkv_limit is not None:
         heads = heads.clamp_(-layer.qkv_limit, layer.qkv_limit)
-    num_queries = layer.num_heads * (1 + layer.gated_queries)
-    q, made = torch.tensor_split(heads, [num_queries], 1)
-    gates = None
-    if layer.gated_queries:
-        q, gates = torch.unflatten(q, 1, (-1, 2)).unbind(2)
+    num_gates = layer.num_heads if layer.gated_queries else 0
+    q, gates, made = torch.tensor_split(heads, [layer.num_heads, layer.num_heads + num_gates], 1)
     q = _store(layer, q, made, angles, batch, cache) if layer.num_kv_heads else _queries(layer, q, angles)
     out = paged_attention(q, cache, batch, layer.scale, layer.terms).view(num_tokens, -1)
-    out = out if gates is None else open_by(out, gates, OutputGate(layer.head_dim, sigmoid=True))
+    if layer.gated_queries:
+        out = open_by(out, gates, OutputGate(layer.head_dim, sigmoid=True))
     return layer.out(normed_by(layer.out_norm, out))
 
 

@@ -536,7 +536,7 @@ struct Layer {
   int32_t parallel;          // both halves take the layer's input, and their results are added together
   int32_t interleaved;       // rotation turns neighbours
   int32_t head_norms;        // of query_norm and key_norm: 0 each head, 1 all heads of a token, 2 each head that is turned
-  int32_t gated_queries;     // behind each query head stands a gate as long: its sigmoid opens what attention gives
+  int32_t gated_queries;     // behind all query heads stands a gate as long for each: its sigmoid opens what attention gives
   int32_t halves;            // that it has: 1 attention, 2 the feed-forward half, 3 both
   float qkv_limit;           // of queries, keys and values; 0: none
 };

@@ -46,7 +46,7 @@ class AttentionSizes:
     head_dim: elements of a cached key. query_dim, value_dim: of a head's query, and of its values, as products of
     the layer make and take them. rank: elements of a latent; 0: keys and values are no latents. query_rank: of what
     a product of its own makes queries of; 0: the layer's first product makes queries. index: of its indexer.
-    gated: behind each query stands a gate.
+    gated: behind all queries stands a gate for each.
     """
 
     num_heads: int

@@ -110,22 +110,23 @@ class Requests {
   }
 
   int attend_heads(const Layer& layer) {
-    const int64_t size = batch_.head_dim, head_stride = layer.gated_queries ? 2 * size : size;
+    const int64_t size = batch_.head_dim, queries = batch_.num_heads * size * element_;
     if (layer.qkv_limit != 0)
       pagewire_clamp(call_.qkv, tokens_ * layer.qkv.n, layer.qkv_limit, batch_.dtype, batch_.num_threads);
     char* const q = static_cast<char*>(call_.qkv);
-    char* const k = q + batch_.num_heads * head_stride * element_;
+    char* const gates = q + queries;  // where there are some
+    char* const k = layer.gated_queries ? gates + queries : gates;
     char* const v = k + batch_.num_kv_heads * size * element_;
-    turn(layer, layer.query_norm, layer.query_angles, q, batch_.num_heads, head_stride);
-    turn(layer, layer.key_norm, layer.angles, k, batch_.num_kv_heads, size);
+    turn(layer, layer.query_norm, layer.query_angles, q, batch_.num_heads);
+    turn(layer, layer.key_norm, layer.angles, k, batch_.num_kv_heads);
     if (keep(layer, k, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, false) ||
         keep(layer, v, layer.v_cache, batch_.v_block_stride, batch_.v_head_stride, true))
       return 2;
-    if (const int failure = attend_to_cache(layer, q, layer.qkv.n, head_stride, call_.attended)) return failure;
+    if (const int failure = attend_to_cache(layer, q, layer.qkv.n, size, call_.attended)) return failure;
     if (layer.gated_queries) {
       const OutputGate form{nullptr, size, 0, 0, 1, 0, 0};
-      pagewire_open_by(call_.attended, q + size * element_, call_.attended, tokens_, batch_.num_heads, layer.qkv.n,
-                       head_stride, &form, batch_.dtype, batch_.num_threads);
+      pagewire_open_by(call_.attended, gates, call_.attended, tokens_, batch_.num_heads, layer.qkv.n, size, &form,
+                       batch_.dtype, batch_.num_threads);
     }
     return 0;
   }
@@ -275,15 +276,15 @@ class Requests {
   }
 
   // Norms of queries or keys, where there are some, and rotary embedding, where the layer has angles.
-  void turn(const Layer& layer, const Norm& norm, int64_t angles, char* heads, int64_t count, int64_t head_stride) const {
+  void turn(const Layer& layer, const Norm& norm, int64_t angles, char* heads, int64_t count) const {
     const int64_t stride = layer.qkv.n, size = batch_.head_dim;
     if (layer.head_norms == 1)
-      norm_heads(norm, heads, 1, count * size, stride, head_stride);
+      norm_heads(norm, heads, 1, count * size, stride, size);
     else if (layer.head_norms == 0)
-      norm_heads(norm, heads, count, size, stride, head_stride);
+      norm_heads(norm, heads, count, size, stride, size);
     if (angles >= 0)
-      rotate(call_.angles[angles], heads, count, stride, head_stride, layer.interleaved && layer.angles >= 0);
-    if (layer.head_norms == 2) norm_heads(norm, heads, count, size, stride, head_stride);
+      rotate(call_.angles[angles], heads, count, stride, size, layer.interleaved && layer.angles >= 0);
+    if (layer.head_norms == 2) norm_heads(norm, heads, count, size, stride, size);
   }
 
   // Heads [tokens, count, size], with these strides; without a weight they stay as they are. Those of layer norms lie

@@ -247,11 +247,6 @@ def _compiled_dtypes(library: ctypes.CDLL, layer: Layer, *, norm_first: bool) ->
         del linears["router"]
     if not norm_first and (layer.latents is not None or any(isinstance(norm, Norm) for norm in layer.norms)):
         return None
-    if layer.gated_queries and (
-        layer.head_norm_form is HeadNormForm.TOGETHER
-        or any(isinstance(norm, LayerNorm) for norm in layer.head_norms or ())
-    ):
-        return None  # they do not lie side by side
     dtypes = {part.dtype for part in linears.values()}
     if layer.latents is not None:
         if (latents := CompiledLatents.of(library, layer.latents)) is None:

@@ -309,7 +309,8 @@ class Layer:
     mixer: StateMixer | Half | None = None
     """In place of attention."""
     gated_queries: bool = False
-    """Behind each query head in what `qkv` gives stands a gate as long: its sigmoid opens what attention gives."""
+    """Behind all query heads in what `qkv` gives stands a gate as long for each: its sigmoid opens what attention
+    gives."""
     feed_forward: Half | None = None
     """In place of the feed-forward half."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.data.layer import Activation, HeadNormForm, Layer, LayerNorm, Norm, Xielu
-from pagewire.kernels.linear import dense_weight, pack
+from pagewire.kernels.linear import Linear, dense_weight, pack
 from pagewire.kernels.stack import Stack, by_halves
 from tests.kernels.test_decoder import (
     HEAD_DIM,
@@ -78,6 +78,17 @@ FORMS: dict[str, dict[str, Any]] = {
         "head_norms": (norm(HEADS * HEAD_DIM), norm(KV_HEADS * HEAD_DIM)),
         "head_norm_form": HeadNormForm.TOGETHER,
     },
+    "gates behind queries": {"gated_queries": True},
+    "gates behind queries with layer norms": {
+        "gated_queries": True,
+        "interleaved": True,
+        "head_norms": (layer_norm(HEAD_DIM), layer_norm(HEAD_DIM)),
+    },
+    "gates behind queries with a norm of all heads": {
+        "gated_queries": True,
+        "head_norms": (norm(HEADS * HEAD_DIM), norm(KV_HEADS * HEAD_DIM)),
+        "head_norm_form": HeadNormForm.TOGETHER,
+    },
     "norm of heads that are turned": {
         "head_norms": (norm(HEAD_DIM), norm(HEAD_DIM)),
         "head_norm_form": HeadNormForm.ROTATED,
@@ -101,9 +112,15 @@ def stack_of(form: str, dtype: torch.dtype) -> Stack:
     """Two layers of a form; the last one ends with a norm of the sum."""
     plain = make_stack(dtype)
     fields = {name: of_dtype(value, dtype) for name, value in FORMS[form].items()}
+
+    def linear(size: int) -> Linear:
+        rows = torch.randn(size, HIDDEN, generator=torch.Generator().manual_seed(6)) / HIDDEN**0.5
+        return pack(dense_weight(rows.to(dtype)))
+
     if not fields.get("gated", True):
-        rows = torch.randn(INTERMEDIATE, HIDDEN, generator=torch.Generator().manual_seed(6)) / HIDDEN**0.5
-        fields["up"] = pack(dense_weight(rows.to(dtype)))
+        fields["up"] = linear(INTERMEDIATE)
+    if fields.get("gated_queries"):
+        fields["qkv"] = linear(2 * (HEADS + KV_HEADS) * HEAD_DIM)
     layers: list[Layer] = [dataclasses.replace(layer, **fields) for layer in plain.layers]
     if layers[-1].output_norm is None:
         layers[-1] = dataclasses.replace(layers[-1], output_norm=plain.layers[-1].output_norm)

@@ -1,4 +1,4 @@
-"""Layers with mixers of states, and gates among queries: one call, and kernel by kernel, to the same bits."""
+"""Layers with mixers of states, and gates behind queries: one call, and kernel by kernel, to the same bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.data.integers import Integers, quantise
-from pagewire.kernels.data.layer import HeadNormForm, Layer
+from pagewire.kernels.data.layer import Layer
 from pagewire.kernels.data.mixers import (
     Convolution,
     GatedDelta,
@@ -38,7 +38,6 @@ from tests.kernels.test_decoder import (
     make_step,
     with_adapters,
 )
-from tests.kernels.test_layer_forms import norm
 
 NUM_STATES = 5
 SPANS = [[(0, 7, -1, 2), (7, 20, 2, 3)], [(20, 21, 1, 1)]]
@@ -277,18 +276,6 @@ def test_layers_of_one_half(half: str, number: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert found[0].isfinite().all() and found[0].std() > 0.1
     assert torch.equal(found[1], found[3]) and not torch.equal(found[1], found[2])
-
-
-def test_gates_among_queries_whose_norm_is_over_all_heads_run_kernel_by_kernel(
-    served_kernels: CpuKernels,
-) -> None:
-    plain = make_stack(torch.float32)
-    layer = dataclasses.replace(
-        gated(plain.layers[0], torch.float32),
-        head_norms=(norm(HEADS * HEAD_DIM), norm(KV_HEADS * HEAD_DIM)),
-        head_norm_form=HeadNormForm.TOGETHER,
-    )
-    assert served_kernels.stack(plain.input_norm, [layer], norm_first=True) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

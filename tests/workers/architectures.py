@@ -293,7 +293,12 @@ HYBRIDS = [
 """Models whose layers keep states."""
 
 ARCHITECTURES = [
-    Architecture("afmoe", GROUPED | EXPERTS | {"sliding_window": 7}),
+    Architecture(
+        "afmoe",  # a layer that is rotated and has a window, and one with experts
+        GROUPED
+        | EXPERTS
+        | {"sliding_window": 7, "layer_types": WINDOWED, "mup_enabled": True, "route_scale": 1.7},
+    ),
     Architecture("apertus", GROUPED),
     Architecture("arcee", GROUPED),
     Architecture("biogpt"),

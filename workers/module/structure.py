@@ -16,7 +16,8 @@ SHARED_GATE = "shared_expert_gate"
 class DecoderNames:
     """How a family of decoders names the parts of its layers, and what these compute beside Llama's.
 
-    qkv, up: of linear layers that are joined to one; a single name is of one that is joined already.
+    qkv, up: of linear layers that are joined to one; a single name is of one that is joined already. Of four in
+    qkv, the second one makes gates of what attention gives.
     norms: of the inputs of attention and of the feed-forward half; None: it takes the sum itself, or in parallel
     layers what attention takes. own_norms: of what each half gives. head_norms: a layer may be without.
     gated: the feed-forward half begins with gates, too. parallel: its input is the layer's. interleaved: rotation
@@ -26,7 +27,7 @@ class DecoderNames:
     shared: beside a half of experts, the one that every token gets, if it is not within that.
     unturned: an attribute of attention that is false where a layer has no rotation, if others have windows.
     residual_scale: an attribute of a layer with a factor. embedding_scale: one of the base, or "hidden_size" for
-    the root of that; of a base whose embedding does not scale by itself.
+    the root of that, "mup_enabled" where that setting is on; of a base whose embedding does not scale by itself.
     by_head: the one layer in `qkv` has the query, the key and the value of one head after another.
     out_norm, down_norm: of what `out` and `down` take. curve: an activation with parameters.
     embedding_norm: of the base, of embeddings. turned_back: rotation is by the negative angles.
@@ -105,6 +106,13 @@ GRANITE = DecoderNames(residual_scale="residual_multiplier", embedding_scale="em
 GRANITE_MOE = replace(GRANITE, mlp="block_sparse_moe")
 UNGATED = DecoderNames(up=("up_proj",), gated=False)
 DECODERS: dict[str, DecoderNames] = {
+    "afmoe": DecoderNames(
+        qkv=("q_proj", "gate_proj", "k_proj", "v_proj"),
+        norms=("input_layernorm", "pre_mlp_layernorm"),
+        own_norms=("post_attention_layernorm", "post_mlp_layernorm"),
+        unturned="is_local_attention",
+        embedding_scale="mup_enabled",
+    ),
     "apertus": replace(UNGATED, norms=("attention_layernorm", "feedforward_layernorm"), curve="act_fn"),
     "arcee": UNGATED,
     "bitnet": DecoderNames(out_norm="attn_sub_norm", down_norm="ffn_sub_norm"),

@@ -154,8 +154,9 @@ class _NetworkBuilder:
             heads = [self.weights.num_rows(linear) // part.head_dim for linear in part.qkv]
             if part.source is not None:
                 return [heads[0], 0, 0]
-            heads = [*heads, heads[-1]][:3]  # values may be keys
-            return [heads[0] // 2, *heads[1:]] if part.gated_queries else heads
+            if part.gated_queries:
+                return [heads[0], *heads[2:]] if len(heads) == 4 else [heads[0] // 2, *heads[1:]]
+            return [*heads, heads[-1]][:3]  # values may be keys
         own = self.weights.own_heads(part.qkv[0])
         if own is not None:
             queries, keys = map(len, own)
@@ -167,6 +168,8 @@ class _NetworkBuilder:
         """See `Network.qkv_order`."""
         if part.mixer is not None:
             return order_of(part)
+        if part.gated_queries and len(part.qkv) == 3:
+            return with_gates_apart(self._heads(part), part.head_dim)
         return None if part.blocks is None else row_order(*part.blocks, self._heads(part), part.head_dim)
 
     def _embedding(self) -> Embeddings | None:
@@ -383,7 +386,6 @@ class _NetworkBuilder:
     def _joined(self, linears: Sequence[Any], order: Tensor | None = None) -> Linear:
         """One packed linear layer in place of several with the same input. order: see `pack_joined`."""
         require(all(map(is_linear, linears)))
-        require(len({linear.bias is None for linear in linears}) == 1)
         return pack_joined(linears, self.weights, self.device, order)
 
 
@@ -422,6 +424,16 @@ def row_order(count: int, order: str, heads: Sequence[int], head_dim: int) -> Te
     found = dict(zip(order, parts, strict=True))
     laid = torch.cat([found[name].flatten() for name in "qkv"])
     return None if torch.equal(laid, rows.flatten()) else laid
+
+
+def with_gates_apart(heads: Sequence[int], head_dim: int) -> Tensor:
+    """Where rows of queries, their gates, keys and values are, if a gate lies behind each query head: int64 [rows].
+
+    heads: the numbers of query, key and value heads.
+    """
+    rows = torch.arange((heads[0] + sum(heads)) * head_dim)
+    pairs, rest = rows.tensor_split([2 * heads[0] * head_dim])
+    return torch.cat([pairs.view(-1, 2, head_dim).transpose(0, 1).flatten(), rest])
 
 
 def slopes_of(part: LayerParts, weights: Weights, device: torch.device) -> Tensor | None:

@@ -100,7 +100,8 @@ class LayerParts:
     output_scale: a module, and the name of a buffer of it with one number.
     mixer, feed_forward: modules in place of attention and of the feed-forward half. They run as they are, but for a
     mixer that takes what `qkv` gives, and gives what `out` takes (`hybrids.py`).
-    gated_queries: see `Layer`.
+    gated_queries: see `Layer`. Gates are made by the second of four modules in `qkv`; of three, the first one makes
+    a gate behind each query head.
     """
 
     qkv: Sequence[Any]
@@ -378,6 +379,7 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         gated=names.gated,
         window=attention_window(attention, config),
         chunk=attention_chunk(attention, config),
+        gated_queries=len(made) == 4,
         kind=rotation_kind(attention, config),
         index=attention.layer_idx,
         scale=float(attention.scaling),
@@ -566,8 +568,11 @@ def unturned_scales(base: Any, num_positions: int) -> Tensor:
 
 def embedding_scale(base: Any, names: DecoderNames, dtype: torch.dtype) -> float:
     """What embeddings are multiplied by. Gemma's factor is the root of their size, rounded to their dtype."""
+    root: float = base.config.hidden_size**0.5
     if names.embedding_scale == "hidden_size":
-        return float(torch.tensor(base.config.hidden_size**0.5, dtype=dtype))
+        return float(torch.tensor(root, dtype=dtype))
+    if names.embedding_scale == "mup_enabled":
+        return root if base.config.mup_enabled else 1.0
     return float(getattr(base, names.embedding_scale)) if names.embedding_scale else 1.0
 
 

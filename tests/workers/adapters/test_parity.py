@@ -247,6 +247,7 @@ OTHERS = (
     "bamba",
     "lfm2",
     "gemma4_text",
+    "afmoe",
 )
 EVERY = [
     *FIRST,

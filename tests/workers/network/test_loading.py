@@ -196,7 +196,7 @@ def test_bin_checkpoints_are_read_only_where_the_format_says_so(llama: Path, tmp
             load_runner(tmp_path, load_format=load_format)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss"])
+@pytest.mark.parametrize("name", ["gpt_oss", "afmoe"])
 def test_norms_that_transformers_keeps_in_float32(name: str, tmp_path: Path) -> None:
     """Beside float16, in which a stack computes all of them."""
     runner, _ = load_runner(SERVED[name].write(tmp_path, dtype="float16"), dtype="float16")

@@ -104,6 +104,7 @@ def half_of(name: str, fields: dict[str, Any], number: int = -1) -> tuple[Any, A
 
 DEEPSEEK = LATER_EXPERTS | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 NUMBERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "afmoe": ("afmoe", SERVED["afmoe"].fields, {"sigmoid": True, "factor": 1.7, "epsilon": 1e-20}),
     "deepseek_v2": (
         "deepseek_v2",
         MLA
@@ -153,7 +154,7 @@ def test_numbers_of_families(name: str) -> None:
         **({"num_chosen": 2, "normalised": True, "dtype": torch.float32} | expected)
     )
     assert parts.weighs_inputs == (name == "llama4_text")
-    biased = {"deepseek_v3", "glm4_moe", "lfm2_moe", "minimax_m2"}
+    biased = {"afmoe", "deepseek_v3", "glm4_moe", "lfm2_moe", "minimax_m2"}
     assert (parts.bias is not None) == (name in biased)
 
 

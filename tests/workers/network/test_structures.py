@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from tests.workers.architectures import VOCAB_SIZE, Architecture
+from pagewire.workers.network.network import Network
+from tests.workers.architectures import SERVED, VOCAB_SIZE, Architecture
 from tests.workers.driver import Driver, load_runner
 from tests.workers.parity import make_prompts, transformers_tokens
 
@@ -37,3 +38,15 @@ def test_layers_that_do_not_name_their_kind_have_the_angles_of_the_configuration
     runner, _ = load_runner(model)
     prompts = make_prompts(VOCAB_SIZE)
     assert Driver(runner).generate(prompts, 12) == transformers_tokens(model, prompts, 12)
+
+
+def test_gates_of_attention_have_no_biases_where_queries_have_some(tmp_path: Path) -> None:
+    """And embeddings are not scaled where a setting says so."""
+    fields = SERVED["afmoe"].fields | {"attention_bias": True, "mup_enabled": False}
+    model = Architecture("afmoe", fields).write(tmp_path)
+    base = load_runner(model)[0].model.model.base
+    assert isinstance(base, Network) and base.stack.compiled is not None
+    assert all(layer.gated_queries for layer in base.stack.layers)
+    assert [layer.angles for layer in base.stack.layers] == [0, None]
+    prompts = make_prompts(VOCAB_SIZE)
+    assert Driver(load_runner(model)[0]).generate(prompts, 12) == transformers_tokens(model, prompts, 12)
