@@ -147,7 +147,7 @@ DBRX = {
     "n_heads": 4,
     "n_layers": 2,
     "max_seq_len": 128,
-    "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+    "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 1},
     "ffn_config": {"ffn_hidden_size": 36, "moe_num_experts": 4, "moe_top_k": 2},
 }
 LLAMA4 = (

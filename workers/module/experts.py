@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pagewire.kernels.data.joining import with_rounded_rows
 from pagewire.kernels.data.layer import Activation, Experts
-from pagewire.kernels.data.weight import UnpackedLinear
+from pagewire.kernels.data.weight import UnpackedLinear, Weight, dense_weight
 from pagewire.kernels.experts import GroupedExperts
 from pagewire.kernels.linear import Linear
 from pagewire.kernels.ops import activate_and_mul
@@ -66,15 +66,51 @@ def grouped_experts(module: Any, weights: Weights, device: torch.device) -> Grou
     Raises:
         LoadError: a product is wrong.
     """
+    if not is_experts(module):
+        return blocks_of_experts(module, weights, device)
     up, down = (expert_linears(module, name, weights, device) for name in (up_name(module), "down_proj"))
     between = module._apply_gate if module.has_gate else module.act_fn
     experts = Experts(up, down, activation_of(between, up[0].out_features) if module.has_gate else None)
-    grouped = GroupedExperts(experts, device, between)
-    if device.type == "cpu" or grouped.compiled is not None:  # on a GPU they run one by one otherwise
-        check_experts(grouped, device)
+    grouped = proven(experts, device, between)
     if not has_post_expert_norm(module):
         return grouped
     return GroupedExperts(experts, device, between, normed(module, weights))
+
+
+def proven(experts: Experts, device: torch.device, between: Callable[[Tensor], Tensor]) -> GroupedExperts:
+    """Experts on a device. between: the activation.
+
+    Raises:
+        LoadError: a product is wrong.
+    """
+    grouped = GroupedExperts(experts, device, between)
+    if device.type == "cpu" or grouped.compiled is not None:  # on a GPU they run one by one otherwise
+        check_experts(grouped, device)
+    return grouped
+
+
+def blocks_of_experts(module: Any, weights: Weights, device: torch.device) -> GroupedExperts:
+    """The experts of DBRX: those of all lie one below the other in each of three matrices [E I, H].
+
+    They are the gates' and the other rows of an expert's first product, and the transposed ones of its second.
+
+    Raises:
+        LoadError: a product is wrong.
+    """
+    own, up, down = module.mlp, [], []
+    tensors = [weights.read(own, name) for name in ("w1", "v1", "w2")]
+    blocks = [tensor.chunk(module.num_experts) for tensor in tensors if tensor is not None]
+    for gate, rest, last in zip(*blocks, strict=True):
+        first = Weight.joined([dense_weight(gate), dense_weight(rest)])
+        up.append(packed(first, None, device))
+        down.append(packed(dense_weight(last.T), None, device))
+    weights.let_go()
+
+    def between(rows: Tensor) -> Tensor:
+        gates, rest = rows.chunk(2, -1)
+        return own.activation_fn(gates) * rest  # type: ignore[no-any-return]
+
+    return proven(Experts(up, down, activation_of(between, up[0].out_features)), device, between)
 
 
 def normed(module: Any, weights: Weights) -> Callable[[Tensor], Tensor]:

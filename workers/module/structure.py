@@ -199,7 +199,7 @@ STACKED_HYBRIDS = {
 """Model types with states whose layers add what their halves make of normed states, and do nothing else."""
 GPT_LIKE = {
     *("biogpt", "bloom", "codegen", "ctrl", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj"),
-    *("mpt", "opt"),
+    *("dbrx", "mpt", "opt"),
 }
 """Model types whose parts have names of their own (`workers/network/gpt_structures.py`)."""
 BERT_LIKE = {"bert", "roberta", "xlm-roberta", "camembert", "data2vec-text", "electra", "ernie"}

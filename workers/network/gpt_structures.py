@@ -1,7 +1,7 @@
-"""Where decoders from before Llama have the parts of which a network is made: a table by model type.
+"""Where decoders from before Llama, and DBRX, have the parts of which a network is made: a table by model type.
 
-Their layers have no gates, mostly layer norms, and names of their own. Positions are learned, rotated or a bias of
-logits by distance. One linear layer may make queries, keys and values (`LayerParts.blocks`).
+Their layers have no gates but in DBRX's experts, mostly layer norms, and names of their own. Positions are learned,
+rotated or a bias of logits by distance. One linear layer may make queries, keys and values (`LayerParts.blocks`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from pagewire.workers.module.structure import BERT_LIKE
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.encoder_structures import STRUCTURES
 from pagewire.workers.network.module_base import position_offset
-from pagewire.workers.network.structures import LLAMA_LIKE, LayerParts, Layers, Structure, chosen, require
+from pagewire.workers.network.routers import router_parts
+from pagewire.workers.network.structures import (
+    LLAMA_LIKE,
+    UNKNOWN_ROUTER,
+    LayerParts,
+    Layers,
+    Structure,
+    chosen,
+    require,
+)
 
 
 def of_layers(list_name: str, parts: Callable[[Any, Any], LayerParts]) -> Layers:
@@ -160,6 +169,28 @@ def of_mpt(layer: Any, config: Any) -> LayerParts:
     )
 
 
+def of_dbrx(layer: Any, config: Any) -> LayerParts:
+    """The parts of a layer of DBRX, whose feed-forward half is experts alone."""
+    block, half = layer.norm_attn_norm, layer.ffn
+    attention, router = block.attn, router_parts(half)
+    require(router is not None, UNKNOWN_ROUTER)
+    return LayerParts(
+        (attention.Wqkv,),
+        attention.out_proj,
+        (),
+        None,
+        (block.norm_1, block.norm_2),
+        attention.head_dim,
+        gated=True,
+        index=attention.layer_idx,
+        scale=attention.scaling,
+        heads=(attention.num_heads, attention.num_key_value_heads),
+        qkv_limit=attention.clip_qkv or None,
+        mixture=half,
+        router=router,
+    )
+
+
 def of_opt(layer: Any, config: Any) -> LayerParts:
     """The parts of a layer of OPT or BioGPT."""
     require(getattr(layer, "do_layer_norm_before", True), "its norms come last")
@@ -294,6 +325,9 @@ GPT_STRUCTURES: dict[str, Structure] = {
         positions=of_sines,
         embedding_scale=lambda base, dtype: base.d_model_size**0.5,
         activation_name="relu",
+    ),
+    "dbrx": replace(
+        LLAMA_LIKE, layers=of_layers("blocks", of_dbrx), final_norm=lambda base: base.norm_f, words="wte"
     ),
     "falcon": replace(BLOOM, layers=of_layers("h", of_falcon), norm=None, rotary="rotary_emb"),
     "gpt2": GPT2,

@@ -52,6 +52,7 @@ ACTIVATIONS = {
 """The activations by transformers' names."""
 
 
+UNKNOWN_ROUTER = "its router chooses or weighs experts in a way that the kernels do not have"
 USUAL_EPS = (1e-5, 1e-6)
 """Of norms that do not tell theirs."""
 
@@ -441,7 +442,7 @@ def with_feed_forward(parts: LayerParts, half: Any, names: DecoderNames) -> Laye
     if getattr(half, EXPERTS, None) is None:
         return with_dense(parts, half, names)
     router = router_parts(half)
-    require(router is not None, "its router chooses or weighs experts in a way that the kernels do not have")
+    require(router is not None, UNKNOWN_ROUTER)
     parts = replace(parts, mixture=half, router=router)
     shared = [child for name, child in half.named_children() if name in SHARED]
     return with_dense(parts, shared[0], names) if shared else parts

@@ -248,6 +248,7 @@ OTHERS = (
     "lfm2",
     "gemma4_text",
     "afmoe",
+    "dbrx",
 )
 EVERY = [
     *FIRST,

@@ -31,7 +31,7 @@ TAKEN = [
     Architecture("mistral", GROUPED | {"sliding_window": 7}),
     Architecture("qwen3", GROUPED),
     *(SERVED[name] for name in ("gpt2", "bloom", "nanochat")),
-    SERVED["afmoe"],
+    *(SERVED[name] for name in ("afmoe", "dbrx")),
     SERVED["deepseek_v2"],
     SERVED["glm_moe_dsa"],  # an indexer, and a layer that follows it
 ]
