@@ -6,7 +6,8 @@ x -> QKV in one product -> (norm of each head) -> (rotary) -> attention -> outpu
 With norms first, as in Llama, a norm is what the next product takes, and the sum itself goes on. With norms last,
 as in BERT, the normed sum goes on. What a half gives may be normed and scaled before it is added (Gemma 2,
 Granite), and both halves may take the same input (Cohere). In place of the feed-forward half, or beside it as a
-shared expert, a layer may have experts and a router. Attention may be to latents, of which keys and values are
+shared expert, a layer may have experts and a router; these may take the sum before the half, with norms of their
+own (Gemma 4). Attention may be to latents, of which keys and values are
 products, and in its place may be a mixer of states (`mixers.py`). Either half may be one that computes itself
 (`Half`). A layer may attend to the keys and values of an earlier one, and end with what each token gives it beside
 states (`InputGate`, Gemma 4).
@@ -28,13 +29,14 @@ from torch import Tensor
 from pagewire.kernels.data.layer import (
     Activation,
     Angles,
-    Half,
     HeadNormForm,
     HeadNorms,
     Indexer,
     Layer,
     LayerNorm,
     Norm,
+    Router,
+    SumTaker,
 )
 from pagewire.kernels.data.mixers import OutputGate, StateMixer
 from pagewire.kernels.data.paging import AttentionBatch, Cache
@@ -156,7 +158,8 @@ class Stack:
                     given, chosen = _attend_to_latents(layer, heads, x, angles, batch, cache, chosen)
                 if not layer.parallel:
                     norm = layer.attention_norm if layer.feeds else output_norm
-                    x, states = self._add(given, states, layer, layer.halves[0], layer.attended_norm, norm)
+                    is_whole = layer.halves[0] is not None
+                    x, states = self._add(given, states, layer, layer.attended_norm, norm, is_whole=is_whole)
                 else:
                     aside = given
                     x = x if layer.attention_norm is None else normed_by(layer.attention_norm, states)
@@ -164,10 +167,13 @@ class Stack:
             if layer.feeds:
                 if layer.feed_forward is not None:
                     x = layer.feed_forward(x)
+                elif experts is None:
+                    x = _feed_forward(layer, x)
                 else:
-                    x = _feed_forward(layer, x) if experts is None else _mixture(layer, x, experts)
+                    x = _mixture(layer, x, states, experts)
                 x = x if aside is None else x + aside
-                x, states = self._add(x, states, layer, layer.feed_forward, layer.fed_norm, output_norm)
+                is_whole = layer.feeds_whole
+                x, states = self._add(x, states, layer, layer.fed_norm, output_norm, is_whole=is_whole)
             if layer.ends:
                 x = _end(layer, states, inputs)
             if number in taps:
@@ -228,16 +234,17 @@ class Stack:
         x: Tensor,
         states: Tensor,
         layer: Layer,
-        half: Half | None,
         own: Norm | LayerNorm | None,
         norm: Norm | LayerNorm | None,
+        *,
+        is_whole: bool,
     ) -> tuple[Tensor, Tensor]:
         """What the next product takes, and what the next sum begins with.
 
-        x: what a half gives. states: overwritten. half: what has computed x itself, of all ranks; None: x is this
-        rank's. own: the norm of x. norm: of the sum.
+        x: what a half gives. states: overwritten. own: the norm of x. norm: of the sum. is_whole: x is that of all
+        ranks; else it is this rank's.
         """
-        if layer.ranks is not None and half is None:
+        if layer.ranks is not None and not is_whole:
             x = layer.ranks.all_reduce(x)
         x = normed_by(own, x)
         if layer.residual_scale != 1.0:
@@ -272,17 +279,35 @@ def _feed_forward(layer: Layer, x: Tensor) -> Tensor:
     return layer.down(normed_by(layer.down_norm, x))
 
 
-def _mixture(layer: Layer, x: Tensor, experts: GroupedExperts) -> Tensor:
-    """The feed-forward half [T, H] of the experts that the layer's router chooses for x [T, H]."""
+def _mixture(layer: Layer, x: Tensor, states: Tensor, experts: GroupedExperts) -> Tensor:
+    """The feed-forward half [T, H] of the experts that the layer's router chooses for x [T, H].
+
+    states: [T, H], the sum that x is the norm of.
+    """
     mixture = layer.mixture
     assert mixture is not None
     router = mixture.router
+    if mixture.of_sum is not None:
+        return _beside(layer, x, states, experts, router, mixture.of_sum)
     out = experts(x, *route(router.linear(x.to(router.linear.dtype)), router))
     if mixture.shared_gate is not None:
         add_gated(out, _feed_forward(layer, x), mixture.shared_gate(x))
     elif layer.up is not None:
         out += _feed_forward(layer, x)
     return out
+
+
+def _beside(
+    layer: Layer, x: Tensor, states: Tensor, experts: GroupedExperts, router: Router, own: SumTaker
+) -> Tensor:
+    """What a dense half makes of x [T, H] and experts of states [T, H], on all ranks, each normed: their sum."""
+    taken = normed_by(own.router_norm, states) * own.router_scale * own.router_factor
+    ids, weights = route(router.linear(taken), router)
+    given = experts(normed_by(own.norm, states), ids, weights * own.expert_scales[ids])
+    dense = _feed_forward(layer, x)
+    if layer.ranks is not None:
+        given, dense = (layer.ranks.all_reduce(part) for part in (given, dense))
+    return normed_by(own.dense_norm, dense) + normed_by(own.given_norm, given)
 
 
 def normed_by(norm: Norm | LayerNorm | None, x: Tensor) -> Tensor:

@@ -120,6 +120,34 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True)
+class SumTaker:
+    """What experts have for themselves that take the sum before the half, and not what its norm gives (Gemma 4).
+
+    Beside them the layer's `up` and `down` take that. Both results are normed before they are added.
+    """
+
+    router_norm: Norm | LayerNorm
+    """Of what the router takes of the sum; it is then multiplied by `router_scale` and by `router_factor`."""
+    router_scale: Tensor
+    """[H], of the states' dtype."""
+    router_factor: float
+    expert_scales: Tensor
+    """float32 [E]: the weight of an expert is multiplied by its own."""
+    norm: Norm | LayerNorm
+    """Of what experts take of the sum."""
+    given_norm: Norm | LayerNorm
+    """Of what experts give."""
+    dense_norm: Norm | LayerNorm
+    """Of what `down` gives."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its norms and scales."""
+        norms = (self.router_norm, self.norm, self.given_norm, self.dense_norm)
+        return self.router_scale.nbytes + self.expert_scales.nbytes + sum(norm.num_bytes for norm in norms)
+
+
+@dataclass(frozen=True, slots=True)
 class Mixture:
     """A feed-forward half of experts."""
 
@@ -128,12 +156,14 @@ class Mixture:
     shared_gate: Linear | None
     """[T, H] to [T, 1]: its sigmoid weights an expert that every token gets, the layer's `up` and `down`. None:
     that expert, if there is one, is added as it is."""
+    of_sum: SumTaker | None = None
+    """None: router and experts take what the layer's `up` takes."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the packed weights, but for those of the shared expert."""
-        gate = 0 if self.shared_gate is None else self.shared_gate.num_bytes
-        return self.router.linear.num_bytes + self.experts.num_bytes + gate
+        parts = (self.router.linear, self.experts, self.shared_gate, self.of_sum)
+        return sum(part.num_bytes for part in parts if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +372,11 @@ class Layer:
         return sum(part.num_bytes for part in (*parts, *own, *norms) if part is not None)
 
     @property
+    def feeds_whole(self) -> bool:
+        """True if its feed-forward half gives what is that of all ranks."""
+        return self.feed_forward is not None or (self.mixture is not None and self.mixture.of_sum is not None)
+
+    @property
     def ends(self) -> bool:
         """True if something is done to the sum behind the feed-forward half."""
         return self.input_gate is not None or self.output_scale != 1.0
@@ -397,7 +432,8 @@ class Layer:
                 down=[change("experts.down", linear) for linear in mixture.experts.down],
             )
             router = replace(mixture.router, linear=linears.pop("router"))
-            mixture = Mixture(router, experts, linears.pop("shared_gate", None))
+            gate_of_shared = linears.pop("shared_gate", None)
+            mixture = replace(mixture, router=router, experts=experts, shared_gate=gate_of_shared)
         mixer = self.mixer
         if isinstance(mixer, StateMixer):
             mixer = mixer.with_linears({name: linears.pop(f"{MIXER}{name}") for name in mixer.linears})

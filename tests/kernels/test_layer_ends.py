@@ -1,4 +1,5 @@
-"""Layers that read the keys of another one, whose values are keys, or whose sums are changed at their end."""
+"""Layers that read the keys of another one, whose values are keys, whose sums are changed at their end, or taken by
+experts."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire.kernels.data.layer import InputGate, Layer, Norm
+from pagewire.kernels.data.layer import Activation, InputGate, Layer, Norm, SumTaker
 from pagewire.kernels.data.paging import Cache
+from pagewire.kernels.experts import GroupedExperts
 from pagewire.kernels.linear import dense_weight, pack
-from pagewire.kernels.ops import rms_norm
+from pagewire.kernels.ops import activate_and_mul, rms_norm, route
 from pagewire.kernels.stack import Stack
 from tests.kernels.test_decoder import (
     HEAD_DIM,
@@ -110,6 +112,36 @@ def test_a_gates_products_may_have_adapters() -> None:
     (layer,) = with_adapters(stack, torch.float32).layers
     assert layer.input_gate is not None and stack.layers[0].input_gate is not None
     assert layer.input_gate.gate is not stack.layers[0].input_gate.gate
+
+
+def test_experts_that_take_the_sum_stand_beside_a_dense_half() -> None:
+    plain = make_stack(torch.float32, experts=True).layers[0]
+    assert plain.mixture is not None and plain.up is not None and plain.down is not None
+    norms = [Norm(1 + torch.randn(HIDDEN, generator=GENERATOR) / 8, 1e-5, 0.0) for _ in range(4)]
+    scale, scales = torch.randn(HIDDEN, generator=GENERATOR), 1 + torch.rand(5, generator=GENERATOR)
+    own = SumTaker(norms[0], scale, 0.5, scales, *norms[1:])
+    mixture = dataclasses.replace(plain.mixture, shared_gate=None, of_sum=own)
+    layer = dataclasses.replace(plain, mixture=mixture)
+    assert Stack(None, [layer]).compiled is None
+    _, found = results(layer, make_caches(torch.float32))
+    alone = dataclasses.replace(plain, mixture=None, up=None, down=None, attention_norm=None)
+    _, total = results(alone, make_caches(torch.float32))
+
+    def normed(norm: Any, x: Tensor) -> Tensor:
+        return rms_norm(x, norm.weight, norm.eps)
+
+    logits = mixture.router.linear(normed(norms[0], total) * scale * 0.5)
+    ids, weights = route(logits, mixture.router)
+    experts = GroupedExperts(mixture.experts, torch.device("cpu"))
+    given = experts(normed(norms[1], total), ids, weights * scales[ids])
+    dense = plain.down(activate_and_mul(plain.up(normed(plain.attention_norm, total)), Activation.SILU))
+    wanted = total + normed(norms[3], dense) + normed(norms[2], given)
+    torch.testing.assert_close(found, wanted)
+    assert layer.num_bytes == alone.num_bytes + plain.attention_norm.num_bytes + sum(
+        part.num_bytes for part in (plain.up, plain.down, mixture)
+    )
+    (adapted,) = with_adapters(Stack(None, [layer]), torch.float32).layers
+    assert adapted.mixture is not None and adapted.mixture.of_sum is own
 
 
 def test_sums_are_changed_only_in_layers_that_begin_with_a_norm() -> None:

@@ -36,6 +36,8 @@ class DecoderNames:
     value_norm: of heads of values. layer_inputs: of the base, the table, the product and the norm of what layers
     get of tokens beside states; input_gate: of a layer, the two products and the norm of it. There may be none.
     output_scale: a buffer of a layer, by which its sum is multiplied.
+    beside: of a layer whose experts stand beside its dense half: the router, the experts, the norms of what these
+    take and give, and that of what the dense half gives. There may be none.
     """
 
     attention: str = "self_attn"
@@ -70,6 +72,7 @@ class DecoderNames:
     layer_inputs: tuple[str, ...] = ()
     input_gate: tuple[str, ...] = ()
     output_scale: str = ""
+    beside: tuple[str, ...] = ()
 
     @property
     def all_norms(self) -> set[str]:
@@ -93,6 +96,13 @@ GEMMA_4 = replace(
     layer_inputs=("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
     input_gate=("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
     output_scale="layer_scalar",
+    beside=(
+        "router",
+        "experts",
+        "pre_feedforward_layernorm_2",
+        "post_feedforward_layernorm_2",
+        "post_feedforward_layernorm_1",
+    ),
 )
 OLMO_2 = DecoderNames(
     norms=(None, None),
@@ -252,6 +262,7 @@ def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[s
     } - {*_within(own.attention, ("sinks", "indexer")), *own.input_gate, own.output_scale}
     dense = _within(own.mlp, (*own.up, own.down, own.down_norm))
     found -= _within(own.mlp, (own.curve,))
+    found = {name for name in found if name.partition(".")[0] not in own.beside}
     # A half of experts, if its router is known, is one as well.
     if any(text.get(name) for name in NUM_EXPERTS):
         found = {name for name in found if not name.startswith(f"{own.mlp}.")} | dense

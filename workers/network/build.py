@@ -22,6 +22,7 @@ from pagewire.kernels.data.layer import (
     LayerNorm,
     Mixture,
     Norm,
+    SumTaker,
     Xielu,
 )
 from pagewire.kernels.data.paging import LogitTerms
@@ -41,7 +42,7 @@ from pagewire.workers.network.hybrids import HYBRIDS, built_halves, order_of
 from pagewire.workers.network.latents import latents_of, num_latent_heads
 from pagewire.workers.network.network import Embeddings, KVPlace, Network
 from pagewire.workers.network.parts import input_gate_of, layer_inputs_of, own_factor, scaled_by
-from pagewire.workers.network.routers import RouterParts
+from pagewire.workers.network.routers import RouterParts, SumRouterParts
 from pagewire.workers.network.structures import (
     LayerParts,
     OtherStructureError,
@@ -344,7 +345,11 @@ class _NetworkBuilder:
         return found
 
     def _mixture(
-        self, part: LayerParts, router: RouterParts, ranks: Sum | None, dtype: torch.dtype
+        self,
+        part: LayerParts,
+        router: RouterParts | SumRouterParts,
+        ranks: Sum | None,
+        dtype: torch.dtype,
     ) -> Mixture:
         """The feed-forward half of experts that a layer has, packed. dtype: of states."""
         module = part.mixture
@@ -357,7 +362,27 @@ class _NetworkBuilder:
         require(self.device.type == "cpu" or has_kernel)
         experts = replace(grouped.experts, weighs_inputs=router.weighs_inputs)
         gate = part.shared_gate
-        return Mixture(own, experts, None if gate is None else self._joined([gate]))
+        return Mixture(own, experts, None if gate is None else self._joined([gate]), self._of_sum(part))
+
+    def _of_sum(self, part: LayerParts) -> SumTaker | None:
+        """What experts have for themselves that take the sum before the half; None: they do not."""
+        if part.of_sum is None:
+            return None
+        router, *modules = part.of_sum
+        norm, given_norm, dense_norm = (
+            self.structure.norm_of(module, self.weights, self.device) for module in modules
+        )
+        scale, expert_scales = (self.weights.read(router, name) for name in ("scale", "per_expert_scale"))
+        assert scale is not None and expert_scales is not None
+        return SumTaker(
+            plain_norm_of(router.norm, self.base.config.hidden_size, self.base.dtype, self.device),
+            scale.to(self.device),
+            float(router.scalar_root_size),
+            expert_scales.to(self.device, torch.float32),
+            norm,
+            given_norm,
+            dense_norm,
+        )
 
     def _modules(
         self, parts: Sequence[LayerParts], layers: Sequence[Layer]

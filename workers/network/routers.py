@@ -26,7 +26,7 @@ from pagewire.kernels.data.weight import dense_weight
 from pagewire.kernels.reference.routing import choose, for_choice, scores_of
 from pagewire.workers.module.products import packed
 from pagewire.workers.module.structure import EXPERTS, SHARED, SHARED_GATE
-from pagewire.workers.module.transforms import tolerance
+from pagewire.workers.module.transforms import pack_joined, tolerance
 from pagewire.workers.module.weights import Weights
 
 logger = logging.getLogger("pagewire.worker")
@@ -139,6 +139,30 @@ class RouterParts:
         weights.let_go()
         bias = None if self.bias is None else read[self.bias].flatten().to(device, torch.float32)
         return Router(linear, routing, bias)
+
+
+@dataclass(frozen=True)
+class SumRouterParts:
+    """A router of Gemma 4. `SumTaker` says what it takes, and how weights are scaled behind it."""
+
+    module: Any
+    num_chosen: int
+
+    @property
+    def linear(self) -> Any:
+        """The module with the matrix of the logits, `weight` [E, H]."""
+        return self.module.proj
+
+    @property
+    def weighs_inputs(self) -> bool:
+        """See `Experts`."""
+        return False
+
+    def packed(self, weights: Weights, device: torch.device, dtype: torch.dtype) -> Router:
+        """The router with its weights, packed on a device. dtype: of the layer's states, and of logits."""
+        linear = pack_joined([self.linear], weights, device)
+        assert linear.dtype is dtype
+        return Router(linear, Routing(self.num_chosen, normalised=True, dtype=torch.float32))
 
 
 def router_parts(half: Any) -> RouterParts | None:

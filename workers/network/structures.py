@@ -35,7 +35,7 @@ from pagewire.workers.module.structure import (
 )
 from pagewire.workers.module.transforms import norm_kernel, tolerance
 from pagewire.workers.module.weights import Weights
-from pagewire.workers.network.routers import RouterParts, router_parts
+from pagewire.workers.network.routers import RouterParts, SumRouterParts, router_parts
 
 WINDOW_EVERYWHERE = {"mistral", "mixtral", "phi3", "phimoe", "starcoder2"}
 """Model types whose every layer uses config.sliding_window."""
@@ -99,6 +99,7 @@ class LayerParts:
     value_norm: of heads of values. source: the layer whose keys and values it reads; `qkv` is of queries alone.
     Where `qkv` is of queries and keys, values are keys. input_gate: the products and the norm of an `InputGate`.
     output_scale: a module, and the name of a buffer of it with one number.
+    of_sum: the router and the norms of a `SumTaker`: of what experts take and give, and of what `down` gives.
     mixer, feed_forward: modules in place of attention and of the feed-forward half. They run as they are, but for a
     mixer that takes what `qkv` gives, and gives what `out` takes (`hybrids.py`).
     gated_queries: see `Layer`. Gates are made by the second of four modules in `qkv`; of three, the first one makes
@@ -119,7 +120,8 @@ class LayerParts:
     scale: float | None = None
     head_norms: tuple[Any, Any] | None = None
     mixture: Any = None
-    router: RouterParts | None = None
+    router: RouterParts | SumRouterParts | None = None
+    of_sum: tuple[Any, Any, Any, Any] | None = None
     sinks: Any = None
     latents: Any = None
     index_interleaved: bool = False
@@ -340,6 +342,8 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
     plain = {name for name, child in layer.named_children() if type(child) is not nn.Dropout}
     has_gate = bool(names.input_gate) and set(names.input_gate) <= plain
     plain -= {*names.input_gate, "act_fn"} if has_gate else set()
+    has_experts = bool(names.beside) and set(names.beside) <= plain
+    plain -= set(names.beside) if has_experts else set()
     require(
         plain - {names.shared} == {names.attention, names.mlp} | names.all_norms,
         f"a layer has {', '.join(sorted(plain))}",
@@ -405,6 +409,10 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         single_angles=names.single_angles,
     )
     parts = with_feed_forward(parts, mlp, names)
+    if has_experts:
+        router, _, *norms = (getattr(layer, name) for name in names.beside)
+        own = SumRouterParts(router, config.top_k_experts)
+        return replace(parts, mixture=layer, router=own, of_sum=(router, *norms))
     shared = getattr(layer, names.shared) if names.shared else None
     return parts if shared is None else with_dense(parts, shared, names)
 

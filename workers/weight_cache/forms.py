@@ -41,6 +41,7 @@ from pagewire.kernels.data.layer import (
     Mixture,
     Norm,
     Router,
+    SumTaker,
     Xielu,
 )
 from pagewire.kernels.data.mixers import (
@@ -141,6 +142,7 @@ STORED = (
     ShortConv,
     Stage,
     StateSpace,
+    SumTaker,
     TokenHead,
     Weight,
     Xielu,

@@ -269,6 +269,22 @@ def test_architectures(name: str, tmp_path: Path) -> None:
     assert actual != transformers_tokens(model, prompts)
 
 
+def test_experts_beside_a_dense_half(tmp_path: Path) -> None:
+    """An adapter of all linear layers, of the router, too: log probabilities, since it changes no greedy token."""
+    model = SERVED["gemma4_text with experts"].write(tmp_path / "model")
+    adapter = write_adapter(model, tmp_path / "adapter", 1, 1.0, r=4, target_modules=targets_of(model))
+    runner = AdaptedRunner(model)
+    assert isinstance(runner.runner.model.model.base, Network)
+    runner.load_all([adapter])
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    requests = Driver(runner.runner, 128).run(PROMPTS[:1] * 2, 1, params, adapters=[0, 1])
+    ours = [torch.tensor(request.prompt_logprobs[0].logprobs.tolist()) for request in requests]
+    theirs = [torch.tensor(peft_logprobs(model, folder, PROMPTS[0])) for folder in (None, adapter)]
+    for found, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found.flatten(), wanted.flatten(), rtol=0, atol=1e-3)
+    assert (ours[0] - ours[1]).abs().max() > 0.05
+
+
 def test_latent_attention(tmp_path: Path) -> None:
     """Its `kv_b_proj` is two layers here, and adapters change both; a token's bits are the same alone."""
     model = SERVED["youtu"].write(tmp_path / "model")

@@ -11,7 +11,7 @@ from pagewire.kernels.cpu import library
 from pagewire.workers.network.network import Network
 from pagewire.workers.run.runner import Runner
 from pagewire.workers.weight_cache import folder as cache_folder
-from tests.workers.architectures import GEMMA4, VOCAB_SIZE, Architecture
+from tests.workers.architectures import GEMMA4, GEMMA4_LARGE, VOCAB_SIZE, Architecture
 from tests.workers.driver import Driver, load_runner
 from tests.workers.parity import make_prompts, transformers_tokens
 from tests.workers.weight_cache.test_cached_loading import keep, outputs, start, without_transformers
@@ -57,11 +57,26 @@ def test_the_kv_cache_has_no_memory_for_keys_of_other_layers(tmp_path: Path) -> 
     assert per_block[0] < per_block[1]
 
 
-def test_it_is_kept_as_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [0, 8], ids=["states alone", "inputs of layers"])
+def test_experts_beside_a_dense_half(size: int, tmp_path: Path) -> None:
+    """They take the sum before it; there may be inputs of layers, too."""
+    model = Architecture("gemma4_text", GEMMA4_LARGE | {"hidden_size_per_layer_input": size}).write(tmp_path)
+    runner, _ = load_runner(model)
+    network = network_of(runner)
+    mixtures = [layer.mixture for layer in network.stack.layers]
+    assert all(mixture is not None and mixture.of_sum is not None for mixture in mixtures)
+    assert (network.layer_inputs is None) == (size == 0)
+    assert Driver(runner).generate(PROMPTS, 8) == transformers_tokens(model, PROMPTS, 8)
+
+
+@pytest.mark.parametrize("fields", [GEMMA4, GEMMA4_LARGE], ids=["", "with experts"])
+def test_it_is_kept_as_packed_weights(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if library.choose() is None:
         pytest.skip("there are no compiled kernels here")
     monkeypatch.setattr(cache_folder, "cache_root", lambda: tmp_path / "cache")
-    model = Architecture("gemma4_text", GEMMA4).write(tmp_path / "model")
+    model = Architecture("gemma4_text", fields).write(tmp_path / "model")
     first, ahead = start(model)
     assert len(keep(first, ahead)) == 1
     without_transformers(monkeypatch)
