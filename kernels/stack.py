@@ -324,12 +324,12 @@ def _attend(
 ) -> Tensor:
     """The attention half [T, H] of x [T, H]."""
     assert layer.qkv is not None and layer.out is not None and cache is not None
-    num_tokens = len(x)
-    heads = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
+    num_tokens, queries = len(x), layer.num_heads * layer.head_dim
+    heads = layer.qkv(x)
     if layer.qkv_limit is not None:
         heads = heads.clamp_(-layer.qkv_limit, layer.qkv_limit)
-    num_gates = layer.num_heads if layer.gated_queries else 0
-    q, gates, made = torch.tensor_split(heads, [layer.num_heads, layer.num_heads + num_gates], 1)
+    q, gates, made = torch.tensor_split(heads, [queries, queries * (1 + layer.gated_queries)], 1)
+    q, gates = (torch.unflatten(part, 1, (-1, layer.head_dim)) for part in (q, gates))
     q = _store(layer, q, made, angles, batch, cache) if layer.num_kv_heads else _queries(layer, q, angles)
     out = paged_attention(q, cache, batch, layer.scale, layer.terms).view(num_tokens, -1)
     if layer.gated_queries:
@@ -346,9 +346,13 @@ def _mixed(layer: Layer, mixer: StateMixer, x: Tensor, memory: MixerStates, numb
 def _store(
     layer: Layer, q: Tensor, made: Tensor, angles: Sequence[Angles], batch: AttentionBatch, cache: Cache
 ) -> Tensor:
-    """Queries q [T, Hq, D], normed and turned; keys and values, [T, heads, D] in `made`, are stored."""
-    k, v = (made, made.clone()) if layer.values_are_keys else torch.tensor_split(made, 2, 1)
+    """Queries q [T, Hq, D], normed and turned; keys and values, [T, Hkv (D + Dv)] in `made`, are stored."""
+    keys = layer.num_kv_heads * layer.head_dim
+    k, v = (made, made.clone()) if layer.values_are_keys else torch.tensor_split(made, [keys], 1)
+    k, v = (torch.unflatten(part, 1, (layer.num_kv_heads, -1)) for part in (k, v))
     v = normed_by(layer.value_norm, v)
+    if layer.value_scale != 1.0:
+        v = v * layer.value_scale
     q, k, own, norms = _until_stored(layer, q, k, angles)
     return rotate_and_store(q, k, v, own, norms, cache, batch.slot_mapping)
 

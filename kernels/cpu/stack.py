@@ -233,6 +233,8 @@ def _compiled_dtypes(library: ctypes.CDLL, layer: Layer, *, norm_first: bool) ->
     """The dtypes of a layer's weights and norms; None if stack.cpp does not compute it."""
     if layer.ends or layer.value_norm is not None or layer.values_are_keys:
         return None
+    if layer.value_dim is not None or layer.value_scale != 1.0:
+        return None
     if layer.mixture is not None and layer.mixture.of_sum is not None:
         return None
     if layer.attends and layer.mixer is None and not layer.num_kv_heads:

@@ -279,10 +279,10 @@ class Layer:
     """
 
     qkv: Linear | None
-    """[T, H] to [T, (Hq + 2 Hkv) D], to what a mixer of states takes, or see `values_are_keys`, `num_kv_heads` and
-    `Latents`; None where a `mixer` computes itself."""
+    """[T, H] to [T, (Hq + 2 Hkv) D], to what a mixer of states takes, or see `gated_queries`, `values_are_keys`,
+    `value_dim`, `num_kv_heads` and `Latents`; None where a `mixer` computes itself."""
     out: Linear | None
-    """[T, Hq D], or what a mixer or attention to latents gives, to [T, H]; None likewise."""
+    """[T, Hq Dv], or what a mixer or attention to latents gives, to [T, H]; None likewise."""
     attention_norm: Norm | LayerNorm | None
     """Of the sum after attention, where a feed-forward half follows. In a parallel layer: of the layer's input, for
     its feed-forward half; None: both halves take the same."""
@@ -316,6 +316,10 @@ class Layer:
     """Of each head of values."""
     values_are_keys: bool = False
     """Values are what `qkv` gives for keys, before these are normed and turned: [T, (Hq + Hkv) D]."""
+    value_dim: int | None = None
+    """Numbers of a head of values Dv, where keys have others: `qkv` gives [T, (Hq + Hkv) D + Hkv Dv]."""
+    value_scale: float = 1.0
+    """Values are multiplied by it."""
     out_norm: Norm | None = None
     """Of what `out` takes."""
     down_norm: Norm | None = None

@@ -17,7 +17,9 @@ from pagewire.kernels.experts import GroupedExperts
 from pagewire.kernels.linear import dense_weight, pack
 from pagewire.kernels.ops import activate_and_mul, rms_norm, route
 from pagewire.kernels.stack import Stack
+from tests.kernels.batches import allocate_kv
 from tests.kernels.test_decoder import (
+    BLOCKS,
     HEAD_DIM,
     HEADS,
     HIDDEN,
@@ -80,6 +82,23 @@ def test_values_are_normed() -> None:
     wanted = rms_norm(plain[0].v[used], HEAD_NORM.weight, HEAD_NORM.eps)
     torch.testing.assert_close(normed[0].v[used], wanted)
     assert torch.equal(normed[0].k, plain[0].k)
+
+
+def test_values_of_another_size_than_keys_are_scaled() -> None:
+    """As values of the same size are of which the last product takes no more."""
+    size, fields = HEAD_DIM // 2, {"head_norms": (HEAD_NORM, HEAD_NORM)}
+    out = torch.randn(HIDDEN, HEADS, HEAD_DIM, generator=GENERATOR) / HIDDEN**0.5
+    out[:, :, size:] = 0
+    values = QKV[len(QUERIES) + len(KEYS) :].view(KV_HEADS, HEAD_DIM, HIDDEN)
+    rows = torch.cat([QUERIES, KEYS, values[:, :size].flatten(0, 1)])
+    narrow = {"out": pack(dense_weight(out[:, :, :size].flatten(1))), "value_dim": size, "value_scale": 0.5}
+    layer = layer_of(rows, **fields, **narrow)
+    assert Stack(None, [layer]).compiled is None
+    found = results(layer, [allocate_kv(BLOCKS, KV_HEADS, 8, HEAD_DIM, size, torch.float32)])
+    halved = torch.cat([QUERIES, KEYS, 0.5 * values.flatten(0, 1)])
+    wide = layer_of(halved, out=pack(dense_weight(out.flatten(1))), **fields)
+    for ours, theirs in zip(found, results(wide, make_caches(torch.float32)), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def gate_of(number: int) -> InputGate:

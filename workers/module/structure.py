@@ -36,6 +36,7 @@ class DecoderNames:
     value_norm: of heads of values. layer_inputs: of the base, the table, the product and the norm of what layers
     get of tokens beside states; input_gate: of a layer, the two products and the norm of it. There may be none.
     output_scale: a buffer of a layer, by which its sum is multiplied.
+    value_dim, value_scale: attributes of attention: numbers of a head of values, and what these are multiplied by.
     beside: of a layer whose experts stand beside its dense half: the router, the experts, the norms of what these
     take and give, and that of what the dense half gives. There may be none.
     """
@@ -72,6 +73,8 @@ class DecoderNames:
     layer_inputs: tuple[str, ...] = ()
     input_gate: tuple[str, ...] = ()
     output_scale: str = ""
+    value_dim: str = ""
+    value_scale: str = ""
     beside: tuple[str, ...] = ()
 
     @property
@@ -158,6 +161,7 @@ DECODERS: dict[str, DecoderNames] = {
         unturned="use_rope",
         scales_unturned=True,
     ),
+    "mimo_v2_flash": DecoderNames(value_dim="v_head_dim", value_scale="v_scale"),
     "minicpm3": DecoderNames(residual_scale="residual_scale"),
     **dict.fromkeys(("minimax_m2", "olmoe"), DecoderNames(head_norm_form="together")),
     "ministral3": DecoderNames(scales_queries=True),
@@ -259,7 +263,11 @@ def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[s
         ".".join(path[1:3]).replace("block_sparse_moe", own.mlp).removesuffix(".weight").removesuffix(".bias")
         for path in inner
         if len(path) > 1 and not (path[0].isdecimal() and int(path[0]) >= last)
-    } - {*_within(own.attention, ("sinks", "indexer")), *own.input_gate, own.output_scale}
+    } - {
+        *_within(own.attention, ("sinks", "attention_sink_bias", "indexer")),
+        *own.input_gate,
+        own.output_scale,
+    }
     dense = _within(own.mlp, (*own.up, own.down, own.down_norm))
     found -= _within(own.mlp, (own.curve,))
     found = {name for name in found if name.partition(".")[0] not in own.beside}

@@ -104,6 +104,12 @@ class _NetworkBuilder:
         attending = [part for part in parts if part.attends]
         require(len({(part.blocks, part.heads) for part in attending if part.blocks}) < 2)
         require(len(parts) > 0 and all(self._heads(part)[1] == self._heads(part)[2] for part in attending))
+        # Kernels of GPUs attend to values of the size of keys, and modules fill theirs with zeros.
+        has_sizes = self.device.type == "cpu" or all(part.value_dim is None for part in parts)
+        require(
+            has_sizes,
+            "its heads of values have another size than those of keys, for which a GPU has no kernel",
+        )
         halves = [half for part in parts for half in part.halves]
         # Nobody has seen whether they can be recorded on a GPU.
         require(not halves or self.device.type == "cpu")
@@ -152,7 +158,10 @@ class _NetworkBuilder:
         if part.latents is not None:
             return [num_latent_heads(part.latents, self.weights), 1, 1]
         if len(part.qkv) > 1 or part.source is not None:
-            heads = [self.weights.num_rows(linear) // part.head_dim for linear in part.qkv]
+            sizes = [*[part.head_dim] * (len(part.qkv) - 1), part.value_dim or part.head_dim]
+            heads = [
+                self.weights.num_rows(linear) // size for linear, size in zip(part.qkv, sizes, strict=True)
+            ]
             if part.source is not None:
                 return [heads[0], 0, 0]
             if part.gated_queries:
@@ -299,6 +308,8 @@ class _NetworkBuilder:
             head_norm_form=part.head_norm_form,
             head_norms=None if part.head_norms is None else self._head_norms(part),
             value_norm=self._norm(part.value_norm, part.head_dim),
+            value_dim=part.value_dim,
+            value_scale=part.value_scale,
             values_are_keys=mixer is None and latents is None and len(part.qkv) == 2,
             input_gate=input_gate_of(part, self.structure, self.weights, self.device),
             output_scale=number_of(part.output_scale, self.weights),
@@ -495,7 +506,7 @@ def kv_shape(layer: Layer) -> KVShape:
         shape = KVShape(layer.num_kv_heads, size, latents.rank, layer.dtype, values_in_keys=True)
         indexer = latents.indexer
         return shape if indexer is None else replace(shape, index_dim=indexer.size, index_dtype=layer.dtype)
-    return KVShape(layer.num_kv_heads, size, size, layer.dtype)
+    return KVShape(layer.num_kv_heads, size, layer.value_dim or size, layer.dtype)
 
 
 def cosines_and_sines(table: Any, dtype: torch.dtype) -> Angles:

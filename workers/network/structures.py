@@ -99,6 +99,7 @@ class LayerParts:
     value_norm: of heads of values. source: the layer whose keys and values it reads; `qkv` is of queries alone.
     Where `qkv` is of queries and keys, values are keys. input_gate: the products and the norm of an `InputGate`.
     output_scale: a module, and the name of a buffer of it with one number.
+    value_dim: numbers of a head of values; None: as many as of keys. value_scale: see `Layer`.
     of_sum: the router and the norms of a `SumTaker`: of what experts take and give, and of what `down` gives.
     mixer, feed_forward: modules in place of attention and of the feed-forward half. They run as they are, but for a
     mixer that takes what `qkv` gives, and gives what `out` takes (`hybrids.py`).
@@ -145,6 +146,8 @@ class LayerParts:
     curve: Any = None
     turned_back: bool = False
     value_norm: Any = None
+    value_dim: int | None = None
+    value_scale: float = 1.0
     source: int | None = None
     input_gate: tuple[Any, Any, Any] | None = None
     output_scale: tuple[Any, str] | None = None
@@ -369,11 +372,13 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
     require(limit is None or not has_head_norms, "it clips queries and keys that are normed")
     out = getattr(attention, names.out)
     heads = None
+    value_dim: int = getattr(attention, names.value_dim or "head_dim")
     if len(names.qkv) == 1:
         count = config.num_attention_heads
         heads = count, getattr(config, "num_key_value_heads", count)
     else:  # no gates among the queries
-        require(getattr(attention, names.qkv[0]).out_features == out.in_features)
+        queries = getattr(attention, names.qkv[0]).out_features
+        require(queries * value_dim == out.in_features * attention.head_dim)
     parts = LayerParts(
         qkv=[getattr(attention, name) for name in made],
         out=out,
@@ -389,6 +394,8 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         index=attention.layer_idx,
         scale=float(attention.scaling),
         head_norms=_named(attention, head_norms) if has_head_norms else None,
+        value_dim=None if value_dim == attention.head_dim else value_dim,
+        value_scale=float(getattr(attention, names.value_scale)) if names.value_scale else 1.0,
         value_norm=getattr(attention, names.value_norm) if names.value_norm and source is None else None,
         source=source,
         input_gate=tuple(getattr(layer, name) for name in names.input_gate) if has_gate else None,

@@ -52,7 +52,7 @@ STACKED = (
     "seed_oss",
     "internlm3",
     "cwm",
-    *(name for name in DECODERS if not name.startswith("gemma4")),  # whose layers differ in shape
+    *(name for name in DECODERS if not name.startswith(("gemma4", "mimo"))),  # whose layers differ in shape
     *sorted(GPT_LIKE),  # a set, whose order differs between processes
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -50,3 +51,18 @@ def test_gates_of_attention_have_no_biases_where_queries_have_some(tmp_path: Pat
     assert [layer.angles for layer in base.stack.layers] == [0, None]
     prompts = make_prompts(VOCAB_SIZE)
     assert Driver(load_runner(model)[0]).generate(prompts, 12) == transformers_tokens(model, prompts, 12)
+
+
+@pytest.mark.parametrize("fields", [{}, {"v_head_dim": 16, "attention_value_scale": None}], ids=["", "equal"])
+def test_values_of_another_size_than_keys(fields: dict[str, Any], tmp_path: Path) -> None:
+    """In layers with numbers of heads of their own; some have sinks, and values are scaled."""
+    model = Architecture("mimo_v2_flash", SERVED["mimo_v2_flash"].fields | fields).write(tmp_path)
+    runner, _ = load_runner(model)
+    base, size = runner.model.model.base, fields.get("v_head_dim", 12)
+    assert isinstance(base, Network)
+    shapes = [place.shape for place in base.places if place is not None]
+    assert [(shape.num_kv_heads, shape.v_head_dim) for shape in shapes] == [(2, size), (4, size)]
+    assert [layer.value_scale for layer in base.stack.layers] == [1.0 if fields else 0.707] * 2
+    assert [layer.terms.sinks is None for layer in base.stack.layers] == [True, False]
+    prompts = make_prompts(VOCAB_SIZE)
+    assert Driver(runner).generate(prompts, 12) == transformers_tokens(model, prompts, 12)
