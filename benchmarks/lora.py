@@ -91,7 +91,6 @@ class Worker:
         Raises:
             ValueError: it cannot be loaded.
         """
-        assert self.runner.adapters is not None
         began = time.perf_counter()
         self.runner.adapters.load(LoadAdapter(index, str(folder)))
         while not (messages := self.runner.adapters.finished()):
@@ -187,7 +186,6 @@ def main() -> None:
     print("| | prompts, seconds | decode, seconds | tokens/s |\n|---|---|---|---|")
     for kind, values in ratios.items():
         print(f"| {kind} | {values['prompts']:.2f} | {values['decode']:.2f} | {values['tokens_per_s']:.2f} |")
-    assert adapted.runner.adapters is not None
     result: dict[str, Any] = {"ratios": ratios, "load_ms": 1e3 * statistics.median(loads)}
     result["bytes_per_adapter"] = adapted.runner.adapters.num_bytes // options.requests
     print(json.dumps(result))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pagewire.ipc.wire.lora import AdapterLoaded, LoadAdapter
 from pagewire.workers.adapters.files import TENSORS
-from pagewire.workers.adapters.loader import Adapters
+from pagewire.workers.adapters.interface import WorkerAdapters
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 SHAPES = {Q: (64, 64), DOWN: (64, 100)}
@@ -47,9 +47,8 @@ def write(folder: Path, config: Mapping[str, Any] = CONFIG, tensors: Tensors | N
     return folder
 
 
-def load(adapters: Adapters | None, order: LoadAdapter, awake: threading.Event) -> AdapterLoaded:
+def load(adapters: WorkerAdapters, order: LoadAdapter, awake: threading.Event) -> AdapterLoaded:
     """Load an adapter as a worker without steps does. awake: set by `wake` of the runner."""
-    assert adapters is not None
     adapters.load(order)
     while not (messages := adapters.finished()):
         if not adapters.advance():

@@ -39,6 +39,8 @@ class Adapters:
     when there is such a message, or `advance` has something to do again.
     """
 
+    are_served = True
+
     def __init__(self, config: WorkerConfig, device: Device, wake: Callable[[], None]) -> None:
         """Adapters within the limits of `config.lora`.
 

@@ -39,6 +39,8 @@ class MediaEntries:
     tower: encodes. slots: of the worker.
     """
 
+    are_taken = True
+
     def __init__(self, tower: Tower, slots: Slots) -> None:
         self.tower, self._slots = tower, slots
         self._entries: dict[int, tuple[int, EncodedMedium]] = {}

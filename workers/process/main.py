@@ -59,7 +59,7 @@ from pagewire.workers.ranks.introduction import introduce
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 
 if TYPE_CHECKING:
-    from pagewire.workers.adapters.loader import Adapters
+    from pagewire.workers.adapters.interface import WorkerAdapters
     from pagewire.workers.run.runner import Runner
     from pagewire.workers.run.step import FinishedStep, RunningStep
 
@@ -179,7 +179,7 @@ def serve(connection: CoreSession) -> None:
             message = connection.receive(until=steps.reached, advance=runner.load_more)
         else:
             message = connection.receive(spare=idle_work(runner.spare_work), advance=runner.load_more)
-        if runner is not None and runner.adapters is not None:
+        if runner is not None:
             take_adapters(connection, runner.adapters, message)
         if isinstance(message, WorkerConfig):
             runner = start(connection, message, listener)
@@ -208,7 +208,7 @@ def idle_work(spare_work: Iterator[None]) -> Iterator[int]:
     release_spare_memory()
 
 
-def take_adapters(connection: CoreSession, adapters: Adapters, message: ToWorker | None) -> None:
+def take_adapters(connection: CoreSession, adapters: WorkerAdapters, message: ToWorker | None) -> None:
     """Report adapters that have been loaded, and load or drop one if a message says so."""
     for loaded in adapters.finished():
         connection.send(loaded)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from pagewire.kernels.data.weight import Weight, dense_weight
 from pagewire.kernels.output import CappedOutput
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.interface import Device
+from pagewire.workers.media.interface import WorkerMedia
 from pagewire.workers.module.transforms import QuantisedEmbedding, ScaledEmbedding
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.model import Model
@@ -33,9 +34,6 @@ from pagewire.workers.network.module_base import ModuleHead
 from pagewire.workers.network.network import Network
 from pagewire.workers.run.step import FinishedStep
 from pagewire.workers.sample.sampler import SamplingSlot
-
-if TYPE_CHECKING:
-    from pagewire.workers.media.entries import MediaEntries
 
 
 @dataclass(frozen=True)
@@ -58,14 +56,9 @@ class KnownSlot(NamedTuple):
 
 
 class Decoding:
-    """Runs plans of a model.
+    """Runs plans of a model."""
 
-    media: what encodes pictures and sounds; None: there are none.
-    """
-
-    def __init__(
-        self, config: WorkerConfig, device: Device, slots: Slots, media: MediaEntries | None
-    ) -> None:
+    def __init__(self, config: WorkerConfig, device: Device, slots: Slots, media: WorkerMedia) -> None:
         self._config, self._device, self._slots, self._media = config, device, slots, media
         self._decoder: CompiledDecoder | str = "no model is loaded"
         self._known: dict[int, KnownSlot] = {}
@@ -143,8 +136,7 @@ class Decoding:
         described.draw = parameters(sequence.draw)
         if not sequence.stages.draw:
             described.draw.temperature = 0.0
-        moved = self._media is not None and self._media.moves(slot)
-        is_plain = sequence.is_plain and not self._slots.adapters[slot] and not moved
+        is_plain = sequence.is_plain and not self._slots.adapters[slot] and not self._media.moves(slot)
         return KnownSlot(sequence, is_plain, ends)
 
 

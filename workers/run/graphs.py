@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from pagewire.ipc.wire.worker_messages import StepPlan, WorkerConfig
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.paging import AttentionBatch
 from pagewire.kernels.data.states import StateBatch
+from pagewire.workers.adapters.interface import WorkerAdapters
 from pagewire.workers.adapters.recorded import RecordedRows
 from pagewire.workers.batch.flat_batch import Batch
 from pagewire.workers.batch.slots import Slots
@@ -31,9 +32,6 @@ from pagewire.workers.device.gpu_memory import RECORDED_TOKENS
 from pagewire.workers.device.interface import Device
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.network import Network
-
-if TYPE_CHECKING:
-    from pagewire.workers.adapters.loader import Adapters
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -112,7 +110,7 @@ class StepGraphs:
         device: Device,
         loaded: LoadedModel,
         forward: Callable[[Batch, AdapterRows | None], Tensor],
-        adapters: Adapters | None,
+        adapters: WorkerAdapters,
     ) -> StepGraphs | None:
         """Graphs for all shapes of a worker; None, with a log line, if they compute something else."""
         max_blocks = -(-loaded.max_model_len // config.block_size)
@@ -122,7 +120,7 @@ class StepGraphs:
             logger.info("prompts are launched kernel by kernel: the model waits for the device: %s", reason)
             shapes = [shape for shape in shapes if shape.num_each == 1]
         most = max(shape.num_tokens for shape in shapes)
-        adapted = None if adapters is None else adapters.recorded_rows(most)
+        adapted = adapters.recorded_rows(most)
         graphs = cls(device, loaded, forward, shapes, max_blocks, config.block_size, adapted)
         graphs.record()
         graphs.drop_wrong()
@@ -187,14 +185,14 @@ class StepGraphs:
         difference = (self.replay(shape, batch)[:count].float() - expected).norm()
         return bool(difference <= TOLERANCE * expected.norm())
 
-    def shape_for(self, plan: StepPlan, slots: Slots, adapters: Adapters | None) -> RecordedShape | str:
+    def shape_for(self, plan: StepPlan, slots: Slots, adapters: WorkerAdapters) -> RecordedShape | str:
         """The recorded shape to which the requests of a plan are padded, or why no recorded step can run it."""
         # What is pooled is read when the step finishes; by then the next replay may have overwritten the hidden
         # states of a graph. A graph looks up tokens only.
         if any(row.pool or row.media or row.entries for row in plan.rows):
             return "a row is pooled, or brings more than tokens"
         used = slots.adapters[[row.slot for row in plan.rows]]
-        if used.any() and (adapters is None or not adapters.can_replay(used)):
+        if used.any() and not adapters.can_replay(used):
             return "an adapter is larger than those of recorded steps"
         lengths = [row.num_tokens for row in plan.rows]
         needed = RecordedShape(sum(lengths), len(lengths), max(lengths))

@@ -137,15 +137,6 @@ class LogitsProcessors:
 
     batches: list[ProcessorBatch] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, config: WorkerConfig, device: torch.device) -> LogitsProcessors:
-        """Import and make them.
-
-        Raises:
-            LoadError: one cannot be imported or made.
-        """
-        return cls([open_processor(source, config, device) for source in config.logits_processors])
-
     @property
     def for_all(self) -> bool:
         """True if one applies to every sequence."""

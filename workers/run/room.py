@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from pagewire.ipc.wire.worker_messages import StepPlan, StepResult, WorkerConfig
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.paging import Cache
+from pagewire.workers.adapters.interface import WorkerAdapters
 from pagewire.workers.batch.flat_batch import Batch
 from pagewire.workers.device.gpu_memory import MOST_LIKELY, may_record
 from pagewire.workers.device.interface import Device, LoadedSizes
@@ -20,9 +21,6 @@ from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.run.graphs import RecordedShape, padding_for
 from pagewire.workers.run.trial_steps import TrialSteps
 from pagewire.workers.speculation.interface import Drafter
-
-if TYPE_CHECKING:
-    from pagewire.workers.adapters.loader import Adapters
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -38,7 +36,7 @@ class SizedWorker(Protocol):
     records: bool
     caches: list[Cache]
     states: list[Tensor]
-    adapters: Adapters | None
+    adapters: WorkerAdapters
 
     @property
     def model(self) -> LoadedModel: ...
@@ -105,8 +103,8 @@ def records_steps(runner: SizedWorker) -> bool:
     batch = padding_for(loaded, RecordedShape(1, 1, 1), 1, config.block_size, runner.device)
     with torch.inference_mode():
         reason = runner.device.why_it_waits(lambda: runner.forward(batch, None))
-        if reason is None and runner.adapters is not None:
-            rows = runner.adapters.recorded_rows(1).first(1)
+        if reason is None and (recorded := runner.adapters.recorded_rows(1)) is not None:
+            rows = recorded.first(1)
             reason = runner.device.why_it_waits(lambda: runner.forward(batch, rows))
     runner.caches, runner.states = [], []
     if reason is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pagewire.ipc.wire.worker_messages import StepPlan, Way
 
 if TYPE_CHECKING:
-    from pagewire.workers.adapters.loader import Adapters
+    from pagewire.workers.adapters.interface import WorkerAdapters
     from pagewire.workers.batch.slots import Slots
     from pagewire.workers.run.decoding import Decoding
     from pagewire.workers.run.encoding import Encoding
@@ -33,13 +33,10 @@ class StepRoute(NamedTuple):
 
 
 class Routes:
-    """Finds the routes of a worker's steps. Each new reason for the general way is logged once, at debug level.
-
-    adapters: None where they are not served.
-    """
+    """Finds the routes of a worker's steps. Each new reason for the general way is logged once, at debug level."""
 
     def __init__(
-        self, decoding: Decoding, encoding: Encoding, slots: Slots, adapters: Adapters | None
+        self, decoding: Decoding, encoding: Encoding, slots: Slots, adapters: WorkerAdapters
     ) -> None:
         self._decoding, self._encoding, self._slots, self._adapters = decoding, encoding, slots, adapters
         self._reasons: set[str] = set()

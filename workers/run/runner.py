@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,13 @@ from torch.profiler import record_function
 from pagewire.ipc.wire.worker_messages import Masks, Ready, StepPlan, StepResult, Way, WorkerConfig
 from pagewire.kernels.data.deltas import AdapterRows
 from pagewire.kernels.data.paging import Cache
-from pagewire.workers.batch.flat_batch import AdapterOrder, Batch, build_batch
+from pagewire.workers.adapters.interface import WorkerAdapters
+from pagewire.workers.batch.flat_batch import Batch, build_batch
 from pagewire.workers.batch.slots import Relay, Slots
 from pagewire.workers.caches.kv import memory_of
 from pagewire.workers.caches.states import StepStates, allocate_states, state_bytes
 from pagewire.workers.device.gpu_memory import MOST_LIKELY, max_samples
-from pagewire.workers.device.interface import Device, PendingTokens
+from pagewire.workers.device.interface import PendingTokens
 from pagewire.workers.device.kv_size import ledger
 from pagewire.workers.device.open import open_device
 from pagewire.workers.errors import LoadError
@@ -33,35 +34,22 @@ from pagewire.workers.run.encoding import Encoding
 from pagewire.workers.run.extension import WorkerExtension
 from pagewire.workers.run.graphs import RecordedShape, StepGraphs
 from pagewire.workers.run.launch import go_on
+from pagewire.workers.run.parts import adapters_of, drafter_of, media_of, processors_of
 from pagewire.workers.run.processors import LogitsProcessors
 from pagewire.workers.run.room import records_steps, size_kv
 from pagewire.workers.run.route import Routes
 from pagewire.workers.run.step import FinishedStep, RunningStep
 from pagewire.workers.run.trial_steps import GREEDY, TrialSteps, of_first_stage
 from pagewire.workers.sample.typical import TypicalAcceptance
-from pagewire.workers.speculation.interface import Drafter, NoDrafter
 from pagewire.workers.step.context import StepContext
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import load
 
-if TYPE_CHECKING:
-    from pagewire.workers.adapters.loader import Adapters
-    from pagewire.workers.media.entries import MediaEntries
-
 logger = logging.getLogger("pagewire.worker")
 
 
-def open_adapters(config: WorkerConfig, device: Device, wake: Callable[[], None]) -> Adapters | None:
-    """The adapters of a worker; None where they are not served. wake: see `Runner`."""
-    if config.lora is None:
-        return None
-    from pagewire.workers.adapters.loader import Adapters  # engines without adapters start sooner
-
-    return Adapters(config, device, wake)
-
-
 def slots_of(
-    config: WorkerConfig, loaded: LoadedModel, adapters: Adapters | None, processors: LogitsProcessors
+    config: WorkerConfig, loaded: LoadedModel, adapters: WorkerAdapters, processors: LogitsProcessors
 ) -> Slots:
     """The slots of a worker's sequences."""
     return Slots(
@@ -69,36 +57,10 @@ def slots_of(
         loaded.max_model_len,
         config.block_size,
         loaded.vocab_size,
-        num_extra_tokens=None if adapters is None else adapters.num_extra_tokens,
+        num_extra_tokens=adapters.num_extra_tokens,
         short_length=loaded.short_length,
         with_histories=processors.for_all,
         source_info=loaded.source,
-    )
-
-
-def open_media(
-    config: WorkerConfig, loaded: LoadedModel, device: Device, slots: Slots, phases: Phases
-) -> MediaEntries | None:
-    """What encodes pictures and sounds; None where none are taken, as by a model that pools."""
-    if not config.media or loaded.pooler is not None:
-        return None
-    from pagewire.workers.media.entries import MediaEntries  # as with adapters
-    from pagewire.workers.media.tower import load_tower
-
-    tower = load_tower(config, device)
-    phases.end("encoder")
-    return None if tower is None else MediaEntries(tower, slots)
-
-
-def drafter_of(runner: Runner, target: LoadedModel) -> Drafter:
-    """What proposes tokens for a worker's model."""
-    config = runner.config
-    if config.speculative is None or config.speculative.in_core:
-        return NoDrafter()
-    from pagewire.workers.speculation.open import open_drafter  # as with adapters
-
-    return open_drafter(
-        config, target, runner.slots, runner.phases, runner.device, runner.sampler, runner.collective
     )
 
 
@@ -123,7 +85,7 @@ def described(runner: Runner) -> Ready:
         embedding_size=runner.embedding_size,
         short_length=loaded.short_length,
         source=loaded.source,
-        media=runner.media is not None,
+        media=runner.media.are_taken,
     )
 
 
@@ -131,7 +93,7 @@ class Runner:
     """A loaded model with its KV cache, states and slots.
 
     collective: the operations of this rank with the others of its group.
-    wake: called by other threads when `adapters` has messages. adapters: None where they are not served.
+    wake: called by other threads when `adapters` has messages.
     loaded: None while the weights are dropped. caches, states: of layers; empty while their memory is released.
     drafter: proposes tokens. typical: accepts proposed tokens that were not drawn; None: none is accepted.
     records: its steps are recorded as graphs.
@@ -151,13 +113,15 @@ class Runner:
     ) -> None:
         self.config, self.phases, self.collective = config, phases, collective
         self.device = open_device(config)
-        self.adapters = open_adapters(config, self.device, wake)
-        self.processors = LogitsProcessors.of(config, self.device.torch_device)
+        self.adapters = adapters_of(config, self.device, wake)
+        self.processors = processors_of(config, self.device.torch_device)
         self.loaded: LoadedModel | None = self._load(ahead, phases)
         self.slots = slots_of(config, self.loaded, self.adapters, self.processors)
         self.sampler = self.device.sampler(max_samples(config), self.loaded.vocab_size, MOST_LIKELY)
-        self.media = open_media(config, self.loaded, self.device, self.slots, phases)
-        self.drafter = drafter_of(self, self.loaded)
+        self.media = media_of(config, self.loaded, self.device, self.slots, phases)
+        self.drafter = drafter_of(
+            config, self.loaded, self.slots, phases, self.device, self.sampler, collective
+        )
         own = (shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
         self.block_bytes = sum(own) + self.drafter.block_bytes
         self.state_bytes = state_bytes(self.loaded.state_shapes)
@@ -226,24 +190,12 @@ class Runner:
         """Bytes by use: `Device.memory`, weights, kv_cache and states."""
         kv = sum(cache.nbytes for cache in memory_of([*self.caches, *self.drafter.caches]))
         own = {"weights": self.weight_bytes, "kv_cache": kv, "states": sum(x.nbytes for x in self.states)}
-        adapters = {"adapters": self.adapters.num_bytes} if self.adapters else {}
+        adapters = {"adapters": self.adapters.num_bytes} if self.adapters.are_served else {}
         return self.device.memory() | own | adapters
-
-    def adapter_rows(self, order: AdapterOrder | None) -> AdapterRows | None:
-        """The rows of a batch with their adapters; None if none has one.
-
-        Raises:
-            RuntimeError: an adapter is not loaded.
-        """
-        if order is None:
-            return None
-        if self.adapters is None:
-            raise RuntimeError("a row has an adapter, but enable_lora is off")
-        return self.adapters.rows(order)
 
     def load_more(self) -> bool:
         """Go on with adapters that are being loaded; see `Adapters.advance`."""
-        return self.adapters is not None and self.adapters.advance()
+        return self.adapters.advance()
 
     def step(self, plan: StepPlan, masks: Callable[[], Masks | None] = lambda: None) -> StepResult:
         """Launch, sample and finish a plan, with all of its steps. masks: see `RunningStep.sample`."""
@@ -260,8 +212,7 @@ class Runner:
         """
         model = self.model.model
         self.slots.apply(plan, with_tokens=not model.is_last)
-        if self.media is not None:
-            self.media.apply(plan)
+        self.media.apply(plan)
         route = self.routes.of(plan, self.graphs, profiled=self.profile is not None)
         if route.way is Way.ENCODING:
             return self.encoding.run(plan)
@@ -300,7 +251,7 @@ class Runner:
             step.errors = batch.media.errors
         if self.device.asynchronous:
             batch = batch.with_tensors(self.device.upload(batch.tensors))
-        batch, adapters = replace(batch, received=received), self.adapter_rows(batch.adapters)
+        batch, adapters = replace(batch, received=received), self.adapters.rows(batch.adapters)
         with self.span("model"):
             if shape is None or graphs is None:
                 return batch, model.hidden_states(*self._inputs(batch, adapters))
@@ -314,7 +265,7 @@ class Runner:
         """The batch of a plan on the host, with what media do to it. shape: to which it is padded."""
         batch = build_batch(plan.rows, self.slots, *(shape or ())[:2])
         batch = batch.with_attention(self.model.model.laid_out(batch.attention, batch.positions))
-        laid = None if self.media is None else self.media.lay(plan.rows, batch.starts, batch.positions)
+        laid = self.media.lay(plan.rows, batch.starts, batch.positions)
         return batch if laid is None else laid.on(batch, plan.rows)
 
     def forward(self, batch: Batch, adapters: AdapterRows | None) -> Tensor:
@@ -380,8 +331,7 @@ class Runner:
         self.slots.clear()
         self.decoding.forget()
         self.encoding.forget()
-        if self.media is not None:
-            self.media.clear()
+        self.media.clear()
         self.graphs, self.caches, self.states = None, [], []
         self.drafter.free()
 
@@ -403,8 +353,7 @@ class Runner:
     def _load(self, ahead: WeightsAhead, phases: Phases) -> LoadedModel:
         """Load the model, and make it ask for adapters if they are served."""
         loaded = load(ahead, phases, self.device, self.collective)
-        if self.adapters is not None:
-            self.adapters.attach(loaded, self.collective)
+        self.adapters.attach(loaded, self.collective)
         return loaded
 
     def allocate(self, num_blocks: int, num_states: int) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pagewire.ipc.wire.items import LogprobRows
 from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, StepPlan, StepResult, Way
-from pagewire.kernels.data.deltas import AdapterRows
+from pagewire.workers.adapters.interface import WorkerAdapters
 from pagewire.workers.batch.flat_batch import AdapterOrder, Batch
 from pagewire.workers.batch.slots import Slots
 from pagewire.workers.device.interface import Device, Event, PendingTokens, TokenSampler
@@ -42,6 +42,7 @@ class ModelOnDevice(Protocol):
     slots: Slots
     device: Device
     sampler: TokenSampler
+    adapters: WorkerAdapters
     processors: LogitsProcessors
     drafter: Drafter
     typical: TypicalAcceptance | None
@@ -56,9 +57,6 @@ class ModelOnDevice(Protocol):
 
     def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
         """Keep sampled tokens on the device for the next step, which may start before the host has read them."""
-
-    def adapter_rows(self, order: AdapterOrder | None) -> AdapterRows | None:
-        """The rows of a batch with their adapters; None if none has one."""
 
 
 NOTHING = torch.empty(0)
@@ -136,7 +134,7 @@ class RunningStep:
         if batch is None or not self._slots:
             return
         with runner.span("logits"):
-            adapters = runner.adapter_rows(batch.sample_adapters)
+            adapters = runner.adapters.rows(batch.sample_adapters)
             self._sampled_hidden = self._hidden
             # Indices are ascending: as many as tokens are all of them, as when all rows decode. On an asynchronous
             # device the next step may overwrite the states.
@@ -249,7 +247,7 @@ class RunningStep:
         for start in range(request.start, end, size):  # the logits of all of them may not fit into memory
             hidden = self._hidden[start : min(start + size, end)]
             order = AdapterOrder.of(np.full(len(hidden), adapter))
-            logits = model.model.logits(hidden, self._runner.adapter_rows(order)).cpu()
+            logits = model.model.logits(hidden, self._runner.adapters.rows(order)).cpu()
             successors = request.successors[start - request.start :][: len(hidden)]
             parts.append(logprob_rows(logits, successors, request.num_most_likely))
         rows = LogprobRows.join(parts)

@@ -147,7 +147,7 @@ def test_each_stage_holds_the_parts_of_its_own_layers(
         )
     if shards == 1:
         own, held = runner.runner.adapters, [sum(sizes) for _, sizes in results]
-        assert own is not None and sum(held) == own.num_bytes and min(held) > own.num_bytes / 3
+        assert sum(held) == own.num_bytes and min(held) > own.num_bytes / 3
 
 
 def test_bits_are_the_same_among_32_adapters(model: Path, tmp_path: Path) -> None:

@@ -121,7 +121,6 @@ def test_steps_run_while_the_disk_is_waited_for_and_between_all_pieces(
 
     monkeypatch.setattr(loader, "read_config", slow)
     adapters = runner.runner.adapters
-    assert adapters is not None
     adapters.load(LoadAdapter(2, str(folder)))
     assert begun.wait(60)
     assert not adapters.advance() and bits(runner, [1, 0]) == before  # it waits for the disk
@@ -201,7 +200,6 @@ def test_a_dropped_adapter_is_read_no_further(
     awake = threading.Event()
     runner, _ = load_runner(llama, wake=awake.set, lora=LIMITS)
     adapters = runner.adapters
-    assert adapters is not None
     adapters.load(LoadAdapter(1, str(write(tmp_path))))
     assert awake.wait(60)
     awake.clear()

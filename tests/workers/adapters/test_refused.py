@@ -19,6 +19,7 @@ from pagewire.ipc.wire.lora import DropAdapter, LoadAdapter, LoRAConfig
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.files import TENSORS, read_files
+from pagewire.workers.adapters.loader import Adapters
 from pagewire.workers.errors import LoadError
 from tests.workers.architectures import SERVED
 from tests.workers.driver import Driver, load_runner
@@ -165,11 +166,12 @@ def test_a_file_of_a_terabyte_is_refused_at_once(runner: AdaptedRunner, llama: P
 
 def test_the_limit_of_a_file_follows_from_configuration_and_model(llama: Path) -> None:
     adapters = AdaptedRunner(llama, LIMITS).runner.adapters
-    assert adapters is not None and adapters._targets is not None
+    assert isinstance(adapters, Adapters) and adapters._targets is not None
+    targets = adapters._targets
 
     def most(**fields: Any) -> int:
         config = AdapterConfig.parse(json.dumps({"peft_type": "LORA", **fields}).encode())
-        return adapters._targets.max_file_bytes(config, LIMITS)
+        return targets.max_file_bytes(config, LIMITS)
 
     small, large = most(r=1), most(r=8)
     assert small < most(r=1, rank_pattern={"q_proj": 8}) == large == most(r=1000)  # max_lora_rank is 8
@@ -236,7 +238,6 @@ def test_an_adapter_is_loaded_dropped_and_loaded_again(
     assert other.error is not None and "not those that were loaded under this name" in other.error
     assert runner.load(5, folder).content not in (loaded.content, b"")
     adapters = runner.runner.adapters
-    assert adapters is not None
     before = adapters.num_bytes
     adapters.drop(DropAdapter(3).index)
     assert adapters.num_bytes < before
@@ -246,7 +247,6 @@ def test_an_adapter_is_loaded_dropped_and_loaded_again(
 
 def test_an_adapter_dropped_while_it_is_loaded_is_never_there(runner: AdaptedRunner, tmp_path: Path) -> None:
     adapters = runner.runner.adapters
-    assert adapters is not None
     adapters.load(LoadAdapter(8, str(write(tmp_path))))
     adapters.drop(8)
     assert runner.load(9, tmp_path).error is None  # loaded after it, and the only one reported

@@ -192,7 +192,6 @@ class Adapted:
 
     def load(self, index: int, folder: Path) -> None:
         """Load an adapter, in the place of another one or in none."""
-        assert self.runner.adapters is not None
         self.runner.adapters.drop(index)
         message = load_adapter(self.runner.adapters, LoadAdapter(index, str(folder)), self._awake)
         assert message.error is None

@@ -58,7 +58,7 @@ def start(model: Path, adapter: Path | None = None) -> list[tuple[list[list[int]
         )
         ahead = WeightsAhead(config)
         runner, ready = Runner.start(config, lambda *_: None, ahead, rank, awake.set)
-        if runner.adapters is not None:
+        if adapter is not None:
             assert load(runner.adapters, LoadAdapter(1, str(adapter)), awake).error is None
         if (thread := keep_in_background(runner.model, ahead, runner.collective)) is not None:
             thread.join()

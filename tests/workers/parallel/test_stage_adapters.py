@@ -142,7 +142,7 @@ def test_all_stages_refuse_what_one_worker_does_in_its_words(llama: Path, tmp_pa
     def errors(runner: AdaptedRunner) -> list[tuple[str | None, str | None]]:
         messages = [runner.load(1 + i, folder) for i, folder in enumerate(folders)]
         own = runner.runner.adapters
-        assert own is not None and own.num_bytes == 0
+        assert own.num_bytes == 0
         return [(message.error, message.error_type) for message in messages]
 
     expected = errors(AdaptedRunner(llama, limits))
@@ -166,7 +166,7 @@ def test_what_one_stage_refuses_no_stage_has(tmp_path: Path) -> None:
         runner = staged(model, rank)
         messages = [runner.load(1 + i, folder) for i, folder in enumerate((other, short))]
         adapters = runner.runner.adapters
-        assert adapters is not None and (adapters.num_bytes > 0) == (rank.rank == 0)
+        assert (adapters.num_bytes > 0) == (rank.rank == 0)
         adapters.drop(1)  # as the core orders where one has failed
         assert adapters.num_bytes == 0
         return *messages, runner.load(3, good)

@@ -1,0 +1,93 @@
+"""Opens the parts that a model may have: adapters, media, a drafter, logits processors.
+
+Each is opened if the configuration asks for it; else something stands in for it that does nothing, so that steps
+need not ask. The modules of a part are imported where it is opened: engines without it start sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pagewire.ipc.wire.worker_messages import WorkerConfig
+from pagewire.workers.adapters.interface import NoAdapters, WorkerAdapters
+from pagewire.workers.batch.slots import Slots
+from pagewire.workers.device.interface import Device, TokenSampler
+from pagewire.workers.media.interface import NoMedia, WorkerMedia
+from pagewire.workers.network.loaded import LoadedModel, Phases
+from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.run.processors import LogitsProcessors, open_processor
+from pagewire.workers.speculation.interface import Drafter, NoDrafter
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The parts of a worker's model that another may not have."""
+
+    adapters: WorkerAdapters
+    processors: LogitsProcessors
+    media: WorkerMedia
+    drafter: Drafter
+
+
+def adapters_of(config: WorkerConfig, device: Device, wake: Callable[[], None]) -> WorkerAdapters:
+    """The adapters of a worker. wake: called by other threads when they have messages.
+
+    Raises:
+        LoadError: they cannot be served with this configuration.
+    """
+    if config.lora is None:
+        return NoAdapters()
+    from pagewire.workers.adapters.loader import Adapters
+
+    return Adapters(config, device, wake)
+
+
+def processors_of(config: WorkerConfig, device: torch.device) -> LogitsProcessors:
+    """The logits processors of an engine, imported and made.
+
+    Raises:
+        LoadError: one cannot be imported or made.
+    """
+    return LogitsProcessors([open_processor(source, config, device) for source in config.logits_processors])
+
+
+def media_of(
+    config: WorkerConfig, loaded: LoadedModel, device: Device, slots: Slots, phases: Phases
+) -> WorkerMedia:
+    """What encodes pictures and sounds for a model; one that pools takes none.
+
+    Raises:
+        LoadError: its encoder cannot be loaded.
+    """
+    if not config.media or loaded.pooler is not None:
+        return NoMedia()
+    from pagewire.workers.media.entries import MediaEntries
+    from pagewire.workers.media.tower import load_tower
+
+    tower = load_tower(config, device)
+    phases.end("encoder")
+    return NoMedia() if tower is None else MediaEntries(tower, slots)
+
+
+def drafter_of(
+    config: WorkerConfig,
+    target: LoadedModel,
+    slots: Slots,
+    phases: Phases,
+    device: Device,
+    sampler: TokenSampler,
+    collective: Collective,
+) -> Drafter:
+    """What proposes tokens for a model in the worker; see `open_drafter`.
+
+    Raises:
+        LoadError: it cannot be loaded, does not fit the model, or is not served.
+    """
+    if config.speculative is None or config.speculative.in_core:
+        return NoDrafter()
+    from pagewire.workers.speculation.open import open_drafter
+
+    return open_drafter(config, target, slots, phases, device, sampler, collective)
