@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from pagewire.ipc.errors import error_text
 from pagewire.ipc.wire.calls import CALLS, RunsIn
@@ -130,10 +124,7 @@ def start_profile(runner: Runner) -> None:
     Raises:
         RuntimeError: a recording is going on.
     """
-    if runner.profile is not None:
-        raise RuntimeError("a profile is being recorded already")
-    runner.profile = torch.profiler.profile(activities=runner.device.activities)
-    runner.profile.start()
+    runner.profiler.start()
 
 
 def stop_profile(runner: Runner) -> str:
@@ -142,15 +133,7 @@ def stop_profile(runner: Runner) -> str:
     Raises:
         RuntimeError: nothing is being recorded.
     """
-    if runner.profile is None:
-        raise RuntimeError("no profile is being recorded: call start_profile first")
-    profile, runner.profile = runner.profile, None
-    profile.stop()
-    folder = Path(os.environ.get("PAGEWIRE_TORCH_PROFILER_DIR") or tempfile.mkdtemp(prefix="pagewire-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"worker-{os.getpid()}-{time.time_ns()}.json"
-    profile.export_chrome_trace(str(path))
-    return str(path)
+    return runner.profiler.stop()
 
 
 METHODS: dict[str, Callable[..., Any]] = {

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pagewire.ipc.wire.worker_messages import StepPlan, StepResult, WorkerConfig
 from pagewire.kernels.data.deltas import AdapterRows
-from pagewire.kernels.data.paging import Cache
 from pagewire.workers.adapters.interface import WorkerAdapters
 from pagewire.workers.batch.flat_batch import Batch
 from pagewire.workers.device.gpu_memory import MOST_LIKELY, may_record
@@ -19,6 +18,7 @@ from pagewire.workers.device.kv_size import CacheSize, cache_size
 from pagewire.workers.errors import LoadError
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.run.graphs import RecordedShape, padding_for
+from pagewire.workers.run.kv_memory import KVMemory
 from pagewire.workers.run.trial_steps import TrialSteps
 from pagewire.workers.speculation.interface import Drafter
 
@@ -31,11 +31,8 @@ class SizedWorker(Protocol):
     config: WorkerConfig
     device: Device
     drafter: Drafter
-    block_bytes: int
-    state_bytes: int
+    kv: KVMemory
     records: bool
-    caches: list[Cache]
-    states: list[Tensor]
     adapters: WorkerAdapters
 
     @property
@@ -44,7 +41,7 @@ class SizedWorker(Protocol):
     @property
     def weight_bytes(self) -> int: ...
 
-    def allocate(self, num_blocks: int, num_states: int) -> None: ...
+    def allocate(self, size: CacheSize) -> None: ...
 
     def step(self, plan: StepPlan) -> StepResult: ...
 
@@ -68,7 +65,7 @@ def size_kv(runner: SizedWorker) -> CacheSize:
         return CacheSize(config.max_num_seqs, 0)
     left = device.kv_budget(config, sizes, lambda: run_widest(runner)) - runner.drafter.spare_bytes
     try:
-        return cache_size(config, loaded.max_model_len, runner.block_bytes, runner.state_bytes, left)
+        return cache_size(config, loaded.max_model_len, runner.kv.block_bytes, runner.kv.state_bytes, left)
     except LoadError as error:
         if device.plan is None:
             raise
@@ -83,9 +80,9 @@ def shortage(runner: SizedWorker) -> str:
 
 def run_widest(runner: SizedWorker) -> None:
     """Run the largest steps, with KV memory for one block and one state slot."""
-    runner.allocate(1, 1)
+    runner.allocate(CacheSize(1, 1))
     TrialSteps(runner.step, runner.config, runner.model).run_widest(MOST_LIKELY)
-    runner.caches, runner.states = [], []
+    runner.kv.let_go()
 
 
 def records_steps(runner: SizedWorker) -> bool:
@@ -99,14 +96,14 @@ def records_steps(runner: SizedWorker) -> bool:
     # Encoders and what they encode come as they come.
     if loaded.model.encodes or loaded.source is not None:
         return False
-    runner.allocate(1, 1)
+    runner.allocate(CacheSize(1, 1))
     batch = padding_for(loaded, RecordedShape(1, 1, 1), 1, config.block_size, runner.device)
     with torch.inference_mode():
         reason = runner.device.why_it_waits(lambda: runner.forward(batch, None))
         if reason is None and (recorded := runner.adapters.recorded_rows(1)) is not None:
             rows = recorded.first(1)
             reason = runner.device.why_it_waits(lambda: runner.forward(batch, rows))
-    runner.caches, runner.states = [], []
+    runner.kv.let_go()
     if reason is not None:
         logger.info("steps are launched kernel by kernel: the model waits for the device: %s", reason)
     return reason is None

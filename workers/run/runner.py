@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from pagewire.ipc.wire.worker_messages import Masks, Ready, StepPlan, StepResult, Way, WorkerConfig
 from pagewire.kernels.data.deltas import AdapterRows
@@ -18,13 +15,11 @@ from pagewire.kernels.data.paging import Cache
 from pagewire.workers.adapters.interface import WorkerAdapters
 from pagewire.workers.batch.flat_batch import Batch, build_batch
 from pagewire.workers.batch.slots import Relay, Slots
-from pagewire.workers.caches.kv import memory_of
-from pagewire.workers.caches.states import StepStates, allocate_states, state_bytes
+from pagewire.workers.caches.states import StepStates
 from pagewire.workers.device.gpu_memory import MOST_LIKELY, max_samples
 from pagewire.workers.device.interface import PendingTokens
-from pagewire.workers.device.kv_size import ledger
+from pagewire.workers.device.kv_size import CacheSize, ledger
 from pagewire.workers.device.open import open_device
-from pagewire.workers.errors import LoadError
 from pagewire.workers.module.overlay import both
 from pagewire.workers.network.loaded import LoadedModel, Phases
 from pagewire.workers.ranks.interface import Collective
@@ -33,9 +28,12 @@ from pagewire.workers.run.decoding import Decoding, Quiet
 from pagewire.workers.run.encoding import Encoding
 from pagewire.workers.run.extension import WorkerExtension
 from pagewire.workers.run.graphs import RecordedShape, StepGraphs
+from pagewire.workers.run.kv_memory import KVMemory
 from pagewire.workers.run.launch import go_on
+from pagewire.workers.run.model import WorkerModel
 from pagewire.workers.run.parts import adapters_of, drafter_of, media_of, processors_of
 from pagewire.workers.run.processors import LogitsProcessors
+from pagewire.workers.run.profiling import StepProfiler
 from pagewire.workers.run.room import records_steps, size_kv
 from pagewire.workers.run.route import Routes
 from pagewire.workers.run.step import FinishedStep, RunningStep
@@ -43,7 +41,6 @@ from pagewire.workers.run.trial_steps import GREEDY, TrialSteps, of_first_stage
 from pagewire.workers.sample.typical import TypicalAcceptance
 from pagewire.workers.step.context import StepContext
 from pagewire.workers.weight_cache.ahead import WeightsAhead
-from pagewire.workers.weight_cache.cached_loading import load
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -76,7 +73,7 @@ def described(runner: Runner) -> Ready:
         num_blocks=runner.num_blocks,
         bytes_per_block=runner.block_bytes,
         num_states=runner.num_states,
-        bytes_per_state=runner.state_bytes,
+        bytes_per_state=runner.kv.state_bytes,
         weight_bytes=runner.weight_bytes,
         eos_token_id=loaded.eos_token_id,
         startup_seconds=dict(runner.phases.seconds),
@@ -94,14 +91,10 @@ class Runner:
 
     collective: the operations of this rank with the others of its group.
     wake: called by other threads when `adapters` has messages.
-    loaded: None while the weights are dropped. caches, states: of layers; empty while their memory is released.
     drafter: proposes tokens. typical: accepts proposed tokens that were not drawn; None: none is accepted.
     records: its steps are recorded as graphs.
-    spare_work: optional work for idle moments, a few milliseconds with each `next`.
     embedding_size: numbers of an embedding that may take the place of a token's; 0: none may.
     """
-
-    spare_work: Iterator[None]
 
     def __init__(
         self,
@@ -115,22 +108,19 @@ class Runner:
         self.device = open_device(config)
         self.adapters = adapters_of(config, self.device, wake)
         self.processors = processors_of(config, self.device.torch_device)
-        self.loaded: LoadedModel | None = self._load(ahead, phases)
-        self.slots = slots_of(config, self.loaded, self.adapters, self.processors)
-        self.sampler = self.device.sampler(max_samples(config), self.loaded.vocab_size, MOST_LIKELY)
-        self.media = media_of(config, self.loaded, self.device, self.slots, phases)
+        self.weights = WorkerModel(config, self.device, collective, self.adapters, ahead, phases)
+        self.slots = slots_of(config, self.model, self.adapters, self.processors)
+        self.sampler = self.device.sampler(max_samples(config), self.model.vocab_size, MOST_LIKELY)
+        self.media = media_of(config, self.model, self.device, self.slots, phases)
         self.drafter = drafter_of(
-            config, self.loaded, self.slots, phases, self.device, self.sampler, collective
+            config, self.model, self.slots, phases, self.device, self.sampler, collective
         )
-        own = (shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
-        self.block_bytes = sum(own) + self.drafter.block_bytes
-        self.state_bytes = state_bytes(self.loaded.state_shapes)
+        self.kv = KVMemory(self.model, config.block_size, self.device, self.drafter)
+        self.block_bytes = self.kv.block_bytes
         self.typical = TypicalAcceptance.of(config.speculative)
         self.relay = Relay(config.max_num_seqs, self.device.torch_device)
-        self.caches: list[Cache] = []
-        self.states: list[Tensor] = []
         self.graphs: StepGraphs | None = None
-        self.profile: Any = None
+        self.profiler = StepProfiler(self.device)
         self.decoding = Decoding(config, self.device, self.slots, self.media)
         self.encoding = Encoding(self.device, self.slots)
         self.routes = Routes(self.decoding, self.encoding, self.slots, self.adapters)
@@ -176,22 +166,32 @@ class Runner:
         Raises:
             RuntimeError: its weights are dropped, because the worker sleeps.
         """
-        if self.loaded is None:
-            raise RuntimeError("the worker is asleep and its weights are dropped: call wake_up first")
-        return self.loaded
+        return self.weights.current
+
+    @property
+    def caches(self) -> list[Cache]:
+        """Of the model's layers; empty while their memory is given back."""
+        return self.kv.caches
+
+    @property
+    def states(self) -> list[Tensor]:
+        """Of the model's layers; empty while their memory is given back."""
+        return self.kv.states
+
+    @property
+    def spare_work(self) -> Iterator[None]:
+        """Optional work for idle moments, a few milliseconds with each `next`."""
+        return self.kv.spare_work
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights, the drafter's included; 0 while they are dropped."""
-        own = 0 if self.loaded is None else self.loaded.weight_bytes
-        return own + self.drafter.weight_bytes
+        return self.weights.weight_bytes + self.drafter.weight_bytes
 
     def memory(self) -> dict[str, int]:
         """Bytes by use: `Device.memory`, weights, kv_cache and states."""
-        kv = sum(cache.nbytes for cache in memory_of([*self.caches, *self.drafter.caches]))
-        own = {"weights": self.weight_bytes, "kv_cache": kv, "states": sum(x.nbytes for x in self.states)}
         adapters = {"adapters": self.adapters.num_bytes} if self.adapters.are_served else {}
-        return self.device.memory() | own | adapters
+        return self.device.memory() | {"weights": self.weight_bytes} | self.kv.num_bytes | adapters
 
     def load_more(self) -> bool:
         """Go on with adapters that are being loaded; see `Adapters.advance`."""
@@ -213,7 +213,7 @@ class Runner:
         model = self.model.model
         self.slots.apply(plan, with_tokens=not model.is_last)
         self.media.apply(plan)
-        route = self.routes.of(plan, self.graphs, profiled=self.profile is not None)
+        route = self.routes.of(plan, self.graphs, profiled=self.profiler.is_on)
         if route.way is Way.ENCODING:
             return self.encoding.run(plan)
         decoded = self.decoding.run(plan, quiet) if route.way is Way.DECODING else None
@@ -252,7 +252,7 @@ class Runner:
         if self.device.asynchronous:
             batch = batch.with_tensors(self.device.upload(batch.tensors))
         batch, adapters = replace(batch, received=received), self.adapters.rows(batch.adapters)
-        with self.span("model"):
+        with self.profiler.span("model"):
             if shape is None or graphs is None:
                 return batch, model.hidden_states(*self._inputs(batch, adapters))
             states = graphs.replay(shape, batch, adapters)
@@ -284,7 +284,7 @@ class Runner:
         context = StepContext(
             batch.attention,
             batch.positions,
-            self.caches,
+            self.kv.caches,
             self.model.model.first_layer,
             adapters=adapters,
             overlay=overlay,
@@ -292,7 +292,7 @@ class Runner:
             token_types=batch.token_types,
             starts=batch.starts,
             received=batch.received,
-            states=None if batch.states is None else StepStates(batch.states, self.states),
+            states=None if batch.states is None else StepStates(batch.states, self.kv.states),
             sources=batch.sources,
         )
         return input_ids, context
@@ -308,8 +308,8 @@ class Runner:
         Raises:
             LoadError: there is not enough.
         """
-        self.allocate(self.num_blocks, self.num_states)
-        self.spare_work = self.device.populate(self.states + memory_of([*self.caches, *self.drafter.caches]))
+        self.allocate(CacheSize(self.num_blocks, self.num_states))
+        self.kv.populate()
 
     def warm_up(self) -> None:
         """Do once what no request shall pay for: run a token, and record graphs. Writes nowhere that matters."""
@@ -323,8 +323,7 @@ class Runner:
             self.graphs = StepGraphs.recorded(
                 self.config, self.device, self.model, self.forward, self.adapters
             )
-        for memory in memory_of(self.caches):
-            memory[0].zero_()
+        self.kv.zero_first_block()
 
     def free(self) -> None:
         """Give the memory for KV blocks and states back, and forget every request."""
@@ -332,12 +331,12 @@ class Runner:
         self.decoding.forget()
         self.encoding.forget()
         self.media.clear()
-        self.graphs, self.caches, self.states = None, [], []
-        self.drafter.free()
+        self.graphs = None
+        self.kv.free()
 
     def drop_weights(self) -> None:
         """Let go of all weights; the KV memory must be given back before."""
-        self.loaded = None
+        self.weights.drop()
         self.drafter.unload()
 
     def load_weights(self) -> None:
@@ -346,32 +345,15 @@ class Runner:
         Raises:
             LoadError: they cannot be loaded.
         """
-        if self.loaded is None:
-            self.loaded = self._load(WeightsAhead(self.config), Phases(lambda phase, seconds: None))
+        self.weights.load()
         self.drafter.load(self.model)
 
-    def _load(self, ahead: WeightsAhead, phases: Phases) -> LoadedModel:
-        """Load the model, and make it ask for adapters if they are served."""
-        loaded = load(ahead, phases, self.device, self.collective)
-        self.adapters.attach(loaded, self.collective)
-        return loaded
-
-    def allocate(self, num_blocks: int, num_states: int) -> None:
+    def allocate(self, size: CacheSize) -> None:
         """Take memory for numbers of KV blocks and state slots, zeroed.
 
         Raises:
             LoadError: there is not enough.
         """
-        try:
-            self.drafter.allocate(num_blocks)
-            self.caches = self.model.allocate(num_blocks, self.config.block_size, self.device)
-            self.states = allocate_states(self.model.state_shapes, num_states, self.device)
-            self.decoding.use(self.model, self.caches, self.states)
-            self.encoding.use(self.model)
-        except OSError as error:
-            size = num_blocks * self.block_bytes + num_states * self.state_bytes
-            raise LoadError(f"cannot allocate {size} bytes of KV memory: {error}") from error
-
-    def span(self, name: str) -> AbstractContextManager[object]:
-        """A named part of a step for the profiler, which cannot see into compiled kernels."""
-        return nullcontext() if self.profile is None else record_function(f"pagewire.{name}")
+        self.kv.allocate(self.model, size)
+        self.decoding.use(self.model, self.kv.caches, self.kv.states)
+        self.encoding.use(self.model)

@@ -11,7 +11,6 @@ drafts is finished at once, behind its sampling.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +29,7 @@ from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.run.pooling import PooledRow, pool_rows
 from pagewire.workers.run.processors import LogitsProcessors
+from pagewire.workers.run.profiling import StepProfiler
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, logprob_rows
 from pagewire.workers.sample.typical import Candidate, TypicalAcceptance
@@ -47,13 +47,11 @@ class ModelOnDevice(Protocol):
     drafter: Drafter
     typical: TypicalAcceptance | None
     collective: Collective
+    profiler: StepProfiler
 
     @property
     def model(self) -> LoadedModel:
         """The loaded model."""
-
-    def span(self, name: str) -> AbstractContextManager[object]:
-        """A named part of a step, for the profiler."""
 
     def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
         """Keep sampled tokens on the device for the next step, which may start before the host has read them."""
@@ -133,7 +131,7 @@ class RunningStep:
             self._prompt_logprobs[request.row] = self._logprobs_of(request)
         if batch is None or not self._slots:
             return
-        with runner.span("logits"):
+        with runner.profiler.span("logits"):
             adapters = runner.adapters.rows(batch.sample_adapters)
             self._sampled_hidden = self._hidden
             # Indices are ascending: as many as tokens are all of them, as when all rows decode. On an asynchronous
@@ -141,9 +139,9 @@ class RunningStep:
             if runner.device.asynchronous or batch.sample_indices.shape != self._hidden.shape[:1]:
                 self._sampled_hidden = self._hidden.index_select(0, batch.sample_indices)
             logits = runner.model.model.logits(self._sampled_hidden, adapters)
-        with runner.span("masks"):
+        with runner.profiler.span("masks"):
             allowed = TokenMasks.of(masks() if self.plan.masked else None).widened(logits.shape[1])
-        with runner.span("sample"):
+        with runner.profiler.span("sample"):
             self._sampled = runner.processors.launch(runner.sampler, logits, self._states(), allowed)
             runner.keep_tokens(batch.sample_slots, self._sampled)
         self._end = runner.device.record_event()
@@ -163,7 +161,7 @@ class RunningStep:
         for row, logprobs in self._prompt_logprobs.items():
             result.rows[row].prompt_logprobs = logprobs
         if self._pooled:
-            with self._runner.span("pool"), torch.inference_mode():
+            with self._runner.profiler.span("pool"), torch.inference_mode():
                 pooler = self._runner.model.pooler
                 assert pooler is not None, "rows to pool are of a model that pools"
                 pool_rows(pooler, self._pooled, self._hidden, self._runner.slots, result)
@@ -214,7 +212,7 @@ class RunningStep:
         drafter, rows = runner.drafter, self._rows_over(result)
         if not rows:
             return
-        with runner.span("draft"):
+        with runner.profiler.span("draft"):
             for i, drafts in zip(rows, drafter.propose(list(rows.values()), self._features), strict=True):
                 result.rows[i].drafts = drafts
         self._end = runner.device.record_event()
