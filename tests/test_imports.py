@@ -122,6 +122,24 @@ def test_scheduling_is_pure() -> None:
         assert not {imported.split(".")[0] for imported in imports(MODULES[name])} & IMPURE, name
 
 
+def test_a_runner_is_built_from_few_finished_objects() -> None:
+    """Each part is built from what it needs: neither a list of all parts to import, nor half a runner to take."""
+    counts = {
+        name: len(modules_imported(ROOT / f"workers/run/{name}.py"))
+        for name in ("runner", "assembly", "parts")
+    }
+    assert max(counts.values()) <= 20, counts
+    parameters = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in (ROOT / "workers" / "run").glob("*.py")
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.arg)
+        and node.annotation is not None
+        and "Runner" in ast.unparse(node.annotation)
+    ]
+    assert parameters == []
+
+
 def test_sources_import_by_full_names() -> None:
     """So that an arrow can be seen, and searched for."""
 

@@ -249,9 +249,7 @@ class Pipeline:
             result = step.finish(self._idle_since)
             self._idle_since = step.end
             if step.num_further:
-                from pagewire.workers.run.launch import go_on  # imports torch, as the runner has by now
-
-                self._idle_since = go_on(self._runner, step, result, self._quiet)
+                self._idle_since = self._runner.go_on(step, result, self._quiet)
             self._connection.send(result.by_columns())
 
 

@@ -14,25 +14,10 @@ MAX_ERROR = 500  # characters of an exception in the error message
 
 
 class WorkerExtension:
-    """An object of the operator's class in this worker.
+    """An object of the operator's class in this worker. None: there is no such class."""
 
-    path: import path of the class; empty for none. worker: the argument of its constructor, a `Runner`.
-
-    Raises:
-        LoadError: the class cannot be imported or made, or has a method with the name of one in `CALLS`.
-    """
-
-    def __init__(self, path: str, worker: object) -> None:
-        self._object: Any = None
-        if not path:
-            return
-        try:
-            self._object = imported(path)(worker)
-        except Exception as error:
-            cause = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise LoadError(f"worker_extension: {path}: {shortened(cause, MAX_ERROR)}") from error
-        if clash := sorted(set(self.names) & CALLS.keys()):
-            raise LoadError(f"worker_extension: {path}: workers have a method {clash[0]} already: rename it")
+    def __init__(self, own: Any) -> None:
+        self._object = own
 
     @property
     def names(self) -> list[str]:
@@ -50,3 +35,44 @@ class WorkerExtension:
             whatever it raises.
         """
         return getattr(self._object, name)(*args, **kwargs)
+
+
+class ExtensionClass:
+    """The operator's class.
+
+    path: its import path; empty for none.
+
+    Raises:
+        LoadError: it cannot be imported.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            self._class = imported(path) if path else None
+        except Exception as error:
+            raise self._refusal(error) from error
+
+    def of(self, worker: object) -> WorkerExtension:
+        """Its object for a worker that is whole.
+
+        worker: the argument of its constructor, a `Runner`.
+
+        Raises:
+            LoadError: it cannot be made, or has a method with the name of one in `CALLS`.
+        """
+        if self._class is None:
+            return WorkerExtension(None)
+        try:
+            extension = WorkerExtension(self._class(worker))
+        except Exception as error:
+            raise self._refusal(error) from error
+        if clash := sorted(set(extension.names) & CALLS.keys()):
+            raise LoadError(
+                f"worker_extension: {self._path}: workers have a method {clash[0]} already: rename it"
+            )
+        return extension
+
+    def _refusal(self, error: Exception) -> LoadError:
+        cause = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return LoadError(f"worker_extension: {self._path}: {shortened(cause, MAX_ERROR)}")

@@ -1,4 +1,4 @@
-"""Opens the parts that a model may have: adapters, media, a drafter, logits processors.
+"""Opens the parts that a model may have: adapters, logits processors, media, a drafter, an extension.
 
 Each is opened if the configuration asks for it; else something stands in for it that does nothing, so that steps
 need not ask. The modules of a part are imported where it is opened: engines without it start sooner.
@@ -18,22 +18,67 @@ from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.media.interface import NoMedia, WorkerMedia
 from pagewire.workers.network.loaded import LoadedModel, Phases
 from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.run.extension import ExtensionClass
 from pagewire.workers.run.processors import LogitsProcessors, open_processor
 from pagewire.workers.speculation.interface import Drafter, NoDrafter
 
 
 @dataclass(frozen=True)
-class ModelParts:
-    """The parts of a worker's model that another may not have."""
+class EarlyParts:
+    """The parts that are opened before the model, as they may be refused without it."""
 
     adapters: WorkerAdapters
     processors: LogitsProcessors
+    extension: ExtensionClass
+
+    @classmethod
+    def open(cls, config: WorkerConfig, device: Device, wake: Callable[[], None]) -> EarlyParts:
+        """Open them. wake: called by other threads when adapters have messages.
+
+        Raises:
+            LoadError: one cannot be opened; the text says why.
+        """
+        return cls(
+            open_adapters(config, device, wake),
+            open_processors(config, device.torch_device),
+            ExtensionClass(config.worker_extension),
+        )
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """All parts of a model that is loaded."""
+
+    adapters: WorkerAdapters
+    processors: LogitsProcessors
+    extension: ExtensionClass
     media: WorkerMedia
     drafter: Drafter
 
+    @classmethod
+    def of(
+        cls,
+        early: EarlyParts,
+        config: WorkerConfig,
+        loaded: LoadedModel,
+        slots: Slots,
+        phases: Phases,
+        device: Device,
+        sampler: TokenSampler,
+        collective: Collective,
+    ) -> ModelParts:
+        """Open the others. slots, sampler: of the model. collective: of the ranks that run it.
 
-def adapters_of(config: WorkerConfig, device: Device, wake: Callable[[], None]) -> WorkerAdapters:
-    """The adapters of a worker. wake: called by other threads when they have messages.
+        Raises:
+            LoadError: one cannot be opened, or does not fit the model; the text says why.
+        """
+        media = open_media(config, loaded, device, slots, phases)
+        drafter = drafter_for(config, loaded, slots, phases, device, sampler, collective)
+        return cls(early.adapters, early.processors, early.extension, media, drafter)
+
+
+def open_adapters(config: WorkerConfig, device: Device, wake: Callable[[], None]) -> WorkerAdapters:
+    """The adapters of a worker. wake: see `EarlyParts.open`.
 
     Raises:
         LoadError: they cannot be served with this configuration.
@@ -45,7 +90,7 @@ def adapters_of(config: WorkerConfig, device: Device, wake: Callable[[], None]) 
     return Adapters(config, device, wake)
 
 
-def processors_of(config: WorkerConfig, device: torch.device) -> LogitsProcessors:
+def open_processors(config: WorkerConfig, device: torch.device) -> LogitsProcessors:
     """The logits processors of an engine, imported and made.
 
     Raises:
@@ -54,7 +99,7 @@ def processors_of(config: WorkerConfig, device: torch.device) -> LogitsProcessor
     return LogitsProcessors([open_processor(source, config, device) for source in config.logits_processors])
 
 
-def media_of(
+def open_media(
     config: WorkerConfig, loaded: LoadedModel, device: Device, slots: Slots, phases: Phases
 ) -> WorkerMedia:
     """What encodes pictures and sounds for a model; one that pools takes none.
@@ -72,7 +117,7 @@ def media_of(
     return NoMedia() if tower is None else MediaEntries(tower, slots)
 
 
-def drafter_of(
+def drafter_for(
     config: WorkerConfig,
     target: LoadedModel,
     slots: Slots,

@@ -1,23 +1,28 @@
 """Which way a step takes, and why no faster one: the one answer for the choice, the log and the metrics.
 
 The fast ways are one compiled call from rows to tokens (`decoding.py`), or from prompts to what is pooled
-(`encoding.py`), and on a GPU a replay of what was recorded (`graphs.py`). The general way is `Runner.launch`
+(`encoding.py`), and on a GPU a replay of what was recorded (`graphs.py`). The general way is `StepLauncher._launch`
 and `RunningStep`, which is their reference: the tokens are the same.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from pagewire.ipc.wire.worker_messages import StepPlan, Way
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from pagewire.workers.adapters.interface import WorkerAdapters
-    from pagewire.workers.batch.slots import Slots
-    from pagewire.workers.run.decoding import Decoding
-    from pagewire.workers.run.encoding import Encoding
-    from pagewire.workers.run.graphs import RecordedShape, StepGraphs
+from pagewire.ipc.wire.worker_messages import StepPlan, Way, WorkerConfig
+from pagewire.kernels.data.paging import Cache
+from pagewire.workers.adapters.interface import WorkerAdapters
+from pagewire.workers.batch.slots import Slots
+from pagewire.workers.device.interface import Device
+from pagewire.workers.network.loaded import LoadedModel
+from pagewire.workers.run.decoding import Decoding
+from pagewire.workers.run.encoding import Encoding
+from pagewire.workers.run.graphs import RecordedShape, StepGraphs
+from pagewire.workers.run.parts import ModelParts
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -38,8 +43,25 @@ class Routes:
     def __init__(
         self, decoding: Decoding, encoding: Encoding, slots: Slots, adapters: WorkerAdapters
     ) -> None:
-        self._decoding, self._encoding, self._slots, self._adapters = decoding, encoding, slots, adapters
+        self.decoding, self.encoding = decoding, encoding
+        self._slots, self._adapters = slots, adapters
         self._reasons: set[str] = set()
+
+    @classmethod
+    def open(cls, config: WorkerConfig, device: Device, slots: Slots, parts: ModelParts) -> Routes:
+        """The routes on a device. parts: of the model."""
+        decoding = Decoding(config, device, slots, parts.media)
+        return cls(decoding, Encoding(device, slots), slots, parts.adapters)
+
+    def use(self, loaded: LoadedModel, caches: Sequence[Cache], states: Sequence[Tensor]) -> None:
+        """Steps run this model from now on, with these caches of its layers and their states."""
+        self.decoding.use(loaded, caches, states)
+        self.encoding.use(loaded)
+
+    def forget(self) -> None:
+        """Let go of the model and its caches."""
+        self.decoding.forget()
+        self.encoding.forget()
 
     def of(self, plan: StepPlan, graphs: StepGraphs | None, *, profiled: bool) -> StepRoute:
         """The route of a plan that was applied to the slots.
@@ -54,7 +76,7 @@ class Routes:
         if profiled:
             return self._general("a profiler looks on")
         pools = plan.rows[0].pool
-        why = self._encoding.refusal(plan) if pools else self._decoding.refusal(plan)
+        why = self.encoding.refusal(plan) if pools else self.decoding.refusal(plan)
         return self._general(why) if why else StepRoute(Way.ENCODING if pools else Way.DECODING)
 
     def _general(self, why: str) -> StepRoute:

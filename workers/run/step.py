@@ -3,16 +3,15 @@
 On an asynchronous device the next step is launched before this one is finished, taking this one's tokens from the
 device (`slots.Relay`). It is sampled after this one is finished: penalties and grammars need its tokens.
 
-What takes the other ranks of a group is launched by `Runner.launch` and `sample`, not when a step is found to be
-over: whether that is before the next one is launched or after it differs between ranks. So a step of a group that
-drafts is finished at once, behind its sampling.
+What takes the other ranks of a group is launched by `StepLauncher.launch` and `sample`, not when a step is found
+to be over: whether that is before the next one is launched or after it differs between ranks. So a step of a group
+that drafts is finished at once, behind its sampling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,42 +19,15 @@ from torch import Tensor
 
 from pagewire.ipc.wire.items import LogprobRows
 from pagewire.ipc.wire.worker_messages import Masks, Row, RowResult, StepPlan, StepResult, Way
-from pagewire.workers.adapters.interface import WorkerAdapters
 from pagewire.workers.batch.flat_batch import AdapterOrder, Batch
-from pagewire.workers.batch.slots import Slots
-from pagewire.workers.device.interface import Device, Event, PendingTokens, TokenSampler
+from pagewire.workers.device.interface import Event, PendingTokens
 from pagewire.workers.device.kv_size import LOGIT_CHUNK
-from pagewire.workers.network.loaded import LoadedModel
-from pagewire.workers.ranks.interface import Collective
+from pagewire.workers.run.environment import StepEnvironment
 from pagewire.workers.run.pooling import PooledRow, pool_rows
-from pagewire.workers.run.processors import LogitsProcessors
-from pagewire.workers.run.profiling import StepProfiler
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, logprob_rows
 from pagewire.workers.sample.typical import Candidate, TypicalAcceptance
-from pagewire.workers.speculation.interface import Drafter, RowOver
-
-
-class ModelOnDevice(Protocol):
-    """The part of a runner that its steps need."""
-
-    slots: Slots
-    device: Device
-    sampler: TokenSampler
-    adapters: WorkerAdapters
-    processors: LogitsProcessors
-    drafter: Drafter
-    typical: TypicalAcceptance | None
-    collective: Collective
-    profiler: StepProfiler
-
-    @property
-    def model(self) -> LoadedModel:
-        """The loaded model."""
-
-    def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
-        """Keep sampled tokens on the device for the next step, which may start before the host has read them."""
-
+from pagewire.workers.speculation.interface import RowOver
 
 NOTHING = torch.empty(0)
 
@@ -73,13 +45,13 @@ class PromptLogprobsRequest:
 
 
 class RunningStep:
-    """A plan whose model work has been launched; made by `Runner.launch`.
+    """A plan whose model work has been launched; made by `StepLauncher.launch`.
 
     errors: of rows whose media could not be encoded, by row. num_further: steps of the plan that are left.
     """
 
-    def __init__(self, runner: ModelOnDevice, plan: StepPlan, begin: Event, way: Way) -> None:
-        self._runner, self.plan, self._begin, self._way = runner, plan, begin, way
+    def __init__(self, env: StepEnvironment, plan: StepPlan, begin: Event, way: Way) -> None:
+        self._env, self.plan, self._begin, self._way = env, plan, begin, way
         self._end = begin
         self.errors: Mapping[int, str] = {}
         self._sampled: PendingTokens | None = None
@@ -96,12 +68,12 @@ class RunningStep:
 
     def run(self, batch: Batch, hidden: Tensor) -> None:
         """Take over the launched work. batch: on the device. hidden: its final hidden states [T or more, H]."""
-        slots = self._runner.slots
+        slots = self._env.slots
         self._batch, self._hidden = batch, hidden
         self._slots = [slots.sampling[self.plan.rows[i].slot] for i in batch.sample_rows]
-        if self._runner.drafter.follows or any(row.num_drafts for row in self.plan.rows):
+        if self._env.parts.drafter.follows or any(row.num_drafts for row in self.plan.rows):
             self._sequences = [slots.sampling.get(row.slot) for row in self.plan.rows]
-            self._features = self._runner.drafter.features(hidden)
+            self._features = self._env.parts.drafter.features(hidden)
         self._pooled = [
             PooledRow(i, row, slots.pooling[row.slot], batch.starts[i])
             for i, row in enumerate(self.plan.rows)
@@ -113,12 +85,12 @@ class RunningStep:
                 successors = slots.tokens[row.slot, first : first + row.num_prompt_logprobs].tolist()
                 k = slots.sampling[row.slot].params.prompt_logprobs or 0
                 self._prompts.append(PromptLogprobsRequest(i, batch.starts[i], successors, k))
-        self._end = self._runner.device.record_event()
+        self._end = self._env.device.record_event()
 
     def pass_on(self) -> None:
         """The launched work is that of a stage before the last: nothing is sampled, and the result has no rows."""
         self._passed_on = True
-        self._end = self._runner.device.record_event()
+        self._end = self._env.device.record_event()
 
     @torch.inference_mode()
     def sample(self, masks: Callable[[], Masks | None]) -> None:
@@ -126,29 +98,29 @@ class RunningStep:
 
         Log probabilities of prompts are computed here, for which it waits until the model has run.
         """
-        runner, batch = self._runner, self._batch
+        env, batch = self._env, self._batch
         for request in self._prompts:
             self._prompt_logprobs[request.row] = self._logprobs_of(request)
         if batch is None or not self._slots:
             return
-        with runner.profiler.span("logits"):
-            adapters = runner.adapters.rows(batch.sample_adapters)
+        with env.profiler.span("logits"):
+            adapters = env.parts.adapters.rows(batch.sample_adapters)
             self._sampled_hidden = self._hidden
             # Indices are ascending: as many as tokens are all of them, as when all rows decode. On an asynchronous
             # device the next step may overwrite the states.
-            if runner.device.asynchronous or batch.sample_indices.shape != self._hidden.shape[:1]:
+            if env.device.asynchronous or batch.sample_indices.shape != self._hidden.shape[:1]:
                 self._sampled_hidden = self._hidden.index_select(0, batch.sample_indices)
-            logits = runner.model.model.logits(self._sampled_hidden, adapters)
-        with runner.profiler.span("masks"):
+            logits = env.model.current.model.logits(self._sampled_hidden, adapters)
+        with env.profiler.span("masks"):
             allowed = TokenMasks.of(masks() if self.plan.masked else None).widened(logits.shape[1])
-        with runner.profiler.span("sample"):
-            self._sampled = runner.processors.launch(runner.sampler, logits, self._states(), allowed)
-            runner.keep_tokens(batch.sample_slots, self._sampled)
-        self._end = runner.device.record_event()
+        with env.profiler.span("sample"):
+            self._sampled = env.parts.processors.launch(env.sampler, logits, self._states(), allowed)
+            env.keep_tokens(batch.sample_slots, self._sampled)
+        self._end = env.device.record_event()
 
     def reached(self) -> bool:
         """True if `finish` is to be called now: it would not have to wait, or it drafts with other ranks."""
-        if self._sequences and self._runner.collective.size > 1:
+        if self._sequences and self._env.collective.size > 1:
             return True
         return self._end.reached() and (self._sampled is None or self._sampled.reached())
 
@@ -161,11 +133,11 @@ class RunningStep:
         for row, logprobs in self._prompt_logprobs.items():
             result.rows[row].prompt_logprobs = logprobs
         if self._pooled:
-            with self._runner.profiler.span("pool"), torch.inference_mode():
-                pooler = self._runner.model.pooler
+            with self._env.profiler.span("pool"), torch.inference_mode():
+                pooler = self._env.model.current.pooler
                 assert pooler is not None, "rows to pool are of a model that pools"
-                pool_rows(pooler, self._pooled, self._hidden, self._runner.slots, result)
-            self._end = self._runner.device.record_event()
+                pool_rows(pooler, self._pooled, self._hidden, self._env.slots, result)
+            self._end = self._env.device.record_event()
         if self._sequences:
             self._draft(result)
         if rows:
@@ -186,7 +158,7 @@ class RunningStep:
         """The sampler's state at each sample: that of its slot, with the drafts before the sample appended."""
         if self._batch is None or not self._batch.drafted:
             return self._slots
-        sampling, rule = self._runner.slots.sampling, self._runner.typical
+        sampling, rule = self._env.slots.sampling, self._env.typical
         return [
             sampling[row.slot].ahead(row.drafts[:n], candidate(row, n, rule))
             for row in self.plan.rows
@@ -194,7 +166,7 @@ class RunningStep:
         ]
 
     def _take(self, output: SampleOutput, result: StepResult) -> None:
-        slots, first = self._runner.slots, 0
+        slots, first = self._env.slots, 0
         for i, row in enumerate(self.plan.rows):
             if not row.num_samples:
                 continue
@@ -208,23 +180,24 @@ class RunningStep:
     @torch.inference_mode()
     def _draft(self, result: StepResult) -> None:
         """Add drafts to the results of rows that want some."""
-        runner = self._runner
-        drafter, rows = runner.drafter, self._rows_over(result)
+        env = self._env
+        drafter, rows = env.parts.drafter, self._rows_over(result)
         if not rows:
             return
-        with runner.profiler.span("draft"):
+        with env.profiler.span("draft"):
             for i, drafts in zip(rows, drafter.propose(list(rows.values()), self._features), strict=True):
                 result.rows[i].drafts = drafts
-        self._end = runner.device.record_event()
+        self._end = env.device.record_event()
 
     def _rows_over(self, result: StepResult) -> dict[int, RowOver]:
         """The rows that the drafter is to see, by index; without those whose slot has a new sequence by now."""
-        batch, sampling, sample = self._batch, self._runner.slots.sampling, 0
+        batch, sampling, sample = self._batch, self._env.slots.sampling, 0
+        follows = self._env.parts.drafter.follows
         rows: dict[int, RowOver] = {}
         for i, (row, sequence) in enumerate(zip(self.plan.rows, self._sequences, strict=True)):
             first, sample = sample, sample + row.num_samples
             count = len(result.rows[i].token_ids)
-            if not (row.num_drafts or self._runner.drafter.follows) or sampling.get(row.slot) is not sequence:
+            if not (row.num_drafts or follows) or sampling.get(row.slot) is not sequence:
                 continue
             if sequence is None or batch is None or (row.num_samples and not count):
                 continue
@@ -236,16 +209,16 @@ class RunningStep:
 
     def _logprobs_of(self, request: PromptLogprobsRequest) -> LogprobRows:
         """Log probabilities of prompt tokens, from the logits at the tokens before them."""
-        model = self._runner.model
+        model = self._env.model.current
         size = max(1, LOGIT_CHUNK // model.vocab_size)
         end = request.start + len(request.successors)
-        adapter = self._runner.slots.adapters[self.plan.rows[request.row].slot]
+        adapter = self._env.slots.adapters[self.plan.rows[request.row].slot]
 
         parts = []
         for start in range(request.start, end, size):  # the logits of all of them may not fit into memory
             hidden = self._hidden[start : min(start + size, end)]
             order = AdapterOrder.of(np.full(len(hidden), adapter))
-            logits = model.model.logits(hidden, self._runner.adapters.rows(order)).cpu()
+            logits = model.model.logits(hidden, self._env.parts.adapters.rows(order)).cpu()
             successors = request.successors[start - request.start :][: len(hidden)]
             parts.append(logprob_rows(logits, successors, request.num_most_likely))
         rows = LogprobRows.join(parts)

@@ -45,7 +45,7 @@ from pagewire.workers.network.loading import ModelSettings
 from pagewire.workers.network.model import Model
 from pagewire.workers.process.calls import call
 from pagewire.workers.process.main import Pipeline
-from pagewire.workers.run import runner as runner_module
+from pagewire.workers.run import assembly
 from pagewire.workers.run.graphs import recorded_sizes
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
@@ -549,7 +549,7 @@ def test_graphs_that_compute_something_else_are_not_used(
     expected = [outcome(result) for result in Core(plain).run(plans)]
     if not isinstance(plain.device, EmulatedCudaDevice):
         pytest.skip("a GPU's graphs are right")
-    monkeypatch.setattr(runner_module, "open_device", lambda config: StaleDevice())
+    monkeypatch.setattr(assembly, "open_device", lambda config: StaleDevice())
     runner = load()
     assert runner.graphs is None and [outcome(result) for result in Core(runner).run(plans)] == expected
     assert "replayed CUDA graphs compute something else" in caplog.text

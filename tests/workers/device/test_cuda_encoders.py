@@ -15,6 +15,7 @@ from pagewire.workers.device.cuda import CudaDevice
 from pagewire.workers.errors import LoadError
 from pagewire.workers.network.encoder_structures import STRUCTURES
 from pagewire.workers.network.network import Network
+from pagewire.workers.run.launch import StepLauncher
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
@@ -136,14 +137,14 @@ def test_steps_that_do_not_fit_are_refused(
     widths: list[list[int]] = []
 
     def activations(self: CudaDevice, widest_step: Callable[[], object]) -> int:
-        run = Runner.launch
+        run = StepLauncher.launch
 
-        def launch(runner: Runner, plan: StepPlan) -> Any:
+        def launch(launcher: StepLauncher, plan: StepPlan) -> Any:
             widths.append([row.num_tokens for row in plan.rows])
-            return run(runner, plan)
+            return run(launcher, plan)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Runner, "launch", launch)
+            patch.setattr(StepLauncher, "launch", launch)
             widest_step()
         if isinstance(outcome, Exception):
             raise outcome

@@ -101,7 +101,7 @@ def test_a_step_does_not_wait_for_the_device(
         shape = RecordedShape(num_tokens, 1, num_tokens)
         batch = padding_batch(shape, 3, 16, runner.device.torch_device)
         with torch.inference_mode():
-            return runner.device.why_it_waits(lambda: runner.forward(batch, None))
+            return runner.device.why_it_waits(lambda: runner.launcher.forward(batch, None))
 
     assert why_it_waits(load(folder)) is None
     device.kernels.replace("experts")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.wire.worker_messages import Parallel
-from pagewire.workers.run import runner as runner_module
+from pagewire.workers.run import assembly
 from pagewire.workers.run.graphs import recorded_shapes
 from pagewire.workers.run.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
@@ -39,7 +39,7 @@ def send_itself(rank: Rank, states: Tensor, target: int) -> None:
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     """Makes runners on emulated devices, and ranks of a pipeline of them."""
     launcher = EmulatedLauncher()
-    monkeypatch.setattr(runner_module, "open_device", lambda config: EmulatedCudaDevice(launcher))
+    monkeypatch.setattr(assembly, "open_device", lambda config: EmulatedCudaDevice(launcher))
     monkeypatch.setattr(Rank, "send", send_itself)
 
     def load_rank(folder: Path, rank: Rank | None = None, **fields: object) -> Runner:
@@ -63,14 +63,14 @@ def replaying(runner: Runner, work: Callable[[], list[Output]]) -> list[Output]:
     assert isinstance(device, EmulatedCudaDevice) and graphs is not None
     assert graphs.shapes == recorded_shapes(runner.config, runner.model.max_model_len)
     num_replayed, num_run = device.num_replayed, 0
-    run = runner._run
+    run = runner.launcher._run
 
     def count(*args: object) -> object:
         nonlocal num_run
         num_run += 1
         return run(*args)  # type: ignore[arg-type]
 
-    runner._run = count  # type: ignore[assignment, method-assign]
+    runner.launcher._run = count  # type: ignore[assignment, method-assign]
     outputs = work()
     assert device.num_replayed - num_replayed == num_run > 6
     return outputs

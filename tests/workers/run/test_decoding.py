@@ -16,7 +16,6 @@ from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, StepResul
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.workers.module.transforms import QuantisedEmbedding
 from pagewire.workers.run.decoding import Decoding, Quiet
-from pagewire.workers.run.launch import go_on
 from pagewire.workers.run.runner import Runner
 from tests.workers.architectures import EXPERTS, GROUPED, SERVED, VOCAB_SIZE, Architecture
 from tests.workers.driver import GREEDY, Driver, load_runner
@@ -134,7 +133,7 @@ def launch(runner: Runner, starts: list[int], num_steps: int, quiet: Quiet | Non
     step = runner.launch(StepPlan(1, rows, num_steps=num_steps), quiet)
     step.sample(lambda: None)
     result = step.finish()
-    go_on(runner, step, result, quiet)
+    runner.go_on(step, result, quiet)
     return result
 
 

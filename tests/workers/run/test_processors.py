@@ -16,7 +16,7 @@ from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, WorkerConfig
 from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.errors import LoadError
-from pagewire.workers.run.parts import processors_of
+from pagewire.workers.run.parts import open_processors
 from pagewire.workers.run.processors import LogitsProcessors
 from pagewire.workers.run.runner import Runner
 from pagewire.workers.sample.masks import TokenMasks
@@ -32,7 +32,7 @@ VOCAB = 50
 
 def opened(*options: str) -> LogitsProcessors:
     config = WorkerConfig("", logits_processors=processor_sources(options))
-    return processors_of(config, torch.device("cpu"))
+    return open_processors(config, torch.device("cpu"))
 
 
 def make_slot(number: int, **fields: Any) -> SamplingSlot:
