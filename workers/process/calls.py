@@ -12,6 +12,7 @@ from pagewire.ipc.wire.calls import CALLS, RunsIn
 from pagewire.workers.errors import LoadError, LostRankError
 from pagewire.workers.network import sharded_state
 from pagewire.workers.ranks.agreement import all_have
+from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.run.runner import Runner
 
 
@@ -62,18 +63,18 @@ def wake_up(runner: Runner, tags: Sequence[str] | None) -> None:
     if unknown := set(tags or ()) - {"weights", "kv_cache"}:
         raise ValueError(f"wake_up knows the tags weights and kv_cache, not {', '.join(sorted(unknown))}")
     try:
-        with together(runner):
+        with together(runner.collective):
             runner.load_weights()
         if not (runner.caches or runner.states) and (tags is None or "kv_cache" in tags):
             allocate_kv(runner)
-            with together(runner):
+            with together(runner.collective):
                 runner.warm_up()
     except LoadError as error:  # not the caller's mistake, as a ValueError would be
         raise RuntimeError(str(error)) from error
 
 
 @contextmanager
-def together(runner: Runner) -> Iterator[None]:
+def together(collective: Collective) -> Iterator[None]:
     """A context of work in which the ranks of a group wait for each other, so that none can fail alone and go on.
 
     Raises:
@@ -82,7 +83,7 @@ def together(runner: Runner) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if runner.collective.size == 1:
+        if collective.size == 1:
             raise
         raise LostRankError(error_text(error)) from error
 
