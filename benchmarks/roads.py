@@ -31,7 +31,7 @@ def road_of(architecture: Architecture) -> Road:
     """The road of a tiny model on this CPU."""
     with tempfile.TemporaryDirectory() as folder:
         runner, _ = load_runner(architecture.write(Path(folder, "model")), dtype="float32")
-        return Road(architecture.name, runner.model.road, not runner.decoding.why_not)
+        return Road(architecture.name, str(runner.model.road), not runner.decoding.why_not)
 
 
 def roads(names: Iterable[str] = ()) -> Iterator[Road]:

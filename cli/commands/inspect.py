@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pagewire.cli.commands import SUMMARIES
@@ -27,7 +27,7 @@ class ModelReport:
     """All that is known about a model before it is loaded: by one worker, or by one of several.
 
     num_workers: over which it is divided. num_local: those that share this machine, its memory and processors.
-    num_threads: of one worker.
+    num_threads: of one worker. road: how the layers should run, in a sentence; None: it was not asked for.
     """
 
     model: str
@@ -38,6 +38,7 @@ class ModelReport:
     num_threads: int
     num_workers: int = 1
     num_local: int = 1
+    road: str | None = None
 
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -57,6 +58,12 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="SIZE",
         help="for a GPU with this memory, such as 80GiB or 81559MiB (as nvidia-smi has it); "
         "default with --device cuda: the GPU here",
+    )
+    parser.add_argument(
+        "--road",
+        action="store_true",
+        help="say how the layers will run on a CPU, and why so: the model is built without weights, which takes "
+        "PyTorch and some seconds",
     )
     add_engine_options(parser)
     parser.set_defaults(run=run)
@@ -82,10 +89,14 @@ def run(options: argparse.Namespace) -> int:
             f"--load-format {args.load_format} has no headers to read: give safetensors or GGUF files"
         )
     if options.gpu_memory is not None or not runs_on_cpu(args.device):
+        if options.road:
+            raise UsageError("--road is about CPUs: leave it out, or give --device cpu without --gpu-memory")
         from pagewire.cli.commands import inspect_gpu
 
         return inspect_gpu.run(args, options.gpu_memory, as_json=options.json)
     found = report(args)
+    if options.road:
+        found = replace(found, road=road(args))
     if options.json:
         print(json.dumps(as_json(found), indent=2))
     else:
@@ -99,7 +110,7 @@ def report(args: EngineArgs) -> ModelReport:
     Raises:
         ModelNotFoundError, LoadError: see `run`.
     """
-    from msgspec.structs import replace
+    from msgspec import structs
 
     from pagewire.engine_core.config.config import EngineConfig
     from pagewire.kernels.cpu.library import expected_isa
@@ -117,11 +128,13 @@ def report(args: EngineArgs) -> ModelReport:
     )
     # A token goes through all stages, one after the other.
     parallel = config.parallel
-    one_stage = replace(config, parallel=replace(parallel, size=parallel.num_shards, stages=1, layers=()))
+    alone = structs.replace(parallel, size=parallel.num_shards, stages=1, layers=())
+    one_stage = structs.replace(config, parallel=alone)
     config = largest_stage(headers, config, isa)
     sizes, all_stages = sizes_of(headers, config, isa), sizes_of(headers, one_stage, isa)
     result = fit(sizes, config, *memory, kept_bytes(config, isa))
-    num_threads = config.num_threads or default_threads(replace(config.parallel, local_size=num_local))
+    local = structs.replace(config.parallel, local_size=num_local)
+    num_threads = config.num_threads or default_threads(local)
     rate = read_rate(sizes.read_bytes * num_local, num_threads * num_local) / num_local
     return ModelReport(
         model=args.model,
@@ -135,9 +148,35 @@ def report(args: EngineArgs) -> ModelReport:
     )
 
 
+def road(args: EngineArgs) -> str:
+    """How the layers of a model should run in one worker on this CPU, in a sentence. Imports torch.
+
+    Raises:
+        UsageError: of several workers it is not known. LoadError: the model is not served; the text says why.
+    """
+    from pagewire.engine_core.config.config import EngineConfig
+    from pagewire.workers.run.expected_road import expected_road
+
+    config = EngineConfig.resolve(args).worker_config()
+    if config.parallel.size > 1:
+        raise UsageError("--road is about one worker: leave it out, or the options that divide the model")
+    return expected_road(config).sentence
+
+
 def starts_here(args: EngineArgs) -> bool:
     """True if the workers of an engine on CPUs share this machine; others are taken to have a machine each."""
     return not args.uses_ray and args.distributed_executor_backend in (None, "mp")
+
+
+def layers_by_headers(sizes: Footprint) -> str:
+    """How the layers of a model should run, as far as its headers say it: of encoders they do not."""
+    from pagewire.workers.network.pooling_spec import ENCODERS
+
+    if sizes.is_stack:
+        return "; the layers run as a stack"
+    if sizes.dimensions.model_type in ENCODERS:
+        return ""
+    return "; the layers run as transformers' module (--road says why)"
 
 
 def as_json(found: ModelReport) -> dict[str, Any]:
@@ -155,6 +194,7 @@ def as_json(found: ModelReport) -> dict[str, Any]:
         "fits": fit.problem is None,
         "remedies": [{"options": remedy.options, "memory": asdict(remedy.fit)} for remedy in found.remedies],
         "speed": asdict(speed) | {"tokens_per_second": speed.tokens_per_second},
+        "road": found.road,
     }
 
 
@@ -170,7 +210,10 @@ def lines(found: ModelReport) -> Iterator[str]:
     yield ""
     yield from table(sizes)
     yield ""
-    yield f"kernels   {sizes.isa}; the layers run {'in one call' if sizes.is_stack else 'one by one, as modules'}"
+    if found.road is None:
+        yield f"kernels   {sizes.isa}{layers_by_headers(sizes)}"
+    else:
+        yield from (f"kernels   {sizes.isa}", f"road      {found.road}")
     loading = f"loading takes {amount(fit.loading_bytes)} beside the weights"
     yield (
         f"memory    {amount(fit.weight_bytes)} of weights, {amount(fit.base_bytes + fit.table_bytes)} "

@@ -288,11 +288,10 @@ def model_figures(sizes: Footprint) -> ModelFigures:
 def summary(sizes: Footprint) -> str:
     """A footprint in a line, for the log."""
     dimensions, figures = sizes.dimensions, model_figures(sizes)
-    layers = "in one call" if sizes.is_stack else "one by one"
     return (
         f"{dimensions.architecture}, {sizes.form}, {figures.parameters / 1e6:,.0f} million parameters of "
         f"{figures.bits:.1f} bits ({sizes.quantization or 'not quantised'}); {amount(figures.weight_bytes)} "
-        f"packed for {sizes.isa}, layers {layers}; a token reads {amount(figures.token_read_bytes)} and adds "
+        f"packed for {sizes.isa}; a token reads {amount(figures.token_read_bytes)} and adds "
         f"{figures.kv_token_bytes / 1024:.1f} KiB to the KV cache"
         + (f"; a sequence has {amount(sizes.state_bytes)} of states" if sizes.state_bytes else "")
     )

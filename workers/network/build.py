@@ -6,7 +6,8 @@ the module computes (`proof.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,11 +69,35 @@ def build_network(
         OtherStructureError: it has another structure; the text says which.
         LoadError: a packed product is wrong.
     """
+    with _naming_missing_parts():
+        return _builder(base, weights, device, encodes=encodes).network(stage)
+
+
+def layers_of(base: Any, weights: Weights, *, encodes: bool = False) -> list[LayerParts]:
+    """The parts of the layers of a network on the CPU, for which no weights are read. encodes: see `build_network`.
+
+    Raises:
+        OtherStructureError: as `build_network` raises it, but for what the values of weights decide.
+    """
+    with _naming_missing_parts():
+        builder = _builder(base, weights, torch.device("cpu"), encodes=encodes)
+        parts = _layers(builder, None)
+        _activation(builder, parts)
+    return parts
+
+
+@contextmanager
+def _naming_missing_parts() -> Iterator[None]:
+    """A context in which a part that a module does not have is another structure."""
     try:
-        structure = encoder_structure(base) if encodes else _decoder_structure(base)
-        return _NetworkBuilder(base, structure, weights, device).network(stage)
+        yield
     except AttributeError as error:
         raise OtherStructureError(f"a part is missing: {first_line(error)}") from error
+
+
+def _builder(base: Any, weights: Weights, device: torch.device, *, encodes: bool) -> _NetworkBuilder:
+    structure = encoder_structure(base) if encodes else _decoder_structure(base)
+    return _NetworkBuilder(base, structure, weights, device)
 
 
 def _decoder_structure(base: Any) -> Structure:
@@ -80,6 +105,40 @@ def _decoder_structure(base: Any) -> Structure:
     if model_type in HYBRIDS:
         return HYBRIDS[model_type].structure(base)
     return GPT_STRUCTURES[model_type] if model_type in GPT_STRUCTURES else structure_of(base)
+
+
+def _layers(builder: _NetworkBuilder, stage: Stage | None) -> list[LayerParts]:
+    """The parts of the layers, or of those of a stage."""
+    base, structure, rotary = builder.base, builder.structure, _rotary(builder)
+    has_rotary = structure.causal and structure.rotary is not None
+    require(isinstance(rotary, RotaryTable) or (rotary is None and not has_rotary))
+    require(getattr(base, "embeddings_project", None) is None)  # Electra's, if its embeddings are small
+    parts = list(structure.layers(base, None if stage is None else stage.layers))
+    attending = [part for part in parts if part.attends]
+    require(len({(part.blocks, part.heads) for part in attending if part.blocks}) < 2)
+    heads = [builder._heads(part) for part in attending]
+    require(len(parts) > 0 and all(keys == values for _, keys, values in heads))
+    # Kernels of GPUs attend to values of the size of keys, and modules fill theirs with zeros.
+    has_sizes = builder.device.type == "cpu" or all(part.value_dim is None for part in parts)
+    require(
+        has_sizes, "its heads of values have another size than those of keys, for which a GPU has no kernel"
+    )
+    halves = [half for part in parts for half in part.halves]
+    # Nobody has seen whether they can be recorded on a GPU.
+    require(not halves or builder.device.type == "cpu")
+    return parts
+
+
+def _rotary(builder: _NetworkBuilder) -> Any:
+    """The module that makes angles; None: there is none."""
+    name = builder.structure.rotary
+    return None if name is None else getattr(builder.base, name, None)
+
+
+def _activation(builder: _NetworkBuilder, parts: Sequence[LayerParts]) -> Activation:
+    """That of the feed-forward halves. A curve is of its layer, whatever the configuration calls it."""
+    has_curves = all(part.curve is not None for part in parts)
+    return Activation.SILU if has_curves else builder.structure.activation(builder.base.config)
 
 
 @dataclass
@@ -93,29 +152,12 @@ class _NetworkBuilder:
 
     def network(self, stage: Stage | None) -> Network:
         """The network, or what a stage has of it."""
-        base, structure = self.base, self.structure
+        base, structure, rotary = self.base, self.structure, _rotary(self)
         is_first, is_last = (True, True) if stage is None else (stage.is_first, stage.is_last)
-        rotary = None if structure.rotary is None else getattr(base, structure.rotary, None)
-        has_rotary = structure.causal and structure.rotary is not None
-        require(isinstance(rotary, RotaryTable) or (rotary is None and not has_rotary))
         has_angles = rotary is not None or structure.angles is not None
-        require(getattr(base, "embeddings_project", None) is None)  # Electra's, if its embeddings are small
-        parts = list(structure.layers(base, None if stage is None else stage.layers))
+        parts = _layers(self, stage)
         attending = [part for part in parts if part.attends]
-        require(len({(part.blocks, part.heads) for part in attending if part.blocks}) < 2)
-        require(len(parts) > 0 and all(self._heads(part)[1] == self._heads(part)[2] for part in attending))
-        # Kernels of GPUs attend to values of the size of keys, and modules fill theirs with zeros.
-        has_sizes = self.device.type == "cpu" or all(part.value_dim is None for part in parts)
-        require(
-            has_sizes,
-            "its heads of values have another size than those of keys, for which a GPU has no kernel",
-        )
-        halves = [half for part in parts for half in part.halves]
-        # Nobody has seen whether they can be recorded on a GPU.
-        require(not halves or self.device.type == "cpu")
-        # A curve is of its layer, whatever the configuration calls it.
-        has_curves = all(part.curve is not None for part in parts)
-        activation = Activation.SILU if has_curves else structure.activation(base.config)
+        activation = _activation(self, parts)
         embedding = self._embedding() if is_first else None
         norms = [norm for part in parts for norm in part.norms]
         first = None
@@ -151,6 +193,7 @@ class _NetworkBuilder:
             qkv_order=self._order(parts[0]),
             by_place=structure.unturned_scales is not None,
             layer_inputs=layer_inputs_of(base, structure, self.weights, self.device),
+            why=next((part.why for part in parts if part.halves), ""),
         )
 
     def _heads(self, part: LayerParts) -> list[int]:

@@ -86,9 +86,10 @@ class HybridNames:
         try:
             whole = with_feed_forward(parts, getattr(layer, names.mlp), names) if names.mlp in fed else parts
             return with_dense(whole, getattr(layer, names.shared), names) if names.shared in fed else whole
-        except OtherStructureError:
+        except OtherStructureError as error:
             require(fed == {names.mlp})
-            return replace(parts, feed_forward=getattr(layer, names.mlp))  # it runs as it is
+            own = getattr(layer, names.mlp)
+            return replace(parts, feed_forward=own, why=parts.why or str(error))  # it runs as it is
 
     def _one_half(self, layer: Any, config: Any) -> LayerParts:
         """The parts of a layer that has one half: attention, a mixer, or a feed-forward half."""
@@ -102,8 +103,8 @@ class HybridNames:
         try:
             require(experts is None or experts.has_gate, "the stack has no experts without gates")
             return with_feed_forward(none, half, self.names)
-        except OtherStructureError:
-            return replace(none, feed_forward=half)
+        except OtherStructureError as error:
+            return replace(none, feed_forward=half, why=str(error))
 
     def structure(self, base: Any) -> Structure:
         """The structure of a base with these names."""
@@ -185,7 +186,8 @@ def _mixer(module: Any, config: Any, norms: tuple[Any, ...]) -> LayerParts:
         and hasattr(module, "scaling")
     )
     if not is_plain:
-        return LayerParts((), None, (), None, norms, head_dim=0, gated=True, mixer=module)
+        own = LayerParts((), None, (), None, norms, head_dim=0, gated=True, mixer=module)
+        return replace(own, why=why_as_it_is(module))
     queries, attended = module.q_proj.out_features, getattr(module, output).in_features
     require(queries in (attended, 2 * attended))
     return LayerParts(
@@ -429,6 +431,15 @@ def form_of(module: nn.Module) -> MixerForm | None:
     if hasattr(module, "gather") or getattr(forget, "safe_gate", False):
         return None
     return FORMS.get(type(module).__name__)
+
+
+def why_as_it_is(module: Any) -> str:
+    """Why a mixer without a form runs as it is."""
+    name = type(module).__name__
+    if name not in FORMS:
+        return f"a {name} is no mixer that the kernels have"
+    reason = "norms what several ranks have" if hasattr(module, "gather") else "bounds its forget gates"
+    return f"a {name} {reason}"
 
 
 def order_of(part: LayerParts) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""A model that is loaded, and how long the phases of loading it took."""
+"""A model that is loaded, how its layers run, and how long the phases of loading it took."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from pagewire.workers.network.model import Model
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.pooler import Pooler
 
+ENCODER_DECODER = "it is an encoder-decoder"
+
 
 @dataclass
 class Phases:
@@ -33,6 +35,50 @@ class Phases:
         self.seconds[name] = now - self._since
         self._since = now
         self.report(name, self.seconds[name])
+
+
+@dataclass(frozen=True)
+class Road:
+    """How the layers of a model run.
+
+    halves: of layers that are modules of transformers within a stack; None: all layers are one module.
+    why: of modules, why they are none of the kernels'; of a rank it may be empty, where another one knows.
+    """
+
+    halves: int | None = 0
+    why: str = ""
+
+    def __str__(self) -> str:
+        """In a table."""
+        if self.halves is None:
+            return f"module: {self.why}"
+        if not self.halves:
+            return "stack"
+        noun = "half that is a module" if self.halves == 1 else "halves that are modules"
+        return f"stack with {self.halves} {noun}: {self.why}"
+
+    @property
+    def sentence(self) -> str:
+        """As a sentence."""
+        if self.halves is None:
+            reason = f": {self.why}" if self.why else ""
+            return f"the layers run as transformers' module{reason}"
+        return f"the layers run as a {self}"
+
+
+def road_summary(road: Road, why_not: str | None) -> str:
+    """How layers and steps that only decode run, in a sentence.
+
+    why_not: why these steps are no compiled call; empty: they are one. None: there is nothing to say about them.
+    """
+    if why_not is None:
+        return road.sentence
+    steps = "steps that only decode are"
+    if not why_not:
+        return f"{road.sentence}; {steps} one compiled call"
+    # Why layers run as a module is said already.
+    reason = "" if road.halves is None else f": {why_not}"
+    return f"{road.sentence}; {steps} not one compiled call{reason}"
 
 
 @dataclass(frozen=True)
@@ -73,10 +119,10 @@ class LoadedModel:
         return isinstance(self.model.base, Network)
 
     @property
-    def road(self) -> str:
-        """How its layers run: as a stack, as one with halves that are modules, or why as a module."""
+    def road(self) -> Road:
+        """How its layers run."""
         base = self.model.base
         if not isinstance(base, Network):
-            return f"module: {getattr(base, 'why', 'an encoder-decoder')}"
-        mixed = sum(half is not None for layer in base.stack.layers for half in layer.halves)
-        return f"stack with {mixed} halves that are modules" if mixed else "stack"
+            return Road(None, getattr(base, "why", ENCODER_DECODER))
+        halves = sum(half is not None for layer in base.stack.layers for half in layer.halves)
+        return Road(halves, base.why)

@@ -95,6 +95,7 @@ from pagewire.workers.versions import name_attention
 
 logger = logging.getLogger("pagewire.worker")
 
+ONE_BY_ONE = "it is loaded layer by layer"
 QUANTISING = (*QUANTISED_LOAD_FORMATS, "sharded_state")  # load formats that may bring quantised weights
 
 
@@ -504,7 +505,7 @@ class Transformation:
             yield
         except (kind, OtherStructureError) as error:
             self._why_module = first_line(error)
-            logger.info("the layers run as a module of transformers, not as a stack: %s", self._why_module)
+            logger.debug("the layers are no stack: %s", self._why_module)
 
     def _network(self) -> Network:
         """The network, with what is behind it transformed.
@@ -515,7 +516,7 @@ class Transformation:
         """
         device = self.device.torch_device
         require(self._coders is None, "an encoder-decoder is no single stack")
-        require(not self.apart, "it is loaded layer by layer")
+        require(not self.apart, ONE_BY_ONE)
         if self._base.config.model_type in HYBRIDS:
             self._fit()
         network = build_network(self._base, self.weights, device, self.stage, encodes=self._encodes)

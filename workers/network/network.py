@@ -116,6 +116,8 @@ class Network:
     """The last of the angles are by a token's place in its sequence, which its position may not be in a dry run."""
     layer_inputs: LayerInputs | None = None
     """None: layers get states alone."""
+    why: str = ""
+    """Why the first half that runs as a module does; empty: none does."""
     taps: Sequence[int] = field(default=(), init=False)
     """The numbers of layers, from 1 on, whose results before their norm are kept."""
     tapped: dict[int, Tensor] = field(default_factory=dict, init=False)

@@ -102,7 +102,8 @@ class LayerParts:
     value_dim: numbers of a head of values; None: as many as of keys. value_scale: see `Layer`.
     of_sum: the router and the norms of a `SumTaker`: of what experts take and give, and of what `down` gives.
     mixer, feed_forward: modules in place of attention and of the feed-forward half. They run as they are, but for a
-    mixer that takes what `qkv` gives, and gives what `out` takes (`hybrids.py`).
+    mixer that takes what `qkv` gives, and gives what `out` takes (`hybrids.py`). why: the first one that does so is
+    no data; empty: none does.
     gated_queries: see `Layer`. Gates are made by the second of four modules in `qkv`; of three, the first one makes
     a gate behind each query head.
     """
@@ -128,6 +129,7 @@ class LayerParts:
     index_interleaved: bool = False
     mixer: Any = None
     feed_forward: Any = None
+    why: str = ""
     gated_queries: bool = False
     heads: tuple[int, int] | None = None
     own_norms: tuple[Any, Any] = (None, None)

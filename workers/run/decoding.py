@@ -36,6 +36,12 @@ from pagewire.workers.run.step import FinishedStep
 from pagewire.workers.sample.sampler import SamplingSlot
 
 
+MODULE_LAYERS = "the layers run as a module of transformers"
+NO_COMPILED_STACK = "the layers have no compiled stack"
+MODULE_HEAD = "the output layer is a module"
+OTHER_KINDS = "layers, table and output layer are not of one kind"
+
+
 @dataclass(frozen=True)
 class Quiet:
     """Whether the core wants nothing.
@@ -164,20 +170,18 @@ def open_decoder(
     network, head = model.base, model.head
     if device.asynchronous:
         return "steps are not recorded on this device"
-    if config.logits_processors:
-        return "logits processors look at every step"
-    if config.speculative is not None and not config.speculative.in_core:
-        return "the drafter looks at every step"
+    if reason := refusal_by_options(config):
+        return reason
     if not isinstance(network, Network):
-        return "the layers run as a module of transformers"
+        return MODULE_LAYERS
     if model.stage is not None or model.encodes:
         return "the model is a stage of a pipeline, or encodes"
     if not isinstance(compiled := network.stack.compiled, CompiledStack):
-        return "the layers have no compiled stack"
+        return NO_COMPILED_STACK
     if (begins := beginning(network)) is None:
         return "a token begins with more than rows of tables"
     if head is None or isinstance(head, ModuleHead):
-        return "the output layer is a module"
+        return MODULE_HEAD
     output = head if isinstance(head, CappedOutput) else CappedOutput(head)
     of_layers = [None if place is None else caches[place.layer] for place in network.places]
     memory = iter(states)
@@ -193,7 +197,16 @@ def open_decoder(
         output.softcap,
         of_mixers,
     )
-    return CompiledDecoder.of(parts, arrays) or "layers, table and output layer are not of one kind"
+    return CompiledDecoder.of(parts, arrays) or OTHER_KINDS
+
+
+def refusal_by_options(config: WorkerConfig) -> str:
+    """Why steps with these options are no compiled decoding of any model; empty if they may be."""
+    if config.logits_processors:
+        return "logits processors look at every step"
+    if config.speculative is not None and not config.speculative.in_core:
+        return "the drafter looks at every step"
+    return ""
 
 
 def beginning(network: Network) -> Beginning | None:

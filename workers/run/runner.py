@@ -11,7 +11,7 @@ from pagewire.ipc.wire.worker_messages import Masks, Ready, StepPlan, StepResult
 from pagewire.kernels.data.paging import Cache
 from pagewire.workers.device.interface import Event
 from pagewire.workers.device.kv_size import CacheSize, ledger
-from pagewire.workers.network.loaded import LoadedModel, Phases
+from pagewire.workers.network.loaded import LoadedModel, Phases, road_summary
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.single import SingleRank
 from pagewire.workers.run.assembly import assemble
@@ -81,6 +81,7 @@ class Runner:
         runner.warm_up()
         phases.end("warmup")
         logger.info("memory: %s", ledger(runner.memory()))
+        logger.info("%s", runner.road)
         return runner, runner.ready()
 
     def ready(self) -> Ready:
@@ -117,6 +118,13 @@ class Runner:
             RuntimeError: its weights are dropped, because the worker sleeps.
         """
         return self.weights.current
+
+    @property
+    def road(self) -> str:
+        """How the layers run, and on a CPU the steps that only decode, in a sentence."""
+        loaded = self.model
+        decodes = loaded.pooler is None and loaded.model.is_last and not self.device.asynchronous
+        return road_summary(loaded.road, self.decoding.why_not if decodes else None)
 
     @property
     def caches(self) -> list[Cache]:

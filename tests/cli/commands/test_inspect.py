@@ -14,6 +14,8 @@ import torch
 from pagewire.cli.main import main
 from pagewire.workers.device.gpu_memory import CONTEXT_BYTES, attention_scratch
 from pagewire.workers.device.machine import GPU_DRIVER
+from tests.workers import pooled
+from tests.workers.architectures import SERVED
 from tests.workers.huge import write_huge
 
 TABLE = ("embedding", "attention", "feed-forward", "output", "norms")
@@ -51,6 +53,29 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fits      yes: " in text
 
 
+def test_how_the_layers_will_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "demo", *CPU]) == 0
+    assert "; the layers run as a stack\n" in capsys.readouterr().out
+    assert main(["inspect", "demo", *CPU, "--road"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("road"))
+    assert line.startswith("road      the layers run as a stack; steps that only decode are ")
+    assert main(["inspect", "demo", *CPU, "--road", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["road"] == line.removeprefix("road").strip()
+    assert main(["inspect", "demo", *CPU, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["road"] is None
+
+
+@pytest.mark.parametrize(("name", "says"), [("diffllama", True), ("bert", False)])
+def test_headers_do_not_say_how_an_encoder_runs(
+    name: str, says: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = SERVED[name].write(tmp_path) if says else pooled.write(tmp_path, name)
+    assert main(["inspect", str(folder), *CPU]) == 0
+    text = capsys.readouterr().out
+    assert ("; the layers run as transformers' module (--road says why)" in text) == says
+    assert ("the layers run" in text) == says
+
+
 def test_workers_that_share_a_machine_share_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
     def total(*options: str) -> int:
         assert main(["inspect", "demo", *CPU, "--num-threads", "1", "--json", *options]) == 0
@@ -76,6 +101,8 @@ def test_a_model_that_does_not_fit_has_status_1(tmp_path: Path, capsys: pytest.C
     [
         (("demo", "--model", "demo"), 2, "give MODEL or --model, not both"),
         (("demo", "--gpu-memory", "80GiB", *CPU), 2, "--gpu-memory is about GPUs"),
+        (("demo", "--road", *GPU), 2, "--road is about CPUs"),
+        (("demo", "--road", "-tp", "2", *CPU), 2, "--road is about one worker"),
         (("demo", "--gpu-memory", "80"), 2, "must be a size such as 80GiB, 81559MiB or 24GB, up to 16384GiB"),
         (("demo", "--gpu-memory", "0GiB"), 2, "must be a size such as 80GiB"),
         (("demo", "--gpu-memory", "9" * 400), 2, f"got '{'9' * 40}'"),

@@ -20,6 +20,7 @@ from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.figures import footprint
+from pagewire.workers.run.expected_road import expected_road
 from pagewire.workers.run.runner import Runner
 from tests.workers.architectures import ARCHITECTURES, SERVED, VOCAB_SIZE, Architecture
 from tests.workers.driver import Driver, load_runner
@@ -74,6 +75,8 @@ def test_served(loaded: Loaded) -> None:
     if headers.config["model_type"] not in {*OWN_POSITIONS, "ctrl"}:
         assert sizes.weight_bytes * 2 == pytest.approx(ready.weight_bytes, rel=0.02)
     assert sizes.is_stack == runner.model.is_stack
+    # And by the module without weights.
+    assert expected_road(runner.config) == (runner.model.road, runner.decoding.why_not)
     assert sizes.dimensions.vocab_size == ready.vocab_size
 
 
