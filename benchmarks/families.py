@@ -3,6 +3,8 @@
 python -m benchmarks.families                            # makes the list anew
 python -m benchmarks.families --roads [NAME ...]         # how each decoder runs: as a stack, or why as a module
 python -m benchmarks.families --roads --write            # and keeps the table in docs/families.md
+python -m benchmarks.families --matrix [NAME ...]        # what each decoder is served with, or why it is refused
+python -m benchmarks.families --matrix --write [NAME ...]  # and keeps the rows in docs/families.md
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ untied output layer.
   are even, always highest for the same few tokens, or do not depend on the order of tokens
 
 This file is made by `python -m benchmarks.parity --all --write` (with Pillow, scipy, timm and torchvision), its
-last section by `python -m benchmarks.families --roads --write`, and the list in [Models](models.md) by
-`python -m benchmarks.families`.
+last sections by `python -m benchmarks.families --roads --write` and `--matrix --write`, and the list in
+[Models](models.md) by `python -m benchmarks.families`.
 """
 ENCODERS = "## Encoders"
 ROADS = """\
@@ -48,6 +50,15 @@ A stack is plain data, which the compiled kernels run in one call ([ARCHITECTURE
 stack describes yet runs as transformers' module, layer by layer: the same tokens, more slowly. On the CPU, in
 float32.
 """
+MATRIX = """\
+## What decoders are served with
+
+Tiny models in float32 on the CPU, each loaded with the option as a start loads it: "refused" is followed by what
+the start says. Drafts of n-grams, cached prefixes and preemptions have run, with the same tokens as without.
+Whether steps are recorded as a CUDA graph was asked of an emulated GPU, in bfloat16.
+"""
+SECTIONS = (ROADS, MATRIX)
+"""The introductions of the last sections of docs/families.md, in their order."""
 
 
 class ModelRow(NamedTuple):
@@ -71,22 +82,30 @@ def summary(families: Sequence[ModelRow]) -> str:
 
 
 def document(
-    families: Sequence[ModelRow], encoders: Sequence[ModelRow], version: str, roads: str = ""
+    families: Sequence[ModelRow], encoders: Sequence[ModelRow], version: str, sections: str = ""
 ) -> str:
-    """The text of docs/families.md. version: of transformers. roads: its last section."""
+    """The text of docs/families.md. version: of transformers. sections: its last ones."""
     introduction = INTRODUCTION.format(version=version)
-    return f"{introduction}\n{table(families)}\n{ENCODERS}\n\n{table(encoders)}{roads}"
+    return f"{introduction}\n{table(families)}\n{ENCODERS}\n\n{table(encoders)}{sections}"
 
 
-def roads_section(text: str) -> str:
-    """The last section of docs/families.md, given its text."""
-    _, title, section = text.partition(f"\n{ROADS}")
-    return title + section
+def section(text: str, introduction: str) -> str:
+    """The section of docs/families.md that begins so, given its text; empty if there is none."""
+    _, title, rest = text.partition(f"\n{introduction}")
+    for other in SECTIONS:
+        rest = rest.partition(f"\n{other}")[0]
+    return title + rest
 
 
-def with_roads(text: str, roads: str) -> str:
-    """The text of docs/families.md with another table of roads."""
-    return f"{text.removesuffix(roads_section(text))}\n{ROADS}\n{roads}"
+def last_sections(text: str) -> str:
+    """All of `SECTIONS` in docs/families.md, given its text."""
+    return "".join(section(text, introduction) for introduction in SECTIONS)
+
+
+def with_section(text: str, introduction: str, content: str) -> str:
+    """The text of docs/families.md with another content of one of `SECTIONS`."""
+    made = {each: section(text, each) for each in SECTIONS} | {introduction: f"\n{introduction}\n{content}"}
+    return text.removesuffix(last_sections(text)) + "".join(made.values())
 
 
 def table(families: Sequence[ModelRow]) -> str:
@@ -125,7 +144,26 @@ def show_roads(names: Sequence[str], *, write: bool) -> None:
         print(road.line, flush=True)
     print(roads.summary(found))
     if write:
-        PATH.write_text(with_roads(PATH.read_text(), roads.table(found)))
+        PATH.write_text(with_section(PATH.read_text(), ROADS, roads.table(found)))
+
+
+def show_matrix(names: Sequence[str], *, write: bool) -> None:
+    """Print what decoders are served with, all or those of these names.
+
+    write: keep each row in docs/families.md as soon as it is known.
+    """
+    from benchmarks import matrix  # loads models
+
+    print(matrix.HEADER)
+    found = []
+    for row in matrix.rows(names):
+        found.append(row)
+        print(row.line, flush=True)
+        if write:
+            text = PATH.read_text()
+            rows = matrix.merged(matrix.read(section(text, MATRIX)), [row])
+            PATH.write_text(with_section(text, MATRIX, matrix.table(rows)))
+    print(matrix.summary(found))
 
 
 def make_list() -> None:
@@ -134,16 +172,19 @@ def make_list() -> None:
 
 
 def main() -> None:
-    """Make the list in docs/models.md anew, or show how decoders run."""
+    """Make the list in docs/models.md anew, or show how decoders run and what they are served with."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--roads", action="store_true", help="show how each decoder runs")
+    parser.add_argument("--matrix", action="store_true", help="show what each decoder is served with")
     parser.add_argument("--write", action="store_true", help="keep it in docs/families.md")
     parser.add_argument("names", nargs="*", metavar="NAME")
     options = parser.parse_args()
     if options.roads:
         show_roads(options.names, write=options.write and not options.names)
+    elif options.matrix:
+        show_matrix(options.names, write=options.write)
     else:
         make_list()
 

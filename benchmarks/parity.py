@@ -77,8 +77,8 @@ def every(names: Iterable[str], log: Log, num_processes: int, *, write: bool) ->
     print(f"\n{families.summary(rows[CAUSAL])}", f"encoders: {families.summary(rows[ENCODER])}", sep="\n")
     print(*complaints, sep="\n")
     if write:
-        roads = families.roads_section(families.PATH.read_text())
-        page = families.document(rows[CAUSAL], rows[ENCODER], transformers.__version__, roads)
+        last = families.last_sections(families.PATH.read_text())
+        page = families.document(rows[CAUSAL], rows[ENCODER], transformers.__version__, last)
         families.PATH.write_text(page)
         families.make_list()
     return 1 if complaints else 0

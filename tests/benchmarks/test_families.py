@@ -35,9 +35,13 @@ def test_a_new_list_takes_the_place_of_the_old_one() -> None:
     assert made == page.replace("(1 model", "(2 model").replace("`gpt2`", "`llama`, `xlm-roberta`")
 
 
-def test_the_section_of_roads_outlives_the_other_tables() -> None:
+def test_the_last_sections_outlive_the_other_tables() -> None:
     text = families.document(SOME, SOME[:1], "5.0")
-    once = families.with_roads(text, "| llama | stack |\n")
-    assert families.with_roads(once, "| llama | stack |\n") == once
-    assert families.document(SOME, SOME[:1], "5.0", families.roads_section(once)) == once
+    matrix = families.with_section(text, families.MATRIX, "| llama | yes |\n")
+    once = families.with_section(matrix, families.ROADS, "| llama | stack |\n")
+    assert once.index("| llama | stack |") < once.index("| llama | yes |")
+    assert families.with_section(once, families.ROADS, "| llama | stack |\n") == once
+    assert families.with_section(once, families.MATRIX, "| llama | yes |\n") == once
+    assert families.section(once, families.MATRIX).endswith(".\n\n| llama | yes |\n")
+    assert families.document(SOME, SOME[:1], "5.0", families.last_sections(once)) == once
     assert families.read(once) == families.read(text)

@@ -68,13 +68,19 @@ def records_steps(config: WorkerConfig, launcher: StepLauncher) -> bool:
     # Encoders and what they encode come as they come.
     if loaded.model.encodes or loaded.source is not None:
         return False
+    if (reason := why_not_recorded(config, launcher)) is not None:
+        logger.info("steps are launched kernel by kernel: %s", reason)
+    return reason is None
+
+
+def why_not_recorded(config: WorkerConfig, launcher: StepLauncher) -> str | None:
+    """Why the steps of a model cannot be recorded; None if they can. It has no KV memory then."""
+    device = launcher.env.device
     with launcher.trial_memory():
-        batch = padding_for(loaded, RecordedShape(1, 1, 1), 1, config.block_size, device)
+        batch = padding_for(launcher.env.model.current, RecordedShape(1, 1, 1), 1, config.block_size, device)
         with torch.inference_mode():
             reason = device.why_it_waits(lambda: launcher.forward(batch, None))
             if reason is None and (recorded := launcher.env.parts.adapters.recorded_rows(1)) is not None:
                 rows = recorded.first(1)
                 reason = device.why_it_waits(lambda: launcher.forward(batch, rows))
-    if reason is not None:
-        logger.info("steps are launched kernel by kernel: the model waits for the device: %s", reason)
-    return reason is None
+    return None if reason is None else f"the model waits for the device: {reason}"

@@ -52,15 +52,19 @@ LOOSE = {"falcon_mamba": 0.3, "mamba": 0.2, "olmoe": 0.15} | dict.fromkeys(
 PARAMS = SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0)
 
 
+def with_kernels(architecture: Architecture) -> Architecture:
+    """An architecture with heads that have a kernel."""
+    name, fields = architecture.name, architecture.fields
+    own = OWN.get(name, LATENTS if "kv_lora_rank" in fields else HEADS)
+    return Architecture(name, fields | own, model_type=architecture.model_type)
+
+
 @pytest.mark.every_architecture
 @pytest.mark.parametrize("name", SERVED)
 def test_every_architecture(name: str, tmp_path: Path, load: Callable[..., Runner]) -> None:
-    architecture = SERVED[name]
-    own = OWN.get(name, LATENTS if "kv_lora_rank" in architecture.fields else HEADS)
     # Decays of MiniMax disagree with each other once they are rounded to the 16 bits of a file.
     dtype = None if name == "minimax" else "bfloat16"
-    written = Architecture(name, architecture.fields | own, model_type=architecture.model_type)
-    folder = written.write(tmp_path, **({} if dtype is None else {"dtype": dtype}))
+    folder = with_kernels(SERVED[name]).write(tmp_path, **({} if dtype is None else {"dtype": dtype}))
     if name in REFUSED:
         with pytest.raises(LoadError, match=REFUSED[name]):
             load(folder, dtype="bfloat16")
