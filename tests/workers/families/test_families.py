@@ -22,6 +22,7 @@ from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.figures import footprint
 from pagewire.workers.module.configuration import load_config
 from pagewire.workers.network.build_module import build_module, quantisation, weight_source
+from pagewire.workers.run.expected_road import expected_road
 from tests.workers.architectures import SERVED, VOCAB_SIZE
 from tests.workers.driver import Driver, load_runner
 from tests.workers.families.originals import ORIGINALS, Original
@@ -60,6 +61,7 @@ def test_families(original: Original, tmp_path: Path) -> None:
     assert sizes.kv_token_bytes * 2 * runner.config.block_size == ready.bytes_per_block
     assert sizes.weight_bytes * 2 == pytest.approx(ready.weight_bytes, rel=0.02)
     assert sizes.is_stack == runner.model.is_stack == original.stack
+    assert expected_road(runner.config) == (runner.model.road, runner.decoding.why_not)
 
 
 @pytest.mark.parametrize("name", ["baichuan 13B", "jais"])

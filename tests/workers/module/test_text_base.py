@@ -14,6 +14,7 @@ from pagewire.kernels.cpu.build import REFERENCE
 from pagewire.workers.checkpoint.headers import read_headers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.estimate.figures import footprint
+from pagewire.workers.run.expected_road import expected_road
 from tests.workers.driver import Driver, load_runner
 from tests.workers.parallel.test_ranks import generate_over_ranks
 from tests.workers.parity import NUM_TOKENS, greedy_tokens, make_prompts, our_tokens, transformers_tokens
@@ -53,6 +54,7 @@ def test_text_is_served(
     assert Driver(runner).generate(PROMPTS, NUM_TOKENS) == expected
     sizes = footprint(read_headers(folder), REFERENCE, "bfloat16")
     assert sizes.is_stack == is_stack
+    assert expected_road(runner.config) == (runner.model.road, runner.decoding.why_not)
     assert sizes.kv_token_bytes * 2 * runner.config.block_size == ready.bytes_per_block
     assert sizes.weight_bytes * 2 == pytest.approx(ready.weight_bytes, rel=0.02)
 
