@@ -25,7 +25,7 @@ from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.network.loaded import Phases
 from pagewire.workers.ranks.single import SingleRank
-from pagewire.workers.run import runner as runner_module
+from pagewire.workers.run import assembly
 from pagewire.workers.run.room import why_not_recorded
 from pagewire.workers.run.runner import Runner
 from pagewire.workers.weight_cache.ahead import WeightsAhead
@@ -183,11 +183,13 @@ def cuda_graph(trial: Trial) -> str:
     # Read from a file of another dtype, weights are aligned, as they are on a GPU.
     folder = sized.write(trial.model.parent / "gpu", dtype="float32")
     config, launcher = WorkerConfig(str(folder), **GPU_SIZES), EmulatedLauncher()
-    device = patch.object(runner_module, "open_device", lambda _: EmulatedCudaDevice(launcher))
+    device = patch.object(assembly, "open_device", lambda _: EmulatedCudaDevice(launcher))
     with device, emulated(launcher):
         # Without the first steps, in which graphs are recorded.
-        runner = Runner(config, Phases(lambda *_: None), WeightsAhead(config), SingleRank(), lambda: None)
-        return YES if runner.records else f"{REFUSED}{why_not_recorded(runner.config, runner.launcher)}"
+        parts = assembly.assemble(
+            config, Phases(lambda *_: None), WeightsAhead(config), SingleRank(), lambda: None
+        )
+        return YES if parts.warm_up.records else f"{REFUSED}{why_not_recorded(config, parts.launcher)}"
 
 
 FEATURES: dict[str, Callable[[Trial], str]] = {

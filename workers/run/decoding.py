@@ -35,7 +35,6 @@ from pagewire.workers.network.network import Network
 from pagewire.workers.run.step import FinishedStep
 from pagewire.workers.sample.sampler import SamplingSlot
 
-
 MODULE_LAYERS = "the layers run as a module of transformers"
 NO_COMPILED_STACK = "the layers have no compiled stack"
 MODULE_HEAD = "the output layer is a module"
