@@ -13,7 +13,7 @@ from pagewire.kernels.data.deltas import first_adapted, plain
 from pagewire.kernels.data.layer import Experts
 from pagewire.kernels.data.weight import Linear
 from pagewire.kernels.dispatch import implementation_for
-from pagewire.kernels.ops import activate_and_mul
+from pagewire.kernels.ops import activate_and_mul, activate_each
 from pagewire.kernels.reference.kernels import GroupedProduct, Kernels
 
 Between = Callable[[Tensor], Tensor]
@@ -49,7 +49,8 @@ class GroupedExperts:
         self.num_bytes = experts.num_bytes
         self.compiled = None
         if experts.activation is not None:
-            between = partial(activate_and_mul, activation=experts.activation)
+            function = activate_and_mul if experts.gated else activate_each
+            between = partial(function, activation=experts.activation)
             if after is None:
                 self.compiled = kernels_of(experts.up, device).experts(experts)
         self.between, self.after = between, after

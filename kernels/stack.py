@@ -7,10 +7,9 @@ With norms first, as in Llama, a norm is what the next product takes, and the su
 as in BERT, the normed sum goes on. What a half gives may be normed and scaled before it is added (Gemma 2,
 Granite), and both halves may take the same input (Cohere). In place of the feed-forward half, or beside it as a
 shared expert, a layer may have experts and a router; these may take the sum before the half, with norms of their
-own (Gemma 4). Attention may be to latents, of which keys and values are
-products, and in its place may be a mixer of states (`mixers.py`). Either half may be one that computes itself
-(`Half`). A layer may attend to the keys and values of an earlier one, and end with what each token gives it beside
-states (`InputGate`, Gemma 4).
+own (Gemma 4). Attention may be to latents, of which keys and values are products, and in its place or beside it may
+be a mixer of states (`mixers.py`). Either half may be one that computes itself (`Half`). A layer may attend to the
+keys and values of an earlier one, and end with what each token gives it beside states (`InputGate`, Gemma 4).
 
 The loop over the layers is here, for every device, and for decoders and encoders. `cpu/stack.cpp` is the same loop
 compiled; it is used if all linear layers are packed weights, dense or quantised, and runs from each half that
@@ -41,6 +40,7 @@ from pagewire.kernels.data.layer import (
 from pagewire.kernels.data.mixers import OutputGate, StateMixer
 from pagewire.kernels.data.paging import AttentionBatch, Cache
 from pagewire.kernels.data.states import MixerStates
+from pagewire.kernels.data.weight import Linear
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import GroupedExperts
 from pagewire.kernels.indexed import IndexedTokens
@@ -94,10 +94,13 @@ class Stack:
             for layer, has_both in zip(layers, both, strict=True)
         ):
             raise ValueError("halves are parallel in layers that begin with a norm and compute both of them")
+        if any(layer.beside is not None and (layer.parallel or layer.mixer is not None) for layer in layers):
+            raise ValueError("a mixer is beside attention in layers whose halves follow each other")
         if not norm_first and any(layer.ends for layer in layers):
             raise ValueError("sums are changed at the end of layers that begin with a norm")
         self.input_norm, self.layers, self.norm_first = input_norm, layers, norm_first
-        self.states = [layer.mixer.states if isinstance(layer.mixer, StateMixer) else [] for layer in layers]
+        mixers = [layer.state_mixer for layer in layers]
+        self.states = [[] if mixer is None else mixer.states for mixer in mixers]
         """The shapes of each layer's states."""
         self._pieces: list[Stack] | None = None
         weight = layers[0].norms[0].weight
@@ -148,14 +151,17 @@ class Stack:
             aside, output_norm = None, None if layer.ends else layer.output_norm
             if layer.attends:
                 if isinstance(layer.mixer, StateMixer):
-                    assert memory is not None, "its layers keep states"
-                    given = _mixed(layer, layer.mixer, x, memory, number - 1)
+                    assert memory is not None and layer.qkv is not None and layer.out is not None
+                    given = layer.out(_mixed(layer.mixer, x, layer.qkv, memory, number - 1))
                 elif layer.mixer is not None:
                     given = layer.mixer(x)
                 elif heads is None:
                     given = _attend(layer, x, angles, batch, cache)
                 else:
                     given, chosen = _attend_to_latents(layer, heads, x, angles, batch, cache, chosen)
+                if (beside := layer.beside) is not None:
+                    assert memory is not None, "its layers keep states"
+                    given += beside.out(_mixed(beside.mixer, x, beside.taken, memory, number - 1))
                 if not layer.parallel:
                     norm = layer.attention_norm if layer.feeds else output_norm
                     is_whole = layer.halves[0] is not None
@@ -325,22 +331,27 @@ def _attend(
     """The attention half [T, H] of x [T, H]."""
     assert layer.qkv is not None and layer.out is not None and cache is not None
     num_tokens, queries = len(x), layer.num_heads * layer.head_dim
-    heads = layer.qkv(x)
+    made, gate = layer.qkv(x), OutputGate(layer.head_dim, sigmoid=True, single=layer.head_gates)
     if layer.qkv_limit is not None:
-        heads = heads.clamp_(-layer.qkv_limit, layer.qkv_limit)
-    q, gates, made = torch.tensor_split(heads, [queries, queries * (1 + layer.gated_queries)], 1)
-    q, gates = (torch.unflatten(part, 1, (-1, layer.head_dim)) for part in (q, gates))
+        made = made.clamp_(-layer.qkv_limit, layer.qkv_limit)
+    if layer.head_gates:
+        made, gates = torch.tensor_split(made, [-layer.num_heads], 1)
+    if layer.gated_queries:
+        q, gates, made = torch.tensor_split(made, [queries, 2 * queries], 1)
+        gates = torch.unflatten(gates, 1, (-1, layer.head_dim))
+    else:
+        q, made = torch.tensor_split(made, [queries], 1)
+    q = torch.unflatten(q, 1, (-1, layer.head_dim))
     q = _store(layer, q, made, angles, batch, cache) if layer.num_kv_heads else _queries(layer, q, angles)
     out = paged_attention(q, cache, batch, layer.scale, layer.terms).view(num_tokens, -1)
-    if layer.gated_queries:
-        out = open_by(out, gates, OutputGate(layer.head_dim, sigmoid=True))
+    if layer.gated_queries or layer.head_gates:
+        out = open_by(out, gates, gate)
     return layer.out(normed_by(layer.out_norm, out))
 
 
-def _mixed(layer: Layer, mixer: StateMixer, x: Tensor, memory: MixerStates, number: int) -> Tensor:
-    """What a layer's mixer of states [T, H] makes of x [T, H], with its states in memory."""
-    assert layer.qkv is not None and layer.out is not None
-    return layer.out(mixed(mixer, x, layer.qkv(x), memory.of_layers[number], memory.batch))
+def _mixed(mixer: StateMixer, x: Tensor, taken: Linear, memory: MixerStates, number: int) -> Tensor:
+    """What a mixer of states gives [T, M] of x [T, H]. taken: makes what it takes. number: of its states' layer."""
+    return mixed(mixer, x, taken(x), memory.of_layers[number], memory.batch)
 
 
 def _store(

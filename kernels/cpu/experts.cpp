@@ -54,7 +54,10 @@ class ExpertRows {
         for (int64_t i = 0; i < hidden; i += kLanes) store(to + i, load(x + i, hidden - i) * weight, hidden - i);
       });
       multiply(experts_.up, states, hidden, between);
-      pagewire_activate(between, between, rows_, size, width, width, experts_.activation, call_.dtype, call_.num_threads);
+      if (experts_.gated)
+        pagewire_activate(between, between, rows_, size, width, width, experts_.activation, call_.dtype, call_.num_threads);
+      else
+        pagewire_activate_each(between, between, rows_, width, experts_.activation, call_.dtype, call_.num_threads);
       multiply(experts_.down, between, width, states);
       parallel_for(call_.num_tokens, num_threads, [&](int64_t token) { add(states, hidden, token); });
     });

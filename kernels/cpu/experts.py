@@ -15,7 +15,7 @@ from pagewire.kernels.cpu.linear import PackedLinear, as_rows
 from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.data.deltas import AdaptedLinear, first_adapted, plain
-from pagewire.kernels.data.layer import Activation, Experts, Router
+from pagewire.kernels.data.layer import OF_EACH, Activation, Experts, Router
 from pagewire.kernels.data.routing import ExpertGroups
 from pagewire.kernels.data.weight import Linear, check_rows
 
@@ -141,7 +141,9 @@ class CompiledExperts:
         up, down = (Matrices.of(library, linears) for linears in (experts.up, experts.down))
         if up is None or down is None or experts.activation is None:
             return None
-        return cls(library, up, down, experts.activation, experts.weighs_inputs)
+        return cls(
+            library, up, down, experts.activation, weighs_inputs=experts.weighs_inputs, gated=experts.gated
+        )
 
     def __init__(
         self,
@@ -149,13 +151,17 @@ class CompiledExperts:
         up: Matrices,
         down: Matrices,
         activation: Activation,
-        weighs_inputs: bool = False,
+        *,
+        weighs_inputs: bool,
+        gated: bool,
     ) -> None:
         self._library, self._up, self._down = library, up, down
         self.hidden_size, self.scratch_width = up.in_features, up.in_features + up.out_features
         self._dtype, self._rows = up.dtype, RunningRows((*up.linears, *down.linears))
-        is_gated = up.out_features == 2 * down.in_features and down.out_features == up.in_features
-        if len(up.linears) != len(down.linears) or not (is_gated and activation in ACTIVATION_CODES):
+        sizes = (1 + gated) * down.in_features, down.out_features
+        fit = len(up.linears) == len(down.linears) and sizes == (up.out_features, up.in_features)
+        # What takes pairs of elements is a gate.
+        if not fit or activation not in ACTIVATION_CODES or not (gated or activation in OF_EACH):
             raise ValueError(f"experts {up.out_features} and {down.in_features} wide with {activation}")
         self.struct = ExpertsStruct(
             up=ctypes.addressof(up.structs),
@@ -163,6 +169,7 @@ class CompiledExperts:
             count=len(up.linears),
             activation=ACTIVATION_CODES[activation],
             weighs_inputs=weighs_inputs,
+            gated=gated,
         )
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

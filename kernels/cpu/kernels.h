@@ -214,11 +214,13 @@ EXPORT void pagewire_grouped(const GroupedCall* call);
 // The experts of a layer; kernels/data/layer.py says what they compute. The numbers of `up` follow one another, and so do
 // those of `down`.
 struct Experts {
-  const Matrix* up;    // [count]: of hidden states to gate and up together
+  const Matrix* up;    // [count]: of hidden states to gate and up together, or to up alone
   const Matrix* down;  // [count]
   int64_t count;
   int32_t activation;
   int32_t weighs_inputs;  // weights are of what experts take, not of what they give
+  int32_t gated;          // `up` makes gates, too
+  int32_t unused;
 };
 
 struct AdapterRows;
@@ -419,7 +421,7 @@ struct OutputGate {
   int64_t weight_stride;  // from group to group
   float eps;
   int32_t sigmoid, first;
-  int32_t unused;
+  int32_t single;  // a group has one gate
 };
 
 EXPORT void pagewire_open_by(const void* x, const void* gates, void* out, int64_t rows, int64_t groups,
@@ -517,7 +519,8 @@ struct Layer {
   Matrix qkv, out, up, down;
   Latents latents;
   Mixture mixture;
-  Mixer mixer;  // in place of attention, between `qkv` and `out`
+  Mixer mixer;  // in place of attention, between `qkv` and `out`; or beside it
+  Matrix beside, beside_out;  // before and behind a mixer beside attention; not packed: there is none
   Norm query_norm, key_norm;
   Norm attention_norm, output_norm;  // of sums; no weight: the next product takes the sum itself
   Norm attended_norm, fed_norm;      // of what a half gives, before it is added; no weight: it is not normed
@@ -538,7 +541,9 @@ struct Layer {
   int32_t head_norms;        // of query_norm and key_norm: 0 each head, 1 all heads of a token, 2 each head that is turned
   int32_t gated_queries;     // behind all query heads stands a gate as long for each: its sigmoid opens what attention gives
   int32_t halves;            // that it has: 1 attention, 2 the feed-forward half, 3 both
+  int32_t head_gates;        // behind the values stands a gate of each query head: its sigmoid opens what attention gives
   float qkv_limit;           // of queries, keys and values; 0: none
+  int32_t unused;
 };
 
 struct StackCall {
@@ -549,7 +554,7 @@ struct StackCall {
   void* normed;     // [tokens, hidden]: in the end the norm of the last sum; null: norms come last
   void* given;      // [tokens, hidden]: what the first half gives, which is then only added; null: it is computed
   // Scratch, of all tokens or those of a group.
-  void* qkv;         // [tokens, qkv.n], and where norms come last [tokens, hidden]
+  void* qkv;         // [tokens, qkv.n] or [tokens, beside.n], and where norms come last [tokens, hidden]
   void* attended;    // [tokens, out.k]; with latents also [tokens, heads, k + n] of their keys
   void* queries;     // with latents: [tokens, queries.n], and [tokens, heads, v_head_dim], what attention gives
   void* absorbed;    // with latents: [tokens, heads, head_dim], queries of them; and [tokens, heads, k + n] of values
@@ -560,7 +565,7 @@ struct StackCall {
   void* logits;      // [tokens, experts], of routers' dtype
   float* floats;     // [tokens, hidden], what routers of float32 take in layers of another dtype
   void* of_experts;  // see ExpertsCall
-  void* aside;       // [tokens, hidden], what attention gives in parallel layers
+  void* aside;       // [tokens, hidden], what attention gives in parallel layers, or a mixer beside attention
   void* convolved;   // this one and the next two are of mixers of states: see `MixerCall`
   void* factors;
   float* numbers;

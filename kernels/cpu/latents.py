@@ -46,7 +46,7 @@ class AttentionSizes:
     head_dim: elements of a cached key. query_dim, value_dim: of a head's query, and of its values, as products of
     the layer make and take them. rank: elements of a latent; 0: keys and values are no latents. query_rank: of what
     a product of its own makes queries of; 0: the layer's first product makes queries. index: of its indexer.
-    gated: behind all queries stands a gate for each.
+    gated: behind all queries stands a gate for each. head_gates: behind the values stands one of each head.
     """
 
     num_heads: int
@@ -58,6 +58,7 @@ class AttentionSizes:
     query_rank: int = 0
     index: IndexSizes | None = None
     gated: bool = False
+    head_gates: bool = False
 
     @classmethod
     def of(cls, layer: Layer) -> AttentionSizes:
@@ -65,7 +66,7 @@ class AttentionSizes:
         size, latents = layer.head_dim, layer.latents
         if latents is None:
             own = layer.num_heads, layer.num_kv_heads
-            return cls(*own, size, size, size, gated=layer.gated_queries)
+            return cls(*own, size, size, size, gated=layer.gated_queries, head_gates=layer.head_gates)
         heads, query_rank = heads_of(latents), 0 if latents.queries is None else latents.queries.in_features
         query_dim = heads.nope + size - latents.rank
         return cls(
@@ -110,7 +111,8 @@ class AttentionSizes:
     def qkv(self) -> int:
         """What the first product of a layer makes of a token."""
         if not self.rank:
-            return ((1 + self.gated) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+            rows = ((1 + self.gated) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+            return rows + self.num_heads * self.head_gates
         return (self.query_rank or self.num_heads * self.query_dim) + self.head_dim
 
     @property

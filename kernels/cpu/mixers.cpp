@@ -34,9 +34,10 @@ struct Opening {
   const T* x;
   const T* gates;
   int64_t size;
+  bool single;
 
   INLINE Floats gate(int64_t i) const {
-    const Floats v = load(gates + i, size - i);
+    const Floats v = single ? broadcast(gates[0]) : load(gates + i, size - i);
     return Sigmoid ? sigmoid(v) : v / (1.0f + exp(-v));
   }
 
@@ -69,7 +70,8 @@ void open_by(const T* x, const T* gates, T* out, int64_t rows, int64_t groups, i
              const OutputGate& form, int num_threads) {
   for_rows(rows * groups, form.group, num_threads, [&](int64_t item) {
     const int64_t group = item % groups, first = item * form.group;
-    const Opening<T, Sigmoid> opening{x + first, gates + item / groups * gates_stride + group * group_stride, form.group};
+    const T* const own = gates + item / groups * gates_stride + group * group_stride;
+    const Opening<T, Sigmoid> opening{x + first, own, form.group, form.single != 0};
     if (form.weight)
       opening.run(out + first, static_cast<const T*>(form.weight) + group * form.weight_stride, form.eps, form.first);
     else
@@ -253,7 +255,8 @@ class Mixing {
 
 }  // namespace
 
-// x, out [rows, groups, form->group], contiguous; they may be the same. gates likewise, rows and groups with strides.
+// x, out [rows, groups, form->group], contiguous; they may be the same. gates likewise, or [rows, groups] single ones,
+// rows and groups with strides.
 void pagewire_open_by(const void* x, const void* gates, void* out, int64_t rows, int64_t groups, int64_t gates_stride,
                       int64_t group_stride, const OutputGate* form, int32_t dtype, int32_t num_threads) {
   dispatch(dtype, [&](auto element) {

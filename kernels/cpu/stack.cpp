@@ -87,24 +87,32 @@ class Requests {
     return x;
   }
 
-  // What attention, or a mixer in its place, makes of x.
+  // What attention, or a mixer in its place, makes of x; or the sum of both.
   int attend(const Layer& layer, const void* x, void* out) {
+    const bool both = layer.beside.packed;
+    if (both) {
+      multiply(layer.beside, x, layer.beside.k, call_.qkv);
+      if (const int failure = mix(layer, x, layer.beside.n)) return failure;
+      multiply(layer.beside_out, call_.attended, layer.beside_out.k, call_.aside);
+    }
     multiply(layer.qkv, x, layer.qkv.k, call_.qkv);
     if (const int failure = run_attention(layer, x)) return failure;
     norm_input(layer.out_norm, call_.attended, layer.out.k, layer.out.k);
     multiply(layer.out, call_.attended, layer.out.k, out);
+    if (both) pagewire_add_scaled(call_.aside, out, tokens_ * hidden_, 1, batch_.dtype, batch_.num_threads);
     return 0;
   }
 
   // From the layer's first product to what its last one takes.
   int run_attention(const Layer& layer, const void* x) {
-    if (layer.mixer.kind) return mix(layer, x);
+    if (layer.mixer.kind && !layer.beside.packed) return mix(layer, x, layer.qkv.n);
     return layer.latents.keys ? attend_to_latents(layer, layer.latents, x) : attend_heads(layer);
   }
 
-  int mix(const Layer& layer, const void* x) const {
+  // What a mixer makes of `qkv`, whose rows are given_stride numbers apart.
+  int mix(const Layer& layer, const void* x, int64_t given_stride) const {
     const MixerCall mixer{x, call_.qkv, call_.attended, call_.convolved, call_.factors, call_.numbers, call_.adapters,
-                          call_.row_starts, call_.spans, call_.num_rows, call_.num_spans, tokens_, layer.qkv.n,
+                          call_.row_starts, call_.spans, call_.num_rows, call_.num_spans, tokens_, given_stride,
                           batch_.dtype, batch_.num_threads};
     return pagewire_mix(&layer.mixer, &mixer);
   }
@@ -123,10 +131,11 @@ class Requests {
         keep(layer, v, layer.v_cache, batch_.v_block_stride, batch_.v_head_stride, true))
       return 2;
     if (const int failure = attend_to_cache(layer, q, layer.qkv.n, size, call_.attended)) return failure;
-    if (layer.gated_queries) {
-      const OutputGate form{nullptr, size, 0, 0, 1, 0, 0};
-      pagewire_open_by(call_.attended, gates, call_.attended, tokens_, batch_.num_heads, layer.qkv.n, size, &form,
-                       batch_.dtype, batch_.num_threads);
+    if (layer.gated_queries || layer.head_gates) {
+      const OutputGate form{nullptr, size, 0, 0, 1, 0, layer.head_gates};
+      const char* const opening = layer.head_gates ? v + batch_.num_kv_heads * size * element_ : gates;
+      pagewire_open_by(call_.attended, opening, call_.attended, tokens_, batch_.num_heads, layer.qkv.n,
+                       layer.head_gates ? 1 : size, &form, batch_.dtype, batch_.num_threads);
     }
     return 0;
   }

@@ -40,7 +40,6 @@ from pagewire.kernels.data.layer import (
     Norm,
     Xielu,
 )
-from pagewire.kernels.data.mixers import StateMixer
 from pagewire.kernels.data.paging import AttentionBatch, Cache, check_scales
 from pagewire.kernels.data.states import MixerStates
 from pagewire.kernels.data.weight import Linear
@@ -90,6 +89,7 @@ def _numbers(layer: Layer) -> dict[str, Any]:
         "head_norms": HEAD_NORM_CODES[layer.head_norm_form],
         "qkv_limit": layer.qkv_limit or 0.0,
         "gated_queries": layer.gated_queries,
+        "head_gates": layer.head_gates,
         "halves": layer.attends + 2 * layer.feeds,
     }
 
@@ -126,9 +126,10 @@ def _check_shapes(
         ValueError: one has another shape.
     """
     shapes = sizes.shapes(hidden, input_size) if "qkv" in linears else {}
-    if isinstance(layer.mixer, StateMixer):
-        taken, given = layer.mixer.sizes
-        shapes = {"qkv": (taken, input_size), "out": (hidden, given)}
+    if (mixer := layer.state_mixer) is not None:
+        taken, given = mixer.sizes
+        names = ("qkv", "out") if layer.beside is None else ("beside", "beside_out")
+        shapes |= dict(zip(names, ((taken, input_size), (hidden, given)), strict=True))
     if "up" in linears:
         inner = linears["down"].in_features
         shapes |= {"up": ((2 if layer.gated else 1) * inner, hidden), "down": (hidden, inner)}
@@ -153,8 +154,11 @@ def _scratch_widths(
 
     of_layers: the experts of each. sizes: of attention. hidden_size: of a state.
     """
-    qkv_size = max((layer.qkv.out_features for layer in layers if layer.qkv is not None), default=0)
-    attended_size = max((layer.out.in_features for layer in layers if layer.out is not None), default=0)
+    sides = [layer.beside for layer in layers if layer.beside is not None]
+    first = [*(layer.qkv for layer in layers), *(side.taken for side in sides)]
+    second = [*(layer.out for layer in layers), *(side.out for side in sides)]
+    qkv_size = max((linear.out_features for linear in first if linear is not None), default=0)
+    attended_size = max((linear.in_features for linear in second if linear is not None), default=0)
     own_attended, *of_latents = sizes.scratch
     itemsize = layers[0].dtype.itemsize
     mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
@@ -165,9 +169,7 @@ def _scratch_widths(
     )
     is_shared = any(layer.mixture is not None and layer.up is not None for layer in layers)
     is_wide = any(router.dtype.itemsize > itemsize for router in routers)
-    *of_mixers, numbers = scratch_widths(
-        layer.mixer for layer in layers if isinstance(layer.mixer, StateMixer)
-    )
+    *of_mixers, numbers = scratch_widths(filter(None, (layer.state_mixer for layer in layers)))
     return (
         qkv_size if norm_first else max(qkv_size, hidden_size),
         max(attended_size, own_attended),
@@ -177,7 +179,7 @@ def _scratch_widths(
         max((router.out_features * router.dtype.itemsize // itemsize for router in routers), default=0),
         hidden_size * torch.float32.itemsize // itemsize if is_wide else 0,
         max(of_experts, default=0),
-        hidden_size if any(layer.parallel for layer in layers) else 0,
+        hidden_size if sides or any(layer.parallel for layer in layers) else 0,
         *of_mixers,
         numbers * torch.float32.itemsize // itemsize,
     )
@@ -262,8 +264,8 @@ def _compiled_dtypes(library: ctypes.CDLL, layer: Layer, *, norm_first: bool) ->
             return None
         dtypes |= {experts.up[0].dtype, experts.down[0].dtype}
     norms = (*layer.norms, *(layer.head_norms or ()), layer.out_norm, layer.down_norm)
-    if isinstance(layer.mixer, StateMixer):
-        dtypes.add(layer.mixer.conv.taps.dtype)
+    if (mixer := layer.state_mixer) is not None:
+        dtypes.add(mixer.conv.taps.dtype)
     return dtypes | {norm.weight.dtype for norm in norms if norm is not None}
 
 
@@ -357,7 +359,7 @@ class CompiledStack:
         self._in_groups = any(layer.terms.future > 0 for layer in layers)  # so all prompts are whole
         self._owners: list[Any] = [input_norm]  # the structs point to their memory
         self._structs = (LayerParameters * len(layers))(*map(self._struct, layers, self._experts))
-        self.states = CompiledStates([layer.mixer for layer in layers], self._structs)
+        self.states = CompiledStates([layer.state_mixer for layer in layers], self._structs)
         self._rows = RunningRows(linear for layer in layers for linear in layer.all_linears())
         self._known_caches: list[weakref.ref[Cache]] = []
         self._call = self._form(input_norm)
@@ -391,8 +393,8 @@ class CompiledStack:
             matrices["latents"] = latents.struct
         if layer.mixture is not None and experts is not None:
             matrices["mixture"] = _mixture(layer.mixture, experts, hidden, matrices)
-        if isinstance(layer.mixer, StateMixer):
-            matrices["mixer"] = mixer_struct(layer.mixer, self.dtype)
+        if (mixer := layer.state_mixer) is not None:
+            matrices["mixer"] = mixer_struct(mixer, self.dtype)
         norms = _norms(layer, linears, hidden)
         terms, owners = logit_terms(layer.terms, layer.num_heads)
         self._owners += owners

@@ -241,8 +241,9 @@ class CpuStateKernels(StateKernels):
         x = x.contiguous()
         num_rows, size = x.shape
         struct = gate_struct(form, size, x.dtype)
-        gates = gates if gates.dim() == 3 else torch.unflatten(gates, -1, (-1, form.group))
-        if gates.numel() != x.numel() or gates.shape[::2] != (num_rows, form.group) or gates.dtype != x.dtype:
+        width = 1 if form.single else form.group
+        gates = gates if gates.dim() == 3 else torch.unflatten(gates, -1, (-1, width))
+        if gates.shape != (num_rows, size // form.group, width) or gates.dtype != x.dtype:
             raise ValueError(f"gates {tuple(gates.shape)} in groups of {form.group} for {tuple(x.shape)}")
         gates, out = last_contiguous(gates), torch.empty_like(x)
         self._library.pagewire_open_by(
@@ -310,4 +311,5 @@ def gate_struct(form: OutputGate, size: int, dtype: torch.dtype) -> ctypes.Struc
         eps=form.eps,
         sigmoid=form.sigmoid,
         first=form.first,
+        single=form.single,
     )

@@ -65,6 +65,8 @@ def why_not(experts: Experts) -> str | None:
     """Why experts have no kernel and have to run one by one; None if they have one."""
     if experts.activation is None:
         return "the kernels have no such activation"
+    if not experts.gated:
+        return "the kernels take gates between an expert's products"
     if experts.weighs_inputs:
         return "the kernels weigh what experts give, not what they take"
     for linears in (experts.up, experts.down):

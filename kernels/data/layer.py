@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pagewire.kernels.data.mixers import StateMixer
+from pagewire.kernels.data.mixers import Beside, StateMixer
 from pagewire.kernels.data.paging import LogitTerms
 from pagewire.kernels.data.reduced import Sum
 from pagewire.kernels.data.routing import Routing
@@ -27,6 +27,10 @@ class Activation(Enum):
     """gpt-oss's: see `Kernels.activate_and_mul`."""
     RELU = "relu"
     RELU_SQUARED = "relu2"
+
+
+OF_EACH = tuple(activation for activation in Activation if activation is not Activation.CLAMPED_SWIGLU)
+"""Those of each element by itself, see `Kernels.activate_each`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +98,14 @@ class Experts:
     """The experts of a layer, all of the same shape."""
 
     up: Sequence[Linear]
-    """Of each expert: [n, H] to [n, 2 I], gate and up together."""
+    """Of each expert: [n, H] to [n, 2 I], gate and up together; not `gated`: to [n, I]."""
     down: Sequence[Linear]
     """[n, I] to [n, H]."""
     activation: Activation | None
     """None: one that the kernels do not have, see `experts.GroupedExperts`."""
     weighs_inputs: bool = False
     """Weights are of what experts take, not of what they give: states are multiplied by them before (Llama 4)."""
+    gated: bool = True
 
     @property
     def num_bytes(self) -> int:
@@ -342,9 +347,14 @@ class Layer:
     """Adds up what `out` and the feed-forward half give, where every rank has a part of their inputs; None: all."""
     mixer: StateMixer | Half | None = None
     """In place of attention."""
+    beside: Beside | None = None
+    """Beside attention, which is then no mixer."""
     gated_queries: bool = False
     """Behind all query heads in what `qkv` gives stands a gate as long for each: its sigmoid opens what attention
     gives."""
+    head_gates: bool = False
+    """Behind the values in what `qkv` gives stands one gate for each query head: its sigmoid opens what the head's
+    attention gives (LFM3)."""
     feed_forward: Half | None = None
     """In place of the feed-forward half."""
 
@@ -370,7 +380,10 @@ class Layer:
         own = [] if self.latents is None else [*self.latents.linears().values()]
         if (gate := self.input_gate) is not None:
             own += gate.linears().values()
-        parts = (self.qkv, self.out, self.mixer, self.up, self.down, self.mixture, self.feed_forward)
+        parts = (
+            *(self.qkv, self.out, self.mixer, self.beside),
+            *(self.up, self.down, self.mixture, self.feed_forward),
+        )
         norms = [*self.norms, *(self.head_norms or ()), self.value_norm, self.out_norm, self.down_norm]
         norms += [] if gate is None else [gate.norm]
         return sum(part.num_bytes for part in (*parts, *own, *norms) if part is not None)
@@ -391,6 +404,13 @@ class Layer:
         return None if isinstance(self.mixer, StateMixer) else self.mixer, self.feed_forward
 
     @property
+    def state_mixer(self) -> StateMixer | None:
+        """The mixer of states that it has, in place of attention or beside it."""
+        if self.beside is not None:
+            return self.beside.mixer
+        return self.mixer if isinstance(self.mixer, StateMixer) else None
+
+    @property
     def attends(self) -> bool:
         """True if it has attention, or a mixer in its place."""
         return self.qkv is not None or self.mixer is not None
@@ -409,8 +429,10 @@ class Layer:
             found |= self.input_gate.linears()
         if self.mixture is not None:
             found |= {"router": self.mixture.router.linear, "shared_gate": self.mixture.shared_gate}
-        if isinstance(self.mixer, StateMixer):
-            found |= {f"{MIXER}{name}": linear for name, linear in self.mixer.linears.items()}
+        if self.beside is not None:
+            found |= self.beside.linears
+        if (mixer := self.state_mixer) is not None:
+            found |= {f"{MIXER}{name}": linear for name, linear in mixer.linears.items()}
         return {name: linear for name, linear in found.items() if linear is not None}
 
     def all_linears(self) -> list[Linear]:
@@ -438,9 +460,12 @@ class Layer:
             router = replace(mixture.router, linear=linears.pop("router"))
             gate_of_shared = linears.pop("shared_gate", None)
             mixture = replace(mixture, router=router, experts=experts, shared_gate=gate_of_shared)
-        mixer = self.mixer
-        if isinstance(mixer, StateMixer):
+        fields: dict[str, Any] = {"latents": latents, "mixture": mixture, "input_gate": gate}
+        if (mixer := self.state_mixer) is not None:
             mixer = mixer.with_linears({name: linears.pop(f"{MIXER}{name}") for name in mixer.linears})
-        fields: dict[str, Any] = {"latents": latents, "mixture": mixture, "mixer": mixer, "input_gate": gate}
+            if self.beside is None:
+                fields["mixer"] = mixer
+            else:
+                fields["beside"] = Beside(linears.pop("beside"), mixer, linears.pop("beside_out"))
         fields |= linears
         return replace(self, **fields)

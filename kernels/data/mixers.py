@@ -48,6 +48,8 @@ class OutputGate:
     """A gate opens by its sigmoid; else by SiLU."""
     first: bool = False
     """What the gate has opened is normed; else what is normed is opened."""
+    single: bool = False
+    """A group has one gate, not one for each of its numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,27 @@ class StateMixer:
         own = [getattr(part, field.name) for part in held for field in fields(part)]
         tensors = sum(part.nbytes for part in own if isinstance(part, Tensor))
         return tensors + sum(linear.num_bytes for linear in self.linears.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A mixer of states beside attention, which takes the same; what both give is added (Falcon-H1)."""
+
+    taken: Linear
+    """[T, H] to what the mixer takes, [T, N]."""
+    mixer: StateMixer
+    out: Linear
+    """What it gives, [T, M], to [T, H]."""
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """Its first and last linear layer, by names that no other one of a layer has."""
+        return {"beside": self.taken, "beside_out": self.out}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its weights."""
+        return self.taken.num_bytes + self.mixer.num_bytes + self.out.num_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,16 +216,16 @@ class StateKernels:
 
         Args:
             x: [T, G D].
-            gates: [T, G D], or [T, G, D] where the groups lie apart; D contiguous.
+            gates: [T, G D], or [T, G, D] where the groups lie apart; D contiguous. Single ones: [T, G].
             form: the activation, and the norm.
 
         Returns:
             [T, G D] in x's dtype.
         """
         dtype = torch.promote_types(x.dtype, torch.float32)
-        opened = gates.reshape(len(x), -1, form.group).to(dtype)
+        opened = gates.reshape(len(x), -1, 1 if form.single else form.group).to(dtype)
         opened = elementwise(torch.sigmoid if form.sigmoid else functional.silu, opened)
-        full = x.reshape(opened.shape).to(dtype)
+        full = x.reshape(*opened.shape[:2], form.group).to(dtype)
         if form.weight is None:
             return (full * opened).to(x.dtype).flatten(1)
         full = full * opened if form.first else full

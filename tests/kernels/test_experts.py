@@ -15,7 +15,7 @@ from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.data.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.data.integers import Integers, integer_weight, quantise
-from pagewire.kernels.data.layer import Activation, Experts
+from pagewire.kernels.data.layer import OF_EACH, Activation, Experts
 from pagewire.kernels.data.weight import Linear, Weight
 from pagewire.kernels.experts import GroupedExperts, one_by_one
 from pagewire.kernels.linear import dense_weight, pack
@@ -36,9 +36,9 @@ SCHEMES = {
 
 
 def random_weights(
-    dtype: torch.dtype, scheme: Integers | None, seed: int = 0
+    dtype: torch.dtype, scheme: Integers | None, seed: int = 0, *, gated: bool = True
 ) -> tuple[list[Weight], list[Weight]]:
-    """The matrices of each expert: gate and up, and down."""
+    """The matrices of each expert: gate and up, or up alone, and down."""
     generator = torch.Generator().manual_seed(seed)
 
     def weight(n: int, k: int) -> Weight:
@@ -50,20 +50,25 @@ def random_weights(
         return dense if scheme is None else quantise(dense, scheme)
 
     return (
-        [weight(2 * WIDTH, HIDDEN) for _ in range(NUM_EXPERTS)],
+        [weight((1 + gated) * WIDTH, HIDDEN) for _ in range(NUM_EXPERTS)],
         [weight(HIDDEN, WIDTH) for _ in range(NUM_EXPERTS)],
     )
 
 
 def make_experts(
-    dtype: torch.dtype, scheme: Integers | None = None, activation: Activation | None = Activation.SILU
+    dtype: torch.dtype,
+    scheme: Integers | None = None,
+    activation: Activation | None = Activation.SILU,
+    *,
+    gated: bool = True,
 ) -> GroupedExperts:
     """Random experts with biases; one without an activation of the kernels squares its gates."""
-    up, down = random_weights(dtype, scheme)
+    up, down = random_weights(dtype, scheme, gated=gated)
     experts = Experts(
-        [pack(weight, torch.full((2 * WIDTH,), 0.25)) for weight in up],
+        [pack(weight, torch.full((weight.shape[0],), 0.25)) for weight in up],
         [pack(weight, torch.full((HIDDEN,), -0.5)) for weight in down],
         activation,
+        gated=gated,
     )
     return GroupedExperts(experts, CPU, lambda x: x[:, :WIDTH].square() * x[:, WIDTH:])
 
@@ -103,6 +108,23 @@ def test_one_call_has_the_bits_of_a_call_for_each_expert(scheme: str, dtype: tor
             found = experts(x, ids, weights)
             assert torch.equal(found, experts.one_by_one(x, ids, weights)), (activation, num_tokens)
             assert found.isfinite().all() and found.float().std() > 0.01
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scheme", ["dense", "int8"])
+@pytest.mark.usefixtures("served_kernels")
+def test_experts_without_gates(scheme: str, dtype: torch.dtype) -> None:
+    x, ids, weights = make_rows(40, dtype)
+    for activation in OF_EACH:
+        experts = make_experts(dtype, SCHEMES[scheme], activation, gated=False)
+        assert isinstance(experts.compiled, CompiledExperts)
+        found = experts(x, ids, weights)
+        assert torch.equal(found, experts.one_by_one(x, ids, weights)), activation
+        up, down = experts.experts.up, experts.experts.down
+        inner = [reference.activate_each(linear(x), activation) for linear in up]
+        each = torch.stack([linear(rows) for linear, rows in zip(down, inner, strict=True)]).float()
+        expected = sum(weights[:, [c]] * each[ids[:, c], torch.arange(40)] for c in range(2))
+        torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "dense"])
@@ -315,6 +337,11 @@ def test_what_does_not_fit_is_refused(best_kernels: CpuKernels, monkeypatch: pyt
         best_kernels.experts(Experts([*held.up[:5], held.down[0]], held.down, Activation.SILU))
     with pytest.raises(ValueError, match="wide"):
         best_kernels.experts(Experts(held.down, held.up, Activation.SILU))
+    with pytest.raises(ValueError, match="wide"):
+        best_kernels.experts(Experts(held.up, held.down, Activation.SILU, gated=False))
+    plain = make_experts(torch.float32, gated=False).experts
+    with pytest.raises(ValueError, match=r"with Activation\.CLAMPED_SWIGLU"):
+        best_kernels.experts(dataclasses.replace(plain, activation=Activation.CLAMPED_SWIGLU))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

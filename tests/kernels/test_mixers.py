@@ -1,4 +1,4 @@
-"""Layers with mixers of states, and gates behind queries: one call, and kernel by kernel, to the same bits."""
+"""Layers with mixers of states, and gates of attention: one call, and kernel by kernel, to the same bits."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.data.integers import Integers, quantise
 from pagewire.kernels.data.layer import Layer
 from pagewire.kernels.data.mixers import (
+    Beside,
     Convolution,
     GatedDelta,
     OutputGate,
@@ -153,6 +154,22 @@ def gated(layer: Layer, dtype: torch.dtype) -> Layer:
     return dataclasses.replace(layer, qkv=linear(width, HIDDEN, dtype), gated_queries=True)
 
 
+def beside_of(mixer: StateMixer, dtype: torch.dtype) -> Stack:
+    """A layer with a mixer beside its attention, and one without; in both each head has one gate."""
+    plain = make_stack(dtype, head_norms=True)
+    num_in, num_out = mixer.sizes
+    width = (HEADS + 2 * KV_HEADS) * HEAD_DIM + HEADS
+    first, second = (
+        dataclasses.replace(layer, qkv=linear(width, HIDDEN, dtype), head_gates=True)
+        for layer in plain.layers
+    )
+    beside = Beside(linear(num_in, HIDDEN, dtype), mixer, linear(HIDDEN, num_out, dtype))
+    return Stack(plain.input_norm, [dataclasses.replace(first, beside=beside), second])
+
+
+PLACES = {"in place": stack_of, "beside": beside_of}
+
+
 def states_of(stack: Stack, batch: StateBatch) -> MixerStates:
     """Random states of each layer."""
     generator = torch.Generator().manual_seed(4)
@@ -165,19 +182,22 @@ def states_of(stack: Stack, batch: StateBatch) -> MixerStates:
 @pytest.mark.parametrize("adapted", [False, True], ids=["", "adapters"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.usefixtures("served_kernels")
-def test_one_call_is_all_the_kernels(name: str, dtype: torch.dtype, adapted: bool) -> None:
+def test_one_call_is_all_the_kernels(place: str, name: str, dtype: torch.dtype, adapted: bool) -> None:
     torch.manual_seed(3)
-    stack = stack_of(MIXERS[name](dtype), dtype)
+    stack = PLACES[place](MIXERS[name](dtype), dtype)
     stack = with_adapters(stack, dtype) if adapted else stack
     assert stack.compiled is not None
     found, wanted = [], []
     for results in (found, wanted):
         states, angles, batch = make_step(dtype)
-        caches, taps = [None, make_caches(dtype)[1]], {1: torch.empty_like(states)}
+        first, second = make_caches(dtype)
+        caches, taps = [None if place == "in place" else first, second], {1: torch.empty_like(states)}
         memory = states_of(stack, state_batch(SPANS))
         results += [stack(states, batch, caches, [angles], taps=taps, memory=memory), states, taps[1]]
-        results += [*(own for layer in memory.of_layers for own in layer), caches[1].k, caches[1].v]
+        results += [own for layer in memory.of_layers for own in layer]
+        results += [first.k, first.v, second.k, second.v]
         stack.compiled = None
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert found[0].isfinite().all() and found[0].std() > 0.1
@@ -278,6 +298,44 @@ def test_layers_of_one_half(half: str, number: int) -> None:
     assert torch.equal(found[1], found[3]) and not torch.equal(found[1], found[2])
 
 
+def test_a_mixer_beside_attention_adds_to_it() -> None:
+    torch.manual_seed(3)
+    stack = beside_of(state_space(torch.float32), torch.float32)
+    alone = Stack(stack.input_norm, [dataclasses.replace(stack.layers[0], beside=None), stack.layers[1]])
+    outputs = []
+    for own, memory in ((stack, states_of(stack, state_batch(SPANS))), (alone, None)):
+        states, angles, batch = make_step(torch.float32)
+        outputs.append(own(states, batch, make_caches(torch.float32), [angles], memory=memory))
+    assert not torch.allclose(*outputs)
+    wrong: list[dict[str, Any]] = [{"parallel": True}, {"mixer": state_space(torch.float32)}]
+    for fields in wrong:
+        layers = [dataclasses.replace(stack.layers[0], **fields), stack.layers[1]]
+        with pytest.raises(ValueError, match="beside attention"):
+            Stack(stack.input_norm, layers)
+
+
+def test_gates_of_heads_open_them() -> None:
+    """A gate of each number, all the same for a head, does what one gate of the head does."""
+    torch.manual_seed(3)
+    plain, dtype = make_stack(torch.float32, head_norms=True), torch.float32
+    queries, made, gates = (
+        random(size, HIDDEN) / HIDDEN**0.5 for size in (HEADS * HEAD_DIM, 2 * KV_HEADS * HEAD_DIM, HEADS)
+    )
+    each = gates.repeat_interleave(HEAD_DIM, 0).view(HEADS, HEAD_DIM, HIDDEN)
+    outputs = []
+    for rows, single in (([queries, made, gates], True), ([queries, each.view(-1, HIDDEN), made], False)):
+        layer = dataclasses.replace(
+            plain.layers[0],
+            qkv=pack(dense_weight(torch.cat(rows).to(dtype))),
+            head_gates=single,
+            gated_queries=not single,
+        )
+        states, angles, batch = make_step(dtype)
+        stack = Stack(plain.input_norm, [layer])
+        outputs.append(stack(states, batch, make_caches(dtype)[:1], [angles]))
+    torch.testing.assert_close(*outputs)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_compiled_gates_are_those_of_the_reference(dtype: torch.dtype, served_kernels: CpuKernels) -> None:
     torch.manual_seed(5)
@@ -285,9 +343,13 @@ def test_compiled_gates_are_those_of_the_reference(dtype: torch.dtype, served_ke
     weight = (1 + random(20) / 8).to(dtype)
     forms = [OutputGate(60), OutputGate(20, sigmoid=True), OutputGate(20, weight, 1e-5)]
     forms += [OutputGate(20, weight, 1e-5, first=True), OutputGate(30, (1 + random(60) / 8).to(dtype), 1e-5)]
-    for form in forms:
-        found, wanted = (kernels.states.open_by(x, gates, form) for kernels in (served_kernels, reference))
+    cases = [(form, gates) for form in forms]
+    cases += [(OutputGate(20, sigmoid=True, single=True), gates[:, 5:8])]
+    for form, own in cases:
+        found, wanted = (kernels.states.open_by(x, own, form) for kernels in (served_kernels, reference))
         torch.testing.assert_close(found, wanted, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="groups of 20"):
+        served_kernels.states.open_by(x, gates, OutputGate(20, single=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

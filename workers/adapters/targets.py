@@ -182,7 +182,9 @@ class Targets:
         layer = layer.replaced(change)
         if layer.mixture is not None:
             (experts,) = modules["experts"]
-            self._add_experts(f"{self.prefix}{experts}", layer.mixture.experts)
+            own = layer.mixture.experts
+            up = "gate_up_proj" if own.gated else "up_proj"
+            self._add_experts(f"{self.prefix}{experts}", own, up, own.gated)
         return layer
 
     def _add_experts(

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.data.joining import with_rounded_rows
-from pagewire.kernels.data.layer import Activation, Experts
+from pagewire.kernels.data.layer import OF_EACH, Activation, Experts
 from pagewire.kernels.data.weight import UnpackedLinear, Weight, dense_weight
 from pagewire.kernels.experts import GroupedExperts
 from pagewire.kernels.linear import Linear
-from pagewire.kernels.ops import activate_and_mul
+from pagewire.kernels.ops import activate_and_mul, activate_each
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.attention import NAME
 from pagewire.workers.module.matrices import is_experts
@@ -70,11 +70,11 @@ def grouped_experts(module: Any, weights: Weights, device: torch.device) -> Grou
         return blocks_of_experts(module, weights, device)
     up, down = (expert_linears(module, name, weights, device) for name in (up_name(module), "down_proj"))
     between = module._apply_gate if module.has_gate else module.act_fn
-    experts = Experts(up, down, activation_of(between, up[0].out_features) if module.has_gate else None)
-    grouped = proven(experts, device, between)
+    activation = activation_of(between, up[0].out_features, gated=module.has_gate)
+    grouped = proven(Experts(up, down, activation, gated=module.has_gate), device, between)
     if not has_post_expert_norm(module):
         return grouped
-    return GroupedExperts(experts, device, between, normed(module, weights))
+    return GroupedExperts(grouped.experts, device, between, normed(module, weights))
 
 
 def proven(experts: Experts, device: torch.device, between: Callable[[Tensor], Tensor]) -> GroupedExperts:
@@ -110,7 +110,8 @@ def blocks_of_experts(module: Any, weights: Weights, device: torch.device) -> Gr
         gates, rest = rows.chunk(2, -1)
         return own.activation_fn(gates) * rest  # type: ignore[no-any-return]
 
-    return proven(Experts(up, down, activation_of(between, up[0].out_features)), device, between)
+    activation = activation_of(between, up[0].out_features, gated=True)
+    return proven(Experts(up, down, activation), device, between)
 
 
 def normed(module: Any, weights: Weights) -> Callable[[Tensor], Tensor]:
@@ -134,14 +135,18 @@ def expert_linears(module: Any, name: str, weights: Weights, device: torch.devic
     return linears
 
 
-def activation_of(between: Callable[[Tensor], Tensor], size: int) -> Activation | None:
-    """The activation that a function of rows [R, size] computes; None if the kernels have none like it."""
+def activation_of(between: Callable[[Tensor], Tensor], size: int, *, gated: bool) -> Activation | None:
+    """The activation that a function of rows [R, size] computes; None if the kernels have none like it.
+
+    gated: a row has gates, and what they open.
+    """
     x = torch.randn(16, size, generator=torch.Generator().manual_seed(0))
-    for activation in Activation:
+    own = activate_and_mul if gated else activate_each
+    for activation in tuple(Activation) if gated else OF_EACH:
         # Of a nearly closed gate all digits may be lost; what remains is of the size of input squared.
         if all(
             torch.allclose(
-                activate_and_mul(m * x, activation),
+                own(m * x, activation),
                 between(m * x),
                 rtol=tolerance(x.dtype),
                 atol=1e-6 * m * m,

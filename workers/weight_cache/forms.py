@@ -45,6 +45,7 @@ from pagewire.kernels.data.layer import (
     Xielu,
 )
 from pagewire.kernels.data.mixers import (
+    Beside,
     Convolution,
     GatedDelta,
     OutputGate,
@@ -108,6 +109,7 @@ def embedding_of(weight: Tensor) -> nn.Embedding:
 
 
 STORED = (
+    Beside,
     CappedOutput,
     Convolution,
     Cut,

@@ -188,6 +188,7 @@ def test_what_has_no_kernel() -> None:
     whole = [kernels.pack(dense_weight(torch.randn(64, 64)))]
     assert "not torch.float32" in str(why_not(Experts(whole, whole, Activation.SILU)))
     assert "no such activation" in str(why_not(Experts(dense.up, dense.down, None)))
+    assert "take gates" in str(why_not(Experts(dense.down, dense.up, Activation.RELU_SQUARED, gated=False)))
     with pytest.raises(ValueError, match="no kernel for these experts"):
         CudaExperts(EmulatedLauncher(), mixed, kernels.activate_and_mul)
     products, (x, ids, weights) = grouped(kernels, dense), make_rows(3, 4, 2)

@@ -56,7 +56,23 @@ def clamped(limit: float) -> Callable[[Tensor], Tensor]:
     ids=["silu", "gelu tanh", "gpt-oss", "gelu", "limited silu", "another limit"],
 )
 def test_activations_are_found(function: Callable[[Tensor], Tensor], expected: Activation | None) -> None:
-    assert activation_of(function, 72) is expected
+    assert activation_of(function, 72, gated=True) is expected
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (functional.silu, Activation.SILU),
+        (functional.relu, Activation.RELU),
+        (lambda x: functional.relu(x).square(), Activation.RELU_SQUARED),
+        (functional.leaky_relu, None),
+    ],
+    ids=["silu", "relu", "squared", "leaky"],
+)
+def test_activations_of_each_element_are_found(
+    function: Callable[[Tensor], Tensor], expected: Activation | None
+) -> None:
+    assert activation_of(function, 72, gated=False) is expected
 
 
 @pytest.mark.parametrize(
