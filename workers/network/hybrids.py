@@ -27,7 +27,7 @@ from pagewire.kernels.data.mixers import (
 from pagewire.kernels.linear import Linear
 from pagewire.workers.module.invariant import Invariant
 from pagewire.workers.module.recurrences import MIXERS, NORM_EPS
-from pagewire.workers.module.structure import EXPERTS, LLAMA, STACKED_HYBRIDS, DecoderNames
+from pagewire.workers.module.structure import LLAMA, STACKED_HYBRIDS, DecoderNames
 from pagewire.workers.module.transforms import pack_joined
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.parts import module_bytes, transform_parts
@@ -99,9 +99,7 @@ class HybridNames:
         if form_of(half) is not None or hasattr(half, "q_proj"):
             return _mixer(half, config, norms)
         none = LayerParts((), None, (), None, norms, head_dim=0, gated=self.names.gated)
-        experts = getattr(half, EXPERTS, None)
         try:
-            require(experts is None or experts.has_gate, "the stack has no experts without gates")
             return with_feed_forward(none, half, self.names)
         except OtherStructureError as error:
             return replace(none, feed_forward=half, why=str(error))

@@ -158,6 +158,14 @@ class ModuleHead:
             inputs = dict.fromkeys(self._inputs, hidden[None])
             return self.module(**inputs, use_cache=False).logits[0]  # type: ignore[no-any-return]
 
+    def _takes(self, hidden: Tensor) -> bool:
+        """True if it takes hidden states of this dtype."""
+        try:
+            self(hidden)
+        except (ValueError, RuntimeError):
+            return False
+        return True
+
     def shortened(self, device: torch.device, dtype: torch.dtype) -> tuple[ModuleHead | Linear, str]:
         """The output layer alone where its product is all that the causal module does, to the bit; and its name.
 
@@ -178,7 +186,9 @@ class ModuleHead:
         hidden = states.to(device, dtype)
         expected, short = self(hidden), linear.product(hidden)
         if short.dtype != expected.dtype:
-            return self, name
+            # Logits are drawn from as float32 anyway; but states may be wider, too, and be narrowed here (Mamba).
+            is_same = expected.dtype is torch.float32 and torch.equal(short.float(), expected)
+            return (linear.product if is_same and not self._takes(hidden.float()) else self), name
         if torch.equal(short, expected):
             return linear.product, name
         for scale, softcap in logit_forms(self.module.config.get_text_config()):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from pagewire.workers.module.structure import STACKED_HYBRIDS
 from pagewire.workers.network.network import Network
 from tests.workers.architectures import SERVED, VOCAB_SIZE, Architecture
 from tests.workers.driver import Driver, load_runner
@@ -66,3 +67,46 @@ def test_values_of_another_size_than_keys(fields: dict[str, Any], tmp_path: Path
     assert [layer.terms.sinks is None for layer in base.stack.layers] == [True, False]
     prompts = make_prompts(VOCAB_SIZE)
     assert Driver(runner).generate(prompts, 12) == transformers_tokens(model, prompts, 12)
+
+
+HYBRIDS = {
+    "nemotron_h with groups of experts": (
+        "nemotron_h",
+        {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    ),
+}
+"""Settings of hybrids that run as stacks, beside those of the architectures that are served."""
+
+
+@pytest.mark.parametrize("name", sorted(STACKED_HYBRIDS - {"bailing_hybrid"}))
+def test_hybrids_run_as_a_stack(name: str, tmp_path: Path) -> None:
+    """Their tokens are compared with the other architectures'."""
+    runner, _ = load_runner(SERVED[name].write(tmp_path))
+    assert str(runner.model.road) == "stack" and not runner.decoding.why_not
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_other_settings_of_hybrids(name: str, tmp_path: Path) -> None:
+    model_type, fields = HYBRIDS[name]
+    model = Architecture(model_type, SERVED[model_type].fields | fields).write(tmp_path)
+    runner, _ = load_runner(model)
+    assert str(runner.model.road) == "stack" and not runner.decoding.why_not
+    prompts = make_prompts(VOCAB_SIZE)
+    assert Driver(runner).generate(prompts, 12) == transformers_tokens(model, prompts, 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "kwargs", "road"),
+    [
+        ("nemotron_h", {"moe_latent_size": 16}, {}, "stack with 1 halves that are modules"),
+    ],
+)
+def test_hybrids_that_run_as_modules(
+    name: str, fields: dict[str, Any], kwargs: dict[str, Any], road: str, tmp_path: Path
+) -> None:
+    model = Architecture(name, SERVED[name].fields | fields).write(tmp_path)
+    runner, _ = load_runner(model, **kwargs)
+    assert str(runner.model.road) == road
+    prompts = make_prompts(VOCAB_SIZE)
+    if not kwargs:
+        assert Driver(runner).generate(prompts, 6) == transformers_tokens(model, prompts, 6)

@@ -34,7 +34,13 @@ TAKEN = [
     SERVED["deepseek_v2"],
     SERVED["glm_moe_dsa"],  # an indexer, and a layer that follows it
 ]
-STATES = ["bamba", "granitemoehybrid", "lfm2", "qwen3_5_text"]
+STATES = [
+    "bamba",
+    "granitemoehybrid",
+    "lfm2",
+    "nemotron_h",
+    "qwen3_5_text",
+]
 LEFT = ["diffllama", "zaya"]
 PARAMS = [
     GREEDY,
@@ -242,7 +248,8 @@ def test_states_change_once_where_another_row_fails(name: str, count: Count, tmp
     """Its token's embedding is not a number: the step has run, and the rest of it goes the other way."""
     folder, prompts = SERVED[name].write(tmp_path), make_prompts(VOCAB_SIZE, [4, 9])
     whole = Driver(load_runner(folder)[0]).generate(prompts, 8)
-    place = next(i for i in range(1, 7) if whole[1][i] not in whole[0] + whole[1][:i])
+    others = {*prompts[0], *prompts[1], *whole[0]}
+    place = next(i for i in range(1, 7) if whole[1][i] not in others.union(whole[1][:i]))
     poison, broken = whole[1][place], count.load(folder)
     with torch.inference_mode():
         broken.model.model.base.words.weight[poison] = float("nan")
