@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pagewire.kernels.data.joining import joined
 from pagewire.kernels.data.reduced import Reduced
-from pagewire.kernels.data.weight import DENSE
+from pagewire.kernels.data.weight import DENSE, dense_weight
 from pagewire.kernels.dispatch import as_they_are
 from pagewire.kernels.linear import Linear, Weight, dense
 from pagewire.kernels.ops import rms_norm
@@ -58,17 +58,28 @@ def pack_linears(module: nn.Module, weights: Weights, device: torch.device) -> N
 
 
 def pack_joined(
-    linears: Sequence[nn.Module], weights: Weights, device: torch.device, order: Tensor | None = None
+    linears: Sequence[nn.Module],
+    weights: Weights,
+    device: torch.device,
+    order: Tensor | None = None,
+    factors: Mapping[Any, float | Tensor] | None = None,
 ) -> Linear:
     """One linear layer on a device in place of several with the same input; a bias that one lacks is 0.
 
     order: int64 [rows], of this rank's rows of all of them, one below the other, those that the result has; None:
     they stay as they are.
+    factors: what some of the layers, whose weights are dense, give is multiplied by these, which may be [N]. Their
+    products are rounded once more.
 
     Where weights are divided over several ranks, it is this rank's part: its outputs, or the sum over the ranks.
     """
     biases = [weights.part(linear, "bias") for linear in linears]
     matrices = [weights.matrix(linear) for linear in linears]
+    for place, linear in enumerate(linears):
+        if factors and (factor := factors.get(linear)) is not None:
+            whole, own, by = matrices[place], biases[place], torch.as_tensor(factor, dtype=torch.float32)
+            matrices[place] = dense_weight((whole.dense().float() * by.view(-1, 1)).to(whole.dtype))
+            biases[place] = None if own is None else (own.float() * by).to(own.dtype)
     matrix = joined(matrices)
     weights.note_joining(matrices, matrix)
     bias = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from pagewire.kernels.data.layer import (
     SumTaker,
     Xielu,
 )
+from pagewire.kernels.data.mixers import Beside
 from pagewire.kernels.data.paging import LogitTerms
 from pagewire.kernels.data.reduced import Reduced, Sum
+from pagewire.kernels.data.weight import DENSE
 from pagewire.kernels.linear import Linear
 from pagewire.kernels.stack import Stack
 from pagewire.workers.caches.kv import KVShape
@@ -39,12 +42,13 @@ from pagewire.workers.module.transforms import RotaryTable, embedding, pack_join
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.encoder_structures import TABLES, encoder_structure
 from pagewire.workers.network.gpt_structures import GPT_STRUCTURES
-from pagewire.workers.network.hybrids import HYBRIDS, built_halves, order_of
+from pagewire.workers.network.hybrids import HYBRIDS, built_beside, built_halves, order_of
 from pagewire.workers.network.latents import latents_of, num_latent_heads
 from pagewire.workers.network.network import Embeddings, KVPlace, Network
 from pagewire.workers.network.parts import input_gate_of, layer_inputs_of, own_factor, scaled_by
 from pagewire.workers.network.routers import RouterParts, SumRouterParts
 from pagewire.workers.network.structures import (
+    Factors,
     LayerParts,
     OtherStructureError,
     Structure,
@@ -325,14 +329,15 @@ class _NetworkBuilder:
         mixture = None if part.router is None else self._mixture(part, part.router, ranks, dtype)
         angles = kinds.index(part.kind) if kinds and part.attends and part.turned else None
         mixer, feed_forward = built_halves(part, rotary, self.weights, self.device, dtype)
+        joined = partial(self._joined, factors=part.factors or {})
         latents = None if part.latents is None else latents_of(part, self.weights, self.device)
         return Layer(
-            qkv=self._joined(part.qkv, self._order(part)) if part.qkv else None,
+            qkv=joined(part.qkv, self._order(part)) if part.qkv else None,
             latents=latents,
-            out=None if part.out is None else _of_rank(self._joined([part.out]), ranks),
+            out=None if part.out is None else _of_rank(joined([part.out]), ranks),
             attention_norm=norms[0],
-            up=self._joined(part.up) if part.up else None,
-            down=None if part.down is None else _of_rank(self._joined([part.down]), ranks),
+            up=joined(part.up) if part.up else None,
+            down=None if part.down is None else _of_rank(joined([part.down]), ranks),
             output_norm=norms[1],
             activation=activation if part.curve is None else xielu_of(part.curve, self.weights),
             gated=part.gated,
@@ -362,6 +367,7 @@ class _NetworkBuilder:
             mixture=mixture,
             ranks=ranks,
             mixer=mixer,
+            beside=self._beside(part, ranks, dtype),
             gated_queries=part.gated_queries,
             feed_forward=feed_forward,
         )
@@ -373,6 +379,15 @@ class _NetworkBuilder:
         if part.router is not None:
             ends.append(cut(part.mixture.experts, "down_proj"))
         return None if shards is None or not any(ends) else shards.collective
+
+    def _beside(self, part: LayerParts, ranks: Sum | None, dtype: torch.dtype) -> Beside | None:
+        """The mixer beside a layer's attention, between packed linear layers. dtype: of states."""
+        mixer, own = built_beside(part, self.weights, self.device, dtype), part.beside
+        if mixer is None or own is None:
+            return None
+        factors = part.factors or {}
+        taken, out = self._joined(own.qkv, order_of(own), factors), self._joined([own.out], None, factors)
+        return Beside(taken, mixer, _of_rank(out, ranks))
 
     def _inner_norm(self, module: nn.Module | None) -> Norm | None:
         """The norm of what a layer's second product takes, which each rank has a part of."""
@@ -462,10 +477,20 @@ class _NetworkBuilder:
             found.append(own)
         return found
 
-    def _joined(self, linears: Sequence[Any], order: Tensor | None = None) -> Linear:
-        """One packed linear layer in place of several with the same input. order: see `pack_joined`."""
+    def _joined(
+        self, linears: Sequence[Any], order: Tensor | None = None, factors: Factors | None = None
+    ) -> Linear:
+        """One packed linear layer in place of several with the same input. order, factors: see `pack_joined`."""
         require(all(map(is_linear, linears)))
-        return pack_joined(linears, self.weights, self.device, order)
+        own = {
+            linear: factor
+            for linear, factor in (factors or {}).items()
+            if linear in linears and not bool((torch.as_tensor(factor) == 1.0).all())
+        }
+        for linear in own:  # scales of integers may have no room for them
+            is_dense = self.weights.matrix(linear).scheme is DENSE
+            require(is_dense, "what its quantised weights give is multiplied by numbers")
+        return pack_joined(linears, self.weights, self.device, order, own)
 
 
 def norm_pairs(

@@ -32,6 +32,7 @@ from pagewire.workers.module.transforms import pack_joined
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.parts import module_bytes, transform_parts
 from pagewire.workers.network.structures import (
+    Factors,
     LayerParts,
     OtherStructureError,
     Structure,
@@ -41,6 +42,7 @@ from pagewire.workers.network.structures import (
     decoder_structure,
     has_latents,
     latent_parts,
+    named,
     require,
     with_dense,
     with_feed_forward,
@@ -59,11 +61,14 @@ class HybridNames:
 
     mixers: what may stand in the place of attention. names: all others; of layers of one half, all are `attention`.
     words: the tokens' table.
+    beside: a mixer that all layers have beside attention. factors: of a layer, see `LayerParts`.
     """
 
     mixers: tuple[str, ...] = ("linear_attn",)
     names: DecoderNames = LLAMA
     words: str = "embed_tokens"
+    beside: str = ""
+    factors: Callable[[Any], Factors] | None = None
 
     def layers(self, base: Any, numbers: Iterable[int] | None) -> Iterable[LayerParts]:
         """The parts of a base's layers of these numbers; None: of all."""
@@ -76,11 +81,13 @@ class HybridNames:
         """The parts of a layer that has two halves."""
         names, found = self.names, children(layer)
         (mixer,) = found & {names.attention, *self.mixers}
-        fed = found - {mixer} - names.all_norms
+        fed = found - {mixer, self.beside} - names.all_norms
         require(len(fed) > 0 and fed <= {names.mlp, names.shared} and found >= names.all_norms)
-        parts = _mixer(
-            getattr(layer, mixer), config, tuple(getattr(layer, str(name)) for name in names.norms)
-        )
+        parts = _mixer(getattr(layer, mixer), config, named(layer, names.norms))
+        if self.beside:
+            parts = replace(parts, beside=_mixer(getattr(layer, self.beside), config, ()))
+        if self.factors is not None:
+            parts = replace(parts, factors=self.factors(layer))
         if names.residual_scale:
             parts = replace(parts, residual_scale=float(getattr(layer, names.residual_scale)))
         try:
@@ -146,12 +153,42 @@ OF_GRANITE = HybridNames(
         embedding_scale="embedding_multiplier",
     ),
 )
+
+
+def _falcon_factors(layer: Any) -> Factors:
+    """What Falcon-H1 multiplies what its linear layers take, or what they give, by."""
+    attention, mixer, fed = layer.self_attn, layer.mamba, layer.feed_forward
+    taken, given = layer.attention_in_multiplier, mixer.ssm_in_multiplier
+    # What a layer takes is multiplied, but not the bias that it adds.
+    require(
+        taken == 1.0 or attention.q_proj.bias is None, "its attention multiplies what layers with biases take"
+    )
+    require(given == 1.0 or mixer.in_proj.bias is None, "its mixers multiply what a layer with a bias takes")
+    return {
+        attention.q_proj: taken,
+        attention.k_proj: taken * attention.key_multiplier,
+        attention.v_proj: taken,
+        attention.o_proj: layer.attn_out_multiplier,
+        mixer.in_proj: given * mixer.mup_vector.flatten().float().cpu(),
+        mixer.out_proj: layer.ssm_out_multiplier,
+        fed.gate_proj: fed.gate_multiplier,
+        fed.down_proj: fed.down_multiplier,
+    }
+
+
+OF_FALCON = HybridNames(
+    (),
+    replace(OF_MAMBA.names, embedding_scale="embedding_multiplier"),
+    beside="mamba",
+    factors=_falcon_factors,
+)
 ALONE = DecoderNames(
     attention="mixer", mlp="", up=("up_proj",), gated=False, norms=("norm", None), final_norm="norm_f"
 )
 OTHERS = {
     **dict.fromkeys(("bamba", "jamba"), OF_MAMBA),
     **dict.fromkeys(("lfm2", "lfm2_moe"), OF_LFM2),
+    "falcon_h1": OF_FALCON,
     "granitemoehybrid": OF_GRANITE,
     **dict.fromkeys(("mamba", "mamba2", "nemotron_h"), HybridNames(names=ALONE, words="embeddings")),
 }
@@ -360,7 +397,6 @@ def _apart(num_groups: int, sizes: Sequence[int]) -> Tensor:
 
 
 def _mamba2(module: Any, weights: MixerWeights) -> StateSpace:
-    group = norm_group(module.norm, module.intermediate_size)
     least, most = module.time_step_limit
     return StateSpace(
         conv=weights.convolution(module.conv1d, module.activation),
@@ -368,12 +404,21 @@ def _mamba2(module: Any, weights: MixerWeights) -> StateSpace:
         decay=weights.decay(module),
         skip=weights.vector(module, "D"),
         limits=(float(least), float(most)),
-        gate=replace(weights.normed_gate(module.norm, group), first=True),
+        gate=_gate_of_mamba2(module, weights),
         num_heads=module.num_heads,
         head_dim=module.head_dim,
         num_groups=module.n_groups,
         state_dim=module.ssm_state_size,
     )
+
+
+def _gate_of_mamba2(module: Any, weights: MixerWeights) -> OutputGate:
+    """The gate of Mamba 2, whose norm Falcon-H1 may lack, or take before it is opened."""
+    norm, size = module.norm, module.intermediate_size
+    if type(norm) is nn.Identity:
+        return OutputGate(size)
+    group = size // norm.n_groups if hasattr(norm, "n_groups") else norm_group(norm, size)
+    return replace(weights.normed_gate(norm, group), first=not getattr(norm, "norm_before_gate", False))
 
 
 def _mamba(module: Any, weights: MixerWeights) -> SelectiveScan:
@@ -412,6 +457,7 @@ FORMS: dict[str, MixerForm] = {
         ("q_proj", "k_proj", "v_proj", "g_proj"), _ling_delta, out="o_proj"
     ),
     **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer"), MAMBA_2),
+    "FalconH1Mixer": MAMBA_2,
     "NemotronHMamba2Mixer": MAMBA_2,
     "Zamba2MambaMixer": MAMBA_2,
     "JambaMambaMixer": MixerForm(("in_proj",), _mamba),
@@ -444,6 +490,17 @@ def order_of(part: LayerParts) -> Tensor | None:
     """The order, int64, of what a mixer's first linear layers make; None: they stay as they are."""
     form = form_of(part.mixer)
     return None if form is None or form.order is None else form.order(part.mixer)
+
+
+def built_beside(
+    part: LayerParts, weights: Weights, device: torch.device, dtype: torch.dtype
+) -> StateMixer | None:
+    """The mixer beside a layer's attention; None: there is none. dtype: of states."""
+    if part.beside is None:
+        return None
+    if (form := form_of(part.beside.mixer)) is None:
+        raise OtherStructureError("a mixer beside attention computes itself")
+    return form.make(part.beside.mixer, MixerWeights(weights, device, dtype))
 
 
 def built_halves(

@@ -201,10 +201,11 @@ class ModuleHead:
 def logit_forms(config: Any) -> Iterator[tuple[float, float | None]]:
     """The factors of logits that settings of families may mean, each with the cap; see `Kernels.cap`."""
     softcap: float | None = getattr(config, "final_logit_softcapping", None)
-    scale = getattr(config, "logit_scale", None)  # of MPT it may be a word
-    if isinstance(scale, int | float) and scale:
-        yield float(scale), softcap
-        return
+    for name in ("logit_scale", "lm_head_multiplier"):
+        scale = getattr(config, name, None)
+        if isinstance(scale, int | float) and scale:  # of MPT it may be a word
+            yield float(scale), softcap
+            return
     scaling = float(getattr(config, "logits_scaling", None) or 1.0)
     yield 1.0 / scaling, softcap
     yield scaling, softcap  # of HyperCLOVA X, which multiplies

@@ -72,6 +72,10 @@ def children(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()}
 
 
+Factors = dict[Any, float | Tensor]
+"""By modules of linear layers: what their outputs [..., N] are multiplied by, a number or [N]."""
+
+
 @dataclass(frozen=True)
 class LayerParts:
     """The modules of a layer.
@@ -106,6 +110,8 @@ class LayerParts:
     no data; empty: none does.
     gated_queries: see `Layer`. Gates are made by the second of four modules in `qkv`; of three, the first one makes
     a gate behind each query head.
+    beside: the parts of a mixer beside attention, which has no norms of its own.
+    factors: what linear layers give is multiplied by these.
     """
 
     qkv: Sequence[Any]
@@ -131,6 +137,8 @@ class LayerParts:
     feed_forward: Any = None
     why: str = ""
     gated_queries: bool = False
+    beside: LayerParts | None = None
+    factors: Factors | None = None
     heads: tuple[int, int] | None = None
     own_norms: tuple[Any, Any] = (None, None)
     turned: bool = True
@@ -186,6 +194,8 @@ class LayerParts:
         if self.input_gate is not None:
             gate, out, _ = self.input_gate
             found |= {"input_gate": [gate], "input_out": [out]}
+        if self.beside is not None:
+            found |= {"beside": self.beside.qkv, "beside_out": [self.beside.out]}
         if self.router is not None:
             found |= {"router": [self.router.linear]}
         if self.shared_gate is not None:
@@ -357,7 +367,7 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
     residual_scale = float(getattr(layer, names.residual_scale)) if names.residual_scale else 1.0
     if has_latents(attention):
         interleaved = getattr(config, "rope_interleave", names.interleaved)
-        parts = latent_parts(attention, _named(layer, names.norms), interleaved=interleaved)
+        parts = latent_parts(attention, named(layer, names.norms), interleaved=interleaved)
         parts = replace(parts, residual_scale=residual_scale, index_interleaved=names.index_interleaved)
         return with_feed_forward(parts, mlp, names)
     source = source_of_keys(attention, config)
@@ -386,7 +396,7 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         out=out,
         up=(),
         down=None,
-        norms=_named(layer, names.norms),
+        norms=named(layer, names.norms),
         head_dim=attention.head_dim,
         gated=names.gated,
         window=attention_window(attention, config),
@@ -395,7 +405,7 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         kind=rotation_kind(attention, config),
         index=attention.layer_idx,
         scale=float(attention.scaling),
-        head_norms=_named(attention, head_norms) if has_head_norms else None,
+        head_norms=named(attention, head_norms) if has_head_norms else None,
         value_dim=None if value_dim == attention.head_dim else value_dim,
         value_scale=float(getattr(attention, names.value_scale)) if names.value_scale else 1.0,
         value_norm=getattr(attention, names.value_norm) if names.value_norm and source is None else None,
@@ -404,7 +414,7 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         output_scale=(layer, names.output_scale) if names.output_scale else None,
         head_norm_form=HeadNormForm(names.head_norm_form),
         heads=heads,
-        own_norms=(None, None) if names.own_norms is None else _named(layer, names.own_norms),
+        own_norms=(None, None) if names.own_norms is None else named(layer, names.own_norms),
         blocks=(0, "qkv") if names.by_head else None,
         qkv_limit=limit,
         out_norm=getattr(attention, names.out_norm) if names.out_norm else None,
@@ -512,7 +522,8 @@ def rotation_kind(attention: Any, config: Any) -> str | None:
     return kind if isinstance(settings.get(kind), dict) else None
 
 
-def _named(module: Any, names: tuple[str | None, str | None]) -> tuple[Any, Any]:
+def named(module: Any, names: tuple[str | None, str | None]) -> tuple[Any, Any]:
+    """The parts of a module with these names; None for those that compute nothing."""
     first, second = (None if name is None else getattr(module, name) for name in names)
     return None if type(first) is nn.Identity else first, None if type(second) is nn.Identity else second
 

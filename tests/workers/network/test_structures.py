@@ -69,7 +69,24 @@ def test_values_of_another_size_than_keys(fields: dict[str, Any], tmp_path: Path
     assert Driver(runner).generate(prompts, 12) == transformers_tokens(model, prompts, 12)
 
 
+MULTIPLIED = {  # what Falcon-H1 multiplies by numbers
+    "embedding_multiplier": 2.5,
+    "lm_head_multiplier": 0.3,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 1.3,
+    "ssm_in_multiplier": 1.1,
+    "ssm_out_multiplier": 0.8,
+    "mlp_multipliers": [0.6, 1.4],
+    "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9],
+}
 HYBRIDS = {
+    "falcon_h1 with multipliers": ("falcon_h1", MULTIPLIED | {"mlp_bias": True, "projectors_bias": True}),
+    "falcon_h1 with norms": ("falcon_h1", MULTIPLIED | {"mamba_rms_norm": True}),
+    "falcon_h1 with norms before gates": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "attention_bias": True},
+    ),
     "nemotron_h with groups of experts": (
         "nemotron_h",
         {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
@@ -98,6 +115,24 @@ def test_other_settings_of_hybrids(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "fields", "kwargs", "road"),
     [
+        (
+            "falcon_h1",
+            {"attention_in_multiplier": 0.9, "attention_bias": True},
+            {},
+            "module: its attention multiplies what layers with biases take",
+        ),
+        (
+            "falcon_h1",
+            {"ssm_in_multiplier": 0.9, "mamba_proj_bias": True},
+            {},
+            "module: its mixers multiply what a layer with a bias takes",
+        ),
+        (
+            "falcon_h1",
+            {"key_multiplier": 0.9},
+            {"quantization": "int8"},
+            "module: what its quantised weights give is multiplied by numbers",
+        ),
         ("nemotron_h", {"moe_latent_size": 16}, {}, "stack with 1 halves that are modules"),
     ],
 )

@@ -36,6 +36,7 @@ TAKEN = [
 ]
 STATES = [
     "bamba",
+    "falcon_h1",
     "granitemoehybrid",
     "lfm2",
     "nemotron_h",
