@@ -206,7 +206,7 @@ OTHER_ARITHMETIC = {"alibi_llama", "chameleon"}
 """Model types with the structure of a stack that compute something else. The proof would refuse their stacks, too,
 but only after packing all of them."""
 STACKED_HYBRIDS = {
-    *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear"),
+    *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"),
     *("lfm2", "lfm2_moe", "mamba", "mamba2", "nemotron_h"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 }

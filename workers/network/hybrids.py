@@ -190,7 +190,9 @@ OTHERS = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), OF_LFM2),
     "falcon_h1": OF_FALCON,
     "granitemoehybrid": OF_GRANITE,
-    **dict.fromkeys(("mamba", "mamba2", "nemotron_h"), HybridNames(names=ALONE, words="embeddings")),
+    **dict.fromkeys(
+        ("falcon_mamba", "mamba", "mamba2", "nemotron_h"), HybridNames(names=ALONE, words="embeddings")
+    ),
 }
 HYBRIDS: dict[str, HybridNames] = {name: OTHERS.get(name, HybridNames()) for name in STACKED_HYBRIDS}
 """By model type."""
@@ -421,12 +423,24 @@ def _gate_of_mamba2(module: Any, weights: MixerWeights) -> OutputGate:
     return replace(weights.normed_gate(norm, group), first=not getattr(norm, "norm_before_gate", False))
 
 
+def _factor_norms(module: Any, weights: MixerWeights) -> tuple[tuple[Tensor, Tensor, Tensor], float] | None:
+    """The weights, and the number under the root, of norms of Mamba 1's factors; Falcon Mamba's have no weights."""
+    norms: list[Any] = [getattr(module, f"{name}_layernorm", None) for name in ("dt", "b", "c")]
+    if None in norms:
+        return None
+    sizes = module.time_step_rank, module.ssm_state_size, module.ssm_state_size
+    first, second, third = (
+        weights.vector(norm, "weight", weights.dtype)
+        if list(norm.parameters())
+        else torch.ones(size, dtype=weights.dtype, device=weights.device)
+        for norm, size in zip(norms, sizes, strict=True)
+    )
+    eps = getattr(norms[0], "variance_epsilon", None) or norms[0].eps
+    return (first, second, third), eps
+
+
 def _mamba(module: Any, weights: MixerWeights) -> SelectiveScan:
-    norms = [getattr(module, f"{name}_layernorm", None) for name in ("dt", "b", "c")]
-    normed = None
-    if None not in norms:
-        first, second, third = (weights.vector(norm, "weight", weights.dtype) for norm in norms)
-        normed = first, second, third
+    normed, eps = _factor_norms(module, weights) or (None, 0.0)
     return SelectiveScan(
         conv=weights.convolution(module.conv1d, module.activation),
         factors=weights.linear([module.x_proj]),
@@ -435,7 +449,7 @@ def _mamba(module: Any, weights: MixerWeights) -> SelectiveScan:
         skip=weights.vector(module, "D"),
         gate=OutputGate(module.intermediate_size),
         norms=normed,
-        eps=0.0 if normed is None else norms[0].variance_epsilon,  # type: ignore[union-attr]
+        eps=eps,
     )
 
 
@@ -460,8 +474,7 @@ FORMS: dict[str, MixerForm] = {
     "FalconH1Mixer": MAMBA_2,
     "NemotronHMamba2Mixer": MAMBA_2,
     "Zamba2MambaMixer": MAMBA_2,
-    "JambaMambaMixer": MixerForm(("in_proj",), _mamba),
-    "MambaMixer": MixerForm(("in_proj",), _mamba),
+    **dict.fromkeys(("FalconMambaMixer", "JambaMambaMixer", "MambaMixer"), MixerForm(("in_proj",), _mamba)),
 }
 """By the class of a module."""
 
