@@ -578,11 +578,14 @@ def kv_shape(layer: Layer) -> KVShape:
 
 
 def cosines_and_sines(table: Any, dtype: torch.dtype) -> Angles:
-    """A rotary module's table [1, P, n] of cosines and one of sines, or one of complex numbers [1, P, n / 2]."""
+    """A rotary module's table [1, P, n] of cosines and one of sines, or one of complex numbers [1, P, n / 2].
+
+    Some have tables of float32 beside states of another dtype, in which kernels take them.
+    """
     if isinstance(table, Tensor):
-        table = (torch.cat([part, part], -1).to(dtype) for part in (table.real, table.imag))
-    cos, sin = table
-    return cos[0], sin[0]
+        table = (torch.cat([part, part], -1) for part in (table.real, table.imag))
+    cos, sin = (part[0].to(dtype) for part in table)
+    return cos, sin
 
 
 def sinks_of(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pagewire.kernels.data.layer import HeadNormForm
 from pagewire.kernels.data.mixers import (
     Convolution,
     GatedDelta,
@@ -27,7 +28,7 @@ from pagewire.kernels.data.mixers import (
 from pagewire.kernels.linear import Linear
 from pagewire.workers.module.invariant import Invariant
 from pagewire.workers.module.recurrences import MIXERS, NORM_EPS
-from pagewire.workers.module.structure import LLAMA, STACKED_HYBRIDS, DecoderNames
+from pagewire.workers.module.structure import LLAMA, OLMO_2, STACKED_HYBRIDS, DecoderNames
 from pagewire.workers.module.transforms import pack_joined
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.parts import module_bytes, transform_parts
@@ -60,12 +61,13 @@ class HybridNames:
     """How a family names the parts of its layers.
 
     mixers: what may stand in the place of attention. names: all others; of layers of one half, all are `attention`.
-    words: the tokens' table.
+    attending: those of layers that attend, if they are others. words: the tokens' table.
     beside: a mixer that all layers have beside attention. factors: of a layer, see `LayerParts`.
     """
 
     mixers: tuple[str, ...] = ("linear_attn",)
     names: DecoderNames = LLAMA
+    attending: DecoderNames | None = None
     words: str = "embed_tokens"
     beside: str = ""
     factors: Callable[[Any], Factors] | None = None
@@ -81,9 +83,13 @@ class HybridNames:
         """The parts of a layer that has two halves."""
         names, found = self.names, children(layer)
         (mixer,) = found & {names.attention, *self.mixers}
+        if self.attending is not None and mixer == names.attention:
+            names = self.attending
         fed = found - {mixer, self.beside} - names.all_norms
         require(len(fed) > 0 and fed <= {names.mlp, names.shared} and found >= names.all_norms)
-        parts = _mixer(getattr(layer, mixer), config, named(layer, names.norms))
+        parts = _mixer(getattr(layer, mixer), config, named(layer, names.norms), names.head_norm_form)
+        if names.own_norms is not None:
+            parts = replace(parts, own_norms=named(layer, names.own_norms))
         if self.beside:
             parts = replace(parts, beside=_mixer(getattr(layer, self.beside), config, ()))
         if self.factors is not None:
@@ -136,6 +142,7 @@ OF_LFM2 = HybridNames(
         final_norm="embedding_norm",
     ),
 )
+OF_OLMO = HybridNames(attending=OLMO_2)
 OF_MAMBA = HybridNames(
     ("mamba",),
     DecoderNames(
@@ -190,6 +197,7 @@ OTHERS = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), OF_LFM2),
     "falcon_h1": OF_FALCON,
     "granitemoehybrid": OF_GRANITE,
+    "olmo_hybrid": OF_OLMO,
     **dict.fromkeys(
         ("falcon_mamba", "mamba", "mamba2", "nemotron_h"), HybridNames(names=ALONE, words="embeddings")
     ),
@@ -198,7 +206,7 @@ HYBRIDS: dict[str, HybridNames] = {name: OTHERS.get(name, HybridNames()) for nam
 """By model type."""
 
 
-def _mixer(module: Any, config: Any, norms: tuple[Any, ...]) -> LayerParts:
+def _mixer(module: Any, config: Any, norms: tuple[Any, ...], head_norm_form: str = "each") -> LayerParts:
     """The parts of a layer with this mixer, and no feed-forward half yet."""
     if has_latents(module):
         return latent_parts(module, norms, interleaved=True)
@@ -239,6 +247,7 @@ def _mixer(module: Any, config: Any, norms: tuple[Any, ...]) -> LayerParts:
         index=module.layer_idx,
         scale=float(module.scaling),
         head_norms=tuple(getattr(module, name) for name in head_norms) or None,
+        head_norm_form=HeadNormForm(head_norm_form),
         gated_queries=queries == 2 * attended,
     )
 

@@ -87,6 +87,14 @@ HYBRIDS = {
         "falcon_h1",
         {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "attention_bias": True},
     ),
+    "olmo_hybrid with rotation": (
+        "olmo_hybrid",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
     "nemotron_h with groups of experts": (
         "nemotron_h",
         {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},

@@ -40,6 +40,7 @@ STATES = [
     "granitemoehybrid",
     "lfm2",
     "nemotron_h",
+    "olmo_hybrid",
     "qwen3_5_text",
 ]
 LEFT = ["diffllama", "zaya"]
