@@ -207,7 +207,7 @@ OTHER_ARITHMETIC = {"alibi_llama", "chameleon"}
 but only after packing all of them."""
 STACKED_HYBRIDS = {
     *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"),
-    *("lfm2", "lfm2_moe", "mamba", "mamba2", "nemotron_h", "olmo_hybrid"),
+    *("lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "nemotron_h", "olmo_hybrid"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 }
 """Model types with states whose layers add what their halves make of normed states, and do nothing else."""

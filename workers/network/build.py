@@ -369,6 +369,7 @@ class _NetworkBuilder:
             mixer=mixer,
             beside=self._beside(part, ranks, dtype),
             gated_queries=part.gated_queries,
+            head_gates=part.head_gates,
             feed_forward=feed_forward,
         )
 

@@ -45,6 +45,7 @@ from pagewire.workers.network.structures import (
     latent_parts,
     named,
     require,
+    rotation_kind,
     with_dense,
     with_feed_forward,
 )
@@ -52,6 +53,7 @@ from pagewire.workers.step.context import current_step
 from pagewire.workers.versions import norm_group
 
 HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+HEAD_GATES = "g_proj"
 OUTPUTS = ("o_proj", "out_proj")
 ROTARIES = ("rotary_emb", "pos_emb")
 
@@ -142,6 +144,7 @@ OF_LFM2 = HybridNames(
         final_norm="embedding_norm",
     ),
 )
+OF_LFM3 = replace(OF_LFM2, names=replace(OF_LFM2.names, own_norms=("post_operator_norm", "post_ffn_norm")))
 OF_OLMO = HybridNames(attending=OLMO_2)
 OF_MAMBA = HybridNames(
     ("mamba",),
@@ -197,6 +200,7 @@ OTHERS = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), OF_LFM2),
     "falcon_h1": OF_FALCON,
     "granitemoehybrid": OF_GRANITE,
+    "lfm3": OF_LFM3,
     "olmo_hybrid": OF_OLMO,
     **dict.fromkeys(
         ("falcon_mamba", "mamba", "mamba2", "nemotron_h"), HybridNames(names=ALONE, words="embeddings")
@@ -225,8 +229,9 @@ def _mixer(module: Any, config: Any, norms: tuple[Any, ...], head_norm_form: str
     found = children(module)
     output = next((name for name in OUTPUTS if name in found), "")
     head_norms = next((names for names in HEAD_NORMS if found >= set(names)), ())
+    gates = found & {HEAD_GATES}
     is_plain = (
-        found == {"q_proj", "k_proj", "v_proj", output, *head_norms}
+        found == {"q_proj", "k_proj", "v_proj", output, *head_norms, *gates}
         and not list(module.named_parameters(recurse=False))
         and hasattr(module, "scaling")
     )
@@ -235,8 +240,10 @@ def _mixer(module: Any, config: Any, norms: tuple[Any, ...], head_norm_form: str
         return replace(own, why=why_as_it_is(module))
     queries, attended = module.q_proj.out_features, getattr(module, output).in_features
     require(queries in (attended, 2 * attended))
+    made = [module.q_proj, module.k_proj, module.v_proj, *(getattr(module, name) for name in gates)]
+    require(not gates or made[-1].out_features * module.head_dim == queries == attended)
     return LayerParts(
-        qkv=(module.q_proj, module.k_proj, module.v_proj),
+        qkv=made,
         out=getattr(module, output),
         up=(),
         down=None,
@@ -244,11 +251,13 @@ def _mixer(module: Any, config: Any, norms: tuple[Any, ...], head_norm_form: str
         head_dim=module.head_dim,
         gated=True,
         window=attention_window(module, config),
+        kind=rotation_kind(module, config),
         index=module.layer_idx,
         scale=float(module.scaling),
         head_norms=tuple(getattr(module, name) for name in head_norms) or None,
         head_norm_form=HeadNormForm(head_norm_form),
         gated_queries=queries == 2 * attended,
+        head_gates=bool(gates),
     )
 
 

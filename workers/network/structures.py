@@ -110,6 +110,7 @@ class LayerParts:
     no data; empty: none does.
     gated_queries: see `Layer`. Gates are made by the second of four modules in `qkv`; of three, the first one makes
     a gate behind each query head.
+    head_gates: see `Layer`; they are the last of `qkv`.
     beside: the parts of a mixer beside attention, which has no norms of its own.
     factors: what linear layers give is multiplied by these.
     """
@@ -137,6 +138,7 @@ class LayerParts:
     feed_forward: Any = None
     why: str = ""
     gated_queries: bool = False
+    head_gates: bool = False
     beside: LayerParts | None = None
     factors: Factors | None = None
     heads: tuple[int, int] | None = None

@@ -87,6 +87,18 @@ HYBRIDS = {
         "falcon_h1",
         {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "attention_bias": True},
     ),
+    "lfm3 without gates and norms": (
+        "lfm3",
+        {"use_attention_gate": False, "use_sandwich_norm": False, "attention_bias": True},
+    ),
+    "lfm3 with a window": (
+        "lfm3",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "conv", "full_attention"],
+            "sliding_window": 7,
+        },
+    ),
     "olmo_hybrid with rotation": (
         "olmo_hybrid",
         {

@@ -39,6 +39,7 @@ STATES = [
     "falcon_h1",
     "granitemoehybrid",
     "lfm2",
+    "lfm3",
     "nemotron_h",
     "olmo_hybrid",
     "qwen3_5_text",
