@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagewire.ipc.wire.pooling import PoolerConfig, PoolingInfo, PoolingParams
 from pagewire.workers.errors import LoadError
-from pagewire.workers.network.encoder_structures import STRUCTURES
+from pagewire.workers.families.encoder_structures import STRUCTURES
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.pooler import Pooler, PoolingSlot
 from pagewire.workers.network.pooling_spec import PoolingSpec

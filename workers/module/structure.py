@@ -215,7 +215,7 @@ GPT_LIKE = {
     *("biogpt", "bloom", "codegen", "ctrl", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj"),
     *("dbrx", "mpt", "opt"),
 }
-"""Model types whose parts have names of their own (`workers/network/gpt_structures.py`)."""
+"""Model types whose parts have names of their own (`workers/families/gpt_structures.py`)."""
 BERT_LIKE = {"bert", "roberta", "xlm-roberta", "camembert", "data2vec-text", "electra", "ernie"}
 """Model types of encoders that may be decoders, too."""
 USUAL = {"do_layer_norm_before": True, "apply_residual_connection_post_layernorm": False}

@@ -40,3 +40,11 @@ def base_path(module: Any) -> str:
             if isinstance(getattr(base, name, None), nn.Module):
                 return f"{path}.{name}".removeprefix(".")
     return path
+
+
+def position_offset(base: Any) -> int:
+    """The position of a prompt's first token: RoBERTa and its descendants count from behind the padding token."""
+    embeddings: Any = getattr(base, "embeddings", None)
+    if hasattr(embeddings, "create_position_ids_from_inputs_embeds"):
+        return int(embeddings.padding_idx) + 1
+    return 0

@@ -25,17 +25,17 @@ from pagewire.kernels.linear import Linear, dense
 from pagewire.kernels.ops import activate_each
 from pagewire.kernels.stack import Stack
 from pagewire.workers.caches.kv import PAGE, Pages, in_pages
-from pagewire.workers.module.products import packed
-from pagewire.workers.module.transforms import pack_joined
-from pagewire.workers.module.weights import Weights
-from pagewire.workers.network.build import kv_shape
-from pagewire.workers.network.proof import permitted_difference, relative_difference
-from pagewire.workers.network.structures import (
+from pagewire.workers.families.structures import (
     LayerParts,
     OtherStructureError,
     norm_of,
     require,
 )
+from pagewire.workers.module.products import packed
+from pagewire.workers.module.transforms import pack_joined
+from pagewire.workers.module.weights import Weights
+from pagewire.workers.network.build import kv_shape
+from pagewire.workers.network.proof import permitted_difference, relative_difference
 
 logger = logging.getLogger("pagewire.worker")
 

@@ -1,6 +1,6 @@
 """Networks of hybrids: layers whose mixers keep states beside layers that attend, each with a feed-forward half.
 
-A half whose parts the kernels know is data, as in any other network (`structures.py`), and so are mixers of the
+A half whose parts the kernels know is data, as in any other network (`workers/families`), and so are mixers of the
 classes in `FORMS`. The other ones are modules of transformers that compute themselves (`ModuleHalf`), within a step
 with our recurrences and our attention. Norms, sums and gated products between them then run compiled.
 """
@@ -26,13 +26,7 @@ from pagewire.kernels.data.mixers import (
     StateSpace,
 )
 from pagewire.kernels.linear import Linear
-from pagewire.workers.module.invariant import Invariant
-from pagewire.workers.module.recurrences import MIXERS, NORM_EPS
-from pagewire.workers.module.structure import LLAMA, OLMO_2, STACKED_HYBRIDS, DecoderNames
-from pagewire.workers.module.transforms import pack_joined
-from pagewire.workers.module.weights import Weights
-from pagewire.workers.network.parts import module_bytes, transform_parts
-from pagewire.workers.network.structures import (
+from pagewire.workers.families.structures import (
     Factors,
     LayerParts,
     OtherStructureError,
@@ -49,6 +43,12 @@ from pagewire.workers.network.structures import (
     with_dense,
     with_feed_forward,
 )
+from pagewire.workers.module.invariant import Invariant
+from pagewire.workers.module.recurrences import MIXERS, NORM_EPS
+from pagewire.workers.module.structure import LLAMA, OLMO_2, STACKED_HYBRIDS, DecoderNames
+from pagewire.workers.module.transforms import pack_joined
+from pagewire.workers.module.weights import Weights
+from pagewire.workers.network.parts import module_bytes, transform_parts
 from pagewire.workers.step.context import current_step
 from pagewire.workers.versions import norm_group
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from pagewire.kernels.data.layer import Indexer, Latents
+from pagewire.workers.families.structures import LayerParts, children, layer_norm_of, require, rms_norm_of
 from pagewire.workers.module.latent import kernels_for, latent_heads, takes_latents
 from pagewire.workers.module.transforms import pack_joined
 from pagewire.workers.module.weights import Weights
-from pagewire.workers.network.structures import LayerParts, children, layer_norm_of, require, rms_norm_of
 
 
 def latents_of(part: LayerParts, weights: Weights, device: torch.device) -> Latents:

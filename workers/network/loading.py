@@ -31,6 +31,7 @@ from pagewire.workers.caches.sources import Features
 from pagewire.workers.checkpoint.kv_scales import kv_scales
 from pagewire.workers.device.interface import Device, KernelNeeds
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
+from pagewire.workers.families.structures import OtherStructureError, require
 from pagewire.workers.module import attention
 from pagewire.workers.module.configuration import (
     end_of_sequence,
@@ -50,7 +51,12 @@ from pagewire.workers.module.parallel_layers import fit_modules
 from pagewire.workers.module.refusals import refuse
 from pagewire.workers.module.shards import Shards
 from pagewire.workers.module.stage_cut import CutBase, check_cuts
-from pagewire.workers.module.text_base import base_path, takes_more_than_text, without_picture_layers
+from pagewire.workers.module.text_base import (
+    base_path,
+    position_offset,
+    takes_more_than_text,
+    without_picture_layers,
+)
 from pagewire.workers.module.transforms import LinearModule, short_length, tabulate_rotary
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.build import build_network
@@ -65,7 +71,6 @@ from pagewire.workers.network.module_base import (
     ModuleHead,
     ModuleScores,
     arithmetic,
-    position_offset,
 )
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.parts import module_bytes, transform_parts
@@ -83,7 +88,6 @@ from pagewire.workers.network.proof import (
 )
 from pagewire.workers.network.reference import DryRun, Expected
 from pagewire.workers.network.sharded_state import ShardedState
-from pagewire.workers.network.structures import OtherStructureError, require
 from pagewire.workers.ranks.agreement import all_have, own_turn
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.shares import stage_layers

@@ -18,6 +18,7 @@ from pagewire.kernels.output import CappedOutput
 from pagewire.workers.module.invariant import Invariant
 from pagewire.workers.module.overlay import input_embedding
 from pagewire.workers.module.stage_cut import CutBase
+from pagewire.workers.module.text_base import position_offset
 from pagewire.workers.module.transforms import LinearModule, tolerance
 from pagewire.workers.step.context import StepContext
 
@@ -330,14 +331,6 @@ class PooledStubOutput(tuple[Any, ...]):
 def base_of(module: Any) -> Any:
     """The base of a classifier, or the module itself if it is a base."""
     return getattr(module, module.base_model_prefix, module)
-
-
-def position_offset(base: Any) -> int:
-    """The position of a prompt's first token: RoBERTa and its descendants count from behind the padding token."""
-    embeddings: Any = getattr(base, "embeddings", None)
-    if hasattr(embeddings, "create_position_ids_from_inputs_embeds"):
-        return int(embeddings.padding_idx) + 1
-    return 0
 
 
 def takes_token_types(base: Any) -> bool:

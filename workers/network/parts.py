@@ -11,6 +11,7 @@ from torch import nn
 from pagewire.kernels.data.layer import InputGate
 from pagewire.kernels.experts import GroupedExperts
 from pagewire.kernels.latents import GroupedHeads
+from pagewire.workers.families.structures import LayerParts, Structure, require
 from pagewire.workers.module.experts import pack_experts
 from pagewire.workers.module.latent import absorb_latents
 from pagewire.workers.module.matrices import is_linear
@@ -28,7 +29,6 @@ from pagewire.workers.module.transforms import (
 )
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.network import LayerInputs
-from pagewire.workers.network.structures import LayerParts, Structure, require
 
 
 def transform_parts(module: nn.Module, weights: Weights, device: torch.device) -> None:

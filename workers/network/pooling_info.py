@@ -11,6 +11,7 @@ from pagewire.ipc.wire.sources import SOUND, SourceInfo
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module.configuration import resolve_max_model_len
+from pagewire.workers.module.text_base import position_offset
 from pagewire.workers.network.build_module import (
     BASE,
     CAUSAL,
@@ -20,7 +21,7 @@ from pagewire.workers.network.build_module import (
     TOKEN_CLASSIFIER,
     ModelClass,
 )
-from pagewire.workers.network.module_base import position_offset, takes_token_types
+from pagewire.workers.network.module_base import takes_token_types
 from pagewire.workers.network.pooling_spec import PoolingSpec, pools, read_spec
 
 CLASSES: dict[str, ModelClass] = {

@@ -19,9 +19,9 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import first_line
 from pagewire.workers.module.lockstep import Lockstep
 from pagewire.workers.module.refusals import refuse
-from pagewire.workers.module.text_base import base_path
+from pagewire.workers.module.text_base import base_path, position_offset
 from pagewire.workers.module.weights import Weights
-from pagewire.workers.network.module_base import base_of, position_offset
+from pagewire.workers.network.module_base import base_of
 from pagewire.workers.ranks.interface import Collective
 from pagewire.workers.ranks.mixers import keeps_states
 

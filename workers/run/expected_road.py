@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from pagewire.ipc.wire.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.build import REFERENCE
 from pagewire.kernels.cpu.library import expected_isa
+from pagewire.workers.families.structures import LayerParts, OtherStructureError
 from pagewire.workers.module.configuration import load_config, resolve_dtype, state_layers
 from pagewire.workers.module.matrices import is_linear
 from pagewire.workers.module.text_base import base_path, without_picture_layers
@@ -23,7 +24,6 @@ from pagewire.workers.network.loaded import ENCODER_DECODER, Road, road_summary
 from pagewire.workers.network.loading import ONE_BY_ONE
 from pagewire.workers.network.pooling_info import module_class, spec_of
 from pagewire.workers.network.proof import check_config
-from pagewire.workers.network.structures import LayerParts, OtherStructureError
 from pagewire.workers.run.decoding import (
     MODULE_HEAD,
     MODULE_LAYERS,

@@ -21,6 +21,7 @@ from pagewire.kernels.data.layer import Norm
 from pagewire.kernels.data.weight import Linear, Weight
 from pagewire.workers.checkpoint.source import Checkpoint, WeightSource
 from pagewire.workers.errors import LoadError, first_line
+from pagewire.workers.families.structures import ACTIVATIONS, OtherStructureError, rms_norm_of
 from pagewire.workers.module.shards import Shards
 from pagewire.workers.module.transforms import pack_joined, tabulate_rotary
 from pagewire.workers.module.weights import CheckpointWeights, Quantise
@@ -28,7 +29,6 @@ from pagewire.workers.network.build import build_network
 from pagewire.workers.network.build_module import module_on_meta
 from pagewire.workers.network.loaded import LoadedModel
 from pagewire.workers.network.network import Network
-from pagewire.workers.network.structures import ACTIVATIONS, OtherStructureError, rms_norm_of
 from pagewire.workers.ranks.interface import Collective
 
 LAYER_NAMES = ("midlayer.", "layers.0.")

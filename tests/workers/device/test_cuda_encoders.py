@@ -13,7 +13,7 @@ from pagewire.ipc.wire.pooling import PoolerConfig, PoolingParams
 from pagewire.ipc.wire.worker_messages import Row, SlotInit, StepPlan, StepResult
 from pagewire.workers.device.cuda import CudaDevice
 from pagewire.workers.errors import LoadError
-from pagewire.workers.network.encoder_structures import STRUCTURES
+from pagewire.workers.families.encoder_structures import STRUCTURES
 from pagewire.workers.network.network import Network
 from pagewire.workers.run.launch import StepLauncher
 from pagewire.workers.run.runner import Runner

@@ -17,7 +17,7 @@ from pagewire.kernels.cuda.experts import CudaExperts
 from pagewire.kernels.cuda.variants import Launches, variants_of
 from pagewire.workers.device.interface import KernelNeeds
 from pagewire.workers.errors import LoadError
-from pagewire.workers.network import structures
+from pagewire.workers.families import structures
 from pagewire.workers.network.loading import ModelSettings
 from pagewire.workers.network.network import Network
 from pagewire.workers.run.graphs import RecordedShape, padding_batch

@@ -15,8 +15,8 @@ from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.experts import CompiledExperts
 from pagewire.kernels.data.layer import Activation
 from pagewire.workers.errors import LoadError
+from pagewire.workers.families import structures
 from pagewire.workers.module.experts import activation_of
-from pagewire.workers.network import structures
 from pagewire.workers.network.network import Network
 from tests.workers.architectures import EXPERTS, GROUPED, SERVED, Architecture
 from tests.workers.driver import load_runner

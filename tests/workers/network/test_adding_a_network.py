@@ -15,7 +15,8 @@ from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.workers.errors import DisprovenError, LoadError
-from pagewire.workers.network import encoder_structures, loading, pooling_spec, structures
+from pagewire.workers.families import encoder_structures, structures
+from pagewire.workers.network import loading, pooling_spec
 from pagewire.workers.network.module_base import ModuleBase
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.pooling_info import spec_of

@@ -24,10 +24,11 @@ from pagewire.workers.device.cpu import bind_threads
 from pagewire.workers.device.kv_size import GIB, cache_size, kv_budget, num_kv_blocks
 from pagewire.workers.device.machine import bound_cpus, default_threads, parse_cpus
 from pagewire.workers.errors import DisprovenError, LoadError
+from pagewire.workers.families import structures
 from pagewire.workers.module.structure import DECODERS, GPT_LIKE, LLAMA
 from pagewire.workers.module.weights import CheckpointWeights
 from pagewire.workers.network import build_module as modules
-from pagewire.workers.network import loading, proof, structures
+from pagewire.workers.network import loading, proof
 from pagewire.workers.network.module_base import ModuleBase, ModuleHead
 from pagewire.workers.network.network import Network
 from pagewire.workers.network.proof import prove

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from pagewire.kernels.data.routing import ExpertGroups, Routing
 from pagewire.kernels.ops import route
+from pagewire.workers.families.routers import router_parts
 from pagewire.workers.module.weights import Weights
 from pagewire.workers.network.network import Network
-from pagewire.workers.network.routers import router_parts
 from tests.workers.architectures import EXPERTS, GROUPED, LATER_EXPERTS, MLA, SERVED, Architecture
 from tests.workers.driver import load_runner
 

@@ -1,10 +1,10 @@
-"""Where transformers' base models have the parts of which a network is made (`build.py`), and those of decoders.
+"""Where transformers' base models have the parts of which a network is made (`network`), and those of decoders.
 
 Those of encoders are in `encoder_structures.py`, those of decoders before Llama in `gpt_structures.py`.
 
 A base whose structure is not here, or that has other parts than its structure says, keeps its own forward. Models
-of the same structure but with other arithmetic do so too: the proof (`proof.py`) finds them, or `structure.py`
-names them before anything is packed.
+of the same structure but with other arithmetic do so too: the proof (`network/proof.py`) finds them, or
+`module/structure.py` names them before anything is packed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pagewire.kernels.data.layer import Activation, Angles, HeadNormForm, LayerNorm, Norm
 from pagewire.kernels.ops import layer_norm
 from pagewire.kernels.stack import normed_by
+from pagewire.workers.families.routers import RouterParts, SumRouterParts, router_parts
 from pagewire.workers.module.structure import (
     CHUNKED,
     DECODERS,
@@ -35,7 +36,6 @@ from pagewire.workers.module.structure import (
 )
 from pagewire.workers.module.transforms import norm_kernel, tolerance
 from pagewire.workers.module.weights import Weights
-from pagewire.workers.network.routers import RouterParts, SumRouterParts, router_parts
 
 WINDOW_EVERYWHERE = {"mistral", "mixtral", "phi3", "phimoe", "starcoder2"}
 """Model types whose every layer uses config.sliding_window."""
@@ -93,7 +93,7 @@ class LayerParts:
     mixture: a module with `experts`, of a layer that has some, and router: what chooses them. Then `up` and `down`
     are those of the expert that every token gets, or there are none.
     sinks: a module with a parameter of this name, one more logit of each head.
-    latents: a module that attends to latents (`latents.py`); `qkv` is then what makes these and queries.
+    latents: a module that attends to latents (`network/latents.py`); `qkv` is then what makes these and queries.
     index_interleaved: see `Indexer`, if it has one.
     blocks: of the one layer that makes all: how many blocks lie one below the other, 0 for one of each key head,
     and the order of queries, keys and values in each; None: it is one block in the order "qkv".
@@ -106,8 +106,8 @@ class LayerParts:
     value_dim: numbers of a head of values; None: as many as of keys. value_scale: see `Layer`.
     of_sum: the router and the norms of a `SumTaker`: of what experts take and give, and of what `down` gives.
     mixer, feed_forward: modules in place of attention and of the feed-forward half. They run as they are, but for a
-    mixer that takes what `qkv` gives, and gives what `out` takes (`hybrids.py`). why: the first one that does so is
-    no data; empty: none does.
+    mixer that takes what `qkv` gives, and gives what `out` takes (`network/hybrids.py`). why: the first one that
+    does so is no data; empty: none does.
     gated_queries: see `Layer`. Gates are made by the second of four modules in `qkv`; of three, the first one makes
     a gate behind each query head.
     head_gates: see `Layer`; they are the last of `qkv`.

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pagewire.workers.families.structures import LayerParts, Layers, Structure, chosen, require
 from pagewire.workers.module.structure import BERT_LIKE
 from pagewire.workers.module.weights import Weights
-from pagewire.workers.network.structures import LayerParts, Layers, Structure, chosen, require
 
 KV_TILE = 256
 """Tokens that attention rounds lengths up to, for which a bias by distance needs a place."""

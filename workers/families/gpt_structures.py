@@ -13,12 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from pagewire.kernels.data.layer import Angles
-from pagewire.workers.module.structure import BERT_LIKE
-from pagewire.workers.module.weights import Weights
-from pagewire.workers.network.encoder_structures import STRUCTURES
-from pagewire.workers.network.module_base import position_offset
-from pagewire.workers.network.routers import router_parts
-from pagewire.workers.network.structures import (
+from pagewire.workers.families.encoder_structures import STRUCTURES
+from pagewire.workers.families.routers import router_parts
+from pagewire.workers.families.structures import (
     LLAMA_LIKE,
     UNKNOWN_ROUTER,
     LayerParts,
@@ -27,6 +24,9 @@ from pagewire.workers.network.structures import (
     chosen,
     require,
 )
+from pagewire.workers.module.structure import BERT_LIKE
+from pagewire.workers.module.text_base import position_offset
+from pagewire.workers.module.weights import Weights
 
 
 def of_layers(list_name: str, parts: Callable[[Any, Any], LayerParts]) -> Layers:
