@@ -156,11 +156,12 @@ class LayerBuilder:
     ) -> Linear:
         """One packed linear layer in place of several with the same input. order, factors: see `pack_joined`."""
         require(all(map(is_linear, linears)))
-        own = {
-            linear: factor
+        numbers = {
+            linear: torch.as_tensor(factor).cpu()
             for linear, factor in (factors or {}).items()
-            if linear in linears and not bool((torch.as_tensor(factor) == 1.0).all())
+            if linear in linears
         }
+        own = {linear: factor for linear, factor in numbers.items() if not bool((factor == 1.0).all())}
         for linear in own:  # scales of integers may have no room for them
             is_dense = self.weights.matrix(linear).scheme is DENSE
             require(is_dense, "what its quantised weights give is multiplied by numbers")

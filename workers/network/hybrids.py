@@ -179,7 +179,7 @@ def _falcon_factors(layer: Any) -> Factors:
         attention.k_proj: taken * attention.key_multiplier,
         attention.v_proj: taken,
         attention.o_proj: layer.attn_out_multiplier,
-        mixer.in_proj: given * mixer.mup_vector.flatten().float().cpu(),
+        mixer.in_proj: given * mixer.mup_vector.flatten().float(),
         mixer.out_proj: layer.ssm_out_multiplier,
         fed.gate_proj: fed.gate_multiplier,
         fed.down_proj: fed.down_multiplier,

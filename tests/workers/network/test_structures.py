@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from pagewire.workers.families.structures import UNKNOWN_ROUTER
 from pagewire.workers.module.structure import STACKED_HYBRIDS
 from pagewire.workers.network.network import Network
 from tests.workers.architectures import SERVED, VOCAB_SIZE, Architecture
@@ -153,7 +154,12 @@ def test_other_settings_of_hybrids(name: str, tmp_path: Path) -> None:
             {"quantization": "int8"},
             "module: what its quantised weights give is multiplied by numbers",
         ),
-        ("nemotron_h", {"moe_latent_size": 16}, {}, "stack with 1 halves that are modules"),
+        (
+            "nemotron_h",
+            {"moe_latent_size": 16},
+            {},
+            f"stack with 1 half that is a module: {UNKNOWN_ROUTER}",
+        ),
     ],
 )
 def test_hybrids_that_run_as_modules(
