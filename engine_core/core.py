@@ -16,31 +16,20 @@ from contextlib import suppress
 
 import zmq
 
-from pagewire.engine_core.adapters.table import AdapterTable
-from pagewire.engine_core.admission.lobby import Lobby, ended
-from pagewire.engine_core.clients.block_events import BlockEvents
 from pagewire.engine_core.clients.clients import GREETING_MS, Clients
-from pagewire.engine_core.clients.control import Control
-from pagewire.engine_core.clients.intake import MessageIntake
+from pagewire.engine_core.clients.early import EarlyFrontends
 from pagewire.engine_core.clients.kv_events import KVPublisher
-from pagewire.engine_core.clients.metrics import Metrics, summary
-from pagewire.engine_core.clients.requests import EngineRequests
 from pagewire.engine_core.config.config import EngineConfig
-from pagewire.engine_core.grammar.pool import Grammars
-from pagewire.engine_core.grammar.start import begin_tokenizer, open_grammars
-from pagewire.engine_core.media.start import open_media, start_media
-from pagewire.engine_core.media.store import MediaStore
-from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
-from pagewire.engine_core.schedule.sequence import Sequence
-from pagewire.engine_core.schedule.speculation import open_speculation
-from pagewire.engine_core.steps import StepDriver
+from pagewire.engine_core.engine import EngineHost, OpenEngine
+from pagewire.engine_core.grammar.start import begin_tokenizer
+from pagewire.engine_core.media.start import start_media
+from pagewire.engine_core.serving import Serving, check_size
 from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
-from pagewire.engine_core.workers.supervisor import CoreError, WorkerSupervisor
+from pagewire.engine_core.workers.supervisor import WorkerSupervisor
 from pagewire.ipc.errors import EngineStoppedError, error_text, received_error
 from pagewire.ipc.host.heap import freeze_heap, release_spare_memory
 from pagewire.ipc.wire import messages
 from pagewire.ipc.wire.lora import AdapterLoaded
-from pagewire.ipc.wire.messages import EngineInfo
 from pagewire.ipc.wire.worker_messages import Ready, StepResult, WorkerFailed
 
 logger = logging.getLogger("pagewire.core")
@@ -62,21 +51,9 @@ class EngineCore:
     publisher: publishes what becomes of KV blocks; None if nothing is published.
 
     Attributes:
-        adapters: LoRA adapters; None if none are served. media: pictures and sound; None if none are taken.
-
-    Attributes without a value in `__init__` exist once the first worker is ready (`started`).
+        serving: what runs requests; None until the first worker is ready.
+        on_ready: called then.
     """
-
-    scheduler: Scheduler
-    metrics: Metrics
-    requests: EngineRequests
-    steps: StepDriver
-    block_events: BlockEvents
-    grammars: Grammars
-    lobby: Lobby
-    info: EngineInfo
-    adapters: AdapterTable | None
-    media: MediaStore | None
 
     def __init__(
         self,
@@ -86,15 +63,12 @@ class EngineCore:
         lifeline_fd: int = -1,
         publisher: KVPublisher | None = None,
     ) -> None:
-        self.config = config
-        self.worker = worker
-        self.supervisor = WorkerSupervisor(worker, lambda: self.started and self.control.awaits_workers)
-        self.clients = clients
-        self.control: Control = Control(self)
-        self.intake = MessageIntake(self)
-        self.started: bool = False
-        self.started_at = time.monotonic()
+        self.config, self.worker, self.clients = config, worker, clients
+        self.supervisor = WorkerSupervisor(worker, self._awaits_workers)
+        self.serving: Serving | None = None
         self.on_ready: Callable[[], None] = lambda: None
+        self._early = EarlyFrontends(clients)
+        self._started_at = time.monotonic()
         self._lifeline_fd, self._publisher = lifeline_fd, publisher
         self._poller = zmq.Poller()
         for source in (clients.socket, worker.socket, worker.exit_fd):
@@ -106,7 +80,7 @@ class EngineCore:
                 self._poller.register(fd, zmq.POLLIN)
         self._media_start = start_media(config)
         self._stop_by: float | None = None
-        self._next_heartbeat = self._next_stats = self._next_tidying = 0.0
+        self._next_heartbeat = self._next_tidying = 0.0
 
     # ------------------------------------------------------------ life
 
@@ -143,31 +117,24 @@ class EngineCore:
         with suppress(BlockingIOError):  # the pipe is full, so the loop wakes up anyway
             os.write(self._wake_write_fd, b"x")
 
-    @property
-    def stopping(self) -> bool:
+    def _is_stopping(self) -> bool:
         """True once `stop` was called: no new requests are accepted."""
         return self._stop_by is not None
 
     def _is_over(self) -> bool:
         if self._stop_by is None:
             return False
-        idle = not self.started or not (
-            self.scheduler.num_unfinished
-            or self.lobby.num_processing
-            or self.lobby.num_compiling
-            or self.lobby.num_loading
-            or self.clients.behind
-        )
-        return idle or time.monotonic() >= self._stop_by
+        return self.serving is None or self.serving.is_idle or time.monotonic() >= self._stop_by
 
     def _iterate(self) -> None:
+        serving = self.serving
         wait = BEHIND_SECONDS if self.clients.behind else TICK_SECONDS
-        if self.started and (self.lobby.has_work or self.intake.has_work):
+        if serving is not None and serving.has_work:
             wait = 0.0
         elif (due := self.supervisor.next_start) is not None:
             wait = min(wait, max(0.0, due - time.monotonic()))
-        if self.started:
-            wait = min(wait, self.block_events.wait(time.monotonic()))
+        if serving is not None:
+            wait = min(wait, serving.engine.block_events.wait(time.monotonic()))
         ready = {source for source, _ in self._poller.poll(math.ceil(wait * 1000))}
         awake_at = time.monotonic()
         if self._lifeline_fd in ready:
@@ -178,27 +145,23 @@ class EngineCore:
             self._receive_from_worker()
         if self.worker.exit_fd in ready:
             self._worker_lost()
-        if self.clients.socket in ready or self.intake.has_work:
-            self.intake.receive()
+        self._receive_from_frontends(arrived=self.clients.socket in ready)
         self._check_timers()
-        if self.started:
-            self._advance()
-            self.metrics.iteration_seconds.observe(time.monotonic() - awake_at)
+        if (serving := self.serving) is not None:
+            serving.advance()
+            serving.engine.metrics.iteration_seconds.observe(time.monotonic() - awake_at)
         if (now := time.monotonic()) >= self._next_tidying:  # steps are launched first: it takes milliseconds
             self._next_tidying = now + TIDY_SECONDS
-            if self.started:
-                self.grammars.limit_memory()
+            if serving is not None:
+                serving.engine.grammars.limit_memory()
             release_spare_memory()
 
-    def _advance(self) -> None:
-        for client in self.clients.lost():
-            self.requests.drop(client.requests)
-        self.admit()
-        self.control.advance()
-        if not self._holds_steps:
-            self.steps.launch()
-        self.requests.deliver()
-        self.block_events.flush(time.monotonic())
+    def _receive_from_frontends(self, *, arrived: bool) -> None:
+        if self.serving is None:
+            if arrived:
+                self._early.receive()
+        elif arrived or self.serving.intake.has_work:
+            self.serving.intake.receive()
 
     def _check_timers(self) -> None:
         now = time.monotonic()
@@ -207,39 +170,16 @@ class EngineCore:
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + TICK_SECONDS
             self.clients.heartbeat(now)
-        if self.started and now >= self._next_stats:
-            self._next_stats = now + self.config.args.log_stats_interval
-            self._log_stats(now)
-
-    def _check_worker(self, now: float) -> None:
-        """Kill workers that hang, and start new ones when their time has come; end what has waited for too long."""
-        self.supervisor.check(now)
-        if self.started:
-            self.control.check_timers(now)
-            if self.adapters is not None:
-                self.requests.refuse([ended(*refused) for refused in self.adapters.expire(now)])
-        if (due := self.supervisor.next_start) is not None and now >= due:
-            self._start_worker()
-
-    def _log_stats(self, now: float) -> None:
-        """Compute the rates of the last interval, and log them unless the engine was idle; warn of preemptions."""
-        self.requests.deliver()  # requests count as finished when their end is sent
-        self.metrics.rates.update(self.scheduler.stats, now)
-        number = self.scheduler.stats.num_cache_preemptions
-        if (warning := self.metrics.preemption_warnings.text(number, now)) is not None:
-            logger.warning("%s", warning)
-        busy = self.scheduler.num_unfinished or self.metrics.rates.prompt or self.metrics.rates.output
-        if busy and not self.config.args.disable_log_stats:
-            line, facts = summary(self)
-            logger.info("%s", line, extra={"facts": facts})
+        if self.serving is not None:
+            self.serving.log_stats(now)
 
     def _announce_end(self, cause: BaseException) -> None:
-        told = self.intake.refuse_early(cause) or isinstance(cause, EngineStoppedError)
-        if not self.started:
+        told = self._early.refuse(cause) or isinstance(cause, EngineStoppedError)
+        if self.serving is None:
             # A worker may fail before the frontend that spawned this core has greeted.
             self.clients.refuse_all(cause, wait_ms=0 if told else GREETING_MS)
         else:
-            self.grammars.close()
+            self.serving.engine.grammars.close()
         if self._media_start is not None:
             self._media_start.processor.close()
         for client in list(self.clients.attached.values()):
@@ -249,131 +189,81 @@ class EngineCore:
 
     # ------------------------------------------------------------ the worker
 
+    def _awaits_workers(self) -> bool:
+        """True if requests or calls wait for workers."""
+        return self.serving is not None and self.serving.control.awaits_workers
+
+    def _check_worker(self, now: float) -> None:
+        """Kill workers that hang, and start new ones when their time has come; end what has waited for too long."""
+        self.supervisor.check(now)
+        if self.serving is not None:
+            self.serving.check_timers(now)
+        if (due := self.supervisor.next_start) is not None and now >= due:
+            self._start_worker()
+
     def _receive_from_worker(self) -> None:
         for message in self.worker.messages():
-            if isinstance(message, StepResult):
-                self.steps.commit(message)
-            elif isinstance(message, GroupReply):
-                self.control.receive(message)
-            elif isinstance(message, AdapterLoaded):
-                self._adapter_loaded(message)
-            elif isinstance(message, Ready):
+            if isinstance(message, Ready):
                 self._worker_ready(message)
-            elif isinstance(message, WorkerFailed) and (self.started or message.traceback):  # else said later
-                logger.error("the worker failed: %s", message.error, extra={"traceback": message.traceback})
+            elif isinstance(message, WorkerFailed):
+                if self.serving is not None or message.traceback:  # else said later
+                    trace = {"traceback": message.traceback}
+                    logger.error("the worker failed: %s", message.error, extra=trace)
+            elif self.serving is not None and isinstance(message, StepResult | GroupReply | AdapterLoaded):
+                self.serving.receive(message)
 
     def _worker_ready(self, ready: Ready) -> None:
         self.supervisor.ready(time.monotonic())
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.startup_seconds.items())
         logger.info("worker ready: %s", phases)
-        if not self.started:
-            pipelined = self.config.args.pipeline_parallel_size > 1
-            speculation = open_speculation(self.config.speculation, pipelined=pipelined)
-            self.scheduler = Scheduler(self.config.scheduler_config(ready), speculation)
-            self.media = open_media(self._media_start, ready, self.scheduler.config, self._wake)
-            self.info = self.config.engine_info(ready, None if self.media is None else self.media.info)
-            self.clients.accept(self.info)
-            self.grammars = open_grammars(self.config, self._tokenizer, ready, self._wake)
-            self.metrics = Metrics(self.info.max_model_len)
-            limits = self.config.adapter_limits(ready)
-            self.adapters = None if limits is None else AdapterTable(limits)
-            max_waiting, on_compiled = self.config.args.max_waiting, self.metrics.grammar.observe
-            self.lobby = Lobby(self.grammars, max_waiting, on_compiled, self.adapters, self.media)
-            self.requests = EngineRequests(
-                self.clients, self.lobby, self.scheduler, self.metrics, self.adapters
-            )
-            self.steps = StepDriver(
-                self.scheduler, self.worker, self.supervisor.stopwatch, self.requests.outbox, self.metrics
-            )
-            self.block_events = BlockEvents(self.clients, self.scheduler.kv.pool, self._publisher)
-            self._load_first_adapter()
-            self.started = True
-            info = self.info
-            names = info.model, info.architecture, info.dtype
-            numbers = info.num_blocks, info.block_size, info.max_model_len
-            logger.info(
-                "engine ready: %s (%s, %s), %d KV blocks of %d tokens, max_model_len %d", *names, *numbers
-            )
-            if self.info.num_states:
-                logger.info("%d state slots of %d bytes", self.info.num_states, ready.bytes_per_state)
-            freeze_heap()
-            self.intake.welcome_early()
-            self.on_ready()
+        if (serving := self.serving) is None:
+            serving = self._begin_serving(ready)
         else:
-            check_size(ready, self.scheduler.config)
-        self.control.worker_ready()
+            check_size(ready, serving.engine.scheduler.config)
+        serving.control.worker_ready()
+
+    def _begin_serving(self, ready: Ready) -> Serving:
+        """Open the engine, and attach the frontends that wait for it."""
+        serving = Serving(OpenEngine.open(self._host(), ready))
+        serving.load_first_adapter(self.config.first_adapter)
+        self.serving, info = serving, serving.engine.info
+        names = info.model, info.architecture, info.dtype
+        numbers = info.num_blocks, info.block_size, info.max_model_len
+        logger.info(
+            "engine ready: %s (%s, %s), %d KV blocks of %d tokens, max_model_len %d", *names, *numbers
+        )
+        if info.num_states:
+            logger.info("%d state slots of %d bytes", info.num_states, ready.bytes_per_state)
+        freeze_heap()
+        serving.intake.welcome(self._early.take())
+        self.on_ready()
+        return serving
+
+    def _host(self) -> EngineHost:
+        """What there is of the engine before."""
+        return EngineHost(
+            self.config,
+            self.worker,
+            self.supervisor,
+            self.clients,
+            self._media_start,
+            self._tokenizer,
+            self._publisher,
+            self._wake,
+            self._is_stopping,
+            self._started_at,
+        )
 
     def _worker_lost(self) -> None:
         self._receive_from_worker()
-        was_ready, failure = self.worker.ready is not None, self.worker.failure
+        was_ready, failure, serving = self.worker.ready is not None, self.worker.failure, self.serving
         why = self.worker.reap()
-        if failure is not None and failure.fatal and not (failure.lacks_memory and self.started):
+        if failure is not None and failure.fatal and not (failure.lacks_memory and serving is not None):
             raise received_error(failure.error, failure.error_type)
         self.supervisor.plan_restart(f"the worker was lost ({why})", why, time.monotonic())
-        if self.started:
-            self.requests.outbox.add(self.scheduler.fail(time.monotonic()))
-            self._adapters_lost(time.monotonic())
-            self.control.worker_lost(why, was_ready=was_ready)
-
-    def _load_first_adapter(self) -> None:
-        """Load and keep the adapter that the engine starts with; without it, the engine ends."""
-        source, adapters = self.config.first_adapter, self.adapters
-        if source is not None and adapters is not None:
-            adapters.preload(source, time.monotonic(), raise_error)
-
-    def _adapter_loaded(self, loaded: AdapterLoaded) -> None:
-        if self.adapters is not None:
-            self.requests.refuse([ended(*refused) for refused in self.adapters.loaded(loaded)])
-
-    def _adapters_lost(self, now: float) -> None:
-        """Take sequences with an adapter back from the scheduler, until a new worker has loaded it."""
-        if self.adapters is not None:
-            refused = self.adapters.workers_lost(now, self.worker.last_message)
-            self.requests.refuse([ended(*refusal) for refusal in refused])
-            self.adapters.queue.take_back(self.scheduler.waiting.withdraw(has_adapter), now)
+        if serving is not None:
+            serving.worker_lost(why, was_ready=was_ready)
 
     def _start_worker(self) -> None:
-        if (why := self.supervisor.start(time.monotonic())) is not None and self.started:
-            self.control.worker_lost(why, was_ready=False)
-
-    @property
-    def _holds_steps(self) -> bool:
-        """True while a call or an adapter lets no step be launched."""
-        if self.adapters is not None and self.adapters.memory.holds_steps(self.worker.last_message):
-            return True
-        return self.control.holds_plans
-
-    # ------------------------------------------------------------ requests
-
-    def admit(self) -> None:
-        """Schedule the sequences that need wait no longer, and have the adapters read that others wait for."""
-        self.requests.admit()
-        if self.adapters is not None and self.worker.accepting and not self.control.asleep:
-            idle = not self.scheduler.in_flight
-            for command in self.adapters.commands(time.monotonic(), idle=idle):
-                self.worker.send(command)
-
-
-def raise_error(error: Exception | None) -> None:
-    """Raise an error, if there is one."""
-    if error is not None:
-        raise error
-
-
-def has_adapter(sequence: Sequence) -> bool:
-    """True if a sequence runs with an adapter."""
-    return sequence.adapter is not None
-
-
-def check_size(ready: Ready, config: SchedulerConfig) -> None:
-    """Check that a new worker has as many blocks and state slots as the one before.
-
-    Raises:
-        CoreError: it has not.
-    """
-    for name, number, needed in (
-        ("KV blocks", ready.num_blocks, config.num_blocks),
-        ("state slots", ready.num_states, config.num_states),
-    ):
-        if number < needed:
-            raise CoreError(f"not enough memory: the new worker has only {number} {name}")
+        if (why := self.supervisor.start(time.monotonic())) is not None and self.serving is not None:
+            self.serving.control.worker_lost(why, was_ready=False)

@@ -45,6 +45,11 @@ class ControlledEngine(MeasuredEngine, Protocol):
 
     supervisor: WorkerSupervisor
     block_events: BlockEvents
+    calls: PendingCalls
+
+    @property
+    def sleep(self) -> WorkerSleep:
+        """What the workers have given back."""
 
     @property
     def requests(self) -> EngineRequests:
@@ -75,21 +80,15 @@ class Control:
     def __init__(self, core: ControlledEngine) -> None:
         self._core = core
         self._deferred: list[Deferred] = []
-        self._worker_calls = PendingCalls(core.worker)
+        self._worker_calls, self._sleep = core.calls, core.sleep
         self._health: Health[FrontendCall] = Health(core, self._worker_calls, self._answer_health)
         self._num_open: Counter[bytes] = Counter()  # unanswered calls, by frontend
-        self._sleep = WorkerSleep(core, self._worker_calls)
         owners = (self, self._sleep, AdapterControl(core), MediaControl(core))
         self._methods: dict[str, Callable[..., None]] = {
             name: next(getattr(owner, name) for owner in owners if hasattr(owner, name))
             for name, call in CALLS.items()
             if call.runs_in is not RunsIn.WORKER
         }
-
-    @property
-    def asleep(self) -> set[str]:
-        """What the workers have given back, of "weights" and "kv_cache"; empty while they are awake."""
-        return self._sleep.asleep
 
     @property
     def holds_plans(self) -> bool:

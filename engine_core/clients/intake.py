@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from pagewire.engine_core.clients.arrivals import Arrivals
 from pagewire.engine_core.clients.clients import NOT_ATTACHED, AttachedClient
 from pagewire.engine_core.clients.contents import Contents
 from pagewire.engine_core.clients.control import Control, ControlledEngine
+from pagewire.engine_core.clients.early import RECEIVE_SECONDS, other_protocol
 from pagewire.engine_core.clients.footprint import Parts, footprint_of, large_parameters
 from pagewire.engine_core.clients.memory import Charge, Memory
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
@@ -22,15 +23,11 @@ from pagewire.ipc.version import __version__
 from pagewire.ipc.wire import messages
 from pagewire.ipc.wire.calls import CALLS, Right
 from pagewire.ipc.wire.items import Task
-from pagewire.ipc.wire.messages import PROTOCOL, Deltas, Request, ToCore, TokenDelta
+from pagewire.ipc.wire.messages import Deltas, Request, ToCore, TokenDelta
 from pagewire.ipc.wire.params import SamplingParams
 from pagewire.ipc.wire.pooling import PoolingParams
 from pagewire.ipc.wire.tasks import submitted
 
-# Processor time for messages before the loop turns to the worker again: a flood of them delays each step by this.
-# On a busy machine the loop waits for longer than this within a message, and would read one in each turn.
-RECEIVE_SECONDS = 0.003
-MAX_EARLY = 1024  # frontends that may wait for the engine to be ready
 PING_SECONDS = 1.0  # interval at which frontends send `Ping`
 MAX_CHECKED = 256  # tenants whose last task is known to be right
 
@@ -38,8 +35,6 @@ MAX_CHECKED = 256  # tenants whose last task is known to be right
 class ServedEngine(ControlledEngine, Protocol):
     """The part of the core that frontends' messages act on."""
 
-    control: Control
-    started: bool
     adapters: AdapterTable | None
 
     @property
@@ -51,11 +46,10 @@ class ServedEngine(ControlledEngine, Protocol):
 
 
 class MessageIntake:
-    """Handles what frontends send. Frontends that attach before the engine is ready wait for `welcome_early`."""
+    """Handles what frontends send."""
 
-    def __init__(self, core: ServedEngine) -> None:
-        self._core = core
-        self._early_hellos: dict[bytes, messages.Hello] = {}
+    def __init__(self, core: ServedEngine, control: Control) -> None:
+        self._core, self._control = core, control
         self._num_arrivals = 0
         self._arrivals = Arrivals()
         self._contents = Contents()
@@ -106,7 +100,7 @@ class MessageIntake:
         attached = self._core.clients.attached
         for client, call in self._arrivals.pop_calls():
             if attached.get(client.identity) is client:
-                self._guarded(client.identity, self._core.control.call, client.identity, call)
+                self._guarded(client.identity, self._control.call, client.identity, call)
 
     def _guarded(self, identity: bytes, handle: Callable[..., None], *args: Any) -> None:
         """Call `handle`; an exception of any kind ends at most this frontend's attachment."""
@@ -115,19 +109,10 @@ class MessageIntake:
         except Exception as error:
             self._core.clients.fault(identity, error)
 
-    def welcome_early(self) -> None:
+    def welcome(self, hellos: Mapping[bytes, messages.Hello]) -> None:
         """Attach the frontends that have waited for the engine to be ready."""
-        early_hellos, self._early_hellos = self._early_hellos, {}
-        for identity, hello in early_hellos.items():
+        for identity, hello in hellos.items():
             self._welcome(identity, hello)
-
-    def refuse_early(self, cause: BaseException) -> bool:
-        """Answer frontends that wait for the engine with the reason why it does not start. False: none waits."""
-        early_hellos, self._early_hellos = self._early_hellos, {}
-        for identity in early_hellos:
-            self._core.clients.turn_away(identity, cause)
-        self._core.clients.told |= bool(early_hellos)
-        return bool(early_hellos)
 
     def _handle(self, identity: bytes, message: ToCore, num_bytes: int) -> None:
         clients = self._core.clients
@@ -142,7 +127,7 @@ class MessageIntake:
             self._abort(client, message)
         elif isinstance(message, messages.Call):
             if (declared := CALLS.get(message.method)) is not None and declared.overtakes:
-                self._core.control.call(identity, message)
+                self._control.call(identity, message)
             else:
                 self._arrivals.add_call(client, message)
         elif isinstance(message, messages.Goodbye):
@@ -164,21 +149,10 @@ class MessageIntake:
         clients.send(client.identity, messages.Detached(cause))
 
     def _handshake(self, identity: bytes, hello: messages.Hello) -> None:
-        if hello.protocol != PROTOCOL:
-            text = (
-                f"this core (pagewire {__version__}) uses protocol {PROTOCOL}, the frontend (pagewire "
-                f"{hello.version}) protocol {hello.protocol}: install the same version on both sides"
-            )
-            self._core.clients.send(identity, messages.Refused(error=text))
-        elif self._core.started:
-            self._welcome(identity, hello)
-        elif len(self._early_hellos) < MAX_EARLY or identity in self._early_hellos:
-            self._early_hellos[identity] = hello
+        if (why := other_protocol(hello)) is not None:
+            self._core.clients.send(identity, messages.Refused(error=why))
         else:
-            busy = EngineBusyError(
-                f"{MAX_EARLY} frontends wait for the engine to be ready; try again when it is"
-            )
-            self._core.clients.turn_away(identity, busy)
+            self._welcome(identity, hello)
 
     def _welcome(self, identity: bytes, hello: messages.Hello) -> None:
         clients = self._core.clients

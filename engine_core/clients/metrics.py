@@ -459,7 +459,7 @@ def internals(core: MeasuredEngine) -> Iterator[Row]:
     text = "1 while the engine is paused: new requests wait until it is resumed."
     yield gauge("pagewire:paused", text, int(core.lobby.held))
     text = "1 while the engine sleeps: the worker has released its memory."
-    yield gauge("pagewire:asleep", text, int(bool(core.control.asleep)))
+    yield gauge("pagewire:asleep", text, int(bool(core.sleep.asleep)))
     text = "Requests refused on arrival, by reason: busy (queue full, or shutting down), invalid."
     for reason, number in metrics.num_refused.items():
         yield counter("pagewire:requests_refused_total", text, number, {"reason": reason})

@@ -20,7 +20,7 @@ from pagewire.ipc.wire.worker_messages import Way
 
 
 class Switches(Protocol):
-    """The part of `Control` that reports read."""
+    """The part of `WorkerSleep` that reports read."""
 
     @property
     def asleep(self) -> set[str]:
@@ -51,8 +51,8 @@ class ReportedEngine(Protocol):
         """How long the workers have run steps, and waited for some."""
 
     @property
-    def control(self) -> Switches:
-        """The switches "paused" and "asleep"."""
+    def sleep(self) -> Switches:
+        """What the workers have given back."""
 
     @property
     def lobby(self) -> Lobby:
@@ -91,7 +91,7 @@ def status(core: ReportedEngine) -> dict[str, Any]:
         "worker_idle_s": core.steps.idle_us / 1e6,  # while requests were unfinished
         "worker_ready": core.worker.ready is not None,
         "paused": core.lobby.held,
-        "sleeping": bool(core.control.asleep),
+        "sleeping": bool(core.sleep.asleep),
         "clients": [
             {
                 "number": client.number,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from pagewire.engine_core.clients.frontend_call import FrontendCall
-from pagewire.engine_core.clients.reports import ReportedEngine
 from pagewire.engine_core.clients.worker_calls import PendingCalls
-from pagewire.engine_core.workers.group import Outcome
+from pagewire.engine_core.schedule.scheduler import Scheduler
+from pagewire.engine_core.workers.group import Outcome, WorkerGroup
 from pagewire.ipc.errors import EngineBusyError
 
 logger = logging.getLogger("pagewire.core")
@@ -25,8 +25,8 @@ class WorkerSleep:
         asleep: what the workers have given back, of "weights" and "kv_cache"; empty while they are awake.
     """
 
-    def __init__(self, core: ReportedEngine, worker_calls: PendingCalls) -> None:
-        self._core, self._worker_calls = core, worker_calls
+    def __init__(self, scheduler: Scheduler, worker: WorkerGroup, worker_calls: PendingCalls) -> None:
+        self._scheduler, self._worker, self._worker_calls = scheduler, worker, worker_calls
         self._num_unanswered = 0  # calls that the workers have not answered yet
         self.asleep: set[str] = set()
 
@@ -52,16 +52,16 @@ class WorkerSleep:
         Raises:
             EngineBusyError: requests are unfinished.
         """
-        if self._core.scheduler.num_unfinished:
-            raise EngineBusyError(f"{self._core.scheduler.num_unfinished} requests are unfinished")
+        if self._scheduler.num_unfinished:
+            raise EngineBusyError(f"{self._scheduler.num_unfinished} requests are unfinished")
 
         def done(outcome: Outcome) -> None:
             self._num_unanswered -= 1
             if isinstance(outcome, Exception):
-                self._core.worker.kill()
+                self._worker.kill()
                 return caller.refuse(outcome)
             self.asleep |= GIVEN_BACK[level]
-            self._core.scheduler.reset_prefix_cache()
+            self._scheduler.reset_prefix_cache()
             caller.reply(None)
 
         self._worker_calls.call("sleep", {"level": level}, done)

@@ -214,7 +214,8 @@ def test_streams_outlive_the_death_and_hang_of_a_rank_in_each_phase(
             await check_calls(group, order)
             # One request alone is long enough for steps with drafts that no measurement forbids (`NUM_TRIALS`).
             assert await collect(group, 0, None, mixed) == expected[0]
-            assert core.scheduler.stats.speculation.num_drafts > 0
+            assert core.serving is not None
+            assert core.serving.engine.scheduler.stats.speculation.num_drafts > 0
             drafters = [info["drafter"] for info in await group.collective_rpc("model_info")]
             assert drafters == ["LlamaForCausalLM"] * 2
 

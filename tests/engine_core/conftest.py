@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.clients import MAX_BACKLOG_BYTES, Clients
 from pagewire.engine_core.config.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
+from pagewire.engine_core.serving import Serving
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.launchers.interface import Launcher
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
@@ -170,6 +172,15 @@ class RunningCore:
             self.core.run()
         except BaseException as error:
             self.error = error
+
+    @property
+    def serving(self) -> Serving:
+        """What runs requests, for which this waits until the workers are ready."""
+        deadline = time.monotonic() + WAIT_MS / 1000
+        while self.core.serving is None:
+            assert self.thread.is_alive() and time.monotonic() < deadline
+            time.sleep(0.005)
+        return self.core.serving
 
     def frontend(self, name: str = "test") -> RawFrontend:
         return RawFrontend(self.context, self.address, name)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pagewire.engine_core.clients.intake import MessageIntake
+from pagewire.engine_core.clients.early import EarlyFrontends
 from pagewire.engine_core.schedule.sequence import sequence_seed
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.wire.codec import Tensor
@@ -456,14 +456,14 @@ def test_a_worker_that_cannot_start_ends_the_core_with_its_cause(start_core: Cal
 def test_a_frontend_that_greets_after_the_worker_failed_hears_the_cause(
     start_core: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed, refuse_early = threading.Event(), MessageIntake.refuse_early
+    failed, refuse = threading.Event(), EarlyFrontends.refuse
 
-    def refused(intake: MessageIntake, cause: BaseException) -> bool:
-        told = refuse_early(intake, cause)
+    def refused(early: EarlyFrontends, cause: BaseException) -> bool:
+        told = refuse(early, cause)
         failed.set()
         return told
 
-    monkeypatch.setattr(MessageIntake, "refuse_early", refused)
+    monkeypatch.setattr(EarlyFrontends, "refuse", refused)
     monkeypatch.setattr("pagewire.engine_core.core.GREETING_MS", 20_000)
     core = start_core(worker_options=["--refuse", "no such model", "--refuse-as", "ModelNotFoundError"])
     frontend = core.frontend()

@@ -27,7 +27,7 @@ def test_contents_are_held_while_requests_run_also_over_a_workers_death(start_co
     frontend = running.frontend()
     info = frontend.attach().info
     assert (info.embeddings.size, info.embeddings.prompts, info.embeddings.adapters) == (4, True, False)
-    contents = running.core.intake._contents
+    contents = running.serving.intake._contents
     params = SamplingParams(max_tokens=80)
     requests = [Request(key, f"r{key}", prompt(1 + key % 2), params, 7) for key in range(4)]
     bad = prompt(9)

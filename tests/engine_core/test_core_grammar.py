@@ -228,7 +228,7 @@ def test_a_grammar_is_not_blamed_for_a_process_that_stands_still(
     frontend.submit(1, [1], structured_outputs=DIGITS)
     frontend.finish((1, 0))
     for key in (2, 3):
-        os.kill(core.core.grammars._prover.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+        os.kill(core.serving.engine.grammars._prover.pid, signal.SIGSTOP)  # type: ignore[union-attr]
         frontend.submit(key, [1], structured_outputs={"regex": "a{3}"})
         frontend.finish((key, 0))
         assert frontend.ends[key, 0].error_type == "EngineStalledError", frontend.ends[key, 0]

@@ -78,7 +78,7 @@ def test_a_key_in_the_backlog_is_not_used_again(
     slow.submit(1, [5, 6], logprobs=2, max_tokens=3)
     queue.wait_for_end(1, watcher)
     slow.submit(1, [5, 6], logprobs=5, max_tokens=3)
-    while not core.core.metrics.num_refused["invalid"]:
+    while not core.serving.engine.metrics.num_refused["invalid"]:
         watcher.status()
     queue.empty()
     message = slow.hear()
@@ -187,14 +187,14 @@ def test_what_a_message_raises_ends_its_sender_alone(
 ) -> None:
     core = start_core()
     good, bad = attached(core, "good"), attached(core, "bad")
-    real = core.core.lobby.add
+    real = core.serving.engine.lobby.add
 
     def add(group: list[Any], *rest: Any) -> None:
         if group[0].request_id == "r13":
             raise ZeroDivisionError("an oversight in the core")
         real(group, *rest)
 
-    monkeypatch.setattr(core.core.lobby, "add", add)
+    monkeypatch.setattr(core.serving.engine.lobby, "add", add)
     bad.submit(1, [1], max_tokens=120)
     for number in range(MAX_FAULTS):
         bad.submit(13, [1])
@@ -215,7 +215,7 @@ def test_few_frontends_may_wait_for_the_engine(
 ) -> None:
     (hang := tmp_path / "hang").touch()
     monkeypatch.setenv("HANG_WHILE_STARTING", str(hang))
-    monkeypatch.setattr("pagewire.engine_core.clients.intake.MAX_EARLY", 2)
+    monkeypatch.setattr("pagewire.engine_core.clients.early.MAX_EARLY", 2)
     core = start_core()
     waiting = [core.frontend(f"early {number}") for number in range(2)]
     for frontend in waiting * 2:  # one that greets again waits once
@@ -253,7 +253,7 @@ def test_requests_of_one_message_are_taken_in_turns(
     monkeypatch.setattr("pagewire.engine_core.clients.intake.RECEIVE_SECONDS", 0.0)
     core = start_core()
     many, other = attached(core, "many"), attached(core, "other")
-    intake, waiting = core.core.intake, []
+    intake, waiting = core.serving.intake, []
     real = intake.receive
 
     def receive() -> None:
@@ -285,22 +285,22 @@ def test_a_tenant_does_not_wait_until_the_prompts_of_another_are_submitted(
     core = start_core()
     server = attached(core, "server")
     order: list[str] = []
-    real = core.core.lobby.add
+    real = core.serving.engine.lobby.add
 
     def add(group: list[Any], *rest: Any) -> None:
         order.append(group[0].request.tenant)
-        assert len(core.core.intake._checked) == 1
+        assert len(core.serving.intake._checked) == 1
         real(group, *rest)
 
     def call(identity: bytes, message: Call) -> None:
         order.append(message.method)
         real_call(identity, message)
 
-    monkeypatch.setattr(core.core.lobby, "add", add)
-    real_call = core.core.control.call
-    monkeypatch.setattr(core.core.control, "call", call)
-    sent, receive = threading.Event(), core.core.intake.receive
-    monkeypatch.setattr(core.core.intake, "receive", lambda: receive() if sent.is_set() else None)
+    monkeypatch.setattr(core.serving.engine.lobby, "add", add)
+    real_call = core.serving.control.call
+    monkeypatch.setattr(core.serving.control, "call", call)
+    sent, receive = threading.Event(), core.serving.intake.receive
+    monkeypatch.setattr(core.serving.intake, "receive", lambda: receive() if sent.is_set() else None)
     params = SamplingParams(max_tokens=2)
     for first in range(0, 500, 50):
         keys = range(first, first + 50)
@@ -368,7 +368,7 @@ def test_a_task_is_checked_and_measured_once_for_all_its_prompts(
     for key in (0, 1, 3, 4):
         frontend.finish((key, 0))
     assert len(seen) == 2 and seen.count(large) == 1, "the refused task does not displace the one before it"
-    assert core.core.metrics.num_refused["invalid"] == 1 and core.error is None
+    assert core.serving.engine.metrics.num_refused["invalid"] == 1 and core.error is None
 
 
 def test_prompts_have_their_numbers_in_common(start_core: Callable[..., RunningCore]) -> None:
@@ -395,7 +395,7 @@ def test_messages_are_read_before_the_requests_of_earlier_ones_are_taken(
     core = start_core()
     many, other = attached(core, "many"), attached(core, "other")
     order: list[bytes] = []
-    real_add, real_messages = core.core.lobby.add, core.clients.messages
+    real_add, real_messages = core.serving.engine.lobby.add, core.clients.messages
     held: list[Any] = []
     replaced = threading.Event()
 
@@ -414,7 +414,7 @@ def test_messages_are_read_before_the_requests_of_earlier_ones_are_taken(
             yield from sorted(held, key=lambda one: one[0])  # those of "many" first
             held.clear()
 
-    monkeypatch.setattr(core.core.lobby, "add", add)
+    monkeypatch.setattr(core.serving.engine.lobby, "add", add)
     monkeypatch.setattr(core.clients, "messages", messages)
     while not replaced.is_set():  # the core may still read by the iterator that it had
         other.status()
@@ -431,7 +431,7 @@ def test_who_sends_more_than_the_window_is_detached(
 ) -> None:
     core = start_core()
     flood, other = attached(core, "flood"), attached(core, "other")
-    monkeypatch.setattr(core.core.intake, "_take_requests", lambda deadline: None)
+    monkeypatch.setattr(core.serving.intake, "_take_requests", lambda deadline: None)
     flood.say(refused_requests(1000))
     flood.say(refused_requests(1, first=1000))
     message = flood.hear()
@@ -472,7 +472,7 @@ def test_requests_of_a_frontend_that_is_detached_meanwhile_are_dropped(
 ) -> None:
     core = start_core()
     frontend, watcher = attached(core, "leaves"), attached(core, "watcher")
-    intake, clients = core.core.intake, core.clients
+    intake, clients = core.serving.intake, core.clients
     real = intake._submit
 
     def submit(client: AttachedClient, request: Request) -> None:
@@ -483,4 +483,4 @@ def test_requests_of_a_frontend_that_is_detached_meanwhile_are_dropped(
     frontend.say(refused_requests(5))
     while len(clients) > 1:
         watcher.status()
-    assert core.core.metrics.num_refused["invalid"] == 1 and not intake.has_work
+    assert core.serving.engine.metrics.num_refused["invalid"] == 1 and not intake.has_work

@@ -160,7 +160,7 @@ class Numbers:
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_the_estimate_is_near_the_memory_that_python_takes(kind: str) -> None:
     codec: Codec[Any] = Codec(ToCore)
-    intake = MessageIntake(Numbers())  # type: ignore[arg-type]
+    intake = MessageIntake(Numbers(), None)  # type: ignore[arg-type]
     frames = [codec.encode(Submit([REQUESTS[kind](key)])) for key in range(NUM_REQUESTS)]
     kept: list[tuple[Request, list[Sequence]]] = []
 
@@ -221,7 +221,7 @@ def core(start_core: Callable[..., RunningCore]) -> RunningCore:
 
 
 def limited(running: RunningCore) -> RunningCore:
-    running.core.intake._memory = Memory(2_000_000)
+    running.serving.intake._memory = Memory(2_000_000)
     return running
 
 
@@ -254,7 +254,7 @@ def submit_until_refused(frontend: RawFrontend, keys: Iterator[int]) -> list[int
 
 def test_a_core_refuses_what_would_fill_its_memory_and_serves_others(core: RunningCore) -> None:
     greedy, modest = attached(core, "greedy"), attached(core, "modest")
-    memory, keys = core.core.intake._memory, count()
+    memory, keys = core.serving.intake._memory, count()
     taken = submit_until_refused(greedy, keys)
     assert 5 < len(taken) < 20
     num_bytes = memory.num_bytes
@@ -280,7 +280,7 @@ ENDS: dict[str, Callable[[RawFrontend], object]] = {
 
 @pytest.mark.parametrize("how", ENDS)
 def test_memory_is_given_back_however_a_request_ends(core: RunningCore, how: str) -> None:
-    frontend, memory = attached(core, "test"), core.core.intake._memory
+    frontend, memory = attached(core, "test"), core.serving.intake._memory
     frontend.say(Submit([request(1, n=2, max_tokens=5)]))
     frontend.status()
     assert memory.num_bytes > 0 and len(memory) == 3
@@ -293,7 +293,7 @@ def test_memory_is_given_back_however_a_request_ends(core: RunningCore, how: str
 
 def test_a_request_that_is_refused_otherwise_takes_no_memory(start_core: Callable[..., RunningCore]) -> None:
     core = limited(start_core(max_waiting=1))
-    frontend, memory = attached(core, "test"), core.core.intake._memory
+    frontend, memory = attached(core, "test"), core.serving.intake._memory
     frontend.say(Submit([request(key) for key in range(3)]))
     frontend.finish((1, 0), (2, 0))
     assert {end.error_type for end in frontend.ends.values()} == {"EngineBusyError"}
@@ -309,7 +309,7 @@ def test_a_request_that_is_refused_otherwise_takes_no_memory(start_core: Callabl
 
 
 def test_equal_parameters_of_one_message_count_once(core: RunningCore) -> None:
-    frontend, memory = attached(core, "many"), core.core.intake._memory
+    frontend, memory = attached(core, "many"), core.serving.intake._memory
     frontend.say(Submit([request(key, allowed_token_ids=LARGE) for key in range(50)]))
     frontend.status()
     assert not frontend.ends and memory.num_bytes < 50 * 10_000
@@ -330,7 +330,7 @@ def test_extra_arguments_which_the_core_does_not_read_take_no_memory(core: Runni
 
 
 def test_a_request_that_goes_on_is_charged_with_its_tokens(core: RunningCore) -> None:
-    frontend, memory = attached(core, "test"), core.core.intake._memory
+    frontend, memory = attached(core, "test"), core.serving.intake._memory
     resumed = request(1, max_tokens=100)
     resumed.output_token_ids = [[300] * 50]
     frontend.say(Submit([resumed]))

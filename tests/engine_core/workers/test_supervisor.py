@@ -72,7 +72,7 @@ def let_start(core: RunningCore, hang: Path) -> None:
 
 def limit_health(core: RunningCore, seconds: float) -> None:
     """Set the time in which workers must prove that they live."""
-    core.core.control._health._seconds = seconds
+    core.serving.control._health._seconds = seconds
 
 
 def limit_call(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> None:
@@ -315,7 +315,7 @@ def test_calls_that_no_worker_could_take_are_refused(
     answered = [frontend.answer() for _ in range(calls.MAX_PENDING_CALLS)]
     assert [answer.result for answer in answered] == [[[i]] for i in range(calls.MAX_PENDING_CALLS)]
     assert core.workers.num_starts == 1
-    assert not core.core.control._num_open
+    assert not core.serving.control._num_open
 
 
 def test_a_frontend_has_a_limited_number_of_open_calls(
@@ -354,7 +354,7 @@ def test_health_is_proven_by_a_ping_and_a_worker_that_does_not_answer_is_replace
     for _ in range(2):
         health = frontend.answer().result
         assert not health["alive"] and not health["ready"] and "has not answered ping" in health["reason"]
-    assert core.core.control._worker_calls.oldest.method == "ping"
+    assert core.serving.control._worker_calls.oldest.method == "ping"
     os.kill(core.workers.pids[0], signal.SIGCONT)
     limit_health(core, 60.0)
     assert frontend.call("collective_rpc", "echo", [1]).result == [[1]]
