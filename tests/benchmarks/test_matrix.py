@@ -40,7 +40,7 @@ def test_each_feature_is_served_or_refused_in_the_words_of_the_engine() -> None:
 
 def test_steps_that_wait_for_the_device_are_no_graph(tmp_path: Path) -> None:
     trial = matrix.Trial(SERVED["dbrx"], tmp_path)
-    assert matrix.cuda_graph(trial).startswith("refused: the model waits for the device: aten::nonzero")
+    assert matrix.cuda_graph(trial).startswith("refused: the model waits for the device: aten::")
 
 
 def test_a_table_is_read_as_it_was_written_and_rows_are_replaced() -> None:
