@@ -23,7 +23,7 @@ from pagewire.workers.checkpoint.source import Checkpoint
 from pagewire.workers.errors import LoadError
 from pagewire.workers.module import products
 from pagewire.workers.module.transforms import QuantisedEmbedding, pack_joined
-from pagewire.workers.network import build
+from pagewire.workers.network import build_layer
 from pagewire.workers.network import build_module as modules
 from pagewire.workers.network.network import Network
 from tests.workers.architectures import EXPERTS, GROUPED, VOCAB_SIZE, Architecture
@@ -251,7 +251,7 @@ def test_a_weight_in_anothers_place_is_noticed(tmp_path: Path, monkeypatch: pyte
     folder = LLAMA.write(tmp_path)
     runner, _ = load_runner(folder, quantization="int8")
     assert runner.model.is_stack
-    monkeypatch.setattr(build, "pack_joined", lambda linears, *rest: pack_joined(linears[::-1], *rest))
+    monkeypatch.setattr(build_layer, "pack_joined", lambda linears, *rest: pack_joined(linears[::-1], *rest))
     runner, _ = load_runner(folder, quantization="int8")
     assert not runner.model.is_stack
 
