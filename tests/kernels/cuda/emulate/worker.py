@@ -124,6 +124,10 @@ def emulated(kernels: EmulatedLauncher | CudaKernels) -> Iterator[None]:
     def for_cuda(*tensors: Tensor) -> Kernels:
         return kernels if tensors[0].is_cpu and serves(tensors) else for_cpu(*tensors)
 
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # where several share an operation of PyTorch, the bits of a row depend on the others
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "implementation_for", for_cuda)  # also for keys and values of 8 bits
         patch.setattr(dispatch, "states_for", lambda first: kernels.states)
@@ -137,4 +141,7 @@ def emulated(kernels: EmulatedLauncher | CudaKernels) -> Iterator[None]:
             "of_heads",
             lambda x, matrices: torch.cat([multiplied(row, matrices) for row in x.split(1)]),
         )
-        yield
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)
