@@ -86,11 +86,11 @@ test-cuda: build/cuda12 build/smollm2 $(STAMP)
 
 # Every variant of every CUDA kernel, by both generations of the compiler: for changes of the kernels.
 test-cuda12: build/cuda12 $(STAMP)
-	$(CUDA12) $(BIN)/pytest tests/kernels/cuda/test_compile.py
+	$(CUDA12) $(BIN)/pytest --timeout 1800 tests/kernels/cuda/test_compile.py
 
 test-cuda13: build/cuda13 $(STAMP)
 	PYTHONPATH="$(CURDIR)/$<" LD_LIBRARY_PATH="$(CURDIR)/$</nvidia/cu13/lib" PAGEWIRE_TEST_NVRTC=13.0 \
-		$(BIN)/pytest tests/kernels/cuda/test_compile.py
+		$(BIN)/pytest --timeout 1800 tests/kernels/cuda/test_compile.py
 
 # Faults planted in the CUDA kernels, which the tests of the kernels must notice.
 test-cuda-faults: $(STAMP)

@@ -33,7 +33,6 @@ def largest_of_each_family() -> list[Variant]:
 
 
 @pytest.mark.every_variant
-@pytest.mark.timeout(1800)  # all of them take minutes of every processor
 @pytest.mark.parametrize(
     ("arch", "variants"),
     [
