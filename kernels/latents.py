@@ -107,13 +107,8 @@ class AdaptedHeads:
 
 def _by_head(products: HeadProducts, device: torch.device) -> HeadProduct:
     if isinstance(products, Tensor):
-        return lambda x: of_heads(x, products)
+        return lambda x: torch.bmm(x.transpose(0, 1), products).transpose(0, 1)
     return _grouped(products, device)
-
-
-def of_heads(x: Tensor, matrices: Tensor) -> Tensor:
-    """PyTorch's product of rows [n, H, K] and a matrix of each head [H, K, N]: [n, H, N]."""
-    return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
 
 
 def _grouped(linears: Sequence[Linear], device: torch.device) -> HeadProduct:

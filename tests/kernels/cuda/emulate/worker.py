@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.kernels import dispatch, latents
+from pagewire.kernels import dispatch
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cuda.kernels import CudaKernels, serves
 from pagewire.kernels.cuda.norms import DTYPES
@@ -118,7 +118,6 @@ def emulated(kernels: EmulatedLauncher | CudaKernels) -> Iterator[None]:
     """A context in which the CUDA kernels compute on CPU tensors of the dtypes that they support."""
     if isinstance(kernels, EmulatedLauncher):
         kernels = CudaKernels(kernels, "cpu")
-    multiplied = latents.of_heads
     for_cpu, served_on_cpus = dispatch.implementation_for, cpu_kernels.serves
 
     def for_cuda(*tensors: Tensor) -> Kernels:
@@ -135,12 +134,6 @@ def emulated(kernels: EmulatedLauncher | CudaKernels) -> Iterator[None]:
             cpu_kernels, "serves", lambda tensors: tensors[0].dtype in DTYPES and served_on_cpus(tensors)
         )
         patch.setattr(cpu_kernels, "load", lambda: kernels)
-        # Row by row, since on some CPUs the bits of a row depend on how many there are.
-        patch.setattr(
-            latents,
-            "of_heads",
-            lambda x, matrices: torch.cat([multiplied(row, matrices) for row in x.split(1)]),
-        )
         try:
             yield
         finally:
