@@ -170,6 +170,11 @@ class LayerParts:
         return self.mixer is None and bool(self.qkv)
 
     @property
+    def values_are_keys(self) -> bool:
+        """See `Layer`."""
+        return self.mixer is None and self.latents is None and len(self.qkv) == 2
+
+    @property
     def halves(self) -> list[Any]:
         """The modules of its halves that run as they are."""
         mixer = None if self.qkv else self.mixer
@@ -359,8 +364,8 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
     plain = {name for name, child in layer.named_children() if type(child) is not nn.Dropout}
     has_gate = bool(names.input_gate) and set(names.input_gate) <= plain
     plain -= {*names.input_gate, "act_fn"} if has_gate else set()
-    has_experts = bool(names.beside) and set(names.beside) <= plain
-    plain -= set(names.beside) if has_experts else set()
+    has_experts = bool(names.experts_beside) and set(names.experts_beside) <= plain
+    plain -= set(names.experts_beside) if has_experts else set()
     require(
         plain - {names.shared} == {names.attention, names.mlp} | names.all_norms,
         f"a layer has {', '.join(sorted(plain))}",
@@ -372,6 +377,25 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         parts = latent_parts(attention, named(layer, names.norms), interleaved=interleaved)
         parts = replace(parts, residual_scale=residual_scale, index_interleaved=names.index_interleaved)
         return with_feed_forward(parts, mlp, names)
+    parts = attending_parts(layer, attention, names, config)
+    parts = with_feed_forward(replace(parts, residual_scale=residual_scale), mlp, names)
+    if has_gate:
+        gate, out, norm = (getattr(layer, name) for name in names.input_gate)
+        parts = replace(parts, input_gate=(gate, out, norm))
+    if has_experts:
+        router, _, *norms = (getattr(layer, name) for name in names.experts_beside)
+        own = SumRouterParts(router, config.top_k_experts)
+        return replace(parts, mixture=layer, router=own, of_sum=(router, *norms))
+    shared = getattr(layer, names.shared) if names.shared else None
+    return parts if shared is None else with_dense(parts, shared, names)
+
+
+def attending_parts(layer: Any, attention: Any, names: DecoderNames, config: Any) -> LayerParts:
+    """The parts of a decoder's layer but for its feed-forward half. attention: attends to keys and values.
+
+    Raises:
+        OtherStructureError: it has other ones.
+    """
     source = source_of_keys(attention, config)
     made, head_norms = names.qkv, names.head_norms
     if source is not None:  # of a layer without keys, whose norm there is takes their place
@@ -393,7 +417,7 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
     else:  # no gates among the queries
         queries = getattr(attention, names.qkv[0]).out_features
         require(queries * value_dim == out.in_features * attention.head_dim)
-    parts = LayerParts(
+    return LayerParts(
         qkv=[getattr(attention, name) for name in made],
         out=out,
         up=(),
@@ -412,7 +436,6 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         value_scale=float(getattr(attention, names.value_scale)) if names.value_scale else 1.0,
         value_norm=getattr(attention, names.value_norm) if names.value_norm and source is None else None,
         source=source,
-        input_gate=tuple(getattr(layer, name) for name in names.input_gate) if has_gate else None,
         output_scale=(layer, names.output_scale) if names.output_scale else None,
         head_norm_form=HeadNormForm(names.head_norm_form),
         heads=heads,
@@ -424,18 +447,10 @@ def decoder_layer(layer: Any, names: DecoderNames, config: Any) -> LayerParts:
         turned=is_turned(attention, names),
         sinks=attention if isinstance(getattr(attention, "sinks", None), Tensor) else None,
         softcap=getattr(attention, "attn_logit_softcapping", None),
-        residual_scale=residual_scale,
         parallel=names.parallel,
         interleaved=names.interleaved,
         single_angles=names.single_angles,
     )
-    parts = with_feed_forward(parts, mlp, names)
-    if has_experts:
-        router, _, *norms = (getattr(layer, name) for name in names.beside)
-        own = SumRouterParts(router, config.top_k_experts)
-        return replace(parts, mixture=layer, router=own, of_sum=(router, *norms))
-    shared = getattr(layer, names.shared) if names.shared else None
-    return parts if shared is None else with_dense(parts, shared, names)
 
 
 def has_latents(attention: nn.Module) -> bool:

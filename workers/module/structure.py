@@ -37,8 +37,8 @@ class DecoderNames:
     get of tokens beside states; input_gate: of a layer, the two products and the norm of it. There may be none.
     output_scale: a buffer of a layer, by which its sum is multiplied.
     value_dim, value_scale: attributes of attention: numbers of a head of values, and what these are multiplied by.
-    beside: of a layer whose experts stand beside its dense half: the router, the experts, the norms of what these
-    take and give, and that of what the dense half gives. There may be none.
+    experts_beside: of a layer whose experts stand beside its dense half: the router, the experts, the norms of what
+    these take and give, and that of what the dense half gives. There may be none.
     """
 
     attention: str = "self_attn"
@@ -75,7 +75,7 @@ class DecoderNames:
     output_scale: str = ""
     value_dim: str = ""
     value_scale: str = ""
-    beside: tuple[str, ...] = ()
+    experts_beside: tuple[str, ...] = ()
 
     @property
     def all_norms(self) -> set[str]:
@@ -99,7 +99,7 @@ GEMMA_4 = replace(
     layer_inputs=("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
     input_gate=("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
     output_scale="layer_scalar",
-    beside=(
+    experts_beside=(
         "router",
         "experts",
         "pre_feedforward_layernorm_2",
@@ -270,7 +270,7 @@ def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[s
     }
     dense = _within(own.mlp, (*own.up, own.down, own.down_norm))
     found -= _within(own.mlp, (own.curve,))
-    found = {name for name in found if name.partition(".")[0] not in own.beside}
+    found = {name for name in found if name.partition(".")[0] not in own.experts_beside}
     # A half of experts, if its router is known, is one as well.
     if any(text.get(name) for name in NUM_EXPERTS):
         found = {name for name in found if not name.startswith(f"{own.mlp}.")} | dense

@@ -99,7 +99,7 @@ class LayerBuilder:
             value_norm=self.norm(part.value_norm, part.head_dim),
             value_dim=part.value_dim,
             value_scale=part.value_scale,
-            values_are_keys=mixer is None and latents is None and len(part.qkv) == 2,
+            values_are_keys=part.values_are_keys,
             input_gate=input_gate_of(part, self.structure, self.weights, self.device),
             output_scale=number_of(part.output_scale, self.weights),
             qkv_limit=part.qkv_limit,

@@ -32,7 +32,7 @@ from pagewire.workers.run.decoding import (
     refusal_by_options,
 )
 
-NUM_POSITIONS = 1  # of tables of angles, which nobody reads
+NUM_POSITIONS = 1  # rows of the tables of angles: only their shape matters here
 
 
 class ExpectedRoad(NamedTuple):
@@ -98,9 +98,9 @@ def refusal_by_parts(causal: Any, parts: Sequence[LayerParts]) -> str:
 
 def is_compiled(part: LayerParts) -> bool:
     """True if stack.cpp has all that a layer computes."""
-    values_are_keys = part.mixer is None and part.latents is None and len(part.qkv) == 2
-    is_plain = part.input_gate is None and part.output_scale is None and part.value_norm is None
-    return is_plain and part.source is None and not values_are_keys
+    ends_plain = part.input_gate is None and part.output_scale is None and part.of_sum is None
+    has_plain_values = part.value_norm is None and part.value_dim is None and part.value_scale == 1.0
+    return ends_plain and has_plain_values and part.source is None and not part.values_are_keys
 
 
 def sizes_of(part: LayerParts) -> tuple[int, ...]:

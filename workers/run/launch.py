@@ -64,8 +64,10 @@ class StepLauncher:
             LoadError: there is not enough.
         """
         self._allocate(ONE_BLOCK)
-        yield
-        self.kv.let_go()
+        try:
+            yield
+        finally:
+            self.kv.let_go()
 
     def free(self) -> None:
         """Give the memory for KV blocks and states back, and forget every request."""

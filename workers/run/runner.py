@@ -108,7 +108,7 @@ class Runner:
             media=self.media.are_taken,
         )
 
-    # ------------------------------------------------------------ what it has
+    # ------------------------------------------------------------ model and memory
 
     @property
     def model(self) -> LoadedModel:

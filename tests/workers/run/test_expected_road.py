@@ -18,7 +18,7 @@ from pagewire.workers.network.hybrids import FORMS
 from pagewire.workers.network.loaded import Road
 from pagewire.workers.run.expected_road import expected_road
 from tests.workers import pooled
-from tests.workers.architectures import SERVED
+from tests.workers.architectures import SERVED, Architecture
 from tests.workers.driver import load_runner
 from tests.workers.huge import write_huge
 from tests.workers.seq2seq import tiny
@@ -85,3 +85,13 @@ def test_adapters_take_a_hybrid_off_the_stack(tmp_path: Path) -> None:
     assert expected.road == Road(None, "it is loaded layer by layer")
     assert load_runner(folder, lora=limits)[0].model.road == expected.road
     assert expected_road(WorkerConfig(str(folder))).road == Road()
+
+
+def test_values_of_another_size_are_not_compiled(tmp_path: Path) -> None:
+    """Even where all layers have the same sizes."""
+    fields = SERVED["mimo_v2_flash"].fields | {"num_hidden_layers": 1}
+    folder = Architecture("mimo_v2_flash", fields).write(tmp_path)
+    expected = expected_road(WorkerConfig(str(folder)))
+    runner, _ = load_runner(folder)
+    assert (runner.model.road, runner.decoding.why_not) == expected
+    assert expected.why_not == "the layers have no compiled stack"
